@@ -1,0 +1,34 @@
+# Every target makes .venv by itself: a fresh clone needs nothing but Python.
+#
+#   make train ARGS="--steps 20 -n 2"      make test ARGS="tests/cli -x"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+STAMP := $(VENV)/installed
+ARGS ?=
+
+.PHONY: env train test check
+
+env: $(STAMP)
+
+# torch comes first and pinned: resolved together with the rest, another build of it may be downloaded too.
+# hatchling comes before instep, so that building instep downloads nothing of its own.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) hatchling
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+train: env
+	$(BIN)/instep train $(ARGS)
+
+test: env
+	$(BIN)/python -m pytest $(ARGS)
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

@@ -1,0 +1,53 @@
+"""Data-parallel PyTorch training whose bits do not depend on where the work is done.
+
+The public names are imported on first use: ``import instep`` and ``instep --help`` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from instep import errors
+
+if TYPE_CHECKING:
+    from instep.checkpoint.shorthand import load, save
+    from instep.mesh.current import get
+    from instep.mesh.mesh import init
+    from instep.ordered.norm import clip_grad_norm_
+    from instep.replicate.wrapper import DataParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DataParallel",
+    "__version__",
+    "clip_grad_norm_",
+    "errors",
+    "get",
+    "init",
+    "load",
+    "save",
+]
+
+_HOMES = {
+    "DataParallel": "instep.replicate.wrapper",
+    "clip_grad_norm_": "instep.ordered.norm",
+    "get": "instep.mesh.current",
+    "init": "instep.mesh.mesh",
+    "load": "instep.checkpoint.shorthand",
+    "save": "instep.checkpoint.shorthand",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'instep' has no attribute {name!r}")
+    public = getattr(importlib.import_module(_HOMES[name]), name)
+    public.__module__ = __name__  # errors and docs show the path that users write
+    globals()[name] = public
+    return public
+
+
+def __dir__() -> list[str]:
+    return __all__

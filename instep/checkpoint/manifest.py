@@ -1,0 +1,185 @@
+"""What a checkpoint says about itself: the manifest, its JSON, and a parser that believes nothing.
+
+The manifest is the one file that names the others, with sizes and hashes, and it carries a hash of itself,
+because a flipped digit in the data cursor would be valid JSON and would train on other data. The parser sees
+bytes that anyone may have written: length, JSON, types, ranges and file names are checked before anything is
+believed, and whatever is wrong becomes a ``CheckpointRejected`` that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from instep.checkpoint.files import PLAIN_NAME
+from instep.errors import CheckpointRejected
+
+Scalar: TypeAlias = str | int | float | bool | None
+Json: TypeAlias = Any  # Scalar | list[Json] | dict[str, Json]
+
+FORMAT = "instep-checkpoint/1"
+MANIFEST_FILE = "manifest.json"
+MAX_BYTES = 16 << 20
+MAX_DEPTH = 32
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and SHA-256 of one file of the checkpoint."""
+
+    bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _require_count("bytes", self.bytes)
+        _require_sha256("sha256", self.sha256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A checkpoint's description; a ValueError at construction names the field that cannot be written."""
+
+    step: int  # optimizer steps done
+    data_cursor: int  # global position of the sample stream at which the next step starts
+    state_sha256: str  # of parameters, buffers and optimizer moments, whatever files hold them
+    world_size: int  # of the run that wrote it; any other may read it
+    numerical: Mapping[str, Scalar]  # the numerical configuration: see contract.py
+    versions: Mapping[str, str]
+    files: Mapping[str, FileRecord]  # plain names in the manifest's own directory
+    extra: Mapping[str, Json]
+
+    def __post_init__(self) -> None:
+        _require_count("step", self.step, below=10**8)
+        _require_count("data_cursor", self.data_cursor)
+        _require_sha256("state_sha256", self.state_sha256)
+        _require_count("world_size", self.world_size, least=1)
+        _require_mapping("numerical", self.numerical, Scalar, "text, a number, true, false or null")
+        _require_mapping("versions", self.versions, str, "text")
+        _require_mapping("files", self.files, FileRecord, "a size and a hash")
+        for name in self.files:
+            plain = PLAIN_NAME.fullmatch(name) and name != MANIFEST_FILE
+            _require(bool(plain), "files", "plain names of A-Z a-z 0-9 . _ -, at most 64 long", name)
+        _require_mapping("extra", self.extra, object, "JSON")
+        _require_json("numerical", self.numerical)
+        _require_json("extra", self.extra)
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``: indented JSON with sorted keys and a hash of all the rest."""
+        body = {"format": FORMAT, **asdict(self)}
+        body["sha256"] = hashlib.sha256(canonical(body)).hexdigest()
+        data = json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+        _require(len(data) <= MAX_BYTES, "manifest", f"at most {MAX_BYTES} bytes", len(data))
+        return data
+
+
+def canonical(value: Json) -> bytes:
+    """The one JSON text of a value that hashes are taken of: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse(data: bytes, path: Path) -> Manifest:
+    """The manifest that ``data``, read from ``path``, holds; CheckpointRejected if it is not exactly one."""
+    try:
+        body = parse_json(data, MAX_BYTES)
+        _require(isinstance(body, dict), "manifest", "an object", body)
+        found = body.pop("format", None)
+        _require(found == FORMAT, "format", f"{FORMAT!r}, the one this version of instep reads", found)
+        names = {field.name for field in fields(Manifest)}
+        digest = body.pop("sha256", None)
+        _require(set(body) == names, "fields", ", ".join(sorted(names)), sorted(body))
+        _require(digest == _digest(body), "sha256", "the hash of the other fields", digest)
+        return _from_fields(body)
+    except ValueError as error:
+        raise CheckpointRejected(
+            f"{path}: {error}: take another checkpoint, or restore this one from a copy"
+        ) from error
+
+
+def parse_json(data: bytes, max_bytes: int) -> Json:
+    """``json.loads`` of bytes nobody vouches for; every failure is a ValueError.
+
+    Refused beyond what json refuses: more than ``max_bytes``, a key twice, NaN, infinities (``1e999`` too).
+    """
+    _require(len(data) <= max_bytes, "length", f"at most {max_bytes} bytes", len(data))
+    try:
+        return json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite
+        )
+    except RecursionError:
+        raise ValueError("expected JSON, got endless nesting") from None
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    _require(len(found) == len(pairs), "keys", "each key once", [key for key, _ in pairs])
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    _require(math.isfinite(value), "number", "a finite number", text)
+    return value
+
+
+def _digest(body: dict[str, Json]) -> str:
+    _require_json("manifest", body)  # bounds the depth before json walks it
+    return hashlib.sha256(canonical({"format": FORMAT, **body})).hexdigest()
+
+
+def _from_fields(body: dict[str, Json]) -> Manifest:
+    _require_mapping("files", body["files"], dict, "objects")
+    records = {}
+    for name, record in body["files"].items():
+        _require(set(record) == {"bytes", "sha256"}, "files", "bytes and sha256", record)
+        records[name] = FileRecord(**record)
+    return Manifest(**{**body, "files": records})
+
+
+def _require(ok: bool, where: str, expected: str, got: object) -> None:
+    if not ok:
+        shown = reprlib.repr(got).encode("ascii", "backslashreplace").decode()
+        raise ValueError(f"{where}: expected {expected}, got {shown}")
+
+
+def _require_count(where: str, value: object, least: int = 0, below: int = 2**63) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and least <= value < below
+    _require(ok, where, f"a whole number from {least} and below {below}", value)
+
+
+def _require_sha256(where: str, value: object) -> None:
+    ok = isinstance(value, str) and SHA256.fullmatch(value) is not None
+    _require(ok, where, "64 hexadecimal digits in lower case", value)
+
+
+def _require_mapping(where: str, value: object, kind: Any, expected: str) -> None:
+    _require(isinstance(value, Mapping), where, "an object", value)
+    assert isinstance(value, Mapping)
+    for key, item in value.items():
+        _require(isinstance(key, str), where, "text as keys", key)
+        _require(isinstance(item, kind), f"{where}.{key}", expected, item)
+
+
+def _require_json(where: str, value: object, depth: int = 0) -> None:
+    """Raise unless ``value`` survives a trip through JSON; tuples may, and come back as lists."""
+    _require(depth <= MAX_DEPTH, where, f"at most {MAX_DEPTH} levels", "more")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _require(isinstance(key, str), where, "text as keys", key)
+            _require_json(f"{where}.{key}" if depth < 2 else where, item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _require_json(where, item, depth + 1)
+    elif isinstance(value, float):
+        _require(math.isfinite(value), where, "a finite number", value)
+    else:
+        _require(
+            isinstance(value, Scalar), where, "text, a number, true, false, null or lists of them", value
+        )

@@ -1,0 +1,138 @@
+"""``instep.save`` and ``instep.load``: a module and its optimizer in one call, for a loop of your own.
+
+resumed = instep.load("checkpoints", model, optimizer)
+for step in range(resumed.step, 1000):
+    ...
+    instep.save("checkpoints", model, optimizer, step=step + 1, rank=rank)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from instep.checkpoint import contract, files, state, tensors
+from instep.checkpoint import load as loading
+from instep.checkpoint import save as saving
+from instep.checkpoint.manifest import Json, Manifest, Scalar
+from instep.errors import CheckpointRejected
+from instep.ordered.hash import state_entries, state_sha256
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What :func:`load` found; ``step`` is 0 and ``path`` None where there was no checkpoint yet."""
+
+    step: int = 0
+    data_cursor: int = 0
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    path: Path | None = None
+    rejected: tuple[str, ...] = ()  # why newer checkpoints were passed over
+    differences: tuple[str, ...] = ()  # fields of the numerical configuration that changed since
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    data_cursor: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    keep: int = 3,
+    **extra: Json,
+) -> Path:
+    """Save ``model`` (any module, wrapped data-parallel or not) after ``step`` optimizer steps.
+
+    Call it on every rank of a replicated model with its ``rank``: rank 0 writes, the others return at once,
+    so whoever reads the checkpoint in the same run needs a barrier in between. ``extra`` is JSON of your own
+    (a scheduler's state, the loss); tuples come back as lists. The newest ``keep`` stay, at least two.
+    """
+    path = Path(directory) / files.step_name(step)
+    if rank != 0:
+        return path
+    moments, rest = state.optimizer_state(model, optimizer) if optimizer else ({}, None)
+    return saving.save(
+        Path(directory),
+        step=step,
+        model=state.model_tensors(model),
+        optimizer=moments,
+        data_cursor=data_cursor,
+        state_sha256=_hash(model, optimizer, step),
+        numerical=_numerical(model),
+        world_size=world_size,
+        extra={"user": extra, "optimizer": rest},
+        keep=keep,
+    )
+
+
+def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
+    """Load the newest checkpoint that verifies into ``model`` and ``optimizer``; every rank reads for itself.
+
+    Without any checkpoint nothing is touched and ``step`` is 0. CheckpointRejected if none verifies, or if it
+    is of another model or optimizer; then nothing has been changed either.
+    """
+    found = loading.newest(Path(directory))
+    if found is None:
+        return Resumed()
+    rest = _require_shorthand(found.path, found.manifest)["optimizer"]
+    expected = tensors.layout_of(state.model_tensors(model))
+    weights = loading.read_tensors(found.path, saving.MODEL_FILE, expected)
+    if optimizer is not None:
+        _restore_optimizer(found.path, model, optimizer, rest)
+    state.unwrapped(model).load_state_dict(weights)
+    if (optimizer is None) == (rest is None):
+        _require_hash(found, model, optimizer)
+    return Resumed(
+        step=found.manifest.step,
+        data_cursor=found.manifest.data_cursor,
+        extra=found.manifest.extra["user"],
+        path=found.path,
+        rejected=tuple(reason for _, reason in found.rejected),
+        differences=tuple(contract.differences(found.manifest.numerical, _numerical(model))),
+    )
+
+
+def _hash(model: nn.Module, optimizer: Optimizer | None, step: int) -> str:
+    return state_sha256(state_entries(state.unwrapped(model), optimizer), step)
+
+
+def _numerical(model: nn.Module) -> dict[str, Scalar]:
+    first = next(model.parameters(), torch.empty(0))
+    return contract.describe(config={}, threads=torch.get_num_threads(), device=str(first.device))
+
+
+def _require_shorthand(path: Path, manifest: Manifest) -> Mapping[str, Json]:
+    if set(manifest.extra) != {"user", "optimizer"} or not isinstance(manifest.extra["user"], dict):
+        raise CheckpointRejected(
+            f"{path}: expected a checkpoint of instep.save, got one of another writer: resume with that, or "
+            "read its tensors with instep.checkpoint.load.read_tensors"
+        )
+    return manifest.extra
+
+
+def _restore_optimizer(path: Path, model: nn.Module, optimizer: Optimizer, rest: Json) -> None:
+    if rest is None:
+        raise CheckpointRejected(
+            f"{path}: expected the state of an optimizer, got none: load without an optimizer"
+        )
+    state.require_fit(model, optimizer, rest)
+    held = tensors.contents(path / saving.OPTIMIZER_FILE)
+    moments = loading.read_tensors(path, saving.OPTIMIZER_FILE, held.layout)
+    state.restore_optimizer(model, optimizer, moments, rest)
+
+
+def _require_hash(found: loading.Found, model: nn.Module, optimizer: Optimizer | None) -> None:
+    digest = _hash(model, optimizer, found.manifest.step)
+    if digest != found.manifest.state_sha256:
+        raise CheckpointRejected(
+            f"{found.path}: expected hash {found.manifest.state_sha256[:12]}..., got {digest[:12]}... "
+            "after loading: the model or the optimizer changes what it is given; load into plain ones"
+        )

@@ -1,0 +1,211 @@
+"""One file of named tensors: safetensors, with ties written once and nothing read that was not announced.
+
+A tensor that several names share (weight tying) is written under its first name; the other names stand in the
+file's metadata as ``alias -> first name``, the convention of ``safetensors.torch.save_model``. Tensors that
+overlap in any other way, or are not contiguous, are written as copies of their own.
+
+A file from elsewhere is bounded before it is parsed: the first eight bytes are a length that anyone may have
+written. Names, shapes and dtypes are compared with what the caller expects before memory is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from instep import memory
+from instep.checkpoint.files import open_regular
+from instep.errors import CheckpointRejected
+
+Shape: TypeAlias = tuple[int, ...]
+Layout: TypeAlias = Mapping[str, tuple[Shape, torch.dtype]]
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_NAMES_SHOWN = 5
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds: ``layout`` of the tensors in it, ``ties`` from further names to those."""
+
+    layout: dict[str, tuple[Shape, torch.dtype]]
+    ties: dict[str, str]
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Shape and dtype of each tensor, as :func:`read` expects them."""
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` to the new file ``path``; OSError with the path if the system refuses."""
+    for name, tensor in tensors.items():
+        _require_writable(name, tensor)
+    firsts, ties = _split_ties(tensors)
+    try:
+        save_file(_separate(firsts), path, metadata={"format": "pt", **ties})
+    except SafetensorError as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise ValueError(f"{path}: {error}") from error
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+
+
+def _require_writable(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}: put it into extra as JSON")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise ValueError(f"{name}: expected a dense tensor with values, got a {kind} tensor")
+    if tensor.dtype not in DTYPES.values():
+        raise ValueError(f"{name}: safetensors has no {tensor.dtype}: convert it before saving")
+    if name == "__metadata__":
+        raise ValueError("'__metadata__' is reserved in a safetensors file: rename the tensor")
+
+
+def _split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each distinct tensor under its first name, and the further names it goes by."""
+    seen: dict[tuple[object, ...], str] = {}
+    firsts: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        values = tensor.detach().resolve_conj().resolve_neg()  # lazy views share bytes, not values
+        key = (values.device, values.data_ptr(), values.dtype, values.shape, values.stride())
+        if values.numel() and key in seen:
+            ties[name] = seen[key]
+        else:
+            firsts[name] = values
+            seen[key] = name
+    return firsts, ties
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors of which no two share a byte; copies only where that needs one."""
+    result = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    ends: dict[torch.device, int] = {}
+    for name in sorted(result, key=lambda name: result[name].data_ptr()):
+        tensor = result[name]
+        if tensor.data_ptr() < ends.get(tensor.device, 0):
+            result[name] = tensor.clone()
+        else:
+            ends[tensor.device] = tensor.data_ptr() + tensor.nbytes
+    return result
+
+
+def contents(path: Path) -> Contents:
+    """Names, shapes and dtypes of a file, without its values; CheckpointRejected if it is not sound."""
+    try:
+        _require_bounded_header(path)
+        with safe_open(path, framework="pt", backend="pread") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            layout = {name: (tuple(s.get_shape()), _dtype(name, s.get_dtype())) for name, s in slices.items()}
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointRejected(f"{path}: {error}: take another checkpoint") from error
+    return Contents(layout, {name: first for name, first in metadata.items() if first in layout})
+
+
+def _require_bounded_header(path: Path) -> None:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(
+            f"expected a header of at most {MAX_HEADER_BYTES} bytes in a file of {size}, got one of {length}"
+        )
+
+
+def _dtype(name: str, code: str) -> torch.dtype:
+    if code not in DTYPES:
+        raise ValueError(f"{name}: expected a dtype among {', '.join(DTYPES)}, got {code}")
+    return DTYPES[code]
+
+
+def read(path: Path, expected: Layout) -> dict[str, Tensor]:
+    """The tensors that ``expected`` names, each in aligned CPU memory of its own, in its order; ties as one.
+
+    CheckpointRejected unless names, shapes and dtypes of the file are exactly the expected ones. A name that
+    the file has only as a tie is found, and then its first name need not be expected.
+    """
+    held = contents(path)
+    where = {name: held.ties.get(name, name) if name not in held.layout else name for name in expected}
+    _require_names(path, held, expected, where)
+    _require_layout(path, held, expected, where)
+    loaded: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt", backend="pread") as file:
+            for name in dict.fromkeys(where.values()):
+                loaded[name] = _aligned(file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointRejected(f"{path}: {error}: take another checkpoint") from error
+    return {name: loaded[first] for name, first in where.items()}
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """A copy on a vector boundary: some kernels take another path, and give other bits, elsewhere."""
+    align = memory.align_bytes(tensor.device)
+    flat = memory.allocate(tensor.nbytes, align).elements(tensor.dtype)
+    return flat.view(tensor.shape).copy_(tensor)
+
+
+def _require_names(path: Path, held: Contents, expected: Layout, where: Mapping[str, str]) -> None:
+    missing = [name for name in expected if where[name] not in held.layout]
+    left_over = sorted(set(held.layout) - set(where.values()))
+    if missing or left_over:
+        parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(left_over)}"] * bool(
+            left_over
+        )
+        raise CheckpointRejected(
+            f"{path}: expected {len(expected)} tensors, got {len(held.layout)} (+ {len(held.ties)} ties): "
+            f"{'; '.join(parts)}: build the model that the checkpoint was made with"
+        )
+
+
+def _require_layout(path: Path, held: Contents, expected: Layout, where: Mapping[str, str]) -> None:
+    wrong = [
+        f"{name}: expected {_shown(expected[name])}, got {_shown(held.layout[where[name]])}"
+        for name in expected
+        if held.layout[where[name]] != (tuple(expected[name][0]), expected[name][1])
+    ]
+    if wrong:
+        raise CheckpointRejected(
+            f"{path}: {len(wrong)} tensors differ from the model's: {_some(wrong)}: "
+            "build the model that the checkpoint was made with"
+        )
+
+
+def _shown(layout: tuple[Shape, torch.dtype]) -> str:
+    shape, dtype = layout
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" * (len(names) > MAX_NAMES_SHOWN)
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

@@ -1,0 +1,51 @@
+"""``instep WORD ...``: finds the file of the word, and imports nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from instep import __version__
+from instep.cli.exits import DONE, USAGE
+
+COMMANDS = {
+    "train": "train a small GPT on text, with the same bits on any number of ranks",
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command that ``args`` (by default those of the process) name; return its exit code."""
+    args = sys.argv[1:] if args is None else args
+    word, rest = (args[0], args[1:]) if args else ("--help", ())
+    if word in ("-h", "--help"):
+        print(usage())
+        return DONE
+    if word == "--version":
+        print(f"instep {__version__}")
+        return DONE
+    if word not in COMMANDS:
+        close = difflib.get_close_matches(word, COMMANDS, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(COMMANDS)}"
+        print(f"instep: error: unknown command {word!r}: {fix}", file=sys.stderr)
+        return USAGE
+    code: int = importlib.import_module(f"instep.cli.{word}").main(rest)
+    return code
+
+
+def usage() -> str:
+    """What ``instep --help`` prints."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: instep [-h] [--version] COMMAND ...",
+            "",
+            "Data-parallel PyTorch training whose bits do not depend on where the work is done.",
+            "",
+            "commands:",
+            *(f"  {word:{width}}  {line}" for word, line in COMMANDS.items()),
+            "",
+            "instep COMMAND --help tells the options of one.",
+        ]
+    )

@@ -1,0 +1,81 @@
+"""``instep train``: a config from the default recipe, a TOML file and flags, in this order; then the run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from instep.cli.exits import tell
+from instep.models.presets import PRESETS
+from instep.train import recipes, toml
+from instep.train.config import Config, validate
+
+PROGRAM = "instep train"
+DESCRIPTION = """\
+Train a small GPT on text, with the same bits on any number of ranks.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 run me again.\
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Config):
+    """What the command line adds to a config."""
+
+    config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE.toml")] = None
+    """Take the config from this file first; flags override it."""
+    preset: Annotated[str | None, tyro.conf.arg(name="model.preset", metavar="|".join(PRESETS))] = None
+    """Take layers, width and heads from the usual table of GPT sizes; flags override them."""
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
+
+
+def parse(args: Sequence[str]) -> Config:
+    """The config that ``args`` ask for.
+
+    Raises:
+        ValueError: a config that cannot be run, in words for the user.
+        OSError: the TOML file cannot be read.
+        SystemExit: 0 after ``--help``; 2 after a flag that does not exist, with the nearest that do.
+    """
+    names = [field.name for field in fields(Config)]
+    base = _base(args)
+    arguments = tyro.cli(
+        Arguments,
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        args=list(args),
+        default=Arguments(**{name: getattr(base, name) for name in names}),
+    )
+    config = Config(**{name: getattr(arguments, name) for name in names})
+    validate(config)
+    return config
+
+
+def _base(args: Sequence[str]) -> Config:
+    """The config that the other flags override: they need to know its values, so it is found before them."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path, nargs="?")
+    first.add_argument("--model.preset", dest="preset", nargs="?")
+    given, _ = first.parse_known_args(args)
+    base = recipes.default()
+    if given.config is not None:
+        base = toml.merge(base, toml.load_toml(given.config), source=str(given.config))
+    if given.preset is not None:
+        base = toml.merge(base, {"model": {"preset": given.preset}}, source="command line")
+    return base
+
+
+def main(args: Sequence[str]) -> int:
+    """Train as ``args`` say; return the exit code."""
+    try:
+        config = parse(args)
+        from instep.train.run import run  # imports torch, which --help and a mistyped flag do not wait for
+
+        return run(config)
+    except (Exception, KeyboardInterrupt) as error:
+        return tell(PROGRAM, error)

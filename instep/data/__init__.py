@@ -1,0 +1,1 @@
+"""Which sample stands where in the stream, and the data sets that hand samples over in fresh memory."""

@@ -1,0 +1,27 @@
+"""Rows of a tensor, copied into fresh memory.
+
+A micro-batch that is a *view* of a larger tensor begins wherever its rows happen to lie, and the CPU's matrix
+kernels take another path when their input is not at a 16-byte boundary: the same numbers then give other
+bits, depending on which rank computed which slice. A copy of its own always begins at a 64-byte boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["take_rows"]
+
+
+def take_rows(source: Tensor, indices: Sequence[int]) -> Tensor:
+    """``source[indices]`` along dim 0 in memory of its own; ``IndexError`` for an index below 0 or too large.
+
+    Shapes: ``(num_rows, ...)`` gives ``(len(indices), ...)``, contiguous, of the same dtype.
+    """
+    num_rows = source.shape[0]
+    for index in indices:
+        if not 0 <= index < num_rows:
+            raise IndexError(f"expected 0 <= index < {num_rows} samples, got {index}")
+    return source.index_select(0, torch.tensor(indices, dtype=torch.int64, device=source.device))

@@ -1,0 +1,170 @@
+"""Byte-level text: every byte is a token, so there is no vocabulary to build and nothing to download.
+
+A corpus is one run of bytes: a file, a folder's files one after the other, or the Python standard library's
+own source, which is real text that every machine with Python has. It is cut into blocks, and blocks at even
+distances through the whole corpus are held out:
+
+    corpus   | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | ...          (held_out = 1/4)
+    train    | 0 |   | 2 | 3 | 4 |   | 6 | 7 | 8 |   | ...
+    held out |   | 1 |           | 5 |           | 9 | ...
+
+Holding out the last files instead would compare two kinds of text, not two samples of one. Train and held-out
+blocks are joined into two corpora before windows are cut, so no window holds a byte of both. A window may
+span a seam, between two files as between two blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.data.rows import take_rows
+
+__all__ = ["ByteText", "TextSplits", "open_text"]
+
+MAX_BLOCK_BYTES = 64 * 1024
+MIN_HELD_OUT_BLOCKS = 16  # in a short corpus the blocks shrink until there are as many, down to one window
+TEXT_PROBE_BYTES = 8192  # a file with a NUL byte among the first ones is not text; git decides the same way
+
+# Installed packages differ between machines, and many distributions ship the library without the others.
+NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+)
+
+
+class ByteText:
+    """Windows of ``context + 1`` bytes over a corpus; window i begins at byte ``i * context``.
+
+    Neighbours share one byte: the last target of one window is the first input of the next, so that every
+    byte but the very first is predicted exactly once. What is left at the end, less than a window, is unused.
+
+    Raises ``ValueError`` for a corpus shorter than one window.
+    """
+
+    def __init__(self, corpus: bytes, context: int, name: str = "text") -> None:
+        check_length(corpus, context, name)
+        self.name = name
+        self.context = context
+        # bytearray, because torch warns about memory that it may not write to
+        self.tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)  # (num_bytes,)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def windows(self, indices: Sequence[int]) -> Tensor:
+        """These windows, in this order and in fresh memory: (len(indices), context + 1) int64.
+
+        Raises ``IndexError`` for an index outside ``range(len(self))``.
+        """
+        overlapping = self.tokens.unfold(
+            0, self.context + 1, self.context
+        )  # (len(self), context + 1), a view
+        return take_rows(overlapping, indices).to(torch.int64)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hex digest of the corpus: two runs with equal digests read the same bytes."""
+        return hashlib.sha256(self.tokens.numpy().data).hexdigest()
+
+
+class TextSplits(NamedTuple):
+    """Two data sets that share no byte, each a fair sample of one corpus."""
+
+    train: ByteText
+    held_out: ByteText
+
+
+def open_text(path: Path | None, context: int, held_out: float = 0.05) -> TextSplits:
+    """Read a file, a folder, or the Python standard library (None), and hold out a share of its bytes.
+
+    Of a folder, every regular file that looks like text is read, in the order of its relative path; hidden
+    files and folders, and symbolic links that lead out of the folder, are left out. The share that is held
+    out is exact to a block, at most 64 KiB.
+
+    Raises ``FileNotFoundError`` for a path that is not there, and ``ValueError`` for an empty text or one
+    from which a window for training and one for evaluation cannot be cut.
+    """
+    if not 0 < held_out <= 0.5:
+        raise ValueError(f"expected 0 < held_out <= 0.5, got {held_out}: it is a share of the bytes")
+    name, corpus = read_corpus(path)
+    check_length(corpus, context, name)
+    train, rest = split_blocks(corpus, context + 1, held_out)
+    return TextSplits(
+        ByteText(train, context, f"{name} (train, all but {held_out:g} of {len(corpus)} bytes)"),
+        ByteText(rest, context, f"{name} (held out, {held_out:g} of {len(corpus)} bytes)"),
+    )
+
+
+def check_length(corpus: bytes, context: int, name: str) -> None:
+    if context < 1:
+        raise ValueError(f"expected context >= 1, got {context}")
+    if len(corpus) < context + 1:
+        found = f"has {len(corpus)} bytes" if corpus else "is empty"
+        raise ValueError(
+            f"{name} {found}, expected at least context({context}) + 1 = {context + 1} bytes for one window: "
+            "use a longer text or a smaller context"
+        )
+
+
+def split_blocks(corpus: bytes, window_bytes: int, held_out: float) -> tuple[bytes, bytes]:
+    """Deal the blocks of ``corpus`` into (train, held out): blocks at even distances are held out."""
+    block_bytes = int(len(corpus) * held_out) // MIN_HELD_OUT_BLOCKS
+    block_bytes = max(window_bytes, min(block_bytes, MAX_BLOCK_BYTES))
+    train: list[bytes] = []
+    rest: list[bytes] = []
+    for number, start in enumerate(range(0, len(corpus), block_bytes)):
+        # the count of held-out blocks is the share rounded; a block is held out where the count moves on
+        moves_on = int((number + 1) * held_out + 0.5) > int(number * held_out + 0.5)
+        (rest if moves_on else train).append(corpus[start : start + block_bytes])
+    return b"".join(train), b"".join(rest)
+
+
+def read_corpus(path: Path | None) -> tuple[str, bytes]:
+    """What the text is called in messages, and its bytes."""
+    if path is None:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        sources = (file for file in walk(library, NOT_LIBRARY) if file.suffix == ".py")
+        return f"Python {platform.python_version()} standard library", join(library, sources)
+    if path.is_file():
+        return f"data file {path}", path.read_bytes()
+    if path.is_dir():
+        return f"data folder {path}", join(path, (file for file in walk(path) if is_text(file)))
+    if path.exists():
+        raise ValueError(f"expected a file or a folder, got {path}, which is neither")
+    raise FileNotFoundError(f"expected a data file or folder, got {path}, which does not exist")
+
+
+def join(folder: Path, files: Iterator[Path]) -> bytes:
+    """The files' bytes, in the order of their paths inside ``folder``, which no machine changes."""
+    return b"".join(
+        file.read_bytes() for file in sorted(files, key=lambda f: f.relative_to(folder).as_posix())
+    )
+
+
+def walk(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The regular files below ``folder``: none hidden, none twice, none by a link that leads out of it."""
+    home = folder.resolve()
+    seen: set[Path] = set()
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+        for name in sorted(files):
+            file = Path(place, name)
+            real = file.resolve()
+            if name.startswith(".") or real in seen or not real.is_relative_to(home) or not real.is_file():
+                continue
+            seen.add(real)
+            yield file
+
+
+def is_text(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return b"\0" not in opened.read(TEXT_PROBE_BYTES)

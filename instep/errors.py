@@ -1,0 +1,47 @@
+"""What a training loop may want to catch.
+
+    RuntimeError
+    └── InstepError               everything below; the message names rank, operation, cause and fix
+        ├── PeerLost              a rank died, or never came to an operation before the deadline
+        ├── Desync                the ranks disagree about what happens next, or who takes part in it
+        ├── ContractBroken        the numerical configuration is not the one the run was started with
+        └── CheckpointRejected    a checkpoint is missing, incomplete, altered, or of another model
+
+What a user did wrong in one call is a plain ``ValueError`` or ``TypeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["CheckpointRejected", "ContractBroken", "Desync", "InstepError", "PeerLost"]
+
+
+class InstepError(RuntimeError):
+    """Base of the errors that instep raises while a program runs."""
+
+    __module__ = "instep.errors"
+
+
+class PeerLost(InstepError):
+    """A rank died, or did not come to ``operation`` before the deadline.
+
+    ``ranks`` are the global ranks that are missing; ``operation`` is what this rank was waiting in.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), operation: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.operation = operation
+
+
+class Desync(InstepError):
+    """The ranks came to the same place with different plans; nothing was reduced, no gradient was written."""
+
+
+class ContractBroken(InstepError):
+    """A field that the bits depend on is not what it was when the run began."""
+
+
+class CheckpointRejected(InstepError):
+    """A checkpoint cannot be trusted; the message says what is wrong with which file."""

@@ -1,0 +1,39 @@
+"""The one place where instep gets memory that outlives an operation.
+
+Buckets and scratch come from here and nowhere else, so that another kind of memory (segments that the
+other ranks of a host can map) changes one function. Every address is aligned: some matrix kernels choose
+another code path, and so other bits, when an operand is not on a vector boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = {"cpu": 64, "cuda": 256}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``tensor`` is flat bytes; ``fd`` a file descriptor that other processes can map, if there is one."""
+
+    tensor: Tensor  # uint8, (nbytes,)
+    fd: int | None = None
+
+    def elements(self, dtype: torch.dtype) -> Tensor:
+        """The whole segment as a flat tensor of ``dtype``."""
+        return self.tensor.view(dtype)
+
+
+def align_bytes(device: torch.device) -> int:
+    """Alignment of every parameter, in bytes: a vector register on CPU, a cuBLASLt load on GPU."""
+    return ALIGN_BYTES.get(device.type, 256)
+
+
+def allocate(nbytes: int, align: int, device: torch.device | None = None) -> Segment:
+    """``nbytes`` of private memory whose first address is a multiple of ``align`` bytes; not initialised."""
+    raw = torch.empty(nbytes + align, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % align
+    return Segment(raw[start : start + nbytes])

@@ -1,0 +1,85 @@
+"""Named axes over the ranks of a world: arithmetic only.
+
+Ranks are numbered with the last axis fastest, so the ranks of a ``tp`` group are neighbours and those of
+a ``pp`` group are far apart:
+
+    Axes(pp=2, dp=2, tp=2)         tp 0  1
+                          pp 0, dp 0:  0  1
+                          pp 0, dp 1:  2  3
+                          pp 1, dp 0:  4  5
+                          pp 1, dp 1:  6  7
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ORDER = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """``names[i]`` has ``sizes[i]`` ranks; the product is the world size."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        return self.sizes[self._position(axis)]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where global ``rank`` stands on every axis."""
+        place = {}
+        for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
+            rank, place[name] = divmod(rank, size)
+        return {name: place[name] for name in self.names}
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The global rank at ``coordinates`` (one for every axis)."""
+        rank = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def peers(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The global ranks that differ from ``rank`` on ``axis`` only, in order along it; ``rank`` is one."""
+        here = self.coordinates(rank)
+        return tuple(self.rank_at(**{**here, axis: i}) for i in range(self.size(axis)))
+
+    def _position(self, axis: str) -> int:
+        if axis not in self.names:
+            raise ValueError(f"no axis {axis!r} in this mesh: expected one of {', '.join(self.names)}")
+        return self.names.index(axis)
+
+
+def resolve(world_size: int, *, dp: int = -1, pp: int = 1, tp: int = 1) -> Axes:
+    """Axes of a world of ``world_size`` ranks; one of the sizes may be -1, "what is left".
+
+    Raises:
+        ValueError: the sizes do not multiply to the world size; the message shows every factor.
+    """
+    sizes = {"pp": pp, "dp": dp, "tp": tp}
+    written = " * ".join(f"{name}({sizes[name]})" for name in ("dp", "pp", "tp"))
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ValueError(f"{name}={size}: expected a positive number of ranks, or -1 for what is left")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"{written}: at most one axis can be -1, got {' and '.join(open_axes)}")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes:
+        if world_size % fixed:
+            raise ValueError(
+                f"{written}: the fixed axes need a multiple of {fixed} ranks, but the world has {world_size}"
+            )
+        sizes[open_axes[0]] = world_size // fixed
+    elif fixed != world_size:
+        raise ValueError(
+            f"{written} = {fixed}, but the world has {world_size} ranks: pass dp=-1 to let instep choose"
+        )
+    return Axes(ORDER, tuple(sizes[name] for name in ORDER))

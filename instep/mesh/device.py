@@ -1,0 +1,58 @@
+"""Where CPU and GPU differ: choosing the device, and ordering a lane's work against the computation.
+
+On a GPU a kernel is only *issued* when Python moves on. A bucket is therefore handed to the lane with an
+event recorded on the computing stream; the lane works on a stream of its own that first waits for the
+event, and the computing stream waits for the lane's event before it reads the result. On a CPU what has
+returned has happened, and all of this is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+Event = torch.cuda.Event
+
+
+def choose(local_rank: int, backend: str | None = None) -> torch.device:
+    """The device of this rank: its own GPU where there is one, unless the backend is gloo."""
+    if backend == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def default_backend(device: torch.device) -> str:
+    """The torch.distributed backend for ``device``; headers always travel over gloo."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that a forward on ``device`` may draw from."""
+    own = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    return [torch.default_generator, *own]
+
+
+class Stream:
+    """The order between a lane and the computation on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def computed(self) -> Event | None:
+        """Mark what the caller has computed so far."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
+    @contextmanager
+    def after(self, event: Event | None) -> Iterator[None]:
+        """Run the block on the lane's stream, after ``event``."""
+        if self._stream is None or event is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(event)
+            yield
+            self._stream.synchronize()  # in the lane's thread: the computing thread goes on issuing

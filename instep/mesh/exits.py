@@ -1,0 +1,121 @@
+"""How ranks ended, what a failing one writes down, and which failure explains the others. Pure.
+
+When one rank fails the others fail too, moments later: they lose a peer. Four tracebacks on a terminal say
+less than one, if it is the right one. So a rank that raises leaves a record, and ``root_cause`` chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from instep.errors import InstepError
+
+# A record's texts are cut to this many characters each, of which JSON writes at most six as bytes.
+MESSAGE_LIMIT, TRACEBACK_LIMIT = 1 << 13, 1 << 16
+RECORD_LIMIT_BYTES = 1 << 19
+# Errors that say that another rank failed.
+CONSEQUENCES = frozenset({"instep.errors.PeerLost"})
+HINTS = {
+    -signal.SIGKILL: "out of memory? the kernel's log (dmesg) says; try fewer ranks or smaller micro-batches",
+    -signal.SIGSEGV: "a crash in native code, the Python stack is on stderr",
+    -signal.SIGBUS: "a crash in native code, or no space left in /dev/shm; the Python stack is on stderr",
+    -signal.SIGABRT: "native code gave up, its message and the Python stack are on stderr",
+    -signal.SIGILL: "native code was built for another CPU",
+    255: "which is also what is left when the forkserver itself is killed: out of memory?",
+}
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """The exception that ended a rank, as the rank wrote it down; times are ``time.monotonic_ns()``."""
+
+    type: str  # with its module unless that is builtins: "ValueError", "instep.errors.PeerLost"
+    message: str
+    traceback: str
+    time_ns: int
+
+    @staticmethod
+    def of(error: BaseException) -> ErrorRecord:
+        """The record of an exception that was caught, without the frame that caught it."""
+        kind = type(error)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(kind, error, frames))
+        return ErrorRecord(
+            f"{module}{kind.__qualname__}",
+            str(error)[:MESSAGE_LIMIT],
+            text[-TRACEBACK_LIMIT:],
+            time.monotonic_ns(),
+        )
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> ErrorRecord | None:
+        """What ``to_bytes`` wrote, or None if that was nothing, or not to the end."""
+        try:
+            fields = json.loads(data)
+        except ValueError:
+            return None
+        return ErrorRecord(
+            str(fields["type"]), str(fields["message"]), str(fields["traceback"]), int(fields["time_ns"])
+        )
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a rank ended: ``code`` is negative for a signal, ``error`` is None if it wrote nothing."""
+
+    rank: int
+    pid: int
+    code: int
+    error: ErrorRecord | None = None
+
+
+class RankFailed(InstepError):
+    """A rank ended with an error, and this is the rank whose failure explains the others'.
+
+    ``type_name`` is the type of its exception as in ``ErrorRecord.type``, "" if it raised none;
+    ``rank_traceback`` is its traceback as text; ``exit`` is the whole record.
+    """
+
+    def __init__(self, failed: Exit, ranks: int) -> None:
+        self.exit = failed
+        self.type_name = failed.error.type if failed.error else ""
+        self.rank_traceback = failed.error.traceback if failed.error else ""
+        super().__init__(f"rank {failed.rank} of {ranks} (pid {failed.pid}) {_how(failed)}")
+
+
+def root_cause(exits: Sequence[Exit]) -> Exit | None:
+    """The failure that explains the others; ``exits`` are in the order in which they were noticed.
+
+    A rank that a signal killed could not say when, but the others fail because of it; so it goes first.
+    Then comes the earliest error that does not blame a peer. SIGABRT comes after those: a backend aborts
+    its process when it loses a peer. Then exits without a word, and last what blames a peer.
+    """
+
+    def order(end: Exit) -> tuple[int, int]:
+        if end.code < 0:
+            return (2 if end.code == -signal.SIGABRT else 0), 0
+        if end.error is None:
+            return 3, 0
+        return (4 if end.error.type in CONSEQUENCES else 1), end.error.time_ns
+
+    return min((end for end in exits if end.code != 0), key=order, default=None)
+
+
+def _how(failed: Exit) -> str:
+    if failed.error is not None:
+        return f"failed with {failed.error.type}: {failed.error.message}"
+    how = f"exited with code {failed.code}"
+    if failed.code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        how = f"was killed by {names.get(-failed.code, f'signal {-failed.code}')}"
+    hint = HINTS.get(failed.code)
+    return f"{how}: {hint}" if hint else how

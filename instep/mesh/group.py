@@ -1,0 +1,106 @@
+"""The ranks of one axis and the operations that move data between them; every one ends or raises.
+
+These are collectives that do no arithmetic (but ``all_reduce``, the unordered baseline): whoever wants a
+sum receives the addends and adds them in an order of its own. World size one has no process group, and
+every operation is a copy.
+
+Bytes are what one rank sends, W ranks, x of S bytes: broadcast S, all_gather S(W-1), all_to_all S(W-1)/W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from instep.mesh.peers import RECORD_BYTES, Peer, Peers, myself
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Group:
+    """One process group as a single thread uses it.
+
+    ``ranks[i]`` is the global rank of group rank i. Operations are named in errors by ``operation``.
+    A group must be used by one thread at a time: backends match operations by the order of their issue.
+    """
+
+    def __init__(self, pg: ProcessGroup | None, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        self.pg = pg
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.timeout_s = timeout_s
+        me = myself(rank)
+        # Until the table is there, a lost peer can only be found by the deadline.
+        self.peers = Peers((me,), me, timeout_s)
+        if pg is not None:
+            self.peers = Peers(self._meet(me), me, timeout_s)
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks[self.rank]
+
+    def all_gather(self, out: Tensor, x: Tensor, operation: str) -> None:
+        """``out`` (size * n,) receives the ``x`` (n,) of every rank, in group order."""
+        if self.pg is None:
+            out.copy_(x)
+        else:
+            self._wait(self.pg._allgather_base(out, x, AllgatherOptions()), operation)
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], operation: str
+    ) -> None:
+        """Part d of ``x`` (lengths ``in_splits``) goes to rank d; ``out`` holds the parts in sender order."""
+        if self.pg is None:
+            out.copy_(x)
+        else:
+            work = self.pg.alltoall_base(out, x, list(out_splits), list(in_splits), dist.AllToAllOptions())
+            self._wait(work, operation)
+
+    def broadcast(self, x: Tensor, operation: str, *, root: int = 0) -> None:
+        """``x`` of group rank ``root`` overwrites everybody's."""
+        if self.pg is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            options.rootTensor = 0
+            self._wait(self.pg.broadcast([x], options), operation)
+
+    def all_reduce(self, x: Tensor, operation: str) -> None:
+        """``x`` becomes the sum over ranks, in whatever order the backend adds."""
+        if self.pg is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+            self._wait(self.pg.allreduce([x], options), operation)
+
+    def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
+        """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes."""
+        if len(data) > limit:
+            raise ValueError(f"{operation}: {len(data)} bytes are more than the {limit} that a rank may send")
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather(lengths, torch.tensor([len(data)]), operation)
+        width = int(lengths.max())
+        if width > limit:
+            raise ValueError(f"{operation}: a rank announced {width} bytes, more than {limit}")
+        out = torch.empty(self.size * width, dtype=torch.uint8)
+        self.all_gather(out, _bytes_tensor(data.ljust(width)), operation)
+        rows = out.view(self.size, width).numpy()
+        return [rows[i, : int(n)].tobytes() for i, n in enumerate(lengths.tolist())]
+
+    def _meet(self, me: Peer) -> list[Peer]:
+        out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8)
+        self.all_gather(out, _bytes_tensor(me.to_bytes()), "the exchange of addresses")
+        rows = out.view(self.size, RECORD_BYTES).numpy()
+        return [Peer.from_bytes(row.tobytes()) for row in rows]
+
+    def _wait(self, work: Any, operation: str) -> None:
+        self.peers.wait(work, operation)
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,61 @@
+"""The shape of a transformer, and what follows from it by arithmetic: pure, so planning needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GPTConfig", "num_parameters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """How large a transformer is and how it is trained; ``ValueError`` for a shape that cannot be built."""
+
+    vocab_size: int = 256
+    """Number of tokens; 256 for bytes."""
+    context: int
+    """Largest number of tokens that attend to each other."""
+    layers: int
+    """Number of transformer blocks."""
+    width: int
+    """Length of the vector that stands for a token between the blocks (d_model)."""
+    heads: int
+    """Number of attention heads; each is ``width / heads`` wide."""
+    ff_width: int | None = None
+    """Width inside the feed-forward part (d_ff); four times ``width`` where it is None."""
+    dropout: float = 0.0
+    """Share of the embedding's and of each residual branch's outputs that is zeroed in training."""
+    tied: bool = True
+    """Whether the output layer uses the embedding's weights."""
+    checkpoint: bool = False
+    """Whether each block is computed again in backward instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "layers", "width", "heads", "ff_width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        if self.width % self.heads:
+            raise ValueError(
+                f"expected heads to divide width, got width({self.width}) % heads({self.heads}) = "
+                f"{self.width % self.heads}: choose a width that is a multiple of heads"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"expected 0 <= dropout < 1, got {self.dropout}: it is a share")
+
+    @property
+    def d_ff(self) -> int:
+        """``ff_width``, or its default."""
+        return 4 * self.width if self.ff_width is None else self.ff_width
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Number of weights of ``GPT(config)``, tied ones counted once."""
+    width, d_ff = config.width, config.d_ff
+    norm = 2 * width
+    attention = (width + 1) * 3 * width + (width + 1) * width  # query, key and value; out
+    feed_forward = (width + 1) * d_ff + (d_ff + 1) * width
+    block = 2 * norm + attention + feed_forward
+    embedding = (config.vocab_size + config.context) * width
+    output = 0 if config.tied else config.vocab_size * width
+    return embedding + config.layers * block + norm + output

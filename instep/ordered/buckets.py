@@ -1,0 +1,170 @@
+"""Buckets: flat buffers that hold the gradients of several parameters as aligned views.
+
+    | weight of layer 3 | pad | bias of layer 3 | pad | weight of layer 2 | pad .... |
+    ^ 64-byte address         ^ 64                    ^ 64                           ^ W equal slices
+
+One message costs a fixed latency plus its bytes, so many small gradients travel better together; but the
+first bytes can only leave when the last gradient of the bucket is there. A bucket size is the choice
+between the two. Padding is -0.0, the only float that changes no other by being added to it.
+
+W: number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from instep.memory import align_bytes, allocate
+from instep.mesh.slices import round_up, slice_length
+from instep.ordered.counter import Counter
+
+MEBIBYTE = 1 << 20
+Caps = float | Sequence[float] | Callable[[Sequence[int]], Sequence[float]]
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of tree nodes and of messages: never narrower than float32.
+
+    Rounding partial sums to bfloat16 where they cross ranks, and only there, changes most elements with
+    the number of ranks.
+    """
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def flat_real(x: Tensor) -> Tensor:
+    """``x`` in logical order as a flat real tensor; complex numbers become pairs."""
+    return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+
+
+def num_real(x: Tensor) -> int:
+    """Number of real elements of ``x``."""
+    return x.numel() * (2 if x.is_complex() else 1)
+
+
+def group_by_cap(parameters: Sequence[Tensor], order: Sequence[int], caps: Caps) -> list[list[int]]:
+    """Positions of ``parameters``, in ``order``, cut into buckets; one dtype and device per bucket.
+
+    A bucket closes once it has reached its cap in MiB, as DDP's do. ``caps`` is one number, a list (one
+    per bucket, the last one repeated), or a callable that is given the byte sizes in order and returns
+    such a list.
+    """
+    if callable(caps):
+        caps = caps([num_real(parameters[i]) * wire_dtype(parameters[i].dtype).itemsize for i in order])
+    limits = [caps] if isinstance(caps, int | float) else list(caps)
+    if not limits or min(limits) <= 0:
+        raise ValueError(f"bucket_cap_mb: expected positive sizes in MiB, got {limits}")
+    groups: list[list[int]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i in order:
+        kind = (wire_dtype(parameters[i].dtype), parameters[i].device)
+        members, nbytes = open_groups.pop(kind, ([], 0))
+        members.append(i)
+        nbytes += num_real(parameters[i]) * kind[0].itemsize
+        if nbytes >= limits[min(len(groups), len(limits) - 1)] * MEBIBYTE:
+            groups.append(members)
+        else:
+            open_groups[kind] = (members, nbytes)
+    return groups + [members for members, _ in open_groups.values()]
+
+
+@dataclass
+class Slot:
+    """One parameter's place in its bucket."""
+
+    position: int  # of the parameter, in registration order
+    offset: int  # in elements of the bucket
+    length: int
+    present: bool = False  # some leaf of this step, on this rank, had a gradient
+    landed: bool = False  # the gradient of the open leaf is in the bucket
+
+
+@dataclass
+class Bucket:
+    """The gradients of some parameters, from the first leaf of a step to the reduced gradient.
+
+    At construction: memory for one leaf. In backward: gradients land in the ``leaf`` buffer, and when the
+    leaf is whole, it is pushed into ``counter``. After the last leaf: the exchange turns
+    ``counter.roots`` into the reduced gradient, in ``counter.home``. ``pending`` counts the parameters
+    whose gradient of the open leaf is not whole.
+    """
+
+    index: int
+    slots: list[Slot]
+    dtype: torch.dtype
+    device: torch.device
+    num_ranks: int
+    ordered: bool = True
+    pending: int = 0
+    leaf: Tensor | None = None
+    launched: bool = False
+    presence: list[list[bool]] = field(default_factory=list)  # by rank, after the exchange
+
+    def __post_init__(self) -> None:
+        granule = align_bytes(self.device) // self.dtype.itemsize
+        last = self.slots[-1]
+        self.slice_length = slice_length(last.offset + last.length, self.num_ranks, granule)
+        self.counter = Counter(self._buffer(), self._buffer, ordered=self.ordered)
+        self._idle_references = self._references()
+
+    @property
+    def num_elements(self) -> int:
+        return self.slice_length * self.num_ranks
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def home(self) -> Tensor:
+        return self.counter.home
+
+    def view(self, slot: Slot, parameter: Tensor, buffer: Tensor) -> Tensor:
+        """``slot`` of ``buffer`` with the shape of ``parameter`` (in the bucket's dtype)."""
+        flat = buffer[slot.offset : slot.offset + slot.length]
+        if parameter.is_complex():
+            return torch.view_as_complex(flat.view(*parameter.shape, 2))
+        return flat.view(parameter.shape)
+
+    def begin(self, num_leaves: int, num_attached: int) -> None:
+        """A step begins. ``num_attached`` of the parameters' ``.grad`` are views of ``home`` right now.
+
+        If anybody else holds such a view, a gradient kept from an earlier step for instance, the bucket
+        moves to new memory rather than writing over it.
+        """
+        if self._references() > self._idle_references + num_attached:
+            self.counter = Counter(self._buffer(), self._buffer, ordered=self.ordered)
+            self._idle_references = self._references()
+        self.counter.reset(num_leaves)
+        self.launched = False
+        for slot in self.slots:
+            slot.present = False
+
+    def _buffer(self) -> Tensor:
+        segment = allocate(self.nbytes, align_bytes(self.device), self.device)
+        return segment.elements(self.dtype).fill_(-0.0)
+
+    def _references(self) -> int:
+        """How many tensors share the storage of ``home``."""
+        return int(torch._C._storage_Use_Count(self.home.untyped_storage()._cdata))
+
+
+def make_buckets(
+    parameters: Sequence[Tensor], groups: Sequence[Sequence[int]], num_ranks: int, *, ordered: bool
+) -> list[Bucket]:
+    """Buckets for ``groups`` of positions in ``parameters``, every parameter on an aligned address."""
+    buckets = []
+    for index, group in enumerate(groups):
+        first = parameters[group[0]]
+        dtype, device = wire_dtype(first.dtype), first.device
+        granule = align_bytes(device) // dtype.itemsize
+        slots, offset = [], 0
+        for position in group:
+            length = num_real(parameters[position])
+            slots.append(Slot(position, offset, length))
+            offset = round_up(offset + length, granule)
+        buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered))
+    return buckets

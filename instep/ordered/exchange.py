@@ -1,0 +1,142 @@
+"""The ordered all-reduce of one bucket: data movement, then adds in the order of the sum tree.
+
+     rank 0: roots a, b        rank 1: root c                W = 2 slices of every root
+    | a0 | a1 |                | c0 | c1 |
+    | b0 | b1 |
+         \\      all-to-all      /
+     rank 0 owns slice 0:  a0 b0 c0        rank 1 owns slice 1:  a1 b1 c1
+       ((a0 + b0) + c0) * scale              ((a1 + b1) + c1) * scale       the tree's order, elementwise
+         \\      all-gather      /
+    | g0 | g1 |  on both
+
+No collective that does arithmetic takes part, so neither the backend's algorithm nor the number of ranks
+can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots: (r + 1) S (W-1)/W; with
+one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
+the headers.
+
+G: micro-batches in the step. W: ranks. R: roots of all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from instep.errors import Desync
+from instep.events import Recorder
+from instep.memory import align_bytes, allocate
+from instep.mesh.group import Group
+from instep.ordered.buckets import Bucket
+from instep.ordered.header import Header, disagreement, header_length, pack, unpack
+from instep.ordered.tree import adds, roots
+
+
+class Exchange:
+    """Reduces buckets over ``group``, one after the other, always from the same thread.
+
+    Keeps one scratch buffer for what it receives: R/W of the largest bucket.
+    """
+
+    def __init__(self, group: Group, recorder: Recorder, *, ordered: bool, max_parameters: int) -> None:
+        self.group = group
+        self.recorder = recorder
+        self.ordered = ordered
+        self.header_length = header_length(max_parameters)
+        self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def run(self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]]) -> None:
+        """Turn the ``counter.roots`` of ``bucket`` into the mean gradient in ``bucket.home``.
+
+        ``leaves[r]`` are the leaves of rank r. The sum over all G leaves is multiplied once by
+        1 / (sum of the ranks' weights).
+
+        Raises:
+            Desync: the ranks are not in the same exchange; raised on every rank alike.
+            PeerLost: a rank did not come.
+            ValueError: the weights of all ranks sum to zero.
+        """
+        name = f"the exchange of bucket {header.bucket}"
+        with self.recorder.span("agree", lane="communication"):
+            headers = self._agree(bucket, header, name)
+        weight = sum(h.weight for h in headers)
+        if weight == 0:
+            raise ValueError(
+                "the weights of all micro-batches of the step sum to 0: there is nothing to average"
+            )
+        with self.recorder.span("exchange", lane="communication", num_bytes=bucket.nbytes):
+            if self.ordered:
+                self._ordered(bucket, header.num_leaves, leaves, 1.0 / weight, name)
+            else:
+                self._unordered(bucket, 1.0 / weight, name)
+
+    def leave(self, header: Header, name: str) -> None:
+        """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
+        length = self.header_length
+        out = torch.empty(self.group.size * length, dtype=torch.int64)
+        self.group.all_gather(out, pack(replace(header, left=1), (), length), name)
+
+    def _agree(self, bucket: Bucket, header: Header, name: str) -> list[Header]:
+        length = self.header_length
+        out = torch.empty(self.group.size * length, dtype=torch.int64)
+        mine = pack(header, [slot.present for slot in bucket.slots], length)
+        self.group.all_gather(out, mine, name)
+        headers, presence = unpack(out.view(self.group.size, length), len(bucket.slots))
+        problem = disagreement(headers, self.group.ranks)
+        if problem is not None:
+            raise Desync(problem)
+        bucket.presence = presence
+        return headers
+
+    def _ordered(
+        self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str
+    ) -> None:
+        nodes = [node for own in leaves for node in roots(own, num_leaves)]
+        values = self._slices(bucket, [len(roots(own, num_leaves)) for own in leaves], name)
+        for left, right in adds(nodes, num_leaves):
+            torch.add(values[left], values[right], out=values[left])
+        root = values[nodes.index(min(nodes))]
+        if scale != 1.0:
+            root.mul_(scale)
+        if self.group.size > 1:
+            self.group.all_gather(bucket.home, root, name)
+
+    def _slices(self, bucket: Bucket, counts: Sequence[int], name: str) -> Sequence[Tensor]:
+        """This rank's slice of every root, by sender; ``counts[r]`` roots come from rank r."""
+        own_roots = [buffer for _, buffer in bucket.counter.roots]
+        size, length = self.group.size, bucket.slice_length
+        if size == 1:
+            return own_roots
+        received = self._receive(bucket, sum(counts) * length)
+        message = _by_owner(own_roots, size, length, bucket.home)
+        splits = [count * length for count in counts]
+        self.group.all_to_all(received, message, splits, [len(own_roots) * length] * size, name)
+        return list(received.view(-1, length))
+
+    def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
+        """The plain all-reduce, whose order is the backend's; here to be compared with."""
+        if not bucket.counter.roots:
+            bucket.home.zero_()
+        self.group.all_reduce(bucket.home, name)
+        if scale != 1.0:
+            bucket.home.mul_(scale)
+
+    def _receive(self, bucket: Bucket, num_elements: int) -> Tensor:
+        kind = (bucket.device, bucket.dtype)
+        if kind not in self._scratch or self._scratch[kind].numel() < num_elements:
+            nbytes = num_elements * bucket.dtype.itemsize
+            self._scratch[kind] = allocate(nbytes, align_bytes(bucket.device), bucket.device).elements(
+                bucket.dtype
+            )
+        return self._scratch[kind][:num_elements]
+
+
+def _by_owner(own_roots: Sequence[Tensor], size: int, length: int, home: Tensor) -> Tensor:
+    """The roots as one message: first everything for rank 0, then for rank 1, ..."""
+    if len(own_roots) == 1:
+        return own_roots[0]  # W slices in a row already
+    if not own_roots:
+        return home[:0]
+    return torch.stack([root.view(size, length) for root in own_roots], dim=1).view(-1)

@@ -1,0 +1,110 @@
+"""The header that goes before every exchange, and the verdict that all ranks draw from it alike.
+
+A backend pairs whatever arrives next, so a rank that is one bucket or one step ahead would be averaged
+with the wrong numbers, or hang. Every exchange therefore begins with an all-gather of one small record
+per rank. Since everybody sees all the records, everybody reaches the same verdict, and on a bad one all
+ranks raise the same error before a single gradient has been sent.
+
+    | version | contract | step | exchange | bucket | leaves | weight | ready | left | presence bits ... |
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+BITS = 62  # presence bits per int64 word
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one rank says before it sends one bucket. All ranks must agree on ``AGREED``."""
+
+    version: int
+    declared: int  # 1 for a declared step, 0 for an undeclared one
+    step: int  # optimizer steps so far
+    exchange: int  # exchanges since the last optimizer step
+    bucket: int
+    num_elements: int  # of the bucket, with padding
+    num_leaves: int  # G of the tree
+    num_own: int  # leaves that this rank computed
+    weight: int  # sum of their weights
+    ready_ns: int  # when this rank's part was whole, time.monotonic_ns()
+    left: int  # 1: this rank left the step early and sends nothing
+
+
+AGREED = ("version", "declared", "step", "exchange", "bucket", "num_elements", "num_leaves")
+NUM_FIELDS = len(fields(Header))
+WORDS = {
+    "version": "speaks header version",
+    "declared": "is in a declared step (1) or not (0):",
+    "step": "has made optimizer steps:",
+    "exchange": "has synchronised since then:",
+    "bucket": "sends bucket",
+    "num_elements": "has a bucket of elements:",
+    "num_leaves": "expects micro-batches in the step:",
+}
+
+
+def header_length(num_parameters: int) -> int:
+    """Words of a header with ``num_parameters`` presence bits."""
+    return NUM_FIELDS + -(-num_parameters // BITS)
+
+
+def pack(header: Header, present: Sequence[bool], length: int) -> Tensor:
+    """(length,) int64: the header, then one bit per parameter of the bucket."""
+    words = [*astuple(header)]
+    for start in range(0, len(present), BITS):
+        words.append(sum(bit << i for i, bit in enumerate(present[start : start + BITS])))
+    return torch.tensor(words + [0] * (length - len(words)), dtype=torch.int64)
+
+
+def unpack(rows: Tensor, num_parameters: int) -> tuple[list[Header], list[list[bool]]]:
+    """Headers and presence bits by rank, out of (W, length) words."""
+    headers, presence = [], []
+    for row in rows.tolist():
+        headers.append(Header(*row[:NUM_FIELDS]))
+        bits = row[NUM_FIELDS:]
+        presence.append([bool(bits[i // BITS] >> i % BITS & 1) for i in range(num_parameters)])
+    return headers, presence
+
+
+def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
+    """Why these headers do not belong to one exchange, in words that name ranks; None if they do."""
+    gone = [rank for rank, header in zip(ranks, headers, strict=True) if header.left]
+    if gone:
+        names = " and ".join(f"rank {rank}" for rank in gone)
+        return (
+            f"{names} left step {headers[0].step} before its gradients were whole (an exception, or a break "
+            "out of micro_batches): nothing was reduced. The cause stands in that rank's own traceback"
+        )
+    for name in AGREED:
+        values = [getattr(header, name) for header in headers]
+        if len(set(values)) > 1:
+            return f"{_sides(name, values, ranks)}. {_FIX.get(name, '')}".rstrip()
+    return None
+
+
+def _sides(name: str, values: Sequence[int], ranks: Sequence[int]) -> str:
+    """ "rank 2 <does> 7, the others 6", with the odd ones first."""
+    common = Tally(values).most_common(1)[0][0]
+    odd = [f"rank {r} {WORDS[name]} {v}" for r, v in zip(ranks, values, strict=True) if v != common]
+    rest = [rank for rank, value in zip(ranks, values, strict=True) if value == common]
+    return f"the ranks are out of step: {'; '.join(odd)}; rank {', '.join(map(str, rest))}: {common}"
+
+
+_FIX = {
+    "step": "Each rank must call optimizer.step() and synchronise equally often: give every rank the same "
+    "number of batches, or use model.micro_batches(G), where a rank may have none",
+    "exchange": "Each rank must run the same number of synchronised backwards between two optimizer steps: "
+    "look for a backward that some ranks skip, or that only some run under no_sync()",
+    "bucket": "The same cause as a different number of synchronised backwards",
+    "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",
+    "num_leaves": "micro_batches(G) must be given the same G on every rank",
+    "version": "Install the same version of instep on every host",
+}

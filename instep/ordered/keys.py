@@ -1,0 +1,108 @@
+"""Random numbers keyed by what they are for, not by who draws them.
+
+A generator's stream depends on everything drawn before, so on which micro-batches a rank has had. Instead
+the generator is seeded anew from (seed, step, leaf, block) when a micro-batch begins and whenever its
+forward enters a declared block, recompute included, and put back when the micro-batch ends. A block is a
+submodule with the attribute ``rng_block = True``; a model without any is one block. Keying by block makes
+a block's draws independent of how much the blocks before it drew, and so of where a pipeline is cut.
+
+Initial weights are keyed by (seed, parameter name) for the same reason: whoever creates a parameter, and
+in which order, it starts with the same values.
+
+The CPU generator uses 32 bits of its seed (tried: 5 and 5 + 2**32 give one stream), so 64-bit keys are
+folded; of a million keys about 116 pairs share a stream, which harms nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+WHOLE_MODEL = 0  # blocks are numbered from 1
+
+
+def derive(seed: int, *path: int | str) -> int:
+    """A 64-bit key from ``seed`` and a path of numbers and names (BLAKE2b)."""
+    text = "/".join([str(seed), *[f"{type(part).__name__[0]}{part}" for part in path]])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def seed_generator(generator: torch.Generator, key: int) -> None:
+    """Seed ``generator`` from a 64-bit ``key``, folded to what its kind can take."""
+    generator.manual_seed((key ^ key >> 32) & 0xFFFFFFFF if generator.device.type == "cpu" else key >> 1)
+
+
+class InitializesByName(Protocol):
+    """A model that can fill one parameter at a time."""
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None: ...
+
+
+def initialize(module: nn.Module, seed: int) -> None:
+    """Fill every parameter of ``module`` by its name, through the module's ``init_parameter``.
+
+    Numbers are drawn on CPU for every device, each parameter whole; tied parameters once, by their first
+    name.
+    """
+    model: InitializesByName = module  # type: ignore[assignment]
+    for name, parameter in module.named_parameters():
+        generator = torch.Generator()
+        seed_generator(generator, derive(seed, "init", name))
+        filled = torch.empty(parameter.shape, dtype=parameter.dtype)
+        model.init_parameter(name, filled, generator)
+        with torch.no_grad():
+            parameter.copy_(filled)
+
+
+class LeafKeys:
+    """Seeds the default generators for one module's micro-batches; idle outside of ``leaf``.
+
+    At construction: a pre-forward hook on every declared block. In a leaf: the hooks seed. After it: the
+    generators continue where the caller's own draws had left them.
+    """
+
+    def __init__(self, module: nn.Module, seed: int, generators: list[torch.Generator]) -> None:
+        self.seed = seed
+        self._generators = generators
+        self._leaf: tuple[int, int] | None = None
+        blocks = [m for m in module.modules() if getattr(m, "rng_block", False) is True]
+        me = weakref.ref(self)
+        self.hooks = [
+            block.register_forward_pre_hook(_entering(me, number), prepend=True)
+            for number, block in enumerate(blocks, start=1)
+        ]
+
+    @contextmanager
+    def leaf(self, step: int, leaf: int) -> Iterator[None]:
+        """Inside, what the default generators give depends on (seed, step, leaf, block) alone."""
+        before = [generator.get_state() for generator in self._generators]
+        self._leaf = (step, leaf)
+        self.enter(WHOLE_MODEL)
+        try:
+            yield
+        finally:
+            self._leaf = None
+            for generator, state in zip(self._generators, before, strict=True):
+                generator.set_state(state)
+
+    def enter(self, block: int) -> None:
+        """Seed for ``block`` if a leaf is under way."""
+        if self._leaf is not None:
+            key = derive(self.seed, *self._leaf, block)
+            for generator in self._generators:
+                seed_generator(generator, key)
+
+
+def _entering(keys: weakref.ref[LeafKeys], block: int) -> Any:
+    def hook(module: nn.Module, args: Any) -> None:
+        alive = keys()
+        if alive is not None:
+            alive.enter(block)
+
+    return hook

@@ -1,0 +1,110 @@
+"""The last gate: an optimizer must not use a gradient that the other ranks have not seen.
+
+Training through ``model.module.encoder(x)``, a parameter unfrozen after wrapping, a ``no_sync`` that was
+never followed by a synchronised backward: each leaves a local gradient in ``.grad``, the step goes
+through, and the replicas drift apart without a word. One hook before every optimizer step looks the
+parameters up and raises. It never communicates: what it needs to know, the reducer has noted.
+
+One of the two places of process-wide state; the other is ``mesh/current.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from instep.replicate.reducer import Reducer
+
+
+class Entry:
+    """What is known of one parameter: whose it is, and which gradient the last step left behind."""
+
+    def __init__(self, reducer: Reducer, name: str, position: int | None) -> None:
+        self.reducer = weakref.ref(reducer)
+        self.name = name
+        self.position = position  # None: frozen when it was wrapped
+        self.reduced = False  # an exchange has ended since the last optimizer step
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
+
+    def problem(self, gradient: Tensor) -> str | None:
+        """Why a step must not use ``gradient``, or None."""
+        reducer = self.reducer()
+        if reducer is None or reducer.axis.size == 1:
+            return None
+        if self.position is None:
+            return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
+        if reducer.local[self.position]:
+            return (
+                "has a gradient that was never exchanged with the other ranks: let the last backward before "
+                "optimizer.step() run outside of no_sync() and through the wrapped model, or call "
+                "model.sync_gradients()"
+            )
+        if self.reduced or self._was_left(gradient) or not bool(torch.any(gradient)):
+            return None
+        return (
+            "has a gradient, but nothing was exchanged since the last optimizer step: a .grad that is set by "
+            "hand is this rank's alone; run backward through the wrapped model"
+        )
+
+    def used(self, gradient: Tensor | None) -> None:
+        """An optimizer step has used ``gradient``; the same one again is every rank's, not a new one."""
+        self.reduced = False
+        self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def _was_left(self, gradient: Tensor) -> bool:
+        return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
+
+
+_entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
+
+
+def watch(reducer: Reducer, frozen: Sequence[tuple[str, Tensor]]) -> None:
+    """From now on, look at these parameters before every optimizer step."""
+    for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
+        _entries[parameter] = Entry(reducer, name, i)
+    for name, parameter in frozen:
+        _entries[parameter] = Entry(reducer, name, None)
+
+
+def reduced(reducer: Reducer) -> None:
+    """``reducer`` has reduced the gradients of all its parameters."""
+    for parameter in reducer.parameters:
+        _entries[parameter].reduced = True
+
+
+def _watched(optimizer: Optimizer) -> Iterator[tuple[Tensor, Entry]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entry = _entries.get(parameter)
+            if entry is not None:
+                yield parameter, entry
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter, entry in _watched(optimizer):
+        if parameter.grad is not None:
+            problem = entry.problem(parameter.grad)
+            if problem is not None:
+                raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    reducers = set()
+    for parameter, entry in _watched(optimizer):
+        entry.used(parameter.grad)
+        if (reducer := entry.reducer()) is not None:
+            reducers.add(reducer)
+    for reducer in reducers:
+        reducer.stepped()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

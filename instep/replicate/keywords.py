@@ -1,0 +1,44 @@
+"""Keywords of torch 2.13's ``DistributedDataParallel`` that instep has no use for, each with its reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+# Keyword -> (the value that asks for nothing, why it has no effect here).
+NO_EFFECT: dict[str, tuple[Any, str]] = {
+    "device_ids": (None, "the module stays where it is and inputs are not moved"),
+    "output_device": (None, "the module stays where it is and outputs are not moved"),
+    "dim": (0, "inputs are not scattered"),
+    "check_reduction": (False, "every reduction is checked, always"),
+    "gradient_as_bucket_view": (True, "gradients are views of their buckets, always"),
+    "static_graph": (False, "how often a parameter is used is counted in the first backward, always"),
+    "skip_all_reduce_unused_params": (False, "an unused parameter is a zero in a bucket that travels anyway"),
+    "batched_grad_copy": (False, "gradients are copied as they appear"),
+}
+REFUSED = {
+    "delay_all_reduce_named_params": "reduce these parameters in a wrapper of their own",
+    "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params",
+    "mixed_precision": "use torch.autocast in the training loop; instep reduces in float32",
+}
+
+
+def consume(keywords: Mapping[str, Any], *, warn: bool) -> None:
+    """Accept what has no effect, with one warning if ``warn``, and refuse the rest by name.
+
+    Raises:
+        TypeError: a keyword that neither torch nor instep knows.
+        ValueError: a keyword that would have an effect in torch that instep does not offer.
+    """
+    idle = []
+    for name, value in keywords.items():
+        if name in REFUSED:
+            if value is not None:
+                raise ValueError(f"{name} is not offered: {REFUSED[name]}")
+        elif name not in NO_EFFECT:
+            raise TypeError(f"DataParallel got an unknown keyword {name!r}")
+        elif value is not None and value != NO_EFFECT[name][0]:
+            idle.append(f"{name} ({NO_EFFECT[name][1]})")
+    if idle and warn:
+        warnings.warn(f"without effect in instep: {'; '.join(idle)}", stacklevel=3)

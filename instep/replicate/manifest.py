@@ -1,0 +1,88 @@
+"""Do all ranks hold the same model? Asked once, when it is wrapped.
+
+Two ranks whose layers of the same shape are registered in another order would average the gradient of one
+with that of the other, and nothing later could tell. So names, order, shapes, dtypes and requires_grad are
+compared, by a hash first, and in full only to name the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from torch import Tensor, nn
+
+from instep.mesh.group import Group
+from instep.ordered.hash import block_digests
+
+
+def manifest(module: nn.Module) -> list[str]:
+    """One line per parameter and buffer of ``module``, in registration order."""
+    lines = [
+        f"parameter {_describe(name, p)}, requires_grad={p.requires_grad}"
+        for name, p in module.named_parameters()
+    ]
+    return lines + [f"buffer {_describe(name, b)}" for name, b in module.named_buffers()]
+
+
+def agree_on_structure(module: nn.Module, group: Group) -> None:
+    """Check that every rank of ``group`` has the same manifest. Collective.
+
+    Raises:
+        ValueError: they differ; on every rank, naming the first difference.
+    """
+    lines = manifest(module)
+    text = json.dumps(lines).encode()
+    operation = "the comparison of models"
+    digests = group.all_gather_bytes(hashlib.sha256(text).digest(), operation)
+    if len(set(digests)) == 1:
+        return
+    others = [
+        json.loads(data) for data in group.all_gather_bytes(text, "the comparison of models, line by line")
+    ]
+    raise ValueError(_first_difference(others, group.ranks))
+
+
+def agree_on_values(module: nn.Module, group: Group) -> None:
+    """Check that every rank of ``group`` has the same bits in every parameter and buffer. Collective.
+
+    Raises:
+        ValueError: they differ; on every rank, naming the first parameter or buffer and the odd ranks.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    mine = b"".join(hashlib.sha256(b"".join(block_digests(x))).digest() for _, x in tensors)
+    everyone = group.all_gather_bytes(mine, "the comparison of values")
+    for i, (name, _) in enumerate(tensors):
+        digests = [data[32 * i : 32 * i + 32] for data in everyone]
+        odd = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != digests[0]]
+        if odd:
+            raise ValueError(
+                f"{name!r} has other values on rank {', '.join(map(str, odd))} than on rank {group.ranks[0]}: "
+                "load the same checkpoint on every rank, or pass init_sync=True to take rank 0's values"
+            )
+
+
+def broadcast_values(module: nn.Module, group: Group) -> None:
+    """Overwrite every parameter and buffer with those of the group's first rank. Collective."""
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        value = x.detach().contiguous()
+        group.broadcast(value, f"the broadcast of {name!r}")
+        if value.data_ptr() != x.data_ptr():
+            x.detach().copy_(value)
+
+
+def _describe(name: str, x: Tensor) -> str:
+    return f"{name!r}, shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}"
+
+
+def _first_difference(manifests: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    for i, lines in enumerate(zip_longest(*manifests, fillvalue="nothing")):
+        for rank, line in zip(ranks, lines, strict=True):
+            if line != lines[0]:
+                return (
+                    f"the ranks hold different models; the first difference is entry {i}: {lines[0]} on rank "
+                    f"{ranks[0]}, but {line} on rank {rank}: build the same modules in the same order"
+                )
+    raise AssertionError("the hashes of equal manifests differ")

@@ -1,0 +1,332 @@
+"""From gradients that appear one by one to reduced gradients: what all strategies share.
+
+Autograd says when a gradient has been accumulated, but not when it is whole: a parameter that is used in
+two checkpointed segments, or in two backwards of one micro-batch, is accumulated twice. Sending it after
+the first time would lose the rest without an error. So the first leaf of all is reduced at the end of
+backward, and its accumulations are counted; from then on a gradient is whole after as many. Whatever does
+not come to its count is reduced at the end of backward, and what goes beyond its count after it has left
+is an error, never a wrong sum.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from instep.errors import Desync
+from instep.events import Recorder
+from instep.mesh.device import Stream
+from instep.mesh.mesh import Axis
+from instep.ordered.buckets import Bucket, Caps, Slot, flat_real, make_buckets
+from instep.ordered.exchange import Exchange
+from instep.ordered.header import VERSION, Header
+from instep.replicate.naive import Naive
+from instep.work import Lane, Work
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to reduce: what a user chose once for the wrapper."""
+
+    strategy: type[Naive]
+    caps: Caps = 25
+    ordered: bool = True
+    unused: bool | None = None  # parameters without a gradient: True allows, None warns once, False raises
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who contributes which leaves to one reduction. ``leaves[r]`` belong to rank r; G in all."""
+
+    declared: bool
+    num_leaves: int
+    leaves: Sequence[Sequence[int]]
+
+
+class Reducer:
+    """Reduces the gradients of ``parameters`` over ``axis``, leaf by leaf.
+
+    A step in time order: ``begin``; for each leaf ``open_leaf``, ``arrived`` from the parameters' hooks,
+    ``close_leaf``; then ``finish``, after which every ``.grad`` is the reduced gradient. ``leave`` instead
+    of ``finish`` tells the other ranks that this one gives the step up.
+
+    ``local[i]``: ``.grad`` of parameter i holds something that no exchange has seen.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        axis: Axis,
+        recorder: Recorder,
+        options: Options,
+    ) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.axis = axis
+        self.recorder = recorder
+        self.options = options
+        self.lane = Lane(f"instep exchange, rank {axis.rank}", inline=axis.size == 1)
+        self.strategy = options.strategy(self._launch)
+        self.exchange = Exchange(
+            axis.private, recorder, ordered=options.ordered, max_parameters=len(self.names)
+        )
+        self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
+        self.steps = 0  # optimizer steps so far
+        self.exchanges = 0  # reductions since the last one
+        self.local = [False] * len(self.names)
+        self.plan: Plan | None = None
+        self.leaf: int | None = None
+        self._seen: list[int] = []  # parameters in the order of their first gradient
+        self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
+        self._unsteady: set[int] = set()
+        self._reordered = not options.strategy.overlaps or axis.size == 1
+        self._warned_unused = False
+        # Backward computes gradients in about the reverse of the order in which layers were registered.
+        self._make_buckets(list(reversed(range(len(self.names)))))
+
+    def begin(self, plan: Plan, weight: Callable[[], int]) -> None:
+        """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave."""
+        if self.lane.failed is not None:
+            self.lane.reset()
+        self.plan = plan
+        self._weight = weight
+        for bucket in self.buckets:
+            attached = sum(self._is_attached(slot, bucket) for slot in bucket.slots)
+            bucket.begin(plan.num_leaves, attached)
+        self.strategy.begin(self.buckets)
+
+    def open_leaf(self, leaf: int, *, last: bool) -> None:
+        """Gradients that arrive from now on belong to ``leaf``; after the ``last`` one buckets may leave."""
+        self.leaf, self._last = leaf, last
+        self._counts = [0] * len(self.names)
+        for bucket in self.buckets:
+            bucket.leaf = bucket.counter.open()
+            bucket.pending = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.landed = False
+
+    def arrived(self, i: int) -> None:
+        """Autograd has accumulated into the ``.grad`` of parameter i."""
+        self.local[i] = True
+        if self.leaf is None:
+            return
+        if not self._reordered and self._counts[i] == 0 and i not in self._seen:
+            self._seen.append(i)
+        self._counts[i] += 1
+        expected = self._expected[i]
+        if expected is None or self._counts[i] < expected or not self.strategy.overlaps:
+            return
+        bucket, slot = self.place[i]
+        if bucket.leaf is None:
+            raise self._late(i, expected)
+        self._land(bucket, slot)
+        if self._counts[i] == expected:
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                self._close(bucket)
+
+    def close_leaf(self) -> None:
+        """The leaf's backward has ended: what has not been whole until now, is."""
+        for bucket in self.buckets:
+            if bucket.leaf is not None:
+                for slot in bucket.slots:
+                    if not slot.landed:
+                        self._land(bucket, slot)
+                self._close(bucket)
+        self.leaf = None
+        self._learn()
+
+    def finish(self) -> None:
+        """All leaves of this rank are closed: wait for the exchanges, and set every ``.grad``.
+
+        Raises:
+            Desync, PeerLost: as ``Exchange.run``.
+            ValueError: a parameter got no gradient, and unused parameters are forbidden.
+        """
+        assert self.plan is not None
+        for bucket in self.buckets:
+            if not bucket.counter.roots and not bucket.launched:
+                self.strategy.ready(bucket)  # a rank without leaves
+        with self.recorder.span("exposed", lane="communication"):
+            self.strategy.finish()
+            if not self._reordered:
+                self._reorder()
+        for bucket in self.buckets:
+            for k, slot in enumerate(bucket.slots):
+                if any(present[k] for present in bucket.presence):
+                    self._attach(bucket, slot, whole=True)
+        self.local = [False] * len(self.names)
+        self.exchanges += 1
+        self.plan = None
+        self._report_unused()
+        if self._next_order is not None:
+            self._make_buckets(self._next_order)
+
+    def leave(self) -> None:
+        """Give the step up: forget this rank's leaves, and let the other ranks know."""
+        plan, self.plan, self.leaf = self.plan, None, None
+        following = next((bucket for bucket in self.buckets if not bucket.launched), None)
+        if plan is not None and following is not None and self.axis.size > 1:
+            header = self._header(following, plan, 1)
+            self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
+        self.exchanges += 1
+        for bucket in self.buckets:
+            bucket.leaf = None
+
+    def stepped(self) -> None:
+        """An optimizer has used the gradients."""
+        self.steps += 1
+        self.exchanges = 0
+
+    def close(self) -> None:
+        """End the lane."""
+        self.lane.close()
+
+    def _make_buckets(self, order: list[int]) -> None:
+        self._order = order
+        self._next_order: list[int] | None = None
+        groups = self.strategy.group(self.parameters, order, self.options.caps)
+        self.buckets = make_buckets(self.parameters, groups, self.axis.size, ordered=self.options.ordered)
+        self.place = {slot.position: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+
+    def _land(self, bucket: Bucket, slot: Slot) -> None:
+        """Bring the gradient of ``slot`` into the open leaf of ``bucket``; -0.0 where there is none."""
+        assert bucket.leaf is not None
+        slot.landed = True
+        parameter = self.parameters[slot.position]
+        view = bucket.view(slot, parameter, bucket.leaf)
+        gradient = parameter.grad
+        if gradient is None:
+            flat_real(view).fill_(-0.0)
+            return
+        slot.present = True
+        if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
+
+    def _close(self, bucket: Bucket) -> None:
+        """The open leaf is whole in ``bucket``: merge it, and let the bucket go after the last one."""
+        assert bucket.leaf is not None and self.leaf is not None and self.plan is not None
+        bucket.counter.push(self.leaf, bucket.leaf)
+        bucket.leaf = None
+        for slot in bucket.slots:
+            parameter = self.parameters[slot.position]
+            if self.plan.declared:
+                parameter.grad = None
+            elif slot.present:
+                self._attach(bucket, slot, whole=False)
+        if self._last:
+            self.strategy.ready(bucket)
+
+    def _attach(self, bucket: Bucket, slot: Slot, *, whole: bool) -> None:
+        """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where dtypes differ."""
+        parameter = self.parameters[slot.position]
+        view = bucket.view(slot, parameter, bucket.home)
+        if view.dtype != parameter.dtype:
+            if whole:
+                parameter.grad = view.to(parameter.dtype)
+        elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+            parameter.grad = view
+
+    def _is_attached(self, slot: Slot, bucket: Bucket) -> bool:
+        gradient = self.parameters[slot.position].grad
+        if gradient is None or gradient.is_sparse:
+            return False
+        return gradient.untyped_storage().data_ptr() == bucket.home.untyped_storage().data_ptr()
+
+    def _launch(self, bucket: Bucket) -> Work:
+        assert self.plan is not None
+        plan, computed = self.plan, self.stream.computed()
+        header = self._header(bucket, plan, self._weight())
+        bucket.launched = True
+
+        def run() -> None:
+            with self.stream.after(computed):
+                self.exchange.run(bucket, header, plan.leaves)
+
+        return self.lane.submit(f"the exchange of bucket {bucket.index}", run)
+
+    def _header(self, bucket: Bucket, plan: Plan, weight: int) -> Header:
+        return Header(
+            version=VERSION,
+            declared=int(plan.declared),
+            step=self.steps,
+            exchange=self.exchanges,
+            bucket=bucket.index,
+            num_elements=bucket.num_elements,
+            num_leaves=plan.num_leaves,
+            num_own=len(plan.leaves[self.axis.rank]),
+            weight=weight,
+            ready_ns=time.monotonic_ns(),
+            left=0,
+        )
+
+    def _learn(self) -> None:
+        """Compare the accumulations of the closed leaf with what was expected."""
+        for i, count in enumerate(self._counts):
+            expected = self._expected[i]
+            if count == 0 or count == expected:
+                continue
+            if expected is None and i not in self._unsteady:
+                self._expected[i] = count
+            else:
+                self._unsteady.add(i)
+                self._expected[i] = None
+
+    def _late(self, i: int, expected: int) -> Desync:
+        self._unsteady.add(i)
+        self._expected[i] = None
+        return Desync(
+            f"rank {self.axis.private.global_rank}: parameter {self.names[i]!r} received gradient number "
+            f"{self._counts[i]} of this backward after its bucket had left; so far there were {expected} per "
+            "backward. If the model uses it a varying number of times, pass strategy='flat', which sends "
+            "nothing before backward has ended"
+        )
+
+    def _reorder(self) -> None:
+        """Adopt the order in which rank 0 saw the gradients, once, for the steps to come."""
+        self._reordered = True
+        seen = set(self._seen)
+        order = torch.tensor(self._seen + [i for i in self._order if i not in seen], dtype=torch.int64)
+        work = self.lane.submit(
+            "the broadcast of the bucket order",
+            lambda: self.axis.private.broadcast(order, "the broadcast of the bucket order"),
+        )
+        work.wait()
+        if order.tolist() != self._order:
+            self._next_order = order.tolist()
+
+    def _report_unused(self) -> None:
+        """Warn once, or raise, about parameters that some rank had no gradient for."""
+        if self.options.unused or (self.options.unused is None and self._warned_unused):
+            return
+        lines = []
+        for bucket in self.buckets:
+            for k, slot in enumerate(bucket.slots):
+                missing = [
+                    r for r, present in zip(self.axis.ranks, bucket.presence, strict=True) if not present[k]
+                ]
+                if missing:
+                    everywhere = len(missing) == self.axis.size
+                    ranks = "any rank" if everywhere else f"rank {', '.join(map(str, missing))}"
+                    lines.append(f"{self.names[slot.position]!r} on {ranks}")
+        if not lines:
+            return
+        shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
+        message = f"no gradient came for {shown} in step {self.steps}"
+        if self.options.unused is False:
+            raise ValueError(
+                f"{message}, and find_unused_parameters=False forbids it: pass True or freeze them"
+            )
+        self._warned_unused = True
+        if self.axis.rank == 0:
+            warnings.warn(
+                f"{message}: where other ranks had one, zero was averaged in; where none had, .grad was left "
+                "alone. Pass find_unused_parameters=True if this is meant",
+                stacklevel=2,
+            )

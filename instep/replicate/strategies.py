@@ -1,0 +1,22 @@
+"""The strategies by name."""
+
+from __future__ import annotations
+
+from instep.replicate.bucketed import Bucketed
+from instep.replicate.flat import Flat
+from instep.replicate.naive import Naive
+from instep.replicate.overlap import Overlap
+
+STRATEGIES: dict[str, type[Naive]] = {
+    "naive": Naive,
+    "flat": Flat,
+    "overlap": Overlap,
+    "bucketed": Bucketed,
+}
+
+
+def find(name: str) -> type[Naive]:
+    """The strategy called ``name``."""
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]

@@ -1,0 +1,86 @@
+"""When does a backward that involves this module begin and end, and under which flag did its forward run?
+
+A parameter's hook knows neither: it may fire inside a nested backward (reentrant checkpointing), and what
+it queues for "the end" then comes at the end of the nested one. The gradient of the module's *output*
+belongs to the outermost backward, and comes first. So a forward hook on the module leaves a hook on every
+output, with whatever was true at that moment (the mark); the first one to fire queues the end. Where
+forward was bypassed, the first parameter hook does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+NO_TASK = -1
+
+
+class Watch:
+    """Calls ``reached(mark)`` for every output that backward reaches, then ``ended()`` once.
+
+    ``mark()`` is asked in forward; ``reached(None)`` means that a parameter was reached without any output.
+    ``abandoned()`` is called at the next forward if a backward began but never ended, that is, raised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mark: Callable[[], Any],
+        reached: Callable[[Any], None],
+        ended: Callable[[], None],
+        abandoned: Callable[[], None],
+    ) -> None:
+        self.active = False
+        self._mark, self._reached, self._ended, self._abandoned = mark, reached, ended, abandoned
+        self.hooks = [
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after),
+        ]
+
+    def parameter_reached(self) -> None:
+        """A parameter's gradient has come; was it announced by an output?"""
+        if not self.active:
+            self._begin()
+            self._reached(None)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self.active and torch._C._current_graph_task_id() == NO_TASK:
+            self.active = False
+            self._abandoned()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        mark = self._mark()
+
+        def output_reached(gradient: Tensor) -> None:
+            if not self.active:
+                self._begin()
+            self._reached(mark)
+
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(output_reached)
+
+    def _begin(self) -> None:
+        self.active = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self.active = False
+        self._ended()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers and dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

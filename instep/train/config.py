@@ -1,0 +1,246 @@
+"""What a run is told: a frozen dataclass per topic, and the checks that need no torch.
+
+The config has two kinds of fields. Those that ``numerical`` returns may change the bits of the weights;
+all others say where and how the same work is done, and must not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from instep.models.config import GPTConfig
+
+Scalar = str | int | float | bool
+
+NUMERICAL_TOPICS = ("model", "batch", "optim")
+NUMERICAL_NAMES = ("seed", "steps", "autocast", "parallel.ordered", "parallel.threads")
+
+Range = tuple[str, Callable[[float], bool]]
+ABOVE_0: Range = ("a number above 0", lambda number: number > 0)
+FROM_0: Range = ("0 or more", lambda number: number >= 0)
+FROM_2: Range = ("2 or more", lambda number: number >= 2)
+BELOW_1: Range = ("a number from 0 to below 1", lambda number: 0 <= number < 1)
+UP_TO_1: Range = ("a number from 0 to 1", lambda number: 0 <= number <= 1)
+
+# GPTConfig checks the numbers of the model.
+RANGES = {
+    "ranks": FROM_0,
+    "steps": ABOVE_0,
+    "seed": FROM_0,
+    "stop_after": FROM_0,
+    "timeout_s": ABOVE_0,
+    "batch.global_size": ABOVE_0,
+    "batch.micro_size": ABOVE_0,
+    "optim.lr": ABOVE_0,
+    "optim.warmup_steps": FROM_0,
+    "optim.min_lr_ratio": UP_TO_1,
+    "optim.clip": FROM_0,
+    "optim.weight_decay": FROM_0,
+    "optim.betas": BELOW_1,
+    "optim.momentum": BELOW_1,
+    "parallel.bucket_mb": ABOVE_0,
+    "parallel.threads": ABOVE_0,
+    "checkpoint.every": FROM_0,
+    "checkpoint.keep": FROM_2,
+    "eval.every": FROM_0,
+    "eval.windows": ABOVE_0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The transformer; its tokens are bytes."""
+
+    layers: int
+    """Number of transformer blocks."""
+    width: int
+    """Length of the vector that stands for a byte between the blocks (d_model)."""
+    heads: int
+    """Number of attention heads; width is a multiple of it."""
+    context: int
+    """Number of bytes that attend to each other."""
+    dropout: float = 0.0
+    """Share of the activations that is zeroed in training."""
+    tied: bool = True
+    """Use the embedding's weights in the output layer, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How a step's samples are cut; G = global-size / micro-size leaves are summed in a fixed tree."""
+
+    global_size: int
+    """Samples per optimizer step, over all ranks."""
+    micro_size: int
+    """Samples per forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """How gradients become weights."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer."""
+    lr: float
+    """Learning rate after warm-up."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """How the learning rate goes on after warm-up, until the last of --steps."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises linearly."""
+    min_lr_ratio: float = 0.1
+    """Where the cosine ends, as a share of lr."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    weight_decay: float = 0.1
+    """Decoupled in adamw, added to the gradient in sgd."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments of adamw."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How the ranks share a step. Only ordered and threads may change the bits."""
+
+    strategy: Literal["naive", "flat", "overlap", "bucketed"] = "bucketed"
+    """How gradients get from the micro-batches to every rank."""
+    bucket_mb: float = 25.0
+    """Size of a bucket of the bucketed strategy, in 2**20 bytes."""
+    ordered: bool = True
+    """Add in the order of the fixed tree; off: the backend's all-reduce, in whatever order it adds."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries messages; auto takes nccl where every rank has a GPU, else gloo."""
+    threads: int = 1
+    """Threads per rank on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the state is saved."""
+
+    every: int = 100
+    """Steps between two checkpoints; 0 saves at the end only."""
+    keep: int = 3
+    """Newest checkpoints to keep; at least 2, because one bad block is enough to lose one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """How the loss on held-out text is measured; it has no effect on the weights."""
+
+    every: int = 100
+    """Steps between two evaluations; 0 evaluates at the end only."""
+    windows: int = 64
+    """Windows of held-out text per evaluation, each as long as the model's context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    ranks: int = 0
+    """Ranks to start on this host; 0: one per core, but no more than micro-batches. Where torchrun, Slurm or
+    mpirun has started them, their number holds."""
+    steps: int
+    """Optimizer steps of the whole run; the learning rate's schedule ends there."""
+    seed: int = 0
+    """Key of the initial weights, the order of the data, and dropout."""
+    run_dir: Path | None = None
+    """Where the run is recorded; by default a new folder in runs/."""
+    resume: bool = False
+    """Continue the run in --run-dir from its newest checkpoint that verifies."""
+    stop_after: int = 0
+    """Stop cleanly after this step with a checkpoint, as a time limit would; --resume continues. 0: go on."""
+    data: Path | None = None
+    """A file or folder of text; by default the source files of Python's standard library."""
+    autocast: Literal["off", "bf16"] = "off"
+    """Precision of the forward's matrix products; weights and gradients stay float32."""
+    timeout_s: float = 300.0
+    """Longest that a rank waits for another, in seconds, before the run ends and names it."""
+    model: Model
+    batch: Batch
+    optim: Optim
+    parallel: Parallel = field(default_factory=Parallel)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    eval: Eval = field(default_factory=Eval)
+
+    @property
+    def num_leaves(self) -> int:
+        """G, the number of micro-batches in a step."""
+        return self.batch.global_size // self.batch.micro_size
+
+
+def flatten(topic: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, declared type, value) of every setting below ``topic``, a dataclass instance."""
+    hints = get_type_hints(type(topic))
+    for item in fields(topic):
+        name, value = f"{prefix}{item.name}", getattr(topic, item.name)
+        if is_dataclass(value):
+            yield from flatten(value, f"{name}.")
+        else:
+            yield name, hints[item.name], value
+
+
+def numerical(config: Config) -> dict[str, Scalar]:
+    """The settings that the bits of the weights may depend on, by dotted name; nothing of placement.
+
+    Two runs with the same answer, on the same data, builds and hardware kind, end with the same bits.
+    ``parallel.ordered`` is among them because without the ordered sum the placement itself is.
+    """
+    found: dict[str, Scalar] = {}
+    for name, _, value in flatten(config):
+        if name.partition(".")[0] in NUMERICAL_TOPICS or name in NUMERICAL_NAMES:
+            parts = {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, tuple) else {}
+            found.update(parts or {name: value})
+    return found
+
+
+def validate(config: Config) -> None:
+    """Raise ``ValueError``, naming the setting and the fix, for a config that cannot be run."""
+    for name, kind, value in flatten(config):
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ValueError(f"{name}: expected one of {', '.join(get_args(kind))}, got {value!r}")
+        _check_range(name, value)
+    try:
+        GPTConfig(**asdict(config.model))
+    except ValueError as error:
+        raise ValueError(f"model: {error}") from None
+    size, micro = config.batch.global_size, config.batch.micro_size
+    if size % micro:
+        below = size - size % micro
+        raise ValueError(
+            f"batch.global_size {size} is no multiple of batch.micro_size {micro}: "
+            f"use {f'{below} or ' if below else ''}{below + micro}, or another micro-batch"
+        )
+    if config.ranks:
+        check_ranks(config, config.ranks)
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """Raise ``ValueError`` where some of ``world_size`` data-parallel ranks would have no micro-batch."""
+    if world_size > config.num_leaves:
+        raise ValueError(
+            f"{world_size} ranks, but only {config.num_leaves} micro-batches "
+            f"(global {config.batch.global_size} / micro {config.batch.micro_size}): use at most "
+            f"{config.num_leaves} ranks, a smaller batch.micro_size or a larger batch.global_size"
+        )
+
+
+def local_ranks(config: Config, num_cores: int) -> int:
+    """How many ranks to start on this host when no launcher did: ``ranks``, or what its cores carry."""
+    return config.ranks or max(min(num_cores // config.parallel.threads, config.num_leaves), 1)
+
+
+def _check_range(name: str, value: Any) -> None:
+    """Raise ``ValueError`` for a number, or one of a tuple, outside of the range of ``name``."""
+    wanted, holds = RANGES.get(name, ("", lambda _: True))
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{name}: expected a finite number, got {number}")
+        if not holds(number):
+            raise ValueError(f"{name}: expected {wanted}, got {number}")

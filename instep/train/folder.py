@@ -1,0 +1,136 @@
+"""The run directory: what a run leaves on disk while it goes on, and when it is done.
+
+    config.toml      the resolved config            workers.json   rank to process, while the run goes on
+    metrics.jsonl    a line per step, to plot       ledger.jsonl   a line per step, to compare bit by bit
+    summary.json     the figures of the whole run   checkpoints/   step-00000100/ ...
+
+Only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from instep.mesh.peers import Peer, lives
+from instep.train.config import Config
+from instep.train.toml import to_toml
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
+SUMMARY = "summary.json"
+WORKERS = "workers.json"
+CHECKPOINTS = "checkpoints"
+
+
+def claim(config: Config) -> Path:
+    """The directory of this run, made if need be; nothing in it is touched.
+
+    Raises:
+        ValueError: it holds another run, or that run is still going on, or there is nothing to resume.
+        PermissionError: it cannot be written to.
+    """
+    if config.run_dir is None:
+        if config.resume:
+            raise ValueError("--resume needs --run-dir: which run shall go on?")
+        return _make(Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"), fresh=True)
+    path = _make(config.run_dir, fresh=False)
+    if config.resume:
+        busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in _workers(path) if lives(peer)]
+        if busy:
+            raise ValueError(
+                f"{path}: the run is still going on in {', '.join(busy)}: wait for it, or end it"
+            )
+    elif any(path.iterdir()):
+        holds = "another run" if (path / CONFIG).exists() else "other files"
+        raise ValueError(f"{path} holds {holds}: pass --resume to continue a run, or another --run-dir")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written to: pass another --run-dir")
+    return path
+
+
+def begin(path: Path, config: Config, workers: Sequence[Peer]) -> None:
+    """Write what holds for the whole run."""
+    _replace(path / CONFIG, to_toml(config))
+    _replace(path / WORKERS, json.dumps({str(peer.rank): asdict(peer) for peer in workers}, indent=1) + "\n")
+
+
+def end(path: Path, summary: Mapping[str, Any] | None) -> None:
+    """The run is over, with ``summary`` if it came to its end."""
+    (path / WORKERS).unlink(missing_ok=True)
+    if summary is not None:
+        _replace(path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+
+class Lines:
+    """A JSONL file that survives its writer: every line is on its own, and a torn last one is dropped."""
+
+    def __init__(self, path: Path, *, until_step: int) -> None:
+        """Go on after ``until_step``: lines of later steps belong to work that is done again."""
+        kept = [line for line in read_lines(path) if line.get("step", 0) <= until_step]
+        if path.exists():
+            _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.num_kept = len(kept)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, **fields: Any) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(fields) + "\n")
+
+    def close(self) -> None:
+        """Flush to disk and close."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file, none if there is no file."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _make(path: Path, *, fresh: bool) -> Path:
+    """``path`` as a directory; with ``fresh`` one that was not there, with a number if need be."""
+    candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 1000))] if fresh else [path]
+    for candidate in candidates:
+        try:
+            candidate.mkdir(parents=True, exist_ok=not fresh)
+        except FileExistsError:
+            if not fresh:
+                raise ValueError(f"{path} is a file, expected a directory: pass another --run-dir") from None
+        except OSError as error:
+            raise PermissionError(
+                f"run directory {path} cannot be made ({error.strerror}): pass another --run-dir"
+            ) from None
+        else:
+            return candidate
+    raise FileExistsError(f"{path} and 998 more of that name exist: pass --run-dir")
+
+
+def _workers(path: Path) -> list[Peer]:
+    try:
+        records = json.loads((path / WORKERS).read_text(encoding="utf-8"))
+        return [Peer(**record) for record in records.values()]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a half."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

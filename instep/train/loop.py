@@ -1,0 +1,220 @@
+"""The training loop, as one rank runs it: from text to weights, one declared step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.checkpoint import contract
+from instep.data.loader import micro_batch_indices
+from instep.data.text import TextSplits, open_text
+from instep.mesh.mesh import Mesh
+from instep.models.transformer import GPT, GPTConfig
+from instep.ordered.hash import state_entries, state_sha256
+from instep.ordered.keys import initialize
+from instep.ordered.norm import clip_grad_norm_, grad_norm
+from instep.replicate.wrapper import DataParallel
+from instep.train.config import Config, numerical
+from instep.train.folder import LEDGER, METRICS, Lines
+from instep.train.losses import held_out_loss, mean_loss, text_loss
+from instep.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from instep.train.progress import Display
+
+HASH_EVERY = 50  # steps between two entries of the whole state's hash in the ledger
+
+
+@dataclass
+class History:
+    """What the summary is made of."""
+
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    held_out: float | None = None
+    held_out_first: float | None = None
+
+
+class Trainer:
+    """A run on one rank.
+
+    At construction: text, model with weights by name, optimizer; collective over the mesh. ``adopt`` puts
+    in the state of a checkpoint. ``step`` makes one optimizer step out of a global batch. ``record``
+    writes it down, on rank 0.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.group = mesh["dp"].whole.group
+        self.text: TextSplits = open_text(config.data, config.model.context)
+        self.module = GPT(GPTConfig(**asdict(config.model)))
+        initialize(self.module, config.seed)
+        self.module.to(mesh.device)
+        self.optimizer: Optimizer = make_optimizer(self.module.parameters(), config.optim)
+        self.model = DataParallel(
+            self.module,
+            process_group=mesh["dp"],
+            strategy=config.parallel.strategy,
+            bucket_cap_mb=config.parallel.bucket_mb,
+            ordered=config.parallel.ordered,
+            find_unused_parameters=False,
+            seed=config.seed,
+        )
+        self.steps_done = 0
+        self.history = History()
+
+    @property
+    def cursor(self) -> int:
+        """Global position in the stream of samples: the next step begins here."""
+        return self.steps_done * self.config.batch.global_size
+
+    def numerical(self) -> dict[str, Any]:
+        """All that the bits of this run may depend on."""
+        fields = {**numerical(self.config), "data.sha256": self.text.train.sha256}
+        return contract.describe(
+            config=fields, threads=self.config.parallel.threads, device=str(self.mesh.device)
+        )
+
+    def state_sha256(self) -> str:
+        """The hash of weights, moments and step."""
+        return state_sha256(state_entries(self.module, self.optimizer), self.steps_done)
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step; its figures, the same on every rank but for the times."""
+        config, recorder = self.config, self.mesh.recorder
+        began = time.monotonic()
+        recorder.step = self.steps_done
+        rate = learning_rate(config.optim, self.steps_done, config.steps)
+        set_learning_rate(self.optimizer, rate)
+        losses: dict[int, Tensor] = {}
+        for leaf in self.model.micro_batches(config.num_leaves, step=self.steps_done):
+            with recorder.span("data", lane="data", leaf=leaf.index):
+                windows = self._windows(leaf.index)
+            loss = text_loss(self.model, windows, device=self.mesh.device, autocast=config.autocast)
+            loss.backward()
+            losses[leaf.index] = loss.detach()
+        with recorder.span("update", lane="compute"):
+            norm = self._clip()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        loss_value = mean_loss({i: x.item() for i, x in losses.items()}, config.num_leaves, self.group)
+        exposed_s = recorder.seconds("exposed", self.steps_done)
+        self.steps_done += 1
+        step_s = time.monotonic() - began
+        self.history.losses.append(loss_value)
+        self.history.step_s.append(step_s)
+        self.history.exposed_s.append(exposed_s)
+        tokens = config.batch.global_size * config.model.context
+        return {
+            "loss": loss_value,
+            "rate": rate,
+            "norm": norm,
+            "step_ms": step_s * 1e3,
+            "exposed_ms": exposed_s * 1e3,
+            "tokens_per_s": tokens / step_s,
+        }
+
+    def evaluate(self) -> float:
+        """The held-out loss, in nats per byte. Collective."""
+        self.history.held_out = held_out_loss(
+            self.module,
+            self.text.held_out,
+            self.group,
+            num_windows=self.config.eval.windows,
+            micro_size=self.config.batch.micro_size,
+            device=self.mesh.device,
+            autocast=self.config.autocast,
+        )
+        if self.history.held_out_first is None:
+            self.history.held_out_first = self.history.held_out
+        return self.history.held_out
+
+    def _windows(self, leaf: int) -> Tensor:
+        indices = micro_batch_indices(
+            len(self.text.train),
+            step=self.steps_done,
+            leaf=leaf,
+            num_leaves=self.config.num_leaves,
+            micro_size=self.config.batch.micro_size,
+            seed=self.config.seed,
+        )
+        return self.text.train.windows(indices)
+
+    def _clip(self) -> float:
+        if self.config.optim.clip:
+            return clip_grad_norm_(self.module.parameters(), self.config.optim.clip).item()
+        return grad_norm(p.grad for p in self.module.parameters() if p.grad is not None)
+
+
+class Books:
+    """Rank 0's ``metrics.jsonl`` and ``ledger.jsonl``; on other ranks, nothing."""
+
+    def __init__(self, path: Path, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._lines: list[Lines] = []
+        if trainer.mesh.rank == 0:
+            until = trainer.steps_done
+            self._lines = [Lines(path / name, until_step=until) for name in (METRICS, LEDGER)]
+
+    def started(self, restarts: int) -> None:
+        """The run begins, or goes on, here."""
+        if self._lines:
+            axes = self.trainer.mesh.axes
+            placement = dict(zip(axes.names, axes.sizes, strict=True))
+            self._lines[1].write(
+                step=self.trainer.steps_done,
+                event="started",
+                restarts=restarts,
+                placement=placement,
+                strategy=self.trainer.config.parallel.strategy,
+            )
+
+    def step(self, figures: Mapping[str, float], held_out: float | None, *, last: bool) -> None:
+        """Write down the step that has just been made."""
+        if not self._lines:
+            return
+        metrics, ledger = self._lines
+        step = self.trainer.steps_done
+        extra = {} if held_out is None else {"held_out_loss": held_out}
+        metrics.write(step=step, **figures, **extra)
+        # Floats as hexadecimal: bits, not digits.
+        hashed = {"state_sha256": self.trainer.state_sha256()} if last or step % HASH_EVERY == 0 else {}
+        ledger.write(
+            step=step,
+            cursor=self.trainer.cursor,
+            loss=float(figures["loss"]).hex(),
+            grad_norm=float(figures["norm"]).hex(),
+            world_size=self.trainer.mesh.axes.world_size,
+            **hashed,
+        )
+
+    def close(self) -> None:
+        """Flush to disk."""
+        for lines in self._lines:
+            lines.close()
+
+
+def run_steps(trainer: Trainer, books: Books, display: Display, save: Any) -> None:
+    """Train until the last step, or until ``stop_after``; ``save()`` whenever a checkpoint is due."""
+    config = trainer.config
+    last = min(config.stop_after or config.steps, config.steps)
+    if trainer.steps_done == 0:
+        display.say(f"step 0  held out {trainer.evaluate():.3f} nats per byte")
+    while trainer.steps_done < last:
+        figures = trainer.step()
+        done = trainer.steps_done
+        held_out = None
+        if done == last or (config.eval.every and done % config.eval.every == 0):
+            held_out = trainer.evaluate()
+            display.say(f"step {done}  held out {held_out:.3f} nats per byte")
+        books.step(figures, held_out, last=done == last)
+        shown = {name: value for name, value in figures.items() if name != "exposed_ms"}
+        display.step(done, **shown)
+        if done == last or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            save()

@@ -1,0 +1,50 @@
+"""How a run shows itself while it goes on: a bar on a terminal, plain lines elsewhere, on rank 0's stderr."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINES_PER_RUN = 20
+
+
+class Display:
+    """Shows ``num_steps`` steps from ``start``; silent on every rank but 0."""
+
+    def __init__(self, rank: int, num_steps: int, start: int) -> None:
+        self.console = Console(stderr=True, highlight=False, markup=False, quiet=rank != 0, soft_wrap=True)
+        self.num_steps = num_steps
+        self.every = max(num_steps // LINES_PER_RUN, 1)
+        self._bar: Progress | None = None
+        if rank == 0 and self.console.is_terminal:
+            columns = [
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+            ]
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("step", total=num_steps, completed=start, figures="")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """One line, above the bar."""
+        self.console.print(text)
+
+    def step(
+        self, step: int, *, loss: float, rate: float, norm: float, step_ms: float, tokens_per_s: float
+    ) -> None:
+        """``step`` steps are done."""
+        figures = (
+            f"loss {loss:.3f}  norm {norm:.2f}  lr {rate:.1e}  {step_ms:.0f} ms  {tokens_per_s:,.0f} tokens/s"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=figures)
+        elif step % self.every == 0 or step == self.num_steps:
+            self.say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {figures}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,125 @@
+"""Work that goes on beside the computation, strictly in the order in which it was given.
+
+Backends match operations by the order in which ranks issue them: two equal-sized exchanges swapped on one
+rank give wrong numbers and no error. A wrapper therefore owns one ``Lane``, one thread that runs what it
+is given in that order, and everything of the wrapper that communicates goes through it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from instep.errors import PeerLost
+
+
+class Work:
+    """One thing under way: not begun, running, done, or failed with ``error``."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self, deadline: float | None = None) -> None:
+        """Block until done, then raise ``error`` if there is one.
+
+        ``deadline`` is a ``time.monotonic()`` value in seconds; past it ``PeerLost`` names the operation.
+        """
+        timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        if not self.finished.wait(timeout):
+            raise PeerLost(f"{self.operation} did not end before its deadline", operation=self.operation)
+        if self.error is not None:
+            raise self.error
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call ``function`` and keep what it raised for whoever waits."""
+        try:
+            function()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.finished.set()
+
+
+@dataclass
+class _State:
+    """What a lane and its thread share; the thread must not keep the lane itself alive."""
+
+    failed: BaseException | None = None
+
+
+class Lane:
+    """One thread that executes functions in the order they were submitted.
+
+    After the first failure everything that is still queued fails with the same error, because what
+    follows a missing exchange would pair with another one of the peers; ``reset`` opens the lane again.
+    ``inline`` runs everything in the caller: a world of one has nobody to wait for.
+    """
+
+    def __init__(self, name: str, *, inline: bool = False) -> None:
+        self.name = name
+        self.inline = inline
+        self._state = _State()
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Work | None = None
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What the first failed function raised, until ``reset``."""
+        return self._state.failed
+
+    def submit(self, operation: str, function: Callable[[], None]) -> Work:
+        """Queue ``function``; it begins when everything before it has ended."""
+        work = self._last = Work(operation)
+        if self.inline:
+            _run(work, function, self._state)
+            return work
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._queue, self._state), name=self.name, daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        self._queue.put((work, function))
+        return work
+
+    def reset(self) -> None:
+        """Accept work again after a failure, once what was queued has been refused."""
+        self.drain()
+        self._state.failed = None
+
+    def drain(self) -> None:
+        """Block until everything submitted has ended, whether it failed or not."""
+        if self._last is not None:
+            self._last.finished.wait()
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _run(work: Work, function: Callable[[], None], state: _State) -> None:
+    if state.failed is None:
+        work.run(function)
+        state.failed = work.error
+    else:
+        work.error = state.failed
+        work.finished.set()
+
+
+def _serve(pending: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None], state: _State) -> None:
+    while (item := pending.get()) is not None:
+        _run(*item, state)
+        del item  # the function holds its owner, which must be free to go while the lane is idle

@@ -1,0 +1,69 @@
+"""The numerical configuration: what it holds, what it leaves out, and how a difference is said."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.checkpoint.contract import describe, differences, fingerprint, require_same
+from instep.checkpoint.manifest import canonical, parse_json
+from instep.errors import ContractBroken
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([0.0, 1.0, 0.1]) | st.sampled_from("ab1")
+)
+FIELDS = st.dictionaries(st.sampled_from("xyz"), SCALARS)
+
+
+def test_the_description_has_the_callers_fields_and_those_of_the_process() -> None:
+    fields = describe(config={"batch.micro_size": 4}, threads=1, device="cpu")
+    assert fields["batch.micro_size"] == 4
+    assert (fields["device"], fields["threads"], fields["torch"]) == ("cpu", 1, torch.__version__)
+    assert platform.python_version().startswith(f"{fields['python']}.")
+    assert fields["cpu.capability"] == torch.backends.cpu.get_cpu_capability()
+    assert parse_json(canonical(fields), 1 << 20) == fields
+
+
+def test_the_description_is_the_same_twice_and_moves_with_what_the_bits_depend_on() -> None:
+    before = describe(config={}, threads=1, device="cpu")
+    assert describe(config={}, threads=1, device="cpu") == before
+    torch.use_deterministic_algorithms(True)
+    try:
+        now = describe(config={}, threads=2, device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert differences(before, now) == [
+        "deterministic: false in the checkpoint, true now",
+        "threads: 1 in the checkpoint, 2 now",
+    ]
+
+
+@given(FIELDS, FIELDS)
+def test_fingerprints_are_equal_exactly_when_there_are_no_differences(
+    a: dict[str, Any], b: dict[str, Any]
+) -> None:
+    assert (fingerprint(a) == fingerprint(b)) == (differences(a, b) == [])
+
+
+def test_differences_read_like_sentences() -> None:
+    saved = {"batch.micro_size": 4, "optim.name": "adamw", "optim.lr": 1, "same": None}
+    now = {"batch.micro_size": 8, "optim.lr": 1.0, "same": None, "model.width": 64}
+    assert differences(saved, now) == [
+        "batch.micro_size: 4 in the checkpoint, 8 now",
+        "model.width: absent in the checkpoint, 64 now",
+        "optim.lr: 1 in the checkpoint, 1.0 now",
+        'optim.name: "adamw" in the checkpoint, absent now',
+    ]
+
+
+def test_a_broken_contract_names_every_field() -> None:
+    require_same({"a": 1}, {"a": 1})
+    with pytest.raises(
+        ContractBroken, match=r"got 2 other fields.*\n  a: 1 in the checkpoint, 2 now\n  b: absent"
+    ):
+        require_same({"a": 1}, {"a": 2, "b": 3})

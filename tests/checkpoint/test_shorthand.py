@@ -1,0 +1,240 @@
+"""``instep.save`` and ``instep.load`` in loops of one's own: the run goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from instep.checkpoint.shorthand import Resumed, load, save
+from instep.checkpoint.state import optimizer_state, restore_optimizer, unwrapped
+from instep.errors import CheckpointRejected
+from instep.ordered.hash import state_entries, state_sha256
+from tests.checkpoint.states import all_bits, bits
+
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
+    "adamw": lambda p: AdamW(p, lr=0.01, betas=(0.8, 0.99)),
+    "adam, amsgrad, tensor lr": lambda p: Adam(p, lr=torch.tensor(0.01), amsgrad=True),
+    "adamw, fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: SGD(p, lr=0.01),
+    "sgd, momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
+    "nadam": lambda p: NAdam(p, lr=0.01),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, centered=True),
+    "adafactor": lambda p: Adafactor(p, lr=0.01),
+}
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, an integer buffer, and a frozen parameter that has no optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x))) * self.frozen.sum()
+
+
+class Wrapper(nn.Module):
+    """Like a data-parallel wrapper: everything it has is in ``module``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(6, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def made(
+    seed: int, make: Callable[[Iterable[Tensor]], Optimizer] = OPTIMIZERS["adamw"]
+) -> tuple[Net, Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    return model, make(model.parameters())
+
+
+def whole_hash(model: nn.Module, optimizer: Optimizer) -> str:
+    return state_sha256(state_entries(model, optimizer), 0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, name: str) -> None:
+    model, optimizer = made(0, OPTIMIZERS[name])
+    train(model, optimizer, range(3))
+    save(tmp_path, model, optimizer, step=3, data_cursor=18, loss=0.5)
+    train(model, optimizer, range(3, 6))
+    other, fresh = made(1, OPTIMIZERS[name])
+    resumed = load(tmp_path, other, fresh)
+    assert (resumed.step, resumed.data_cursor, resumed.extra) == (3, 18, {"loss": 0.5})
+    assert resumed.path == tmp_path / "step-00000003"
+    assert resumed.differences == resumed.rejected == ()
+    train(other, fresh, range(resumed.step, 6))
+    assert whole_hash(other, fresh) == whole_hash(model, optimizer)
+    assert all_bits(other.state_dict()) == all_bits(model.state_dict())
+
+
+def test_without_a_checkpoint_nothing_is_touched(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    before = whole_hash(model, optimizer)
+    assert load(tmp_path / "absent", model, optimizer) == Resumed()
+    assert whole_hash(model, optimizer) == before
+
+
+def test_only_rank_zero_writes_and_all_return_the_same_path(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    paths = {save(tmp_path, model, optimizer, step=1, rank=rank) for rank in (3, 2, 1)}
+    assert os.listdir(tmp_path) == []
+    paths.add(save(tmp_path, model, optimizer, step=1))
+    assert paths == {tmp_path / "step-00000001"}
+
+
+def test_state_follows_the_name_when_parameters_change_their_order(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    train(model, optimizer, range(2))
+    save(tmp_path, model, optimizer, step=2)
+    other, _ = made(1)
+    reordered = AdamW(reversed(list(other.parameters())))
+    load(tmp_path, other, reordered)
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            assert bits(reordered.state[other.get_parameter(name)][key]) == bits(value)
+
+
+def test_groups_keep_their_own_options(tmp_path: Path) -> None:
+    def groups(model: Net, lr: float) -> Optimizer:
+        norm = list(model.norm.parameters())
+        rest = [p for p in model.parameters() if all(p is not q for q in norm)]
+        return AdamW([{"params": rest, "lr": lr}, {"params": norm, "weight_decay": 0.0}])
+
+    model, other = Net(), Net()
+    save(tmp_path, model, groups(model, 0.25), step=1)
+    optimizer = groups(other, 0.5)
+    load(tmp_path, other, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.001]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_a_wrapper_and_what_it_wraps_save_the_same_names(tmp_path: Path) -> None:
+    model, _ = made(0)
+    save(tmp_path, Wrapper(model), step=1)
+    other, _ = made(1)
+    load(tmp_path, other)
+    assert all_bits(other.state_dict()) == all_bits(model.state_dict())
+    again, _ = made(2)
+    load(tmp_path, Wrapper(Wrapper(again)).module)
+    assert all_bits(again.state_dict()) == all_bits(model.state_dict())
+
+
+def test_a_submodule_called_module_does_not_make_a_wrapper() -> None:
+    class Headed(Wrapper):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(2, 2))
+            self.head = nn.Linear(2, 1)
+
+    headed = Headed()
+    assert unwrapped(headed) is headed
+    assert unwrapped(headed.module) is headed.module
+
+
+def test_state_of_another_dtype_than_its_parameter_keeps_its_bits() -> None:
+    model = nn.Linear(3, 3, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.randn(parameter.shape)}
+    tensors, rest = optimizer_state(model, optimizer)
+    fresh = AdamW(model.parameters())
+    restore_optimizer(model, fresh, tensors, rest)
+    assert all_bits(optimizer_state(model, fresh)[0]) == all_bits(tensors)
+    assert fresh.state[model.weight]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: (m, SGD(m.parameters())), "the optimizer of the checkpoint, AdamW, got SGD"),
+        (
+            lambda m: (m, AdamW([{"params": [p]} for p in m.parameters()])),
+            "expected 1 parameter groups, got 6",
+        ),
+        (lambda m: (m, AdamW(m.norm.parameters())), "expected 6 parameters, got 2: only the checkpoint has"),
+        (
+            lambda m: (nn.Linear(4, 4), None),
+            r"expected 2 tensors, got 9 .*missing weight, bias; unknown first\.bias",
+        ),
+    ],
+)
+def test_another_model_or_optimizer_is_rejected_and_nothing_changed(
+    tmp_path: Path, change: Callable[[Net], tuple[nn.Module, Any]], message: str
+) -> None:
+    model, optimizer = made(0)
+    train(model, optimizer, range(1))
+    save(tmp_path, model, optimizer, step=1)
+    other, fresh = change(made(1)[0])
+    before = all_bits(other.state_dict())
+    with pytest.raises(CheckpointRejected, match=message):
+        load(tmp_path, other, fresh)
+    assert all_bits(other.state_dict()) == before
+    assert fresh is None or not fresh.state
+
+
+def test_a_checkpoint_without_an_optimizer_cannot_restore_one(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    save(tmp_path, model, step=1)
+    with pytest.raises(CheckpointRejected, match="load without an optimizer"):
+        load(tmp_path, model, optimizer)
+    assert load(tmp_path, model).step == 1
+
+
+def test_an_optimizer_of_another_model_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got one of shape \[2\] that the model does not have"):
+        save(tmp_path, Net(), AdamW(Net().parameters()), step=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_state_that_is_neither_tensor_nor_json_is_named(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    optimizer.param_groups[0]["schedule"] = print
+    with pytest.raises(ValueError, match=r"extra\.optimizer\.groups: .*print"):
+        save(tmp_path, model, optimizer, step=1)
+    with pytest.raises(ValueError, match=r"extra\.user\.scheduler"):
+        save(tmp_path, model, step=1, scheduler=object())
+
+
+def test_a_changed_numerical_configuration_is_reported(tmp_path: Path) -> None:
+    model, _ = made(0)
+    save(tmp_path, model, step=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        resumed = load(tmp_path, model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert resumed.differences == ("deterministic: false in the checkpoint, true now",)
+
+
+def test_rejected_newer_checkpoints_are_reported(tmp_path: Path) -> None:
+    model, _ = made(0)
+    save(tmp_path, model, step=1)
+    (save(tmp_path, model, step=2) / "manifest.json").unlink()
+    resumed = load(tmp_path, model)
+    assert resumed.step == 1
+    assert "step-00000002/manifest.json: cannot be read" in resumed.rejected[0]

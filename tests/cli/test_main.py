@@ -1,0 +1,68 @@
+"""The word after ``instep``: found or suggested, and never at the price of importing torch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from instep import __version__
+from instep.cli.exits import DONE, USAGE
+from instep.cli.main import COMMANDS, main
+
+HELPS = [[], ["--help"], ["--version"], *([word, "--help"] for word in COMMANDS)]
+
+# Runs the command as its script does, then says on stderr what it imported.
+PROBE = """
+import sys
+from instep.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print(*[name for name in ("torch", "numpy") if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("args", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command(args, capsys):
+    assert main(args) == DONE
+    out = capsys.readouterr().out
+    assert all(f"  {word}  {line}\n" in out for word, line in COMMANDS.items())
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == DONE
+    assert capsys.readouterr().out == f"instep {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [("trian", "did you mean 'train'?"), ("xyz", "expected one of train"), ("-x", "expected")],
+)
+def test_an_unknown_command_is_a_usage_error(word, fix, capsys):
+    assert main([word]) == USAGE
+    said = capsys.readouterr()
+    assert f"instep: error: unknown command {word!r}: {fix}" in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("args", HELPS, ids=" ".join)
+def test_help_imports_no_torch(args):
+    ended = subprocess.run([sys.executable, "-c", PROBE, *args], capture_output=True, text=True, check=True)
+    assert ended.stdout
+    assert ended.stderr.split() == []
+
+
+@pytest.mark.parametrize("args", HELPS, ids=" ".join)
+def test_help_takes_less_than_a_third_of_a_second(args):
+    """In processor time, the best of three: the machine may be doing something else."""
+
+    def seconds() -> float:
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "instep", *args], capture_output=True, check=True)
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])
+
+    assert min(seconds() for _ in range(3)) < 0.3

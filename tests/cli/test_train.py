@@ -1,0 +1,147 @@
+"""What ``instep train`` makes of its arguments, and how it ends when they mean nothing."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from instep.cli.exits import DONE, FAILED, REJECTED, USAGE
+from instep.cli.train import main, parse
+from instep.errors import CheckpointRejected, PeerLost
+from instep.train import recipes
+from instep.train.config import Config
+
+# DESIGN's words, each with a value and what it becomes.
+FLAGS = [
+    ("-n 3", "ranks", 3),
+    ("--ranks 3", "ranks", 3),
+    ("--steps 7", "steps", 7),
+    ("--seed 7", "seed", 7),
+    ("--run-dir some/where", "run_dir", Path("some/where")),
+    ("--resume", "resume", True),
+    ("--data text", "data", Path("text")),
+    ("--stop-after 5", "stop_after", 5),
+    ("--timeout-s 5", "timeout_s", 5.0),
+    ("--autocast bf16", "autocast", "bf16"),
+    ("--model.layers 3", "model.layers", 3),
+    ("--model.width 64", "model.width", 64),
+    ("--model.heads 2", "model.heads", 2),
+    ("--model.context 32", "model.context", 32),
+    ("--model.dropout 0.5", "model.dropout", 0.5),
+    ("--model.no-tied", "model.tied", False),
+    ("--batch.global-size 64", "batch.global_size", 64),
+    ("--batch.micro-size 8", "batch.micro_size", 8),
+    ("--optim.name sgd", "optim.name", "sgd"),
+    ("--optim.lr 1e-4", "optim.lr", 1e-4),
+    ("--optim.clip 0", "optim.clip", 0.0),
+    ("--optim.betas 0.8 0.9", "optim.betas", (0.8, 0.9)),
+    ("--parallel.strategy flat", "parallel.strategy", "flat"),
+    ("--parallel.bucket-mb 0.1", "parallel.bucket_mb", 0.1),
+    ("--parallel.ordered", "parallel.ordered", True),
+    ("--parallel.no-ordered", "parallel.ordered", False),
+    ("--parallel.backend gloo", "parallel.backend", "gloo"),
+]
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('steps = 50\n[model]\npreset = "small"\nlayers = 6\n[optim]\nlr = 1\n')
+    return path
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The configs that were run, in place of running them; ``runs.ends_with`` is what the run raises."""
+    started: list[Config] = []
+    module = ModuleType("instep.train.run")
+    module.ends_with = None
+
+    def run(config: Config) -> int:
+        started.append(config)
+        if module.ends_with is not None:
+            raise module.ends_with
+        return DONE
+
+    module.run, module.started = run, started
+    monkeypatch.setitem(sys.modules, "instep.train.run", module)
+    return module
+
+
+def test_without_arguments_the_default_recipe_is_run(runs):
+    assert main([]) == DONE
+    assert runs.started == [recipes.default()]
+    assert type(runs.started[0]) is Config
+
+
+@pytest.mark.parametrize(("flag", "name", "value"), FLAGS, ids=[flag for flag, _, _ in FLAGS])
+def test_a_flag_changes_one_setting(flag, name, value):
+    config, base = parse(flag.split()), recipes.default()
+    topic, _, setting = name.rpartition(".")
+    changed = replace(getattr(base, topic), **{setting: value}) if topic else value
+    assert config == replace(base, **{topic or setting: changed})
+
+
+def test_flags_override_the_file_and_the_file_the_recipe(toml):
+    config = parse(["--steps", "9", f"--config={toml}", "--model.heads", "6"])
+    assert (config.steps, config.optim.lr, config.seed) == (9, 1.0, recipes.default().seed)
+    assert (config.model.layers, config.model.width, config.model.heads) == (6, 768, 6)
+
+
+def test_a_preset_overrides_the_file_and_yields_to_other_flags(toml):
+    model = parse(["--config", str(toml), "--model.layers", "3", "--model.preset", "medium"]).model
+    assert (model.layers, model.width, model.heads) == (3, 1024, 16)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("--batch.global-size 30", "batch.global_size 30 is no multiple of batch.micro_size 4"),
+        ("-n 9", "9 ranks, but only 8 micro-batches"),
+        ("--model.preset huge", "command line: model.preset: expected a size among small"),
+        ("--config absent.toml", "absent.toml: no such file or directory"),
+    ],
+)
+def test_what_cannot_run_ends_in_one_line(args, line, runs, capsys):
+    assert main(args.split()) == USAGE
+    said = capsys.readouterr()
+    assert said.err.startswith(f"instep train: error: {line}")
+    assert said.err.count("\n") == 1
+    assert (said.out, runs.started) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("--parallel.stratgy flat", "--parallel.strategy"),
+        ("--model.layer 3", "--model.layers"),
+        ("--parallel.strategy flatt", "bucketed"),
+        ("--steps many", "many"),
+        ("--steps", "--steps"),
+        ("--config", "--config"),
+        ("--model.preset", "--model.preset"),
+        ("train", "train"),
+    ],
+)
+def test_what_is_no_flag_or_no_value_is_a_usage_error(args, said, runs, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(args.split())
+    assert end.value.code == USAGE
+    assert said in capsys.readouterr().err
+    assert runs.started == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CheckpointRejected("step-00000020: model.safetensors is truncated"), REJECTED),
+        (PeerLost("rank 1 is gone", ranks=[1]), FAILED),
+        (ValueError("data is empty"), USAGE),
+    ],
+)
+def test_the_end_of_a_run_is_told(error, code, runs, capsys):
+    runs.ends_with = error
+    assert main([]) == code
+    assert capsys.readouterr().err == f"instep train: error: {error}\n"

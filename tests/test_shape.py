@@ -1,0 +1,221 @@
+"""The architecture, held by machine: which way imports point, what is pure, what is too long or banned.
+
+Whoever moves a border moves it here, in sight. The lists of excused files only shrink.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "instep").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# From the bottom up; folders of one row do not know each other. "" is the package itself, its public names.
+ROWS = (
+    ("errors", "events"),
+    ("memory", "work"),
+    ("mesh",),
+    ("comm", "shm"),
+    ("ordered", "data", "models"),
+    ("replicate", "shard", "pipeline", "tensor", "expert"),
+    ("checkpoint", "trace"),
+    ("elastic", "plan"),
+    ("train",),
+    ("",),
+    ("bench", "notebook"),
+    ("cli",),
+    ("__main__",),
+)
+ROW = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
+
+# These import neither torch nor numpy, and nothing that does.
+PURE = (
+    "instep.errors",
+    "instep.events",
+    "instep.mesh.axes",
+    "instep.mesh.place",
+    "instep.mesh.slices",
+    "instep.ordered.tree",
+    "instep.data.order",
+    "instep.data.shards",
+    "instep.models.config",
+    "instep.models.presets",
+    "instep.checkpoint.manifest",
+    "instep.train.config",
+    "instep.train.recipes",
+    "instep.train.toml",
+    "instep.cli.main",
+    "instep.cli.train",
+)
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+TOO_LONG: set[str] = set()  # "path", or "path:function"
+LAZY_IMPORTS = {"instep/cli/train.py"}  # torch, after --help and usage errors
+
+ANYWHERE = {
+    r"pickle\.loads?\(": "bytes from elsewhere are never unpickled",
+    r"\btorch\.load\(": "it unpickles: use safetensors",
+    r"all_gather_object|broadcast_object_list|gather_object|scatter_object": "they unpickle what a peer sent",
+    r"\b(TODO|FIXME|XXX|HACK)\b": "an open end belongs into an issue",
+}
+BELOW_TRAIN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
+ENVIRONMENT_READERS = {"instep/mesh/launch.py", "instep/mesh/mesh.py"}
+ENVIRONMENT_WRITERS = {"instep/mesh/launch.py"}
+WRITES = r"os\.(environ(\[.*\] *=[^=]|\.(pop|update|setdefault|clear)\()|putenv|unsetenv)|del os\.environ"
+IN_TESTS = {r"time\.sleep\(": "wait for the thing itself, or inject the fault"}
+NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+
+
+def path_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(file): file for file in SOURCES}
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def folder_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """The modules of instep that are imported by statements at or below ``node``."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names if alias.name.split(".")[0] == "instep")
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative import: write the whole path"
+            if child.module and child.module.split(".")[0] == "instep":
+                names = {f"{child.module}.{alias.name}" for alias in child.names}
+                yield from names & set(MODULES) or {child.module}
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (
+        node for node in ast.walk(tree_of(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def imports_late(file: Path) -> bool:
+    return any(
+        isinstance(node, ast.Import | ast.ImportFrom)
+        for function in functions(file)
+        for node in ast.walk(function)
+    )
+
+
+def too_long(file: Path) -> Iterator[str]:
+    if len(file.read_text().splitlines()) > MAX_FILE_LINES:
+        yield path_of(file)
+    for node in functions(file):
+        if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES:
+            yield f"{path_of(file)}:{node.name}"
+
+
+def imported_at_start(file: Path) -> set[str]:
+    """What importing ``file`` imports: not what stands in a function or is for the type checker."""
+    later: list[ast.AST] = list(functions(file))
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            later.append(node)
+    skipped = {id(node) for part in later for node in ast.walk(part)}
+    statements = (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Import | ast.ImportFrom))
+    return {name for node in statements if id(node) not in skipped for name in imports(node)}
+
+
+def found(pattern: str, file: Path) -> Iterator[str]:
+    """``path:line`` of every line that ``pattern`` is found in."""
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        if re.search(pattern, line):
+            yield f"{path_of(file)}:{number}: {line.strip()}"
+
+
+def test_every_file_has_a_row():
+    assert {folder_of(module) for module in MODULES} <= set(ROW)
+
+
+def test_imports_point_down():
+    for file in SOURCES:
+        here = folder_of(module_of(file))
+        for module in imports(tree_of(file)):
+            there = folder_of(module)
+            assert here == there or ROW[there] < ROW[here], f"{path_of(file)} imports {module}"
+
+
+def test_no_file_imports_itself_by_a_detour():
+    graph = {module: imported_at_start(file) - {module} for module, file in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
+
+
+def test_imports_stand_at_the_top():
+    assert {path_of(file) for file in SOURCES if imports_late(file)} == LAZY_IMPORTS
+
+
+def test_pure_files_import_neither_torch_nor_numpy():
+    code = f"""
+import importlib, sys
+for name in {PURE}:
+    importlib.import_module(name)
+    heavy = [heavy for heavy in ("torch", "numpy") if heavy in sys.modules]
+    if heavy:
+        sys.exit(f"{{name}} imports {{heavy}}")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_files_and_functions_are_short():
+    assert {name for file in [*SOURCES, *TESTS] for name in too_long(file)} == TOO_LONG
+
+
+def test_files_are_named_after_their_idea():
+    assert not [path_of(file) for file in [*SOURCES, *TESTS] if file.name in NO_IDEA]
+
+
+def test_every_module_says_in_one_sentence_what_it_is():
+    for file in SOURCES:
+        sentence = (ast.get_docstring(tree_of(file)) or "").split("\n\n")[0]
+        assert sentence.endswith((".", ":", "?")), (
+            f"{path_of(file)}: expected a docstring that begins with one"
+        )
+
+
+@pytest.mark.parametrize(("pattern", "why"), ANYWHERE.items())
+def test_banned_anywhere(pattern, why):
+    files = [file for file in [*SOURCES, *TESTS] if file != Path(__file__)]
+    assert not [line for file in files for line in found(pattern, file)], why
+
+
+@pytest.mark.parametrize(("pattern", "why"), BELOW_TRAIN.items())
+def test_banned_below_train(pattern, why):
+    below = [file for file in SOURCES if ROW[folder_of(module_of(file))] < ROW["train"]]
+    files = [file for file in below if path_of(file) not in ENVIRONMENT_READERS]
+    assert not [line for file in files for line in found(pattern, file)], why
+
+
+def test_the_environment_is_written_in_one_place():
+    files = [file for file in SOURCES if path_of(file) not in ENVIRONMENT_WRITERS]
+    assert not [line for file in files for line in found(WRITES, file)]
+
+
+@pytest.mark.parametrize(("pattern", "why"), IN_TESTS.items())
+def test_banned_in_tests(pattern, why):
+    files = [file for file in TESTS if file != Path(__file__)]
+    assert not [line for file in files for line in found(pattern, file)], why

@@ -1,0 +1,193 @@
+"""The config: what it refuses and in which words, what TOML gives back, what the bits may depend on."""
+
+import ast
+import random
+import re
+import tomllib
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from instep.replicate.strategies import STRATEGIES
+from instep.train import config as config_module
+from instep.train import recipes
+from instep.train.config import (
+    RANGES,
+    Config,
+    Parallel,
+    check_ranks,
+    flatten,
+    local_ranks,
+    numerical,
+    validate,
+)
+from instep.train.toml import load_toml, merge, to_toml
+
+TOPICS = ("model", "batch", "optim", "parallel", "checkpoint", "eval")
+
+
+def changed(**topics: object) -> Config:
+    """The default recipe with settings changed: ``changed(steps=3, batch={"micro_size": 2})``."""
+    return merge(recipes.default(), topics, source="test")
+
+
+@pytest.mark.parametrize("recipe", [recipes.default, recipes.tiny])
+def test_recipes_are_valid(recipe):
+    validate(recipe())
+
+
+@pytest.mark.parametrize(
+    ("topics", "message"),
+    [
+        (
+            {"batch": {"global_size": 30}},
+            "batch.global_size 30 is no multiple of batch.micro_size 4: use 28 or 32",
+        ),
+        ({"batch": {"global_size": 3}}, "use 4, or another micro-batch"),
+        ({"batch": {"micro_size": 0}}, "batch.micro_size: expected a number above 0, got 0"),
+        ({"ranks": 9}, r"9 ranks, but only 8 micro-batches \(global 32 / micro 4\): use at most 8 ranks"),
+        ({"ranks": -1}, "ranks: expected 0 or more, got -1"),
+        ({"model": {"width": 130}}, r"model: .*width\(130\) % heads\(4\) = 2"),
+        ({"model": {"dropout": 1.0}}, "model: expected 0 <= dropout < 1, got 1.0"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr: expected a finite number, got nan"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas: expected a number from 0 to below 1, got 1.0"),
+        ({"optim": {"min_lr_ratio": 1.5}}, "optim.min_lr_ratio: expected a number from 0 to 1, got 1.5"),
+        ({"checkpoint": {"keep": 1}}, "checkpoint.keep: expected 2 or more, got 1"),
+        ({"parallel": {"strategy": "flatt"}}, "expected one of naive, flat, overlap, bucketed, got 'flatt'"),
+        ({"autocast": "fp16"}, "autocast: expected one of off, bf16, got 'fp16'"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_by_name(topics, message):
+    with pytest.raises(ValueError, match=message):
+        validate(changed(**topics))
+
+
+def test_every_number_outside_the_model_has_a_range():
+    numbers = {
+        name
+        for name, kind, value in flatten(recipes.default())
+        if kind in (int, float) or isinstance(value, tuple)
+    }
+    assert {name for name in numbers if not name.startswith("model.")} == set(RANGES)
+
+
+def test_the_strategies_are_those_that_exist():
+    for name in STRATEGIES:
+        validate(changed(parallel={"strategy": name}))
+    with pytest.raises(ValueError, match=f"expected one of {', '.join(STRATEGIES)},"):
+        validate(changed(parallel={"strategy": "none of them"}))
+
+
+def test_ranks_are_at_most_the_micro_batches():
+    config = recipes.default()
+    for world_size in range(1, 9):
+        check_ranks(config, world_size)
+    with pytest.raises(ValueError, match="9 ranks, but only 8 micro-batches"):
+        check_ranks(config, 9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "num_cores", "expected"),
+    [(0, 1, 2, 2), (0, 1, 64, 8), (0, 4, 6, 1), (0, 4, 2, 1), (3, 1, 2, 3)],
+)
+def test_ranks_fill_the_cores_unless_their_number_is_given(ranks, threads, num_cores, expected):
+    assert local_ranks(changed(ranks=ranks, parallel={"threads": threads}), num_cores) == expected
+
+
+def test_numerical_has_nothing_of_placement():
+    placed = changed(
+        ranks=3,
+        run_dir="elsewhere",
+        data="some.txt",
+        resume=True,
+        stop_after=5,
+        timeout_s=1.0,
+        parallel={"strategy": "naive", "bucket_mb": 0.1, "backend": "gloo"},
+        checkpoint={"every": 1, "keep": 9},
+        eval={"every": 1, "windows": 1},
+    )
+    assert numerical(placed) == numerical(recipes.default())
+
+
+def test_numerical_has_everything_else():
+    base = numerical(recipes.default())
+    for name in ("steps", "seed", "model.layers", "batch.micro_size", "optim.betas.1", "parallel.threads"):
+        assert name in base
+    unordered = numerical(replace(recipes.default(), parallel=Parallel(ordered=False)))
+    assert {name for name in base if base[name] != unordered[name]} == {"parallel.ordered"}
+    assert all(isinstance(value, str | int | float | bool) for value in base.values())
+
+
+def test_every_setting_has_a_sentence():
+    for topic in ast.parse(Path(config_module.__file__).read_text()).body:
+        if isinstance(topic, ast.ClassDef):
+            for declared, after in pairwise(topic.body):
+                if isinstance(declared, ast.AnnAssign) and declared.target.id not in TOPICS:
+                    assert isinstance(after, ast.Expr), f"{topic.name}.{ast.unparse(declared.target)}"
+
+
+def random_config(draw: random.Random) -> Config:
+    """A config, valid or not, with every kind of value that TOML has to carry."""
+    return changed(
+        steps=draw.randrange(10**12),
+        timeout_s=draw.uniform(1e-9, 1e9),
+        resume=draw.choice([True, False]),
+        run_dir="".join(draw.choices("a/\\\"'\t\x7fé🙂 #=", k=9)),
+        optim={"lr": 10.0 ** draw.randrange(-9, 17), "betas": [draw.random(), draw.random()]},
+        parallel={"strategy": draw.choice(list(STRATEGIES))},
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_toml_gives_back_what_was_written(seed):
+    config = random_config(random.Random(seed))
+    assert merge(recipes.tiny(), tomllib.loads(to_toml(config)), source="test") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nlayer = 3", "unknown key 'model.layer': did you mean 'model.layers'?"),
+        ("[modle]\nlayers = 3", "unknown key 'modle': did you mean 'model'?"),
+        ("layers = 3", "unknown key 'layers': did you mean 'model.layers'?"),
+        ("zzz = 3", "unknown key 'zzz'"),
+        ("model = 3", "model: expected a table, got int 3"),
+        ("steps = 2.5", "steps: expected int, got float 2.5"),
+        ("steps = true", "steps: expected int, got bool True"),
+        ("resume = 1", "resume: expected bool, got int 1"),
+        ("data = 1", "data: expected str, got int 1"),
+        ("[optim]\nname = 1", "optim.name: expected one of adamw, sgd, got int 1"),
+        ("[optim]\nbetas = [0.9]", "optim.betas: expected an array of 2 floats, got list [0.9]"),
+        ("[optim]\nbetas = [0.9, 'x']", "optim.betas: expected float, got str 'x'"),
+        ("[optim]\nbetas = 0.9", "optim.betas: expected an array of 2 floats, got float 0.9"),
+        (
+            "[model]\npreset = 'smal'",
+            "model.preset: expected a size among small, medium, large, xl, 2.7B, got 'smal'",
+        ),
+        ("steps = ", "Invalid value"),
+    ],
+)
+def test_toml_that_means_nothing_is_refused_with_file_and_key(tmp_path, text, message):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {message}')}"):
+        merge(recipes.default(), load_toml(path), source=str(path))
+
+
+def test_a_file_that_is_no_text_is_refused_with_its_name(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=f"^{path}: "):
+        load_toml(path)
+
+
+def test_whole_numbers_are_floats_where_floats_are_meant():
+    assert changed(optim={"lr": 1}).optim == replace(recipes.default().optim, lr=1.0)
+    assert isinstance(changed(optim={"lr": 1}).optim.lr, float)
+
+
+def test_a_preset_yields_to_what_stands_beside_it():
+    model = changed(model={"layers": 2, "preset": "medium"}).model
+    assert (model.layers, model.width, model.heads) == (2, 1024, 16)
