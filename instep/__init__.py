@@ -13,7 +13,7 @@ from instep import errors
 if TYPE_CHECKING:
     from instep.checkpoint.shorthand import load, save
     from instep.mesh.current import get
-    from instep.mesh.mesh import init
+    from instep.mesh.join import init
     from instep.ordered.norm import clip_grad_norm_
     from instep.replicate.wrapper import DataParallel
 
@@ -34,7 +34,7 @@ _HOMES = {
     "DataParallel": "instep.replicate.wrapper",
     "clip_grad_norm_": "instep.ordered.norm",
     "get": "instep.mesh.current",
-    "init": "instep.mesh.mesh",
+    "init": "instep.mesh.join",
     "load": "instep.checkpoint.shorthand",
     "save": "instep.checkpoint.shorthand",
 }

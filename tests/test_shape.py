@@ -68,8 +68,8 @@ ANYWHERE = {
     r"\b(TODO|FIXME|XXX|HACK)\b": "an open end belongs into an issue",
 }
 BELOW_TRAIN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
-ENVIRONMENT_READERS = {"instep/mesh/launch.py", "instep/mesh/mesh.py"}
-ENVIRONMENT_WRITERS = {"instep/mesh/launch.py"}
+ENVIRONMENT_READERS = {"instep/mesh/launch.py", "instep/mesh/join.py"}
+ENVIRONMENT_WRITERS = {"instep/mesh/launch.py", "instep/mesh/join.py"}
 WRITES = r"os\.(environ(\[.*\] *=[^=]|\.(pop|update|setdefault|clear)\()|putenv|unsetenv)|del os\.environ"
 IN_TESTS = {r"time\.sleep\(": "wait for the thing itself, or inject the fault"}
 NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}

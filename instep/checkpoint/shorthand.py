@@ -1,9 +1,11 @@
 """``instep.save`` and ``instep.load``: a module and its optimizer in one call, for a loop of your own.
 
-resumed = instep.load("checkpoints", model, optimizer)
-for step in range(resumed.step, 1000):
-    ...
-    instep.save("checkpoints", model, optimizer, step=step + 1, rank=rank)
+A loop that can be stopped anywhere and started again:
+
+    resumed = instep.load("checkpoints", model, optimizer)
+    for step in range(resumed.step, 1000):
+        ...
+        instep.save("checkpoints", model, optimizer, step=step + 1, rank=rank)
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Arguments(Config):
     """Take the config from this file first; flags override it."""
     preset: Annotated[str | None, tyro.conf.arg(name="model.preset", metavar="|".join(PRESETS))] = None
     """Take layers, width and heads from the usual table of GPT sizes; flags override them."""
-    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0  # with the sentence that Config has
 
 
 def parse(args: Sequence[str]) -> Config:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["RankFailed", "launch", "warm"]
 
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.mesh")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 PR_SET_PDEATHSIG = 1
 

@@ -1,14 +1,13 @@
-"""The ranks of a run as a grid, with the process groups of every axis, and joining a world.
+"""The ranks of a run as a grid, with the process groups of every axis.
 
-Every axis has two groups over the same ranks: ``pg``, which is the user's, and a private one for instep's
-own exchanges. Backends pair operations by issue order alone, so a collective that a user starts between
-two of ours on the same group would exchange numbers with it.
+Backends pair operations by the order of their issue alone, so a collective that a user starts between two of
+ours on the same group would exchange numbers with it, and so would two wrappers in one backward. Every
+exchange of instep's therefore runs on a group that nobody else has: a duplicate of the user's.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -18,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from instep.events import Recorder
-from instep.mesh import current, device
+from instep.mesh import current
 from instep.mesh.axes import Axes, resolve
 from instep.mesh.group import Group
-from instep.mesh.place import Place, detect
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -35,7 +33,7 @@ class Axis:
     """The ranks that differ from this one along one axis (or all of them, for the whole world).
 
     ``pg`` is the user's process group, None where there is one rank; ``group`` wraps it for the thread
-    that runs the training loop; ``private`` wraps the group that only instep uses.
+    that runs the training loop. ``duplicate()`` makes a group of one's own over the same ranks.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, make: MakeGroup, timeout_s: float) -> None:
@@ -43,12 +41,25 @@ class Axis:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
-        alone = self.size == 1
-        self.pg = None if alone else make(name, self.ranks)
-        self.group = Group(self.pg, self.ranks, rank, timeout_s)
-        self.private = Group(
-            None if alone else make(f"{name}/instep", self.ranks), self.ranks, rank, timeout_s
-        )
+        self.timeout_s = timeout_s
+        self._make = make
+        self._num_duplicates = 0
+        self.pg = None if self.size == 1 else make(name, self.ranks)
+        self.group = self._wrap(self.pg)
+
+    @cached_property
+    def private(self) -> Group:
+        """A duplicate for instep's own use in the training loop's thread."""
+        return self.duplicate()
+
+    def duplicate(self) -> Group:
+        """A new group over the same ranks, for one user in one thread. Collective over the axis."""
+        self._num_duplicates += 1
+        name = f"{self.name}/instep/{self._num_duplicates}"
+        return self._wrap(None if self.size == 1 else self._make(name, self.ranks))
+
+    def _wrap(self, pg: ProcessGroup | None) -> Group:
+        return Group(pg, self.ranks, self.ranks[self.rank], self.timeout_s)
 
 
 class Mesh:
@@ -117,10 +128,8 @@ class Mesh:
         """Destroy the groups that this mesh made. Call it on all ranks, after the last operation."""
         if current.registered() is self:
             current.get.register_mesh(None)
-        for pg in reversed(self._made):
-            if dist.is_initialized() and pg in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(pg)
-        self._made.clear()
+        while self._made:
+            destroy(self._made.pop())
         while self._on_close:
             self._on_close.pop()()
 
@@ -156,89 +165,10 @@ def build(
     )
 
 
-def init(
-    *,
-    dp: int = -1,
-    pp: int = 1,
-    tp: int = 1,
-    backend: str | None = None,
-    timeout_s: float = 300.0,
-    threads: int = 1,
-) -> Mesh:
-    """Join the world that this process was started in, and register its mesh.
-
-    Reads the environment of instep's own launcher, torchrun, Slurm, Kubernetes (``PET_*``) or Open MPI;
-    without any, the world is this process alone and there is no process group. A default group that is
-    already there is used as it is and never destroyed.
-
-    Args:
-        dp, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size.
-        backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else gloo.
-        timeout_s: the deadline of every wait, in seconds.
-        threads: intra-op threads of a CPU rank. The same number for one rank as for many, because the
-            number of threads changes the order of sums inside some kernels.
-
-    Raises:
-        ValueError: the environment is half set, or the axes do not multiply to the world size.
-    """
-    place = detect(os.environ)
-    if dist.is_initialized():
-        rank, world_size, on_close = dist.get_rank(), dist.get_world_size(), []
-    else:
-        rank, world_size, on_close = place.rank, place.world_size, [_leave]
-    on_device = device.choose(place.local_rank, backend)
-    if on_device.type == "cpu":
-        torch.set_num_threads(threads)
-    if world_size > 1 and on_close:
-        _join(place, backend or device.default_backend(on_device), timeout_s)
-    mesh = build(
-        None,
-        rank,
-        world_size,
-        dp=dp,
-        pp=pp,
-        tp=tp,
-        timeout_s=timeout_s,
-        local_rank=place.local_rank,
-        on_device=on_device,
-        on_close=on_close,
-    )
-    current.get.register_mesh(mesh)
-    return mesh
-
-
-def _join(place: Place, backend: str, timeout_s: float) -> None:
-    """Make torch's default group out of ``place``."""
-    timeout = timedelta(seconds=timeout_s)
-    store: Store
-    if place.store_file is not None:
-        store = dist.FileStore(place.store_file, place.world_size)
-    else:
-        assert place.master_addr is not None and place.master_port is not None
-        # Under torchrun the agent holds the store; elsewhere rank 0 does.
-        store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            place.world_size,
-            is_master=place.rank == 0 and place.source != "torchrun",
-            timeout=timeout,
-        )
-    # A restarted world must not read what its predecessor wrote under the same keys.
-    store = dist.PrefixStore(f"instep/{place.restart_count}", store)
-    if place.local_world_size == place.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout * BACKEND_PATIENCE,
-    )
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def destroy(pg: ProcessGroup | None) -> None:
+    """Destroy a group that we made, unless it is gone already."""
+    if pg is not None and dist.is_initialized() and pg in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(pg)
 
 
 def _new_group(timeout_s: float) -> MakeGroup:

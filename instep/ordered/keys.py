@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from instep.ordered.hook import Hook
+
 WHOLE_MODEL = 0  # blocks are numbered from 1
 
 
@@ -74,7 +76,7 @@ class LeafKeys:
         blocks = [m for m in module.modules() if getattr(m, "rng_block", False) is True]
         me = weakref.ref(self)
         self.hooks = [
-            block.register_forward_pre_hook(_entering(me, number), prepend=True)
+            block.register_forward_pre_hook(Hook(_entering(me, number)), prepend=True)
             for number, block in enumerate(blocks, start=1)
         ]
 

@@ -37,7 +37,7 @@ class Entry:
     def problem(self, gradient: Tensor) -> str | None:
         """Why a step must not use ``gradient``, or None."""
         reducer = self.reducer()
-        if reducer is None or reducer.axis.size == 1:
+        if reducer is None or reducer.group.size == 1:
             return None
         if self.position is None:
             return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"

@@ -53,10 +53,10 @@ class DeclaredStep:
             ValueError: a rule of declared steps is broken; the message names it and the ways out.
             Desync: another rank left the step, or is in another one.
         """
-        axis, reducer = self.reducer.axis, self.reducer
-        plan = Plan(True, num_leaves, rank_major(num_leaves, axis.size))
+        group, reducer = self.reducer.group, self.reducer
+        plan = Plan(True, num_leaves, rank_major(num_leaves, group.size))
         self._check_start()
-        leaves = [Leaf(index, num_leaves) for index in plan.leaves[axis.rank]]
+        leaves = [Leaf(index, num_leaves) for index in plan.leaves[group.rank]]
         sent: set[int] = set()
 
         def weight() -> int:
@@ -95,8 +95,8 @@ class DeclaredStep:
         for name, module in self.module.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: the result "
-                    "of a declared step would depend on the placement. Use GroupNorm or LayerNorm, or plain "
+                    f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: what a "
+                    "declared step computes would depend on the placement. Use GroupNorm, LayerNorm, or plain "
                     "backward outside of micro_batches()"
                 )
 

@@ -59,8 +59,8 @@ def agree_on_values(module: nn.Module, group: Group) -> None:
         odd = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != digests[0]]
         if odd:
             raise ValueError(
-                f"{name!r} has other values on rank {', '.join(map(str, odd))} than on rank {group.ranks[0]}: "
-                "load the same checkpoint on every rank, or pass init_sync=True to take rank 0's values"
+                f"{name!r} has other values on rank {', '.join(map(str, odd))} than on {group.ranks[0]}: "
+                "load the same checkpoint everywhere, or pass init_sync=True to take rank 0's values"
             )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from instep.errors import Desync
 from instep.events import Recorder
 from instep.mesh.device import Stream
-from instep.mesh.mesh import Axis
+from instep.mesh.group import Group
 from instep.ordered.buckets import Bucket, Caps, Slot, flat_real, make_buckets
 from instep.ordered.exchange import Exchange
 from instep.ordered.header import VERSION, Header
@@ -49,7 +49,7 @@ class Plan:
 
 
 class Reducer:
-    """Reduces the gradients of ``parameters`` over ``axis``, leaf by leaf.
+    """Reduces the gradients of ``parameters`` over ``group``, which nobody else uses, leaf by leaf.
 
     A step in time order: ``begin``; for each leaf ``open_leaf``, ``arrived`` from the parameters' hooks,
     ``close_leaf``; then ``finish``, after which every ``.grad`` is the reduced gradient. ``leave`` instead
@@ -62,20 +62,18 @@ class Reducer:
         self,
         names: Sequence[str],
         parameters: Sequence[Tensor],
-        axis: Axis,
+        group: Group,
         recorder: Recorder,
         options: Options,
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
-        self.axis = axis
+        self.group = group
         self.recorder = recorder
         self.options = options
-        self.lane = Lane(f"instep exchange, rank {axis.rank}", inline=axis.size == 1)
+        self.lane = Lane(f"instep exchange, rank {group.rank}", inline=group.size == 1)
         self.strategy = options.strategy(self._launch)
-        self.exchange = Exchange(
-            axis.private, recorder, ordered=options.ordered, max_parameters=len(self.names)
-        )
+        self.exchange = Exchange(group, recorder, ordered=options.ordered, max_parameters=len(self.names))
         self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
         self.steps = 0  # optimizer steps so far
         self.exchanges = 0  # reductions since the last one
@@ -85,7 +83,7 @@ class Reducer:
         self._seen: list[int] = []  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
-        self._reordered = not options.strategy.overlaps or axis.size == 1
+        self._reordered = not options.strategy.overlaps or group.size == 1
         self._warned_unused = False
         # Backward computes gradients in about the reverse of the order in which layers were registered.
         self._make_buckets(list(reversed(range(len(self.names)))))
@@ -172,7 +170,7 @@ class Reducer:
         """Give the step up: forget this rank's leaves, and let the other ranks know."""
         plan, self.plan, self.leaf = self.plan, None, None
         following = next((bucket for bucket in self.buckets if not bucket.launched), None)
-        if plan is not None and following is not None and self.axis.size > 1:
+        if plan is not None and following is not None and self.group.size > 1:
             header = self._header(following, plan, 1)
             self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
         self.exchanges += 1
@@ -192,7 +190,7 @@ class Reducer:
         self._order = order
         self._next_order: list[int] | None = None
         groups = self.strategy.group(self.parameters, order, self.options.caps)
-        self.buckets = make_buckets(self.parameters, groups, self.axis.size, ordered=self.options.ordered)
+        self.buckets = make_buckets(self.parameters, groups, self.group.size, ordered=self.options.ordered)
         self.place = {slot.position: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
 
     def _land(self, bucket: Bucket, slot: Slot) -> None:
@@ -260,7 +258,7 @@ class Reducer:
             bucket=bucket.index,
             num_elements=bucket.num_elements,
             num_leaves=plan.num_leaves,
-            num_own=len(plan.leaves[self.axis.rank]),
+            num_own=len(plan.leaves[self.group.rank]),
             weight=weight,
             ready_ns=time.monotonic_ns(),
             left=0,
@@ -282,7 +280,7 @@ class Reducer:
         self._unsteady.add(i)
         self._expected[i] = None
         return Desync(
-            f"rank {self.axis.private.global_rank}: parameter {self.names[i]!r} received gradient number "
+            f"rank {self.group.global_rank}: parameter {self.names[i]!r} received gradient number "
             f"{self._counts[i]} of this backward after its bucket had left; so far there were {expected} per "
             "backward. If the model uses it a varying number of times, pass strategy='flat', which sends "
             "nothing before backward has ended"
@@ -295,7 +293,7 @@ class Reducer:
         order = torch.tensor(self._seen + [i for i in self._order if i not in seen], dtype=torch.int64)
         work = self.lane.submit(
             "the broadcast of the bucket order",
-            lambda: self.axis.private.broadcast(order, "the broadcast of the bucket order"),
+            lambda: self.group.broadcast(order, "the broadcast of the bucket order"),
         )
         work.wait()
         if order.tolist() != self._order:
@@ -309,10 +307,10 @@ class Reducer:
         for bucket in self.buckets:
             for k, slot in enumerate(bucket.slots):
                 missing = [
-                    r for r, present in zip(self.axis.ranks, bucket.presence, strict=True) if not present[k]
+                    r for r, present in zip(self.group.ranks, bucket.presence, strict=True) if not present[k]
                 ]
                 if missing:
-                    everywhere = len(missing) == self.axis.size
+                    everywhere = len(missing) == self.group.size
                     ranks = "any rank" if everywhere else f"rank {', '.join(map(str, missing))}"
                     lines.append(f"{self.names[slot.position]!r} on {ranks}")
         if not lines:
@@ -324,7 +322,7 @@ class Reducer:
                 f"{message}, and find_unused_parameters=False forbids it: pass True or freeze them"
             )
         self._warned_unused = True
-        if self.axis.rank == 0:
+        if self.group.rank == 0:
             warnings.warn(
                 f"{message}: where other ranks had one, zero was averaged in; where none had, .grad was left "
                 "alone. Pass find_unused_parameters=True if this is meant",

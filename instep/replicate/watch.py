@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from instep.ordered.hook import Hook
+
 NO_TASK = -1
 
 
@@ -39,8 +41,8 @@ class Watch:
         self.active = False
         self._mark, self._reached, self._ended, self._abandoned = mark, reached, ended, abandoned
         self.hooks = [
-            module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after),
+            module.register_forward_pre_hook(Hook(self._before)),
+            module.register_forward_hook(Hook(self._after)),
         ]
 
     def parameter_reached(self) -> None:

@@ -10,11 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from instep.mesh.device import generators
-from instep.mesh.mesh import Mesh
+from instep.mesh.mesh import Mesh, destroy
 from instep.ordered.buckets import Caps
 from instep.ordered.keys import LeafKeys
 from instep.replicate import guard
@@ -26,6 +25,7 @@ from instep.replicate.manifest import agree_on_structure, agree_on_values, broad
 from instep.replicate.reducer import Options, Plan, Reducer
 from instep.replicate.strategies import find
 from instep.replicate.watch import Watch
+from instep.work import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,19 +117,20 @@ class DataParallel(nn.Module):
         self._bind(device_mesh.get_group() if device_mesh is not None else process_group, timeout_s)
         keywords = {"device_ids": device_ids, "output_device": output_device, "dim": dim, **others}
         consume(keywords, warn=self.axis.rank == 0)
-        agree_on_structure(module, self.axis.private)
+        agree_on_structure(module, self._reducer.group)
         if init_sync == "verify":
-            agree_on_values(module, self.axis.private)
+            agree_on_values(module, self._reducer.group)
         elif init_sync:
-            broadcast_values(module, self.axis.private)
+            broadcast_values(module, self._reducer.group)
 
     def _bind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> None:
         """Take part in ``process_group``: hooks, reducer, keys."""
-        self.axis, self.recorder, made = find_axis(process_group, timeout_s)
+        self.axis, self.recorder = find_axis(process_group, timeout_s)
+        group = self.axis.duplicate()
         trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
         names, parameters = [name for name, _ in trainable], [p for _, p in trainable]
-        self._reducer = Reducer(names, parameters, self.axis, self.recorder, self._options)
+        self._reducer = Reducer(names, parameters, group, self.recorder, self._options)
         device = parameters[0].device if parameters else torch.device("cpu")
         self._declared = DeclaredStep(
             self.module, self._reducer, LeafKeys(self.module, self._seed, generators(device))
@@ -146,13 +147,13 @@ class DataParallel(nn.Module):
         came = _weakly(self._gradient_came)
         hooks = [p.register_post_accumulate_grad_hook(partial(came, i)) for i, p in enumerate(parameters)]
         hooks += [*self._watch.hooks, *self._declared.keys.hooks]
-        self._unbind = weakref.finalize(self, _release, hooks, self._reducer.lane, made)
+        self._unbind = weakref.finalize(self, _release, hooks, self._reducer.lane, group.pg)
 
     def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
         self._unbind()
         self._bind(process_group, timeout_s)
-        agree_on_structure(self.module, self.axis.private)
+        agree_on_structure(self.module, self._reducer.group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -299,7 +300,7 @@ class DataParallel(nn.Module):
         guard.reduced(self._reducer)
         self._synchronised = True
         if self._broadcast_buffers and self.axis.size > 1 and any(True for _ in self.module.buffers()):
-            group = self.axis.private
+            group = self._reducer.group
             self._reducer.lane.submit(OPERATION, lambda: broadcast_buffers(self.module, group)).wait()
 
 
@@ -322,12 +323,11 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _release(hooks: list[Any], lane: Any, made: ProcessGroup | None) -> None:
+def _release(hooks: list[Any], lane: Lane, pg: ProcessGroup | None) -> None:
     for hook in hooks:
         hook.remove()
     lane.close()
-    if made is not None and dist.is_initialized() and made in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(made)
+    destroy(pg)
 
 
 def _accept_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

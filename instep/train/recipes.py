@@ -10,10 +10,10 @@ def default() -> Config:
     return Config(
         model=Model(layers=2, width=128, heads=4, context=64),
         batch=Batch(global_size=32, micro_size=4),
-        optim=Optim(lr=4e-3, warmup_steps=40, min_lr_ratio=0.05, betas=(0.9, 0.99)),
+        optim=Optim(lr=4e-3, warmup_steps=30, min_lr_ratio=0.05, betas=(0.9, 0.99)),
         eval=Eval(every=200, windows=256),
-        checkpoint=Checkpoint(every=250),
-        steps=1000,
+        checkpoint=Checkpoint(every=200),
+        steps=600,
     )
 
 

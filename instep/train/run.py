@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from instep.checkpoint import contract, load, save, state, tensors
+from instep.mesh.join import init
 from instep.mesh.launch import launch
-from instep.mesh.mesh import Mesh, init
+from instep.mesh.mesh import Mesh
 from instep.mesh.place import detect
 from instep.train import folder
 from instep.train.config import Config, check_ranks, local_ranks

@@ -29,15 +29,13 @@ def test_the_description_has_the_callers_fields_and_those_of_the_process() -> No
     assert parse_json(canonical(fields), 1 << 20) == fields
 
 
-def test_the_description_is_the_same_twice_and_moves_with_what_the_bits_depend_on() -> None:
+def test_the_description_is_the_same_twice_and_moves_with_what_the_bits_depend_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = describe(config={}, threads=1, device="cpu")
     assert describe(config={}, threads=1, device="cpu") == before
-    torch.use_deterministic_algorithms(True)
-    try:
-        now = describe(config={}, threads=2, device="cpu")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert differences(before, now) == [
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert differences(before, describe(config={}, threads=2, device="cpu")) == [
         "deterministic: false in the checkpoint, true now",
         "threads: 1 in the checkpoint, 2 now",
     ]

@@ -78,6 +78,16 @@ def test_each_single_bit_flip_of_a_tensor_file_is_found(run: Path) -> None:
             verify(path.parent)
 
 
+def test_a_cut_file_is_said_to_be_cut(run: Path) -> None:
+    path = run / "step-00000002" / MODEL_FILE
+    size = path.stat().st_size
+    cut(path)
+    with pytest.raises(
+        CheckpointRejected, match=rf"model\.safetensors: expected {size} bytes, got {size - 1}"
+    ):
+        verify(path.parent)
+
+
 def test_a_file_of_another_checkpoint_is_found_out(run: Path) -> None:
     (run / "step-00000002" / MODEL_FILE).write_bytes((run / "step-00000001" / MODEL_FILE).read_bytes())
     with pytest.raises(CheckpointRejected, match=r"model\.safetensors: expected sha256"):

@@ -216,6 +216,13 @@ def test_damaged_ones_do_not_count_among_the_kept(tmp_path: Path) -> None:
     assert step_names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
+def test_a_cut_file_further_back_does_not_count_either(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    os.truncate(tmp_path / "step-00000002" / OPTIMIZER_FILE, 100)
+    save(tmp_path, **state(4), keep=3)
+    assert step_names(tmp_path) == [files.step_name(step) for step in (1, 2, 3, 4)]
+
+
 def test_only_directories_with_our_manifest_are_pruned_and_no_link_is_followed(tmp_path: Path) -> None:
     runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
     save_steps(elsewhere, 1)

@@ -1,0 +1,102 @@
+"""Joining the world that this process was started in, whoever started it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from instep.mesh import current, device
+from instep.mesh.mesh import BACKEND_PATIENCE, Mesh, build
+from instep.mesh.place import Place, detect
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+def init(
+    *,
+    dp: int = -1,
+    pp: int = 1,
+    tp: int = 1,
+    backend: str | None = None,
+    timeout_s: float = 300.0,
+    threads: int = 1,
+) -> Mesh:
+    """Join the world that this process was started in, and register its mesh.
+
+    Reads the environment of instep's own launcher, torchrun, Slurm, Kubernetes (``PET_*``) or Open MPI;
+    without any, the world is this process alone and there is no process group. A default group that is
+    already there is used as it is and never destroyed.
+
+    Args:
+        dp, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size.
+        backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else gloo.
+        timeout_s: the deadline of every wait, in seconds.
+        threads: intra-op threads of a CPU rank. The same number for one rank as for many, because the
+            number of threads changes the order of sums inside some kernels.
+
+    Raises:
+        ValueError: the environment is half set, or the axes do not multiply to the world size.
+    """
+    place = detect(os.environ)
+    if dist.is_initialized():
+        rank, world_size, on_close = dist.get_rank(), dist.get_world_size(), []
+    else:
+        rank, world_size, on_close = place.rank, place.world_size, [_leave]
+    on_device = device.choose(place.local_rank, backend)
+    if on_device.type == "cpu":
+        torch.set_num_threads(threads)
+    if world_size > 1 and on_close:
+        _join(place, backend or device.default_backend(on_device), timeout_s)
+    mesh = build(
+        None,
+        rank,
+        world_size,
+        dp=dp,
+        pp=pp,
+        tp=tp,
+        timeout_s=timeout_s,
+        local_rank=place.local_rank,
+        on_device=on_device,
+        on_close=on_close,
+    )
+    current.get.register_mesh(mesh)
+    return mesh
+
+
+def _join(place: Place, backend: str, timeout_s: float) -> None:
+    """Make torch's default group out of ``place``."""
+    timeout = timedelta(seconds=timeout_s)
+    store: Store
+    if place.store_file is not None:
+        store = dist.FileStore(place.store_file, place.world_size)
+    else:
+        assert place.master_addr is not None and place.master_port is not None
+        # Under torchrun the agent holds the store; elsewhere rank 0 does.
+        store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=place.rank == 0 and place.source != "torchrun",
+            timeout=timeout,
+        )
+    # A restarted world must not read what its predecessor wrote under the same keys.
+    store = dist.PrefixStore(f"instep/{place.restart_count}", store)
+    if place.local_world_size == place.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout * BACKEND_PATIENCE,
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,27 @@
+"""A module hook that stays behind when its module is copied or pickled.
+
+Hooks are part of a module: ``copy.deepcopy(model.module)``, for an average of the weights for instance,
+copies them too, and the copy's backward would then speak for the original. And a module with a closure for
+a hook cannot be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Hook:
+    """Calls ``function``; a copy of it, or an unpickled one, does nothing."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.function is None else self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()

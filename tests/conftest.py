@@ -1,0 +1,150 @@
+"""What holds for every test: it starts from the same random state, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PATIENCE_S = 2.0
+SHARED_MEMORY = Path("/dev/shm")
+# multiprocessing keeps these two until the session ends.
+SERVERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")
+PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(autouse=True)
+def same_random_state() -> None:
+    """Seed torch, with one thread as in a rank, where sums have the order that they have there."""
+    if (torch := _loaded("torch")) is not None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a process, thread, variable, shared memory segment or default group."""
+    before = _Footprint.now()
+    yield
+    left = [*_groups(), *before.variables(), *before.threads(), *before.processes(), *before.segments()]
+    if left:
+        pytest.fail("the test left behind " + "; ".join(left), pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    if (pool := _loaded("tests.pool")) is not None:
+        pool.shut_down()
+
+
+def _loaded(name: str) -> ModuleType | None:
+    """A module that some test has imported. Importing torch takes seconds, and pure tests do without."""
+    return sys.modules.get(name)
+
+
+@dataclass
+class _Footprint:
+    """What there was before a test; each method names what is new since, and takes it away if it can."""
+
+    environ: dict[str, str]
+    alive: set[threading.Thread]
+    pids: set[int]
+    shared: set[str]
+
+    @staticmethod
+    def now() -> _Footprint:
+        return _Footprint(dict(os.environ), set(threading.enumerate()), _descendants(), _shared())
+
+    def variables(self) -> list[str]:
+        names = self.environ.keys() | os.environ.keys()
+        changed = {name for name in names - PYTESTS_OWN if self.environ.get(name) != os.environ.get(name)}
+        for name in changed:
+            os.environ.pop(name, None)
+            if name in self.environ:
+                os.environ[name] = self.environ[name]
+        return [f"environment variable {name}" for name in sorted(changed)]
+
+    def threads(self) -> list[str]:
+        new = [thread for thread in set(threading.enumerate()) - self.alive if not thread.daemon]
+        for thread in new:
+            thread.join(PATIENCE_S)
+        return [f"thread {thread.name!r}" for thread in new if thread.is_alive()]
+
+    def processes(self) -> list[str]:
+        return [f"process {pid} ({_command(pid)})" for pid in _descendants() - self.pids if not _ends(pid)]
+
+    def segments(self) -> list[str]:
+        new = {name for name in _shared() - self.shared if not _belongs_to_strangers(SHARED_MEMORY / name)}
+        return [f"shared memory {name}" for name in sorted(new)]
+
+
+def _groups() -> list[str]:
+    dist = _loaded("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return []
+    dist.destroy_process_group()
+    return ["torch's default process group"]
+
+
+def _descendants() -> set[int]:
+    """Processes that this one started, directly or not, without the pools' ranks and the servers."""
+    pool = _loaded("tests.pool")
+    ranks = pool.pids() if pool else set()
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        children = _children(parents.pop()) - ranks
+        parents += children
+        found |= {pid for pid in children if not any(server in _command(pid) for server in SERVERS)}
+    return found
+
+
+def _children(pid: int) -> set[int]:
+    children: set[int] = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            children |= set(map(int, path.read_text().split()))
+    return children
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip()
+    except OSError:
+        return b""
+
+
+def _ends(pid: int) -> bool:
+    """Whether the process is gone, or about to be."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], PATIENCE_S)[0])
+    finally:
+        os.close(pidfd)
+
+
+def _shared() -> set[str]:
+    return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
+
+
+def _belongs_to_strangers(path: Path) -> bool:
+    """Whether only processes outside this test session have it mapped: other sessions run on this host."""
+    if not path.exists():
+        return True
+    family = {os.getpid(), *_descendants()}
+    holders = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if str(path) in maps.read_text():
+                holders.add(int(maps.parent.name))
+    return bool(holders) and not holders & family
