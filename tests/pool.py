@@ -166,7 +166,7 @@ class Pool:
         if not isinstance(self._failure, RankFailed):
             return self._failure or RuntimeError("a rank ended with exit code 0 in the middle of a test")
         self._failure.add_note(self._failure.rank_traceback or self._read_stacks())
-        return self._failure
+        return self._failure.with_traceback(None)  # the launcher's frames say nothing about the test
 
     def _timed_out(self, message: str) -> TimeoutError:
         # faulthandler writes all stacks of a process that aborts, also when it hangs in native code.

@@ -8,12 +8,23 @@ returned has happened, and all of this is nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
 
 import torch
 
 Event = torch.cuda.Event
+POLL_S = 50e-6
+
+
+class Waitable(Protocol):
+    """What torch.distributed returns for an operation that is under way."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
 
 
 def choose(local_rank: int, backend: str | None = None) -> torch.device:
@@ -34,6 +45,27 @@ def generators(device: torch.device) -> list[torch.Generator]:
     """The generators that a forward on ``device`` may draw from."""
     own = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
     return [torch.default_generator, *own]
+
+
+def done_within(work: Waitable, seconds: float, *, on_gpu: bool) -> bool:
+    """Wait for ``work`` for a while; False if it still goes on. Raises what the backend raised.
+
+    gloo can be waited for again after its wait has timed out. NCCL counts that as the failure of the
+    operation, so it is asked instead, and waited for only when it is done.
+    """
+    if not on_gpu:
+        try:
+            return work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+    until = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_S)
+    return work.wait()
 
 
 class Stream:

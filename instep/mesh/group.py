@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from instep.mesh.board import Board
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, myself
 
 if TYPE_CHECKING:
@@ -30,7 +31,14 @@ class Group:
     A group must be used by one thread at a time: backends match operations by the order of their issue.
     """
 
-    def __init__(self, pg: ProcessGroup | None, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        pg: ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        board: Board | None = None,
+    ) -> None:
         self.pg = pg
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
@@ -38,9 +46,10 @@ class Group:
         self.timeout_s = timeout_s
         me = myself(rank)
         # Until the table is there, a lost peer can only be found by the deadline.
-        self.peers = Peers((me,), me, timeout_s)
+        board = board or Board(None, "")
+        self.peers = Peers((me,), me, timeout_s, board)
         if pg is not None:
-            self.peers = Peers(self._meet(me), me, timeout_s)
+            self.peers = Peers(self._meet(me), me, timeout_s, board)
 
     @property
     def global_rank(self) -> int:
@@ -51,7 +60,7 @@ class Group:
         if self.pg is None:
             out.copy_(x)
         else:
-            self._wait(self.pg._allgather_base(out, x, AllgatherOptions()), operation)
+            self._wait(self.pg._allgather_base(out, x, AllgatherOptions()), x, operation)
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], operation: str
@@ -61,7 +70,7 @@ class Group:
             out.copy_(x)
         else:
             work = self.pg.alltoall_base(out, x, list(out_splits), list(in_splits), dist.AllToAllOptions())
-            self._wait(work, operation)
+            self._wait(work, x, operation)
 
     def broadcast(self, x: Tensor, operation: str, *, root: int = 0) -> None:
         """``x`` of group rank ``root`` overwrites everybody's."""
@@ -69,14 +78,14 @@ class Group:
             options = dist.BroadcastOptions()
             options.rootRank = root
             options.rootTensor = 0
-            self._wait(self.pg.broadcast([x], options), operation)
+            self._wait(self.pg.broadcast([x], options), x, operation)
 
     def all_reduce(self, x: Tensor, operation: str) -> None:
         """``x`` becomes the sum over ranks, in whatever order the backend adds."""
         if self.pg is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-            self._wait(self.pg.allreduce([x], options), operation)
+            self._wait(self.pg.allreduce([x], options), x, operation)
 
     def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
         """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes."""
@@ -98,8 +107,8 @@ class Group:
         rows = out.view(self.size, RECORD_BYTES).numpy()
         return [Peer.from_bytes(row.tobytes()) for row in rows]
 
-    def _wait(self, work: Any, operation: str) -> None:
-        self.peers.wait(work, operation)
+    def _wait(self, work: Any, x: Tensor, operation: str) -> None:
+        self.peers.wait(work, operation, on_gpu=x.is_cuda)
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

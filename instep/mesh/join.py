@@ -53,7 +53,7 @@ def init(
     if world_size > 1 and on_close:
         _join(place, backend or device.default_backend(on_device), timeout_s)
     mesh = build(
-        None,
+        default_store() if dist.is_initialized() else None,
         rank,
         world_size,
         dp=dp,
@@ -66,6 +66,11 @@ def init(
     )
     current.get.register_mesh(mesh)
     return mesh
+
+
+def default_store() -> Store:
+    """The store that torch's default group met in."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _join(place: Place, backend: str, timeout_s: float) -> None:

@@ -46,6 +46,9 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 PR_SET_PDEATHSIG = 1
 
+# Starting the forkserver borrows this process's signal handler and environment for a moment.
+_starting = threading.Lock()
+
 
 def launch(
     target: Callable[..., object],
@@ -99,7 +102,7 @@ def warm(*modules: str) -> None:
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    with _ignored_interrupt(), _one_blas_thread():
+    with _starting, _ignored_interrupt(), _one_blas_thread():
         multiprocessing.forkserver.ensure_running()
 
 
@@ -199,6 +202,7 @@ class _Seat:
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             "OMP_NUM_THREADS": self.threads,
             "MKL_NUM_THREADS": self.threads,
+            "OPENBLAS_NUM_THREADS": self.threads,
         }
         return self.environ | {name: str(value) for name, value in place.items()}
 

@@ -19,14 +19,16 @@ import torch.distributed as dist
 from instep.events import Recorder
 from instep.mesh import current
 from instep.mesh.axes import Axes, resolve
+from instep.mesh.board import Board
 from instep.mesh.group import Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
-# A backend's own limit only has to be later than ours, which names the rank.
-BACKEND_PATIENCE = 4
+# A backend's own limit has to be later than ours, which names the rank, but not much: a process cannot end
+# while gloo still waits.
+BACKEND_PATIENCE = 1.2
 
 
 class Axis:
@@ -36,16 +38,25 @@ class Axis:
     that runs the training loop. ``duplicate()`` makes a group of one's own over the same ranks.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], rank: int, make: MakeGroup, timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        make: MakeGroup,
+        timeout_s: float,
+        store: Store | None = None,
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
         self._make = make
+        self._store = store
         self._num_duplicates = 0
         self.pg = None if self.size == 1 else make(name, self.ranks)
-        self.group = self._wrap(self.pg)
+        self.group = self._wrap(self.pg, name)
 
     @cached_property
     def private(self) -> Group:
@@ -56,10 +67,11 @@ class Axis:
         """A new group over the same ranks, for one user in one thread. Collective over the axis."""
         self._num_duplicates += 1
         name = f"{self.name}/instep/{self._num_duplicates}"
-        return self._wrap(None if self.size == 1 else self._make(name, self.ranks))
+        return self._wrap(None if self.size == 1 else self._make(name, self.ranks), name)
 
-    def _wrap(self, pg: ProcessGroup | None) -> Group:
-        return Group(pg, self.ranks, self.ranks[self.rank], self.timeout_s)
+    def _wrap(self, pg: ProcessGroup | None, name: str) -> Group:
+        board = Board(self._store, f"{name}/{self.ranks[0]}")
+        return Group(pg, self.ranks, self.ranks[self.rank], self.timeout_s, board)
 
 
 class Mesh:
@@ -76,6 +88,7 @@ class Mesh:
         rank: int,
         make: MakeGroup,
         *,
+        store: Store | None = None,
         local_rank: int = 0,
         on_device: torch.device | None = None,
         timeout_s: float = 300.0,
@@ -97,11 +110,12 @@ class Mesh:
             return pg
 
         self.along = {
-            name: Axis(name, axes.peers(name, rank), rank, make_and_keep, timeout_s) for name in axes.names
+            name: Axis(name, axes.peers(name, rank), rank, make_and_keep, timeout_s, store)
+            for name in axes.names
         }
         busy = [axis for axis in self.along.values() if axis.size == axes.world_size]
         everyone = range(axes.world_size)
-        self.world = busy[-1] if busy else Axis("world", everyone, rank, make_and_keep, timeout_s)
+        self.world = busy[-1] if busy else Axis("world", everyone, rank, make_and_keep, timeout_s, store)
 
     @property
     def is_view(self) -> bool:
@@ -150,14 +164,14 @@ def build(
 ) -> Mesh:
     """A mesh over an existing world; ``make_group`` makes the groups where torch's default group does not.
 
-    ``store`` is only there for a ``make_group`` that rendezvous through it; torch's own needs none.
+    ``store`` is where the ranks met; those that wait long leave word there.
     """
-    del store
     make = make_group or _new_group(timeout_s)
     return Mesh(
         resolve(world_size, dp=dp, pp=pp, tp=tp),
         rank,
         make,
+        store=store,
         local_rank=local_rank,
         on_device=on_device,
         timeout_s=timeout_s,

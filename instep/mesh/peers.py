@@ -15,23 +15,16 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 from instep.errors import PeerLost
+from instep.mesh import device
+from instep.mesh.board import Board
 
-SLICE = timedelta(milliseconds=200)
+SLICE_S = 0.2
 RECORD_BYTES = 256
 # A closed connection is seen before the kernel has finished the peer's exit.
 CONFIRM_S = 1.0
-
-
-class Waitable(Protocol):
-    """What torch.distributed returns for an operation that is under way."""
-
-    def wait(self, timeout: timedelta) -> bool: ...
-    def is_completed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -77,31 +70,39 @@ def _start_time(pid: int) -> int | None:
 class Peers:
     """The table of a group's ranks; entry i belongs to the i-th rank of the group."""
 
-    def __init__(self, table: Sequence[Peer], me: Peer, timeout_s: float) -> None:
+    def __init__(self, table: Sequence[Peer], me: Peer, timeout_s: float, board: Board) -> None:
         self.table = tuple(table)
         self.me = me
         self.timeout_s = timeout_s
+        self.board = board
+        self.given_up = False  # set by another thread to end the wait that is under way
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
         return [peer.rank for peer in self.table if self._is_local(peer) and not lives(peer)]
 
-    def wait(self, work: Waitable, operation: str) -> None:
+    def wait(self, work: device.Waitable, operation: str, *, on_gpu: bool = False) -> None:
         """Block until ``work`` is done.
 
         Raises:
             PeerLost: a rank died, the backend failed, or ``timeout_s`` passed.
         """
         began = time.monotonic()
-        while True:
-            try:
-                work.wait(SLICE)
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise self._lost(operation, began, error) from error
+        if self._slice(work, operation, began, on_gpu):
+            return
+        self.board.post(self.me.rank, operation, waiting=True)
+        while not self._slice(work, operation, began, on_gpu):
+            if self.given_up:
+                raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
             if self.dead() or time.monotonic() - began > self.timeout_s:
                 raise self._lost(operation, began, None)
+        self.board.post(self.me.rank, operation, waiting=False)
+
+    def _slice(self, work: device.Waitable, operation: str, began: float, on_gpu: bool) -> bool:
+        try:
+            return device.done_within(work, SLICE_S, on_gpu=on_gpu)
+        except RuntimeError as error:
+            raise self._lost(operation, began, error) from error
 
     def _lost(self, operation: str, began: float, error: Exception | None) -> PeerLost:
         """The error to raise; ``error`` is what the backend said, None if it said nothing."""
@@ -109,21 +110,36 @@ class Peers:
         waited = time.monotonic() - began
         where = f"rank {self.me.rank} waited {waited:.1f} s in {operation}"
         if dead:
-            names = ", ".join(
-                f"rank {p.rank} (pid {p.pid} on {p.host})" for p in self.table if p.rank in dead
-            )
+            names = ", ".join(_name(peer) for peer in self.table if peer.rank in dead)
             return PeerLost(f"{names} died: {where}", ranks=dead, operation=operation)
         if error is not None:
             reason = str(error).splitlines()[0][:200]
             return PeerLost(
                 f"a rank left {operation}: {where}, then the backend said: {reason}", operation=operation
             )
-        others = ", ".join(str(p.rank) for p in self.table if p.rank != self.me.rank)
+        absent = [
+            peer for peer in self.table if peer.rank != self.me.rank and not self._came(peer, operation)
+        ]
+        names = "; ".join(f"{_name(peer)}, {self._whereabouts(peer)}" for peer in absent) or "some rank"
         return PeerLost(
-            f"{where} for rank {others}, all of them alive as far as this host can see, but one never came: "
-            f"look for a rank that runs other code or fewer steps, or raise timeout_s ({self.timeout_s:g} s)",
+            f"{where}, and never came: {names}. Look for a rank that runs other code or fewer steps, or raise "
+            f"timeout_s ({self.timeout_s:g} s)",
+            ranks=[peer.rank for peer in absent],
             operation=operation,
         )
+
+    def _came(self, peer: Peer, operation: str) -> bool:
+        return self.board.read(peer.rank) == (operation, True)
+
+    def _whereabouts(self, peer: Peer) -> str:
+        lives_here = "alive" if self._is_local(peer) else "not of this host or process"
+        match self.board.read(peer.rank):
+            case None:
+                return f"{lives_here}, has not waited for anybody so far"
+            case (other, True):
+                return f"{lives_here}, waits in {other}"
+            case (other, False):
+                return f"{lives_here}, last waited in {other}"
 
     def _confirm(self) -> list[int]:
         """Dead ranks, giving a peer that has just hung up a moment to be gone."""
@@ -134,6 +150,10 @@ class Peers:
 
     def _is_local(self, peer: Peer) -> bool:
         return peer.host == self.me.host and peer.start_time > 0 and peer.pid != self.me.pid
+
+
+def _name(peer: Peer) -> str:
+    return f"rank {peer.rank} (pid {peer.pid} on {peer.host})"
 
 
 def lives(peer: Peer) -> bool:

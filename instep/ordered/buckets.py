@@ -78,8 +78,9 @@ class Slot:
     position: int  # of the parameter, in registration order
     offset: int  # in elements of the bucket
     length: int
+    shape: torch.Size
+    is_complex: bool = False
     present: bool = False  # some leaf of this step, on this rank, had a gradient
-    landed: bool = False  # the gradient of the open leaf is in the bucket
 
 
 @dataclass
@@ -107,6 +108,7 @@ class Bucket:
         granule = align_bytes(self.device) // self.dtype.itemsize
         last = self.slots[-1]
         self.slice_length = slice_length(last.offset + last.length, self.num_ranks, granule)
+        self._views: dict[int, list[Tensor]] = {}
         self.counter = Counter(self._buffer(), self._buffer, ordered=self.ordered)
         self._idle_references = self._references()
 
@@ -122,12 +124,16 @@ class Bucket:
     def home(self) -> Tensor:
         return self.counter.home
 
-    def view(self, slot: Slot, parameter: Tensor, buffer: Tensor) -> Tensor:
-        """``slot`` of ``buffer`` with the shape of ``parameter`` (in the bucket's dtype)."""
+    def view(self, slot: Slot, buffer: Tensor) -> Tensor:
+        """``slot`` of ``buffer`` with the shape of its parameter, in the bucket's dtype."""
         flat = buffer[slot.offset : slot.offset + slot.length]
-        if parameter.is_complex():
-            return torch.view_as_complex(flat.view(*parameter.shape, 2))
-        return flat.view(parameter.shape)
+        if slot.is_complex:
+            return torch.view_as_complex(flat.view(*slot.shape, 2))
+        return flat.view(slot.shape)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """All slots of ``buffer``, made once per buffer."""
+        return self._views[buffer.data_ptr()]
 
     def begin(self, num_leaves: int, num_attached: int) -> None:
         """A step begins. ``num_attached`` of the parameters' ``.grad`` are views of ``home`` right now.
@@ -136,6 +142,7 @@ class Bucket:
         moves to new memory rather than writing over it.
         """
         if self._references() > self._idle_references + num_attached:
+            self._views.clear()
             self.counter = Counter(self._buffer(), self._buffer, ordered=self.ordered)
             self._idle_references = self._references()
         self.counter.reset(num_leaves)
@@ -145,7 +152,9 @@ class Bucket:
 
     def _buffer(self) -> Tensor:
         segment = allocate(self.nbytes, align_bytes(self.device), self.device)
-        return segment.elements(self.dtype).fill_(-0.0)
+        buffer = segment.elements(self.dtype).fill_(-0.0)
+        self._views[buffer.data_ptr()] = [self.view(slot, buffer) for slot in self.slots]
+        return buffer
 
     def _references(self) -> int:
         """How many tensors share the storage of ``home``."""
@@ -163,8 +172,8 @@ def make_buckets(
         granule = align_bytes(device) // dtype.itemsize
         slots, offset = [], 0
         for position in group:
-            length = num_real(parameters[position])
-            slots.append(Slot(position, offset, length))
-            offset = round_up(offset + length, granule)
+            parameter = parameters[position]
+            slots.append(Slot(position, offset, num_real(parameter), parameter.shape, parameter.is_complex()))
+            offset = round_up(offset + num_real(parameter), granule)
         buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered))
     return buckets

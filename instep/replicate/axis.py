@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from instep.events import Recorder
 from instep.mesh.current import registered
+from instep.mesh.join import default_store
 from instep.mesh.mesh import BACKEND_PATIENCE, Axis, Mesh
 
 TIMEOUT_S = 300.0
@@ -42,7 +43,7 @@ def _axis_of(pg: ProcessGroup, timeout_s: float) -> Axis:
         assert made is not None
         return made
 
-    return Axis("dp", dist.get_process_group_ranks(pg), dist.get_rank(), make, timeout_s)
+    return Axis("dp", dist.get_process_group_ranks(pg), dist.get_rank(), make, timeout_s, default_store())
 
 
 def _no_group(name: str, ranks: Sequence[int]) -> ProcessGroup:

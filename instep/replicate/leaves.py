@@ -17,6 +17,8 @@ from instep.ordered.keys import LeafKeys
 from instep.ordered.tree import rank_major
 from instep.replicate.reducer import Plan, Reducer
 
+State = tuple[Tensor | None, int]  # a buffer and its version
+
 
 @dataclass
 class Leaf:
@@ -68,7 +70,7 @@ class DeclaredStep:
         try:
             for leaf in leaves:
                 self.leaf = leaf
-                before = self._buffers()
+                before = self._buffer_states()
                 reducer.open_leaf(leaf.index, last=leaf is leaves[-1])
                 with self.keys.leaf(step, leaf.index):
                     yield leaf
@@ -92,31 +94,33 @@ class DeclaredStep:
                     f"parameter {name!r} already has a gradient when micro_batches() begins: call "
                     "optimizer.zero_grad(set_to_none=True) before it; the step is the sum of its leaves alone"
                 )
+        self._buffers: list[tuple[str, nn.Module, str]] = []
         for name, module in self.module.named_modules():
+            self._buffers += [(f"{name}.{key}".lstrip("."), module, key) for key in module._buffers]
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: what a "
-                    "declared step computes would depend on the placement. Use GroupNorm, LayerNorm, or plain "
+                    f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "
+                    "declared step would depend on the placement. Use GroupNorm or LayerNorm, or plain "
                     "backward outside of micro_batches()"
                 )
 
-    def _check_leaf(self, leaf: Leaf, before: list[tuple[str, Tensor, int]]) -> None:
+    def _check_leaf(self, leaf: Leaf, before: list[State]) -> None:
         if leaf.gradients == 0 and leaf.weight != 0:
             raise ValueError(
                 f"micro-batch {leaf.index} ended without a gradient: call backward() once per micro-batch, "
                 "inside the loop (a loss over several cannot be declared), or set leaf.weight = 0"
             )
-        now = dict(self.module.named_buffers())
-        for name, buffer, version in before:
-            if now.get(name) is not buffer or buffer._version != version:
+        for (name, owner, key), (buffer, version) in zip(self._buffers, before, strict=True):
+            if owner._buffers[key] is not buffer or (buffer is not None and buffer._version != version):
                 raise ValueError(
                     f"forward changed buffer {name!r} in a declared step: it would depend on who had "
                     "which micro-batch. Put the layer into eval() mode, use track_running_stats=False, "
                     "GroupNorm or LayerNorm, or train with plain backward outside of micro_batches()"
                 )
 
-    def _buffers(self) -> list[tuple[str, Tensor, int]]:
-        return [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
+    def _buffer_states(self) -> list[State]:
+        buffers = [owner._buffers[key] for _, owner, key in self._buffers]
+        return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
 
 
 def _checked(leaf: Leaf) -> Leaf:

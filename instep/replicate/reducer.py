@@ -106,8 +106,6 @@ class Reducer:
         for bucket in self.buckets:
             bucket.leaf = bucket.counter.open()
             bucket.pending = len(bucket.slots)
-            for slot in bucket.slots:
-                slot.landed = False
 
     def arrived(self, i: int) -> None:
         """Autograd has accumulated into the ``.grad`` of parameter i."""
@@ -120,10 +118,9 @@ class Reducer:
         expected = self._expected[i]
         if expected is None or self._counts[i] < expected or not self.strategy.overlaps:
             return
-        bucket, slot = self.place[i]
+        bucket = self.place[i]
         if bucket.leaf is None:
             raise self._late(i, expected)
-        self._land(bucket, slot)
         if self._counts[i] == expected:
             bucket.pending -= 1
             if bucket.pending == 0:
@@ -133,9 +130,6 @@ class Reducer:
         """The leaf's backward has ended: what has not been whole until now, is."""
         for bucket in self.buckets:
             if bucket.leaf is not None:
-                for slot in bucket.slots:
-                    if not slot.landed:
-                        self._land(bucket, slot)
                 self._close(bucket)
         self.leaf = None
         self._learn()
@@ -191,40 +185,41 @@ class Reducer:
         self._next_order: list[int] | None = None
         groups = self.strategy.group(self.parameters, order, self.options.caps)
         self.buckets = make_buckets(self.parameters, groups, self.group.size, ordered=self.options.ordered)
-        self.place = {slot.position: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
-
-    def _land(self, bucket: Bucket, slot: Slot) -> None:
-        """Bring the gradient of ``slot`` into the open leaf of ``bucket``; -0.0 where there is none."""
-        assert bucket.leaf is not None
-        slot.landed = True
-        parameter = self.parameters[slot.position]
-        view = bucket.view(slot, parameter, bucket.leaf)
-        gradient = parameter.grad
-        if gradient is None:
-            flat_real(view).fill_(-0.0)
-            return
-        slot.present = True
-        if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
+        self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
 
     def _close(self, bucket: Bucket) -> None:
-        """The open leaf is whole in ``bucket``: merge it, and let the bucket go after the last one."""
+        """The open leaf is whole: bring it into the bucket and merge it; after the last one, let it go."""
         assert bucket.leaf is not None and self.leaf is not None and self.plan is not None
+        self._land(bucket, bucket.leaf)
         bucket.counter.push(self.leaf, bucket.leaf)
         bucket.leaf = None
         for slot in bucket.slots:
-            parameter = self.parameters[slot.position]
             if self.plan.declared:
-                parameter.grad = None
+                self.parameters[slot.position].grad = None
             elif slot.present:
                 self._attach(bucket, slot, whole=False)
         if self._last:
             self.strategy.ready(bucket)
 
+    def _land(self, bucket: Bucket, leaf: Tensor) -> None:
+        """Copy the gradients of ``bucket`` into ``leaf``, in one call; -0.0 where there is none."""
+        views, gradients = [], []
+        for slot, view in zip(bucket.slots, bucket.views(leaf), strict=True):
+            gradient = self.parameters[slot.position].grad
+            if gradient is None:
+                flat_real(view).fill_(-0.0)
+                continue
+            slot.present = True
+            if gradient.is_sparse or gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+                views.append(view)
+                gradients.append((gradient.to_dense() if gradient.is_sparse else gradient).detach())
+        if views:
+            torch._foreach_copy_(views, gradients)
+
     def _attach(self, bucket: Bucket, slot: Slot, *, whole: bool) -> None:
         """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where dtypes differ."""
         parameter = self.parameters[slot.position]
-        view = bucket.view(slot, parameter, bucket.home)
+        view = bucket.view(slot, bucket.home)
         if view.dtype != parameter.dtype:
             if whole:
                 parameter.grad = view.to(parameter.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.device import generators
+from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh, destroy
 from instep.ordered.buckets import Caps
 from instep.ordered.keys import LeafKeys
@@ -104,6 +106,17 @@ class DataParallel(nn.Module):
         if device_mesh is not None and process_group is not None:
             raise ValueError("pass process_group or device_mesh, not both")
         self.module = module
+        self._arguments = {
+            "process_group": process_group,
+            "device_mesh": device_mesh,
+            "strategy": strategy,
+            "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
+            "ordered": ordered,
+            "find_unused_parameters": find_unused_parameters,
+            "broadcast_buffers": False not in (broadcast_buffers, forward_sync_buffers),
+            "seed": seed,
+            "timeout_s": timeout_s,
+        }
         caps = bucket_cap_mb_list or bucket_cap_mb or 25
         self._options = Options(find(strategy), caps, ordered, find_unused_parameters)
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
@@ -147,7 +160,7 @@ class DataParallel(nn.Module):
         came = _weakly(self._gradient_came)
         hooks = [p.register_post_accumulate_grad_hook(partial(came, i)) for i, p in enumerate(parameters)]
         hooks += [*self._watch.hooks, *self._declared.keys.hooks]
-        self._unbind = weakref.finalize(self, _release, hooks, self._reducer.lane, group.pg)
+        self._unbind = weakref.finalize(self, _release, hooks, self._reducer.lane, group)
 
     def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
@@ -230,6 +243,15 @@ class DataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A wrapper of a copy of the module, over the same ranks. Collective."""
+        return DataParallel(copy.deepcopy(self.module, memo), init_sync=False, **self._arguments)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a DataParallel holds process groups and cannot be pickled: pickle model.module instead"
+        )
 
     def close(self) -> None:
         """Remove the hooks, end the lane, give back the private group. Also happens when it is collected."""
@@ -323,11 +345,12 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _release(hooks: list[Any], lane: Lane, pg: ProcessGroup | None) -> None:
+def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
     for hook in hooks:
         hook.remove()
+    group.peers.given_up = True  # a program that ends after an error must not wait for its peers
     lane.close()
-    destroy(pg)
+    destroy(group.pg)
 
 
 def _accept_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

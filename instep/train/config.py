@@ -96,7 +96,7 @@ class Optim:
     clip: float = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
     weight_decay: float = 0.1
-    """Decoupled in adamw, added to the gradient in sgd."""
+    """Decoupled in adamw, added to the gradient in sgd; vectors (norms, biases) are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the two moments of adamw."""
     momentum: float = 0.9

@@ -18,7 +18,7 @@ from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
 from instep.mesh.place import detect
 from instep.train import folder
-from instep.train.config import Config, check_ranks, local_ranks
+from instep.train.config import Config, check_ranks, local_ranks, validate
 from instep.train.folder import CHECKPOINTS, LEDGER
 from instep.train.loop import Books, Trainer, run_steps
 from instep.train.progress import Display
@@ -34,6 +34,7 @@ def run(config: Config) -> int:
     Returns the exit code: 0 when the last step is done, 75 when the run stopped before and wants to be
     resumed.
     """
+    validate(config)
     if detect(os.environ).source != "single":
         return run_rank(config)
     # The directory is claimed here, so that all ranks are told the same one.

@@ -262,12 +262,15 @@ def test_there_must_be_a_rank_and_a_thread(numbers):
         launch(signal.pause, **numbers)
 
 
-# A launcher of its own, without torch, whose ranks say that they are there and wait for ever.
-LAUNCHER = """
+# A launcher of its own, without torch, whose ranks say that they are there and wait for ever. Lines are
+# written whole, by os.write, because three processes share the pipe.
+LAUNCHER = r"""
+import os
 import instep.mesh.launch as launcher
 launcher.PRELOAD = ()
-rank = "import signal; print('up', flush=True); signal.pause()"
-launcher.launch(exec, (rank,), ranks=2, on_start=lambda pids: print(*pids, flush=True), grace_s=1)
+rank = r"import os, signal; os.write(1, b'up\n'); signal.pause()"
+def tell(pids): os.write(1, f"{pids[0]} {pids[1]}\n".encode())
+launcher.launch(exec, (rank,), ranks=2, on_start=tell, grace_s=1)
 """
 
 

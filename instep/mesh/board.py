@@ -1,0 +1,44 @@
+"""A notice board: a rank that has to wait says for what, so that whoever never comes can be named.
+
+A collective does not tell who is missing. But all who wait are there, so the one without a notice is not.
+Notices go through the store that the world met in, and only after a wait has become long, so an ordinary
+step writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+class Board:
+    """One notice per global rank, in ``store`` under ``name``. Without a store it stays empty.
+
+    Nothing here may fail: it is read when something else has failed, perhaps the store's own host.
+    """
+
+    def __init__(self, store: Store | None, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def post(self, rank: int, operation: str, *, waiting: bool) -> None:
+        """``rank`` now waits in ``operation``, or has come through it."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(self._key(rank), json.dumps([operation, waiting]))
+
+    def read(self, rank: int) -> tuple[str, bool] | None:
+        """What ``rank`` has posted last: the operation, and whether it still waited in it."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                if self._store.check([self._key(rank)]):
+                    operation, waiting = json.loads(self._store.get(self._key(rank)))
+                    return str(operation), bool(waiting)
+        return None
+
+    def _key(self, rank: int) -> str:
+        return f"instep/board/{self._name}/{rank}"

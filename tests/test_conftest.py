@@ -1,0 +1,61 @@
+"""What a test leaves behind fails that test, by name, and does not fail the next one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+LEAKS = """
+import os, pathlib, subprocess, sys, threading, types
+import pytest
+
+kept = {}
+segment = pathlib.Path(f"/dev/shm/instep-test-{os.getpid()}")
+
+def test_variable(): os.environ["LEFT"] = "behind"
+def test_variable_was_restored(): assert "LEFT" not in os.environ
+
+def test_thread():
+    kept["end"] = threading.Event()
+    kept["thread"] = threading.Thread(target=kept["end"].wait, name="forgotten")
+    kept["thread"].start()
+def test_thread_of_another_test_is_not_blamed(): kept["end"].set()
+
+def test_process(): kept["process"] = subprocess.Popen(["sleep", "1000"])
+def test_process_of_another_test_is_not_blamed(): kept["process"].kill(), kept["process"].wait()
+
+def test_segment(): segment.touch()
+def test_segment_of_another_test_is_not_blamed(): segment.unlink()
+
+class Distributed(types.ModuleType):
+    def is_initialized(self): return True
+    def destroy_process_group(self): del sys.modules["torch.distributed"]
+
+def test_group(): sys.modules["torch.distributed"] = Distributed("torch.distributed")
+def test_group_was_destroyed(): assert "torch.distributed" not in sys.modules
+
+def test_monkeypatch_is_in_time(monkeypatch): monkeypatch.setenv("LEFT", "for a while")
+"""
+
+EXPECTED = {
+    "test_variable": "environment variable LEFT",
+    "test_thread": "thread 'forgotten'",
+    "test_process": "process * (*sleep 1000*)",
+    "test_segment": "shared memory instep-test-*",
+    "test_group": "torch's default process group",
+}
+
+
+def test_what_is_left_behind_is_named_and_blamed_on_its_test(pytester: pytest.Pytester) -> None:
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    assert "PATIENCE_S = 2.0" in conftest
+    pytester.makeconftest(conftest.replace("PATIENCE_S = 2.0", "PATIENCE_S = 0.1"))
+    pytester.makepyfile(LEAKS)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=11, errors=len(EXPECTED))
+    for test, left in EXPECTED.items():
+        pattern = f"_ ERROR at teardown of {test} _"
+        result.stdout.fnmatch_lines([f"*{pattern}*", f"the test left behind {left}"])
