@@ -112,7 +112,7 @@ def root_cause(exits: Sequence[Exit]) -> Exit | None:
 
 def _how(failed: Exit) -> str:
     if failed.error is not None:
-        return f"failed with {failed.error.type}: {failed.error.message}"
+        return f"failed with {failed.error.type}: {failed.error.message}".removesuffix(": ")
     how = f"exited with code {failed.code}"
     if failed.code < 0:
         names = {number.value: number.name for number in signal.Signals}

@@ -122,7 +122,7 @@ class Peers:
         ]
         names = "; ".join(f"{_name(peer)}, {self._whereabouts(peer)}" for peer in absent) or "some rank"
         return PeerLost(
-            f"{where}, and never came: {names}. Look for a rank that runs other code or fewer steps, or raise "
+            f"{where}, and never came: {names}. Look for a rank with other code or fewer steps, or raise "
             f"timeout_s ({self.timeout_s:g} s)",
             ranks=[peer.rank for peer in absent],
             operation=operation,

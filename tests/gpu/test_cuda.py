@@ -1,0 +1,67 @@
+"""The promises of the CPU ranks, on GPUs; run with ``pytest -m gpu`` where there are some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.mesh.join import init
+from instep.mesh.launch import launch
+from instep.models.transformer import GPT, GPTConfig
+from instep.ordered.hash import state_entries, state_sha256
+from instep.ordered.keys import initialize
+from instep.ordered.norm import clip_grad_norm_
+from instep.replicate.wrapper import DataParallel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+NUM_LEAVES = 4
+
+
+def train(strategy: str, steps: int = 3) -> str:
+    """The state hash of a small GPT with dropout after some declared steps, on the world that is found."""
+    mesh = init(timeout_s=60)
+    module = GPT(GPTConfig(context=32, layers=2, width=64, heads=4, dropout=0.1))
+    initialize(module, seed=1)
+    module.to(mesh.device)
+    model = DataParallel(module, process_group=mesh["dp"], strategy=strategy, bucket_cap_mb=0.05)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    tokens = torch.randint(256, (steps, NUM_LEAVES, 2, 33), generator=torch.Generator().manual_seed(2))
+    for step in range(steps):
+        for leaf in model.micro_batches(NUM_LEAVES):
+            batch = tokens[step, leaf.index].to(mesh.device)
+            logits = model(batch[:, :-1].contiguous())
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+        clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    digest = state_sha256(state_entries(module, optimizer), steps)
+    model.close()
+    mesh.close()
+    return digest
+
+
+def write_digest(strategy: str, path: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    digest = train(strategy)
+    with Path(path).open("a") as file:
+        file.write(digest + "\n")
+
+
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
+def test_one_gpu_gives_the_same_bits_for_every_strategy(strategy: str, tmp_path: Path) -> None:
+    for name in ("naive", strategy):
+        launch(write_digest, (name, str(tmp_path / "digests")), ranks=1)
+    assert len(set((tmp_path / "digests").read_text().split())) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
+def test_two_gpus_give_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        launch(write_digest, (strategy, str(tmp_path / "digests")), ranks=ranks)
+    assert len(set((tmp_path / "digests").read_text().split())) == 1
