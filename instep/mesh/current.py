@@ -20,6 +20,12 @@ def registered() -> Mesh | None:
     return _registered.get()
 
 
+def forget(mesh: Mesh) -> None:
+    """``mesh`` is closed: nobody shall find it registered."""
+    if _registered.get() is mesh:
+        _registered.set(None)
+
+
 class Get:
     """``get(what, mesh=None)``: this rank's place in a mesh.
 

@@ -37,8 +37,13 @@ def choose(local_rank: int, backend: str | None = None) -> torch.device:
 
 
 def default_backend(device: torch.device) -> str:
-    """The torch.distributed backend for ``device``; headers always travel over gloo."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    """The torch.distributed backend for ``device``."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def complete(backend: str) -> str:
+    """``backend`` with one for CPU tensors beside it: NCCL has none, and headers are in CPU memory."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
 def generators(device: torch.device) -> list[torch.Generator]:

@@ -44,14 +44,14 @@ def init(
     """
     place = detect(os.environ)
     if dist.is_initialized():
-        rank, world_size, on_close = dist.get_rank(), dist.get_world_size(), []
+        rank, world_size, joins = dist.get_rank(), dist.get_world_size(), False
     else:
-        rank, world_size, on_close = place.rank, place.world_size, [_leave]
+        rank, world_size, joins = place.rank, place.world_size, place.world_size > 1
     on_device = device.choose(place.local_rank, backend)
     if on_device.type == "cpu":
         torch.set_num_threads(threads)
-    if world_size > 1 and on_close:
-        _join(place, backend or device.default_backend(on_device), timeout_s)
+    if joins:
+        _join(place, device.complete(backend or device.default_backend(on_device)), timeout_s)
     mesh = build(
         default_store() if dist.is_initialized() else None,
         rank,
@@ -62,9 +62,11 @@ def init(
         timeout_s=timeout_s,
         local_rank=place.local_rank,
         on_device=on_device,
-        on_close=on_close,
     )
     current.get.register_mesh(mesh)
+    if joins:
+        mesh.on_close.append(dist.destroy_process_group)
+    mesh.on_close.append(lambda: current.forget(mesh))
     return mesh
 
 
@@ -100,8 +102,3 @@ def _join(place: Place, backend: str, timeout_s: float) -> None:
         world_size=place.world_size,
         timeout=timeout * BACKEND_PATIENCE,
     )
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from instep.events import Recorder
-from instep.mesh import current
+from instep.mesh import device
 from instep.mesh.axes import Axes, resolve
 from instep.mesh.board import Board
 from instep.mesh.group import Group
@@ -79,7 +79,8 @@ class Mesh:
 
     ``mesh["dp"]`` is the same mesh seen along one axis: what ``process_group=`` and ``get(..., mesh=)``
     take. ``recorder`` receives the spans of whoever was handed this mesh. ``close()`` gives back the
-    groups that the mesh made; groups that were there before stay.
+    groups that the mesh made, then does what is in ``on_close``, the last first; groups that were there
+    before stay.
     """
 
     def __init__(
@@ -92,7 +93,6 @@ class Mesh:
         local_rank: int = 0,
         on_device: torch.device | None = None,
         timeout_s: float = 300.0,
-        on_close: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.axes = axes
         self.rank = rank
@@ -102,7 +102,7 @@ class Mesh:
         self.recorder = Recorder(rank)
         self._focus: str | None = None
         self._made: list[ProcessGroup] = []
-        self._on_close = list(on_close)
+        self.on_close: list[Callable[[], None]] = []
 
         def make_and_keep(name: str, ranks: Sequence[int]) -> ProcessGroup:
             pg = make(name, ranks)
@@ -140,12 +140,10 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the groups that this mesh made. Call it on all ranks, after the last operation."""
-        if current.registered() is self:
-            current.get.register_mesh(None)
         while self._made:
             destroy(self._made.pop())
-        while self._on_close:
-            self._on_close.pop()()
+        while self.on_close:
+            self.on_close.pop()()
 
 
 def build(
@@ -160,7 +158,6 @@ def build(
     make_group: MakeGroup | None = None,
     local_rank: int = 0,
     on_device: torch.device | None = None,
-    on_close: Sequence[Callable[[], None]] = (),
 ) -> Mesh:
     """A mesh over an existing world; ``make_group`` makes the groups where torch's default group does not.
 
@@ -175,7 +172,6 @@ def build(
         local_rank=local_rank,
         on_device=on_device,
         timeout_s=timeout_s,
-        on_close=on_close,
     )
 
 
@@ -190,6 +186,7 @@ def _new_group(timeout_s: float) -> MakeGroup:
         pg = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s * BACKEND_PATIENCE),
+            backend=device.complete(dist.get_backend()),
             use_local_synchronization=True,
             group_desc=f"instep {name}",
         )

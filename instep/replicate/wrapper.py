@@ -19,11 +19,11 @@ from instep.mesh.mesh import Mesh, destroy
 from instep.ordered.buckets import Caps
 from instep.ordered.keys import LeafKeys
 from instep.replicate import guard
-from instep.replicate.axis import find_axis
 from instep.replicate.buffers import OPERATION, broadcast_buffers
 from instep.replicate.keywords import consume
 from instep.replicate.leaves import DeclaredStep, Leaf
 from instep.replicate.manifest import agree_on_structure, agree_on_values, broadcast_values
+from instep.replicate.ranks import find_ranks
 from instep.replicate.reducer import Options, Plan, Reducer
 from instep.replicate.strategies import find
 from instep.replicate.watch import Watch
@@ -129,21 +129,20 @@ class DataParallel(nn.Module):
         self._register_load_state_dict_pre_hook(_accept_own_names)
         self._bind(device_mesh.get_group() if device_mesh is not None else process_group, timeout_s)
         keywords = {"device_ids": device_ids, "output_device": output_device, "dim": dim, **others}
-        consume(keywords, warn=self.axis.rank == 0)
-        agree_on_structure(module, self._reducer.group)
+        consume(keywords, warn=self.group.rank == 0)
+        agree_on_structure(module, self.group)
         if init_sync == "verify":
-            agree_on_values(module, self._reducer.group)
+            agree_on_values(module, self.group)
         elif init_sync:
-            broadcast_values(module, self._reducer.group)
+            broadcast_values(module, self.group)
 
     def _bind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> None:
         """Take part in ``process_group``: hooks, reducer, keys."""
-        self.axis, self.recorder = find_axis(process_group, timeout_s)
-        group = self.axis.duplicate()
+        self.group, self.recorder = find_ranks(process_group, timeout_s)
         trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
         names, parameters = [name for name, _ in trainable], [p for _, p in trainable]
-        self._reducer = Reducer(names, parameters, group, self.recorder, self._options)
+        self._reducer = Reducer(names, parameters, self.group, self.recorder, self._options)
         device = parameters[0].device if parameters else torch.device("cpu")
         self._declared = DeclaredStep(
             self.module, self._reducer, LeafKeys(self.module, self._seed, generators(device))
@@ -160,13 +159,13 @@ class DataParallel(nn.Module):
         came = _weakly(self._gradient_came)
         hooks = [p.register_post_accumulate_grad_hook(partial(came, i)) for i, p in enumerate(parameters)]
         hooks += [*self._watch.hooks, *self._declared.keys.hooks]
-        self._unbind = weakref.finalize(self, _release, hooks, self._reducer.lane, group)
+        self._unbind = weakref.finalize(self, _release, hooks, self._reducer.lane, self.group)
 
     def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
         self._unbind()
         self._bind(process_group, timeout_s)
-        agree_on_structure(self.module, self._reducer.group)
+        agree_on_structure(self.module, self.group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -220,7 +219,7 @@ class DataParallel(nn.Module):
     @contextmanager
     def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Does nothing, and says so: uneven inputs are what ``micro_batches`` is for."""
-        if self.axis.rank == 0:
+        if self.group.rank == 0:
             warnings.warn(
                 "join() has no effect: use model.micro_batches(G), where a rank may have fewer micro-batches "
                 "than another, or none",
@@ -312,17 +311,17 @@ class DataParallel(nn.Module):
     def _begin(self) -> None:
         """An undeclared reduction begins: every rank contributes one leaf, its ``.grad``."""
         self.contract = "undeclared"
-        size = self.axis.size
+        size = self.group.size
         self._reducer.begin(Plan(False, size, [[r] for r in range(size)]), lambda: 1)
-        self._reducer.open_leaf(self.axis.rank, last=True)
+        self._reducer.open_leaf(self.group.rank, last=True)
 
     def _finish(self) -> None:
         self._reducer.close_leaf()
         self._reducer.finish()
         guard.reduced(self._reducer)
         self._synchronised = True
-        if self._broadcast_buffers and self.axis.size > 1 and any(True for _ in self.module.buffers()):
-            group = self._reducer.group
+        if self._broadcast_buffers and self.group.size > 1 and any(True for _ in self.module.buffers()):
+            group = self.group
             self._reducer.lane.submit(OPERATION, lambda: broadcast_buffers(self.module, group)).wait()
 
 
