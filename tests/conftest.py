@@ -18,7 +18,8 @@ PATIENCE_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
 # multiprocessing keeps these two until the session ends.
 SERVERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")
-PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
+# torch sets the last one at the first step of any optimizer.
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ class _Footprint:
 
     def variables(self) -> list[str]:
         names = self.environ.keys() | os.environ.keys()
-        changed = {name for name in names - PYTESTS_OWN if self.environ.get(name) != os.environ.get(name)}
+        changed = {name for name in names - NOT_OURS if self.environ.get(name) != os.environ.get(name)}
         for name in changed:
             os.environ.pop(name, None)
             if name in self.environ:

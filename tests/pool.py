@@ -19,7 +19,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from instep.mesh.exits import RankFailed
+from instep.mesh.groups import backend_timeout, default_store
 from instep.mesh.launch import launch, warm
-from instep.mesh.mesh import BACKEND_PATIENCE, build
+from instep.mesh.mesh import build
 from instep.mesh.place import Place, detect
 
 REPLY_LIMIT_BYTES = 1 << 16
@@ -214,9 +214,9 @@ def _perform(job: Job, place: Place, store: dist.Store, backend: str) -> str:
         store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=job.timeout_s * BACKEND_PATIENCE),
+        timeout=backend_timeout(job.timeout_s),
     )
-    mesh = build(None, place.rank, place.world_size, timeout_s=job.timeout_s, **job.axes)
+    mesh = build(default_store(), place.rank, place.world_size, timeout_s=job.timeout_s, **job.axes)
     skip = ""
     try:
         body(mesh, **job.params)

@@ -41,6 +41,7 @@ PURE = (
     "instep.errors",
     "instep.events",
     "instep.mesh.axes",
+    "instep.mesh.exits",
     "instep.mesh.place",
     "instep.mesh.slices",
     "instep.ordered.tree",

@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 
 from instep.mesh.exits import ErrorRecord, Exit, root_cause
-from instep.mesh.mesh import BACKEND_PATIENCE, MakeGroup, Mesh, build
+from instep.mesh.groups import MakeGroup, backend_timeout
+from instep.mesh.mesh import Mesh, build
 from tests.pool import Job, run_in_pool
 
 
@@ -134,7 +135,7 @@ class _Threads:
         self.ends.put(end)
 
     def _mesh(self, rank: int) -> Mesh:
-        make = _raw_groups(self.store, rank, self.timeout_s * BACKEND_PATIENCE)
+        make = _raw_groups(self.store, rank, backend_timeout(self.timeout_s))
         return build(self.store, rank, self.size, timeout_s=self.timeout_s, make_group=make, **self.axes)
 
     def _collect(self, deadline_s: float) -> dict[int, _End]:
@@ -166,7 +167,7 @@ class _Threads:
         return blamed.error
 
 
-def _raw_groups(store: dist.Store, rank: int, timeout_s: float) -> MakeGroup:
+def _raw_groups(store: dist.Store, rank: int, timeout: timedelta) -> MakeGroup:
     """gloo groups for one thread, without the default group that a process can have only one of."""
     made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
@@ -175,7 +176,7 @@ def _raw_groups(store: dist.Store, rank: int, timeout_s: float) -> MakeGroup:
         prefix = dist.PrefixStore(f"{key}/{made[key]}", store)
         made[key] += 1
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         at, size = ranks.index(rank), len(ranks)
         pg = dist.ProcessGroup(prefix, at, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from instep.cli.exits import tell
+from instep.mesh.place import detect
 from instep.models.presets import PRESETS
 from instep.train import recipes, toml
 from instep.train.config import Config, validate
@@ -74,7 +76,12 @@ def main(args: Sequence[str]) -> int:
     """Train as ``args`` say; return the exit code."""
     try:
         config = parse(args)
-        from instep.train.run import run  # imports torch, which --help and a mistyped flag do not wait for
+        # From here on torch is imported, which --help and a mistyped flag do not wait for.
+        if config.ranks != 1 and detect(os.environ).source == "single":
+            from instep.mesh.launch import warm
+
+            warm()  # the process that ranks are forked from loads torch while this one does
+        from instep.train.run import run
 
         return run(config)
     except (Exception, KeyboardInterrupt) as error:

@@ -51,6 +51,10 @@ class Axes:
         here = self.coordinates(rank)
         return tuple(self.rank_at(**{**here, axis: i}) for i in range(self.size(axis)))
 
+    def partition(self, axis: str) -> list[tuple[int, ...]]:
+        """All groups of ``axis``: every rank is in one of them."""
+        return sorted({self.peers(axis, rank) for rank in range(self.world_size)})
+
     def _position(self, axis: str) -> int:
         if axis not in self.names:
             raise ValueError(f"no axis {axis!r} in this mesh: expected one of {', '.join(self.names)}")

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 Event = torch.cuda.Event
 POLL_S = 50e-6
@@ -44,6 +45,21 @@ def default_backend(device: torch.device) -> str:
 def complete(backend: str) -> str:
     """``backend`` with one for CPU tensors beside it: NCCL has none, and headers are in CPU memory."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def add_backends(
+    pg: dist.ProcessGroup, store: dist.Store, rank: int, size: int, timeout: timedelta, backend: str
+) -> None:
+    """Give ``pg`` gloo for CPU tensors, and NCCL for GPU tensors if ``backend`` names it."""
+    kinds = dist.ProcessGroup.BackendType
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
+    pg._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    pg._set_default_backend(kinds.GLOO)
+    if "nccl" in backend:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), rank, size, options)
+        pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from instep.mesh import current, device
-from instep.mesh.mesh import BACKEND_PATIENCE, Mesh, build
+from instep.mesh.groups import backend_timeout, default_store
+from instep.mesh.mesh import Mesh, build
 from instep.mesh.place import Place, detect
 
 if TYPE_CHECKING:
@@ -70,11 +71,6 @@ def init(
     return mesh
 
 
-def default_store() -> Store:
-    """The store that torch's default group met in."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def _join(place: Place, backend: str, timeout_s: float) -> None:
     """Make torch's default group out of ``place``."""
     timeout = timedelta(seconds=timeout_s)
@@ -91,8 +87,9 @@ def _join(place: Place, backend: str, timeout_s: float) -> None:
             is_master=place.rank == 0 and place.source != "torchrun",
             timeout=timeout,
         )
-    # A restarted world must not read what its predecessor wrote under the same keys.
-    store = dist.PrefixStore(f"instep/{place.restart_count}", store)
+    # A world that is restarted, or joined again, must not read what its predecessor wrote.
+    again = store.add(f"instep/joined/{place.restart_count}/rank {place.rank}", 1)
+    store = dist.PrefixStore(f"instep/world/{place.restart_count}/{again}", store)
     if place.local_world_size == place.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -100,5 +97,5 @@ def _join(place: Place, backend: str, timeout_s: float) -> None:
         store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timeout * BACKEND_PATIENCE,
+        timeout=backend_timeout(timeout_s),
     )

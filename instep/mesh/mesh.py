@@ -1,15 +1,9 @@
-"""The ranks of a run as a grid, with the process groups of every axis.
-
-Backends pair operations by the order of their issue alone, so a collective that a user starts between two of
-ours on the same group would exchange numbers with it, and so would two wrappers in one backward. Every
-exchange of instep's therefore runs on a group that nobody else has: a duplicate of the user's.
-"""
+"""The ranks of a run as a grid, with the process groups of every axis."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,18 +11,13 @@ import torch
 import torch.distributed as dist
 
 from instep.events import Recorder
-from instep.mesh import device
 from instep.mesh.axes import Axes, resolve
 from instep.mesh.board import Board
 from instep.mesh.group import Group
+from instep.mesh.groups import MakeGroup, destroy, from_store, registered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
-
-MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
-# A backend's own limit has to be later than ours, which names the rank, but not much: a process cannot end
-# while gloo still waits.
-BACKEND_PATIENCE = 1.2
 
 
 class Axis:
@@ -43,7 +32,8 @@ class Axis:
         name: str,
         ranks: Sequence[int],
         rank: int,
-        make: MakeGroup,
+        shared: MakeGroup,
+        own: MakeGroup,
         timeout_s: float,
         store: Store | None = None,
     ) -> None:
@@ -52,10 +42,10 @@ class Axis:
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
-        self._make = make
+        self._own = own
         self._store = store
         self._num_duplicates = 0
-        self.pg = None if self.size == 1 else make(name, self.ranks)
+        self.pg = None if self.size == 1 else shared(name, self.ranks)
         self.group = self._wrap(self.pg, name)
 
     @cached_property
@@ -67,7 +57,7 @@ class Axis:
         """A new group over the same ranks, for one user in one thread. Collective over the axis."""
         self._num_duplicates += 1
         name = f"{self.name}/instep/{self._num_duplicates}"
-        return self._wrap(None if self.size == 1 else self._make(name, self.ranks), name)
+        return self._wrap(None if self.size == 1 else self._own(name, self.ranks), name)
 
     def _wrap(self, pg: ProcessGroup | None, name: str) -> Group:
         board = Board(self._store, f"{name}/{self.ranks[0]}")
@@ -87,7 +77,8 @@ class Mesh:
         self,
         axes: Axes,
         rank: int,
-        make: MakeGroup,
+        shared: MakeGroup,
+        own: MakeGroup,
         *,
         store: Store | None = None,
         local_rank: int = 0,
@@ -104,18 +95,14 @@ class Mesh:
         self._made: list[ProcessGroup] = []
         self.on_close: list[Callable[[], None]] = []
 
-        def make_and_keep(name: str, ranks: Sequence[int]) -> ProcessGroup:
-            pg = make(name, ranks)
-            self._made.append(pg)
-            return pg
+        def along(name: str, ranks: Sequence[int]) -> Axis:
+            axis = Axis(name, ranks, rank, shared, own, timeout_s, store)
+            self._made += [axis.pg] if axis.pg is not None else []
+            return axis
 
-        self.along = {
-            name: Axis(name, axes.peers(name, rank), rank, make_and_keep, timeout_s, store)
-            for name in axes.names
-        }
-        busy = [axis for axis in self.along.values() if axis.size == axes.world_size]
-        everyone = range(axes.world_size)
-        self.world = busy[-1] if busy else Axis("world", everyone, rank, make_and_keep, timeout_s, store)
+        self.along = {name: along(name, axes.peers(name, rank)) for name in axes.names}
+        whole = [axis for axis in self.along.values() if axis.size == axes.world_size]
+        self.world = whole[-1] if whole else along("world", range(axes.world_size))
 
     @property
     def is_view(self) -> bool:
@@ -159,15 +146,22 @@ def build(
     local_rank: int = 0,
     on_device: torch.device | None = None,
 ) -> Mesh:
-    """A mesh over an existing world; ``make_group`` makes the groups where torch's default group does not.
+    """A mesh over a world that met in ``store`` (None for a world of one).
 
-    ``store`` is where the ranks met; those that wait long leave word there.
+    With torch's default group there, the axes' groups are registered with torch.distributed. ``make_group``
+    makes all groups instead, for ranks that are threads. Collective.
     """
-    make = make_group or _new_group(timeout_s)
+    axes = resolve(world_size, dp=dp, pp=pp, tp=tp)
+    own = make_group or (_nobody if store is None else from_store(store, rank, timeout_s))
+    shared = own
+    if make_group is None and dist.is_initialized():
+        partitions = {name: axes.partition(name) for name in axes.names}
+        shared = registered({**partitions, "world": [range(world_size)]}, rank, timeout_s)
     return Mesh(
-        resolve(world_size, dp=dp, pp=pp, tp=tp),
+        axes,
         rank,
-        make,
+        shared,
+        own,
         store=store,
         local_rank=local_rank,
         on_device=on_device,
@@ -175,22 +169,5 @@ def build(
     )
 
 
-def destroy(pg: ProcessGroup | None) -> None:
-    """Destroy a group that we made, unless it is gone already."""
-    if pg is not None and dist.is_initialized() and pg in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(pg)
-
-
-def _new_group(timeout_s: float) -> MakeGroup:
-    def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
-        pg = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s * BACKEND_PATIENCE),
-            backend=device.complete(dist.get_backend()),
-            use_local_synchronization=True,
-            group_desc=f"instep {name}",
-        )
-        assert pg is not None
-        return pg
-
-    return make
+def _nobody(name: str, ranks: Sequence[int]) -> ProcessGroup:
+    raise ValueError(f"ranks {tuple(ranks)} need a store to meet in, got store=None")

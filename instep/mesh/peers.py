@@ -88,19 +88,22 @@ class Peers:
             PeerLost: a rank died, the backend failed, or ``timeout_s`` passed.
         """
         began = time.monotonic()
-        if self._slice(work, operation, began, on_gpu):
-            return
-        self.board.post(self.me.rank, operation, waiting=True)
+        posted = False
         while not self._slice(work, operation, began, on_gpu):
             if self.given_up:
                 raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
             if self.dead() or time.monotonic() - began > self.timeout_s:
                 raise self._lost(operation, began, None)
-        self.board.post(self.me.rank, operation, waiting=False)
+            if not posted:
+                self.board.post(self.me.rank, operation, waiting=True)
+            posted = True
+        if posted:
+            self.board.post(self.me.rank, operation, waiting=False)
 
     def _slice(self, work: device.Waitable, operation: str, began: float, on_gpu: bool) -> bool:
+        left_s = began + self.timeout_s - time.monotonic()
         try:
-            return device.done_within(work, SLICE_S, on_gpu=on_gpu)
+            return device.done_within(work, max(min(SLICE_S, left_s), 0.001), on_gpu=on_gpu)
         except RuntimeError as error:
             raise self._lost(operation, began, error) from error
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from instep.events import Recorder
-from instep.mesh import device
 from instep.mesh.board import Board
 from instep.mesh.current import registered
 from instep.mesh.group import Group
-from instep.mesh.join import default_store
-from instep.mesh.mesh import BACKEND_PATIENCE, Mesh
+from instep.mesh.groups import default_store, from_store
+from instep.mesh.mesh import Mesh
 
 TIMEOUT_S = 300.0
 
@@ -38,14 +35,9 @@ def find_ranks(process_group: Mesh | ProcessGroup | None, timeout_s: float | Non
 
 
 def _duplicate(pg: ProcessGroup, timeout_s: float) -> Group:
-    ranks = dist.get_process_group_ranks(pg)
+    ranks, rank = dist.get_process_group_ranks(pg), dist.get_rank()
     if len(ranks) == 1:
-        return Group(None, ranks, dist.get_rank(), timeout_s)
-    made = dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=timeout_s * BACKEND_PATIENCE),
-        backend=device.complete(dist.get_backend(pg)),
-        use_local_synchronization=True,
-    )
-    assert made is not None
-    return Group(made, ranks, dist.get_rank(), timeout_s, Board(default_store(), made.group_name))
+        return Group(None, ranks, rank, timeout_s)
+    store = default_store()
+    made = from_store(store, rank, timeout_s)("duplicate", ranks)
+    return Group(made, ranks, rank, timeout_s, Board(store, f"duplicate/{ranks[0]}"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from instep.mesh.device import generators
 from instep.mesh.group import Group
-from instep.mesh.mesh import Mesh, destroy
+from instep.mesh.mesh import Mesh
 from instep.ordered.buckets import Caps
 from instep.ordered.keys import LeafKeys
 from instep.replicate import guard
@@ -349,7 +349,7 @@ def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
         hook.remove()
     group.peers.given_up = True  # a program that ends after an error must not wait for its peers
     lane.close()
-    destroy(group.pg)
+    group.pg = None  # which ends it
 
 
 def _accept_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -1,0 +1,154 @@
+"""The one parity assertion: k steps on any placement give the bits of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.mesh.mesh import Mesh, build
+from instep.ordered.hash import Entry, state_entries
+from instep.ordered.keys import derive
+from instep.ordered.norm import clip_grad_norm_
+from instep.replicate.leaves import Leaf
+from instep.replicate.wrapper import DataParallel
+
+LeafStep = Callable[[nn.Module, Leaf, int], None]
+"""Forward and backward of one leaf in step number k."""
+
+
+def adamw(parameters: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, fused=False, foreach=False)
+
+
+def momentum(parameters: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=False, foreach=False)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: all that the bits may depend on, and no placement."""
+
+    module: Callable[[], nn.Module]
+    leaf_step: LeafStep
+    num_leaves: int = 8
+    optimizer: Callable[[Iterable[Tensor]], Optimizer] = adamw
+    clip: float | None = None
+    num_steps: int = 3
+
+
+def numbers(*shape: int, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers that depend on ``key`` alone; torch's default generator is left in peace."""
+    generator = torch.Generator().manual_seed(derive(0, key) % (1 << 31))
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """``module`` with parameters that depend on their names alone, the same in every thread."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            kind = parameter.dtype if parameter.is_complex() else torch.float32
+            parameter.copy_(0.3 * numbers(*parameter.shape, key=name, dtype=kind))
+    return module
+
+
+def train(training: Training, mesh: Mesh, **options: Any) -> list[Entry]:
+    """Parameters, buffers and moments after the declared steps of ``training`` on ``mesh``."""
+    module = filled(training.module())
+    model = DataParallel(module, process_group=mesh, find_unused_parameters=True, **options)
+    optimizer = training.optimizer(module.parameters())
+    for step in range(training.num_steps):
+        for leaf in model.micro_batches(training.num_leaves):
+            training.leaf_step(model, leaf, step)
+        _update(training, module, optimizer)
+    model.close()
+    return _kept(module, optimizer)
+
+
+def train_by_hand(training: Training) -> list[Entry]:
+    """What ``train`` should give, for models without dropout: autograd, plain adds in the tree's order."""
+    module = filled(training.module())
+    optimizer = training.optimizer(module.parameters())
+    for step in range(training.num_steps):
+        leaves = [Leaf(index, training.num_leaves) for index in range(training.num_leaves)]
+        gradients = []
+        for leaf in leaves:
+            training.leaf_step(module, leaf, step)
+            gradients.append([p.grad for p in module.parameters()])
+            module.zero_grad()
+        scale = 1.0 / sum(leaf.weight for leaf in leaves)
+        for parameter, by_leaf in zip(module.parameters(), zip(*gradients, strict=True), strict=True):
+            total = _tree_sum([None if x is None else wide(x) for x in by_leaf])
+            if total is not None:
+                parameter.grad = (total * scale).to(parameter.dtype)
+        _update(training, module, optimizer)
+    return _kept(module, optimizer)
+
+
+def wide(x: Tensor) -> Tensor:
+    """A leaf as a node of the tree: not narrower than float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _tree_sum(leaves: list[Tensor | None]) -> Tensor | None:
+    """The sum of ``leaves`` by the definition of the tree; None is a leaf without a gradient."""
+    if len(leaves) == 1:
+        return leaves[0]
+    middle = 1
+    while 2 * middle < len(leaves):
+        middle *= 2
+    left, right = _tree_sum(leaves[:middle]), _tree_sum(leaves[middle:])
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+def _update(training: Training, module: nn.Module, optimizer: Optimizer) -> None:
+    if training.clip is not None:
+        clip_grad_norm_(module.parameters(), training.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _kept(module: nn.Module, optimizer: Optimizer) -> list[Entry]:
+    return [(name, x.detach().clone()) for name, x in state_entries(module, optimizer)]
+
+
+def world_of_one() -> Mesh:
+    """A mesh of this process alone, also where there is a default group."""
+    return build(None, 0, 1)
+
+
+_references: dict[Training, list[Entry]] = {}
+_lock = threading.Lock()
+
+
+def bits_of_one(training: Training) -> list[Entry]:
+    """``train`` on one rank, once for all who ask in this process."""
+    with _lock:
+        if training not in _references:
+            _references[training] = train(training, world_of_one())
+        return _references[training]
+
+
+def assert_bits_of_one(mesh: Mesh, training: Training, **options: Any) -> None:
+    """This rank of ``mesh``, trained with ``options`` for ``DataParallel``, has the bits of one process."""
+    assert_same_bits(train(training, mesh, **options), bits_of_one(training))
+
+
+def assert_same_bits(ours: list[Entry], expected: list[Entry]) -> None:
+    assert [name for name, _ in ours] == [name for name, _ in expected]
+    for (name, x), (_, y) in zip(ours, expected, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape, name
+        differ = (bits(x) != bits(y)).sum().item()
+        assert not differ, f"{name}: {differ} of {x.numel()} elements differ, {x.flatten()[:3]} {y.flatten()[:3]}"
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes of ``x``, one row per element: unlike ==, they tell 0.0 from -0.0."""
+    return x.detach().contiguous().reshape(-1, 1).view(torch.uint8)
