@@ -39,21 +39,15 @@ class Work:
         if self.error is not None:
             raise self.error
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Call ``function`` and keep what it raised for whoever waits."""
-        try:
-            function()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.finished.set()
-
 
 @dataclass
 class _State:
-    """What a lane and its thread share; the thread must not keep the lane itself alive."""
+    """What a lane's functions share, so that they need not know the lane."""
 
     failed: BaseException | None = None
+
+
+Item = tuple[Work, Callable[[], None], _State]
 
 
 class Lane:
@@ -68,7 +62,7 @@ class Lane:
         self.name = name
         self.inline = inline
         self._state = _State()
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Work | None = None
 
@@ -84,12 +78,10 @@ class Lane:
             _run(work, function, self._state)
             return work
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._queue, self._state), name=self.name, daemon=True
-            )
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
-        self._queue.put((work, function))
+        self._queue.put((work, function, self._state))
         return work
 
     def reset(self) -> None:
@@ -111,15 +103,18 @@ class Lane:
 
 
 def _run(work: Work, function: Callable[[], None], state: _State) -> None:
+    """Call ``function``, or refuse to, and keep what it raised for whoever waits."""
     if state.failed is None:
-        work.run(function)
-        state.failed = work.error
-    else:
-        work.error = state.failed
-        work.finished.set()
+        try:
+            function()
+        except BaseException as error:
+            state.failed = error
+    work.error = state.failed
+    work.finished.set()  # last: who has waited finds the lane failed, and resets it for good
 
 
-def _serve(pending: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None], state: _State) -> None:
+def _serve(pending: queue.SimpleQueue[Item | None]) -> None:
     while (item := pending.get()) is not None:
-        _run(*item, state)
-        del item  # the function holds its owner, which must be free to go while the lane is idle
+        _run(*item)
+        # The function, or the traceback of its error, holds the lane's owner, which must be free to go.
+        del item

@@ -146,7 +146,9 @@ def assert_same_bits(ours: list[Entry], expected: list[Entry]) -> None:
     for (name, x), (_, y) in zip(ours, expected, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape, name
         differ = (bits(x) != bits(y)).sum().item()
-        assert not differ, f"{name}: {differ} of {x.numel()} elements differ, {x.flatten()[:3]} {y.flatten()[:3]}"
+        assert not differ, (
+            f"{name}: {differ} of {x.numel()} elements differ, {x.flatten()[:3]} {y.flatten()[:3]}"
+        )
 
 
 def bits(x: Tensor) -> Tensor:

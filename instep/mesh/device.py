@@ -71,16 +71,15 @@ def generators(device: torch.device) -> list[torch.Generator]:
 def done_within(work: Waitable, seconds: float, *, on_gpu: bool) -> bool:
     """Wait for ``work`` for a while; False if it still goes on. Raises what the backend raised.
 
-    gloo can be waited for again after its wait has timed out. NCCL counts that as the failure of the
-    operation, so it is asked instead, and waited for only when it is done.
+    gloo can be waited for again after its wait has timed out, and has to be, because it may end just then.
+    NCCL counts that as the failure of the operation, so it is asked instead, and waited for only when it
+    is done.
     """
     if not on_gpu:
         try:
             return work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            return work.is_completed() and work.wait()
     until = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > until:

@@ -88,18 +88,24 @@ class Group:
             self._wait(self.pg.allreduce([x], options), x, operation)
 
     def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
-        """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes."""
-        if len(data) > limit:
-            raise ValueError(f"{operation}: {len(data)} bytes are more than the {limit} that a rank may send")
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather(lengths, torch.tensor([len(data)]), operation)
-        width = int(lengths.max())
+        """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes.
+
+        Raises:
+            ValueError: a rank has more; raised on every rank alike, before anything is sent.
+        """
+        out = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather(out, torch.tensor([len(data)]), operation)
+        lengths = out.tolist()
+        width = max(lengths)
         if width > limit:
-            raise ValueError(f"{operation}: a rank announced {width} bytes, more than {limit}")
+            rank = self.ranks[lengths.index(width)]
+            raise ValueError(
+                f"{operation}: rank {rank} has {width} bytes, more than the {limit} that a rank may send"
+            )
         out = torch.empty(self.size * width, dtype=torch.uint8)
         self.all_gather(out, _bytes_tensor(data.ljust(width)), operation)
         rows = out.view(self.size, width).numpy()
-        return [rows[i, : int(n)].tobytes() for i, n in enumerate(lengths.tolist())]
+        return [rows[i, :length].tobytes() for i, length in enumerate(lengths)]
 
     def _meet(self, me: Peer) -> list[Peer]:
         out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8)

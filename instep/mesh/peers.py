@@ -35,6 +35,7 @@ class Peer:
     host: str
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat; 0 where there is no /proc
+    pid_space: int = 0  # its pid namespace: containers may share the name of their host, but not its ids
 
     def to_bytes(self) -> bytes:
         """A record of ``RECORD_BYTES`` bytes, padded with spaces."""
@@ -49,12 +50,14 @@ class Peer:
     def from_bytes(record: bytes) -> Peer:
         """The peer that ``to_bytes`` wrote."""
         fields = json.loads(record[:RECORD_BYTES])
-        return Peer(int(fields["rank"]), str(fields["host"]), int(fields["pid"]), int(fields["start_time"]))
+        numbers = (int(fields[name]) for name in ("pid", "start_time", "pid_space"))
+        return Peer(int(fields["rank"]), str(fields["host"]), *numbers)
 
 
 def myself(rank: int) -> Peer:
     """This process as ``rank``."""
-    return Peer(rank, socket.gethostname()[:128], os.getpid(), _start_time(os.getpid()) or 0)
+    pid = os.getpid()
+    return Peer(rank, socket.gethostname()[:128], pid, _start_time(pid) or 0, _pid_space())
 
 
 def _start_time(pid: int) -> int | None:
@@ -65,6 +68,13 @@ def _start_time(pid: int) -> int | None:
         return None
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
+
+
+def _pid_space() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 class Peers:
@@ -152,7 +162,8 @@ class Peers:
         return dead
 
     def _is_local(self, peer: Peer) -> bool:
-        return peer.host == self.me.host and peer.start_time > 0 and peer.pid != self.me.pid
+        same_host = (peer.host, peer.pid_space) == (self.me.host, self.me.pid_space)
+        return same_host and peer.start_time > 0 and peer.pid != self.me.pid
 
 
 def _name(peer: Peer) -> str:

@@ -1,8 +1,9 @@
 """The binary counter: adds a rank's leaves as they come, in the order of the sum tree.
 
 Like adding one to a binary number: a leaf is put on a stack, and while the two top entries are siblings
-in the tree they are merged, left plus right. Peak memory is log2(k) + 1 buffers for k leaves, against one
-for plain accumulation; k = 8 leaves of 1 GB take 4 GB.
+in the tree they are merged, left plus right. Peak memory is log2(k) + 1 buffers for k leaves that make one
+node, against one for plain accumulation: 8 leaves of 1 GB take 4 GB. Leaves that straddle nodes leave more
+roots, and take at most twice as many buffers.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ class Counter:
         self.home = home
         self.ordered = ordered
         self._spare = spare
-        self._pool: list[Tensor] = []
+        self._spares: list[Tensor] = []
         self.reset(0)
 
     def reset(self, num_leaves: int) -> None:
         """Forget everything; the next leaf belongs to a tree over ``num_leaves``."""
         self.num_leaves = num_leaves
-        self._pool += [buffer for _, buffer in getattr(self, "roots", []) if buffer is not self.home]
         self.roots: list[tuple[Node, Tensor]] = []
+        self._free = list(self._spares)
 
     def open(self) -> Tensor:
         """The buffer for the next leaf; what it holds is left over from another use."""
         if not self.roots:
             return self.home
-        return self._pool.pop() if self._pool else self._spare()
+        if not self._free:
+            self._spares.append(self._spare())
+            return self._spares[-1]
+        return self._free.pop()
 
     def push(self, leaf: int, buffer: Tensor) -> None:
         """Leaf number ``leaf`` is whole in ``buffer``, which came from ``open``."""
@@ -49,7 +53,7 @@ class Counter:
             (_, hi), right = self.roots.pop()
             (lo, _), left = self.roots[-1]
             torch.add(left, right, out=left)
-            self._pool.append(right)
+            self._free.append(right)
             self.roots[-1] = ((lo, hi), left)
 
     def _merge_now(self) -> bool:

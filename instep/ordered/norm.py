@@ -36,7 +36,10 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
     squares = [value for sums in by_device.values() for value in torch.cat(sums).tolist()]
     if not all(map(math.isfinite, squares)):
         return math.nan if any(map(math.isnan, squares)) else math.inf
-    return math.sqrt(math.fsum(squares))
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:  # fsum raises where + gives inf
+        return math.inf
 
 
 def clip_grad_norm_(
@@ -60,8 +63,9 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
     factor = max_norm / (norm + 1e-6)
     if not factor >= 1.0:  # also when it is nan
-        for gradient in gradients:
-            gradient.mul_(factor)
+        with torch.no_grad():  # after backward(create_graph=True) gradients have a graph of their own
+            for gradient in gradients:
+                gradient.mul_(factor)
     return torch.tensor(norm, dtype=torch.float64)
 
 

@@ -39,9 +39,7 @@ class Entry:
         reducer = self.reducer()
         if reducer is None or reducer.group.size == 1:
             return None
-        if self.position is None:
-            return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
-        if reducer.local[self.position]:
+        if self.position is not None and reducer.local[self.position]:
             return (
                 "has a gradient that was never exchanged with the other ranks: let the last backward before "
                 "optimizer.step() run outside of no_sync() and through the wrapped model, or call "
@@ -49,9 +47,12 @@ class Entry:
             )
         if self.reduced or self._was_left(gradient) or not bool(torch.any(gradient)):
             return None
+        if self.position is None:
+            return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
         return (
             "has a gradient, but nothing was exchanged since the last optimizer step: a .grad that is set by "
-            "hand is this rank's alone; run backward through the wrapped model"
+            "hand is this rank's alone; run backward through the wrapped model, or call "
+            "model.sync_gradients() on every rank"
         )
 
     def used(self, gradient: Tensor | None) -> None:
@@ -71,7 +72,8 @@ def watch(reducer: Reducer, frozen: Sequence[tuple[str, Tensor]]) -> None:
     for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
         _entries[parameter] = Entry(reducer, name, i)
     for name, parameter in frozen:
-        _entries[parameter] = Entry(reducer, name, None)
+        _entries[parameter] = entry = Entry(reducer, name, None)
+        entry.used(parameter.grad)  # left from before it was frozen: as good as the weights are
 
 
 def reduced(reducer: Reducer) -> None:

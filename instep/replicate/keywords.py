@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,10 @@ NO_EFFECT: dict[str, tuple[Any, str]] = {
     "dim": (0, "inputs are not scattered"),
     "check_reduction": (False, "every reduction is checked, always"),
     "gradient_as_bucket_view": (True, "gradients are views of their buckets, always"),
-    "static_graph": (False, "how often a parameter is used is counted in the first backward, always"),
+    "static_graph": (
+        False,
+        "uses are counted in the first backward, always; only that it allows unused ones",
+    ),
     "skip_all_reduce_unused_params": (False, "an unused parameter is a zero in a bucket that travels anyway"),
     "batched_grad_copy": (False, "gradients are copied as they appear"),
 }
@@ -24,8 +26,11 @@ REFUSED = {
 }
 
 
-def consume(keywords: Mapping[str, Any], *, warn: bool) -> None:
-    """Accept what has no effect, with one warning if ``warn``, and refuse the rest by name.
+def consume(keywords: Mapping[str, Any]) -> str:
+    """Accept what has no effect, and refuse the rest by name.
+
+    Returns:
+        The warning that is due, or "".
 
     Raises:
         TypeError: a keyword that neither torch nor instep knows.
@@ -40,5 +45,4 @@ def consume(keywords: Mapping[str, Any], *, warn: bool) -> None:
             raise TypeError(f"DataParallel got an unknown keyword {name!r}")
         elif value is not None and value != NO_EFFECT[name][0]:
             idle.append(f"{name} ({NO_EFFECT[name][1]})")
-    if idle and warn:
-        warnings.warn(f"without effect in instep: {'; '.join(idle)}", stacklevel=3)
+    return f"without effect in instep: {'; '.join(idle)}" if idle else ""

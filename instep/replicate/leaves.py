@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from instep.ordered.keys import LeafKeys
 from instep.ordered.tree import rank_major
 from instep.replicate.reducer import Plan, Reducer
+from instep.replicate.roster import Roster
 
 State = tuple[Tensor | None, int]  # a buffer and its version
 
@@ -32,7 +33,6 @@ class Leaf:
     index: int
     num_leaves: int
     weight: int = 1
-    gradients: int = 0  # how many of its gradients have come
 
 
 class DeclaredStep:
@@ -42,11 +42,20 @@ class DeclaredStep:
     placement independence rests on; after the last leaf, gradients are reduced and set.
     """
 
-    def __init__(self, module: nn.Module, reducer: Reducer, keys: LeafKeys) -> None:
+    def __init__(self, module: nn.Module, reducer: Reducer, keys: LeafKeys, roster: Roster) -> None:
         self.module = module
         self.reducer = reducer
         self.keys = keys
+        self.roster = roster
         self.leaf: Leaf | None = None
+        self._weight = 0  # of the leaves that have had gradients
+        self._weight_taken: int | None = None  # of the open leaf, when its first gradient came
+
+    def gradient_came(self) -> None:
+        """A gradient of the open leaf, if there is one, has come: its weight counts from now on."""
+        if self.leaf is not None and self._weight_taken is None:
+            self._weight_taken = _checked(self.leaf).weight
+            self._weight += self._weight_taken
 
     def run(self, num_leaves: int, step: int) -> Iterator[Leaf]:
         """Yield this rank's leaves of step ``step``, then set every ``.grad``.
@@ -58,36 +67,36 @@ class DeclaredStep:
         group, reducer = self.reducer.group, self.reducer
         plan = Plan(True, num_leaves, rank_major(num_leaves, group.size))
         self._check_start()
-        leaves = [Leaf(index, num_leaves) for index in plan.leaves[group.rank]]
-        sent: set[int] = set()
-
-        def weight() -> int:
-            sent.add(total := sum(_checked(leaf).weight for leaf in leaves))
-            return total
-
-        reducer.begin(plan, weight)
-        done = False
+        reducer.begin(plan, lambda: self._weight)
+        self._weight = 0
+        own = plan.leaves[group.rank]
+        leaf = None
         try:
-            for leaf in leaves:
-                self.leaf = leaf
+            for index in own:
+                leaf = self.leaf = Leaf(index, num_leaves)
+                self._weight_taken = None
                 before = self._buffer_states()
-                reducer.open_leaf(leaf.index, last=leaf is leaves[-1])
-                with self.keys.leaf(step, leaf.index):
+                reducer.open_leaf(index, last=index == own[-1])
+                with self.keys.leaf(step, index):
                     yield leaf
                 self._check_leaf(leaf, before)
                 reducer.close_leaf()
-            if sent - {weight()}:
-                raise ValueError(
-                    "a leaf's weight was changed after its backward: set leaf.weight before backward"
-                )
+            leaf = self.leaf = None
             reducer.finish()
-            done = True
         finally:
-            self.leaf = None
-            if not done:
+            if self.leaf is leaf:  # not if another step has begun since
+                self.leaf = None
                 reducer.leave()
 
     def _check_start(self) -> None:
+        if self.leaf is not None:
+            self.leaf = None
+            self.reducer.leave()
+            raise ValueError(
+                "micro_batches() began while the loop of another one was open, nested or left by keeping its "
+                "iterator: run one to its end, or close() the iterator, before the next one begins"
+            )
+        self.roster.check()
         for name, parameter in zip(self.reducer.names, self.reducer.parameters, strict=True):
             if parameter.grad is not None:
                 raise ValueError(
@@ -105,10 +114,17 @@ class DeclaredStep:
                 )
 
     def _check_leaf(self, leaf: Leaf, before: list[State]) -> None:
-        if leaf.gradients == 0 and leaf.weight != 0:
+        if leaf is not self.leaf:
+            raise ValueError(f"the step of micro-batch {leaf.index} was given up when another one began")
+        if self._weight_taken is None and leaf.weight != 0:
             raise ValueError(
                 f"micro-batch {leaf.index} ended without a gradient: call backward() once per micro-batch, "
                 "inside the loop (a loss over several cannot be declared), or set leaf.weight = 0"
+            )
+        if self._weight_taken is not None and leaf.weight != self._weight_taken:
+            raise ValueError(
+                f"the weight of micro-batch {leaf.index} was {self._weight_taken} in backward and is "
+                f"{leaf.weight} now: set leaf.weight before backward"
             )
         for (name, owner, key), (buffer, version) in zip(self._buffers, before, strict=True):
             if owner._buffers[key] is not buffer or (buffer is not None and buffer._version != version):

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import torch
 from torch import Tensor, nn
 
 from instep.mesh.group import Group
@@ -67,10 +68,13 @@ def agree_on_values(module: nn.Module, group: Group) -> None:
 def broadcast_values(module: nn.Module, group: Group) -> None:
     """Overwrite every parameter and buffer with those of the group's first rank. Collective."""
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
-        value = x.detach().contiguous()
-        group.broadcast(value, f"the broadcast of {name!r}")
-        if value.data_ptr() != x.data_ptr():
-            x.detach().copy_(value)
+        mine = x.detach().contiguous()
+        # As bytes: backends know some dtypes and not others.
+        value = mine.reshape(-1).view(torch.uint8).clone()
+        if value.numel():
+            group.broadcast(value, f"the broadcast of {name!r}")
+        if not torch.equal(value, mine.reshape(-1).view(torch.uint8)):
+            x.detach().copy_(value.view(x.dtype).view(x.shape))
 
 
 def _describe(name: str, x: Tensor) -> str:

@@ -25,6 +25,10 @@ class Overlap(Naive):
 
     Buckets leave in plan order even when one is ready earlier, because the ranks' exchanges are paired by
     their order, and gradients need not become ready in the same order on every rank.
+
+    The last bucket waits for ``finish``, which costs no overlap, since it is whole only when backward ends.
+    It is a rank's word that its part of the step has gone well: a rank that raises before has not sent it,
+    and sends instead that it left, so that none of the others updates its weights.
     """
 
     overlaps = True
@@ -40,11 +44,12 @@ class Overlap(Naive):
         self.works.clear()
 
     def ready(self, bucket: Bucket) -> None:
-        """Launch ``bucket``, and those that were waiting for it."""
+        """Launch ``bucket``, and those that were waiting for it, but for the last."""
         self.waiting.add(bucket.index)
-        while (following := len(self.works)) in self.waiting:
+        while (following := len(self.works)) in self.waiting and following + 1 < len(self.buckets):
             self.works.append(self.launch(self.buckets[following]))
 
     def finish(self) -> None:
+        self.works += [self.launch(bucket) for bucket in self.buckets[len(self.works) :]]
         for work in self.works:
             work.wait()

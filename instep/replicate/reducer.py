@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from instep.errors import Desync
+from instep.errors import Desync, PeerLost
 from instep.events import Recorder
 from instep.mesh.device import Stream
 from instep.mesh.group import Group
@@ -53,9 +53,10 @@ class Reducer:
 
     A step in time order: ``begin``; for each leaf ``open_leaf``, ``arrived`` from the parameters' hooks,
     ``close_leaf``; then ``finish``, after which every ``.grad`` is the reduced gradient. ``leave`` instead
-    of ``finish`` tells the other ranks that this one gives the step up.
+    of ``finish`` tells the other ranks that this one gives the step up, and drops its gradients.
 
-    ``local[i]``: ``.grad`` of parameter i holds something that no exchange has seen.
+    ``local[i]``: ``.grad`` of parameter i holds something that no exchange has seen. ``sparse`` are the
+    positions of the parameters whose ``.grad`` shall be sparse; they travel dense.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Reducer:
         group: Group,
         recorder: Recorder,
         options: Options,
+        sparse: Collection[int] = (),
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
@@ -83,13 +85,26 @@ class Reducer:
         self._seen: list[int] = []  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
-        self._reordered = not options.strategy.overlaps or group.size == 1
+        self._sparse = sparse
+        self._reordered = not (options.strategy.overlaps and names) or group.size == 1
         self._warned_unused = False
         # Backward computes gradients in about the reverse of the order in which layers were registered.
         self._make_buckets(list(reversed(range(len(self.names)))))
 
     def begin(self, plan: Plan, weight: Callable[[], int]) -> None:
-        """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave."""
+        """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave.
+
+        Raises:
+            PeerLost: the group has lost a rank before; what it still owes would be paired with new exchanges.
+        """
+        self.leave()  # the reduction before, if its backward raised
+        self.lane.drain()
+        if isinstance(lost := self.lane.failed, PeerLost):
+            raise PeerLost(
+                f"{lost}. This group is lost: go on over another one, with model.rebind(process_group)",
+                ranks=lost.ranks,
+                operation=lost.operation,
+            )
         if self.lane.failed is not None:
             self.lane.reset()
         self.plan = plan
@@ -149,6 +164,7 @@ class Reducer:
             self.strategy.finish()
             if not self._reordered:
                 self._reorder()
+        self._report_unused()
         for bucket in self.buckets:
             for k, slot in enumerate(bucket.slots):
                 if any(present[k] for present in bucket.presence):
@@ -156,20 +172,26 @@ class Reducer:
         self.local = [False] * len(self.names)
         self.exchanges += 1
         self.plan = None
-        self._report_unused()
         if self._next_order is not None:
             self._make_buckets(self._next_order)
 
     def leave(self) -> None:
-        """Give the step up: forget this rank's leaves, and let the other ranks know."""
+        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
+
+        Some of the gradients may be reduced by now, some are whole and some are not: no sum for anybody.
+        """
+        if self.plan is None:
+            return
         plan, self.plan, self.leaf = self.plan, None, None
         following = next((bucket for bucket in self.buckets if not bucket.launched), None)
-        if plan is not None and following is not None and self.group.size > 1:
+        if following is not None and self.group.size > 1:
             header = self._header(following, plan, 1)
             self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
         self.exchanges += 1
-        for bucket in self.buckets:
-            bucket.leaf = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.local = [False] * len(self.names)
+        self._make_buckets(self._order)  # the lane may still be writing to the old ones
 
     def stepped(self) -> None:
         """An optimizer has used the gradients."""
@@ -217,12 +239,19 @@ class Reducer:
             torch._foreach_copy_(views, gradients)
 
     def _attach(self, bucket: Bucket, slot: Slot, *, whole: bool) -> None:
-        """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where dtypes differ."""
+        """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where it has to look otherwise.
+
+        Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
+        gradient in the order of memory, so they need the layout too.
+        """
         parameter = self.parameters[slot.position]
         view = bucket.view(slot, bucket.home)
-        if view.dtype != parameter.dtype:
+        if slot.position in self._sparse:
             if whole:
-                parameter.grad = view.to(parameter.dtype)
+                parameter.grad = view.to_sparse(1)
+        elif view.dtype != parameter.dtype or view.stride() != parameter.stride():
+            if whole:
+                parameter.grad = torch.empty_like(parameter.detach()).copy_(view)
         elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
             parameter.grad = view
 
@@ -295,17 +324,16 @@ class Reducer:
             self._next_order = order.tolist()
 
     def _report_unused(self) -> None:
-        """Warn once, or raise, about parameters that some rank had no gradient for."""
+        """Warn once, or raise, about parameters that some rank had no gradient for, though it had others."""
         if self.options.unused or (self.options.unused is None and self._warned_unused):
             return
+        busy = [r for r in range(self.group.size) if any(any(bucket.presence[r]) for bucket in self.buckets)]
         lines = []
         for bucket in self.buckets:
             for k, slot in enumerate(bucket.slots):
-                missing = [
-                    r for r, present in zip(self.group.ranks, bucket.presence, strict=True) if not present[k]
-                ]
+                missing = [self.group.ranks[r] for r in busy if not bucket.presence[r][k]]
                 if missing:
-                    everywhere = len(missing) == self.group.size
+                    everywhere = len(missing) == len(busy)
                     ranks = "any rank" if everywhere else f"rank {', '.join(map(str, missing))}"
                     lines.append(f"{self.names[slot.position]!r} on {ranks}")
         if not lines:

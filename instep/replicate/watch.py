@@ -4,7 +4,8 @@ A parameter's hook knows neither: it may fire inside a nested backward (reentran
 it queues for "the end" then comes at the end of the nested one. The gradient of the module's *output*
 belongs to the outermost backward, and comes first. So a forward hook on the module leaves a hook on every
 output, with whatever was true at that moment (the mark); the first one to fire queues the end. Where
-forward was bypassed, the first parameter hook does.
+forward was bypassed, the first parameter hook does. An output that is a leaf of the graph gets no hook: a
+parameter that forward returns, or an input, outlives the forward, and would collect one each time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Watch:
             self._reached(mark)
 
         for tensor in _tensors(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(output_reached)
 
     def _begin(self) -> None:

@@ -1,0 +1,94 @@
+"""Ranks on a grid: every rank has one place, and what does not multiply to the world is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instep.mesh.axes import Axes, resolve
+
+GRID = resolve(8, pp=2, dp=2, tp=2)
+# The drawing in the module: rows of tp, blocks of pp.
+DRAWN = {
+    (0, 0): (0, 1),
+    (0, 1): (2, 3),
+    (1, 0): (4, 5),
+    (1, 1): (6, 7),
+}
+
+sizes = st.integers(1, 6)
+
+
+def test_ranks_stand_as_drawn():
+    for (pp, dp), ranks in DRAWN.items():
+        for tp, rank in enumerate(ranks):
+            assert GRID.coordinates(rank) == {"pp": pp, "dp": dp, "tp": tp}
+            assert GRID.rank_at(pp=pp, dp=dp, tp=tp) == rank
+            assert GRID.peers("tp", rank) == ranks
+
+
+def test_groups_of_an_axis_as_drawn():
+    assert GRID.partition("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert GRID.partition("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert GRID.partition("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@given(sizes, sizes, sizes)
+@settings(deadline=None)
+def test_every_rank_has_one_place_and_every_place_one_rank(dp, pp, tp):
+    axes = resolve(dp * pp * tp, dp=dp, pp=pp, tp=tp)
+    places = [axes.coordinates(rank) for rank in range(axes.world_size)]
+    assert len({tuple(place.items()) for place in places}) == axes.world_size == dp * pp * tp
+    for rank, place in enumerate(places):
+        assert axes.rank_at(**place) == rank
+        assert all(0 <= place[name] < axes.size(name) for name in axes.names)
+
+
+@given(sizes, sizes, sizes, st.sampled_from(["pp", "dp", "tp"]))
+@settings(deadline=None)
+def test_peers_differ_on_one_axis_only_and_stand_in_its_order(dp, pp, tp, axis):
+    axes = resolve(dp * pp * tp, dp=dp, pp=pp, tp=tp)
+    for rank in range(axes.world_size):
+        peers = axes.peers(axis, rank)
+        assert rank in peers
+        for i, peer in enumerate(peers):
+            assert axes.coordinates(peer) == {**axes.coordinates(rank), axis: i}
+            assert axes.peers(axis, peer) == peers
+    assert sorted(rank for group in axes.partition(axis) for rank in group) == list(range(axes.world_size))
+
+
+@given(sizes, sizes, sizes, st.sampled_from(["pp", "dp", "tp"]))
+@settings(deadline=None)
+def test_one_axis_may_take_what_is_left(dp, pp, tp, left):
+    given_sizes = {"dp": dp, "pp": pp, "tp": tp}
+    axes = resolve(dp * pp * tp, **{**given_sizes, left: -1})
+    assert {name: axes.size(name) for name in axes.names} == given_sizes
+    assert axes.world_size == math.prod(axes.sizes)
+
+
+def test_all_ranks_are_data_parallel_unless_told_otherwise():
+    assert resolve(6) == Axes(("pp", "dp", "tp"), (1, 6, 1))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"dp": 2, "pp": 2}, r"dp\(2\) \* pp\(2\) \* tp\(1\) = 4, but the world has 6 ranks: pass dp=-1"),
+        ({"dp": -1, "tp": 4}, r"the fixed axes need a multiple of 4 ranks, but the world has 6"),
+        ({"dp": -1, "pp": -1}, "at most one axis can be -1, got pp and dp"),
+        ({"dp": 0}, "dp=0: expected a positive number of ranks, or -1"),
+        ({"tp": -2}, "tp=-2: expected a positive number of ranks, or -1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_their_factors(wanted, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(6, **wanted)
+
+
+def test_an_unknown_axis_is_refused_with_the_known_ones():
+    for use in (GRID.size, GRID.partition, lambda axis: GRID.peers(axis, 0)):
+        with pytest.raises(ValueError, match="no axis 'cp' in this mesh: expected one of pp, dp, tp"):
+            use("cp")

@@ -1,0 +1,116 @@
+"""Which device and backend a rank gets, and waits that are cut into slices and lose nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from instep.mesh import device
+from instep.mesh.device import Stream, choose, complete, default_backend, done_within, generators
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_a_rank_without_a_gpu_or_with_gloo_computes_on_the_cpu(monkeypatch):
+    assert choose(0, "gloo") == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose(3) == CPU
+
+
+@pytest.mark.parametrize(("local_rank", "index"), [(0, 0), (1, 1), (2, 0), (5, 1)])
+def test_ranks_of_a_host_take_its_gpus_in_turn(local_rank, index, monkeypatch):
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert choose(local_rank) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
+
+
+def test_gpus_get_nccl_with_gloo_beside_it_for_headers():
+    assert (default_backend(CPU), default_backend(GPU)) == ("gloo", "nccl")
+    assert complete("gloo") == "gloo"
+    assert complete("nccl") == "cpu:gloo,cuda:nccl"
+
+
+def test_a_forward_on_the_cpu_draws_from_its_default_generator():
+    assert generators(CPU) == [torch.default_generator]
+
+
+class Under:
+    """Work under way that answers each wait by a script: it goes on, has failed, or is done.
+
+    ``late`` is what goes on for the wait, and is done when the wait has just given up.
+    """
+
+    def __init__(self, *script: str) -> None:
+        self.script = list(script)
+        self.waits: list[float | None] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits.append(None if timeout is None else timeout.total_seconds())
+        now = self.script[0]
+        if now == "fails":
+            raise RuntimeError("Connection closed by peer")
+        if now in ("goes on", "late"):
+            self.script.pop(0)
+            raise RuntimeError("Timed out waiting 200ms for recv operation to complete")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.script[0] in ("done", "fails")
+
+
+def test_a_wait_on_the_cpu_lasts_as_long_as_it_is_told():
+    work = Under("goes on", "goes on", "done")
+    assert [done_within(work, 0.2, on_gpu=False) for _ in range(3)] == [False, False, True]
+    assert work.waits == [0.2, 0.2, 0.2]
+
+
+def test_a_failure_of_the_backend_is_raised():
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        done_within(Under("fails"), 0.2, on_gpu=False)
+
+
+def test_work_that_ends_just_when_a_wait_gives_up_is_done():
+    """Its time is up, and when asked it is complete: that is no failure."""
+    assert done_within(Under("late", "done"), 0.2, on_gpu=False) is True
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        done_within(Under("late", "fails"), 0.2, on_gpu=False)
+
+
+class Polled(Under):
+    """Work on a GPU, where a wait that times out counts as the failure of the operation."""
+
+    def is_completed(self) -> bool:
+        if self.script[0] == "goes on":
+            self.script.pop(0)
+            return False
+        return super().is_completed()
+
+
+def test_work_on_a_gpu_is_asked_until_it_is_done_and_then_waited_for_once():
+    work = Polled("goes on", "goes on", "done")
+    assert done_within(work, 60, on_gpu=True)
+    assert work.waits == [None]
+
+
+def test_work_on_a_gpu_that_goes_on_is_never_waited_for():
+    work = Polled(*["goes on"] * 100_000)
+    began = time.monotonic()
+    assert not done_within(work, 0.02, on_gpu=True)
+    assert time.monotonic() - began >= 0.02
+    assert work.waits == []
+
+
+def test_on_the_cpu_what_has_returned_has_happened():
+    stream = Stream(CPU)
+    assert stream.computed() is None
+    with stream.after(None):
+        inside = threading.current_thread()
+    assert inside is threading.current_thread()
+    assert device.POLL_S < 0.001

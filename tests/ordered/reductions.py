@@ -1,0 +1,126 @@
+"""Whether a way to reduce gradients over ranks gives the bits of one process, and four ways that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.events import Recorder
+from instep.mesh.group import Group
+from instep.ordered.buckets import Bucket, flat_real, make_buckets
+from instep.ordered.exchange import Exchange
+from instep.ordered.header import VERSION, Header
+from tests.ordered.trees import tree_sum
+
+SHAPES = ((7, 13), (100,), (), (5, 3, 20))
+NUM_ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES)
+
+Leaves = Sequence[Sequence[int]]  # by rank
+Reduce = Callable[[Group, dict[int, Tensor], Leaves], Tensor]
+
+
+def drawn_gradients(num_leaves: int, dtype: str = "float32") -> list[np.ndarray]:
+    """One flat gradient per leaf, the same on every rank, of magnitudes that make every order matter."""
+    random = np.random.default_rng(num_leaves)
+    exponents = random.uniform(-2, 2, (num_leaves, NUM_ELEMENTS))
+    return list((random.standard_normal((num_leaves, NUM_ELEMENTS)) * 10**exponents).astype(dtype))
+
+
+def one_process(gradients: list[np.ndarray], weight: int) -> np.ndarray:
+    """The sum down the tree, multiplied once."""
+    return tree_sum(gradients, np.add) * gradients[0].dtype.type(1.0 / weight)
+
+
+def reduces_like_one_process(reduce: Reduce, group: Group, leaves: Leaves) -> bool:
+    """Whether ``reduce`` gives rank ``group.rank`` the mean of all leaves to the last bit. Collective.
+
+    Asserts that it gives the mean at least about, so that "no" is never due to a mistake of ``reduce``.
+    """
+    gradients = drawn_gradients(sum(map(len, leaves)))
+    own = {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}
+    found = reduce(group, own, leaves).numpy()
+    expected = one_process(gradients, len(gradients))
+    scale = np.abs(gradients).mean(axis=0)
+    assert (np.abs(found - expected) <= 0.01 * scale).all()
+    return found.tobytes() == expected.tobytes()
+
+
+def ordered_exchange(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
+    """What instep does."""
+    bucket = filled_bucket(group, own, sum(map(len, leaves)))
+    exchange = Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
+    return content(bucket)
+
+
+def stacked_sum(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
+    """Wrong: ``sum(0)`` adds in an order of its own."""
+    rows = _gathered(group, tree_sum(list(own.values()), torch.add))
+    return torch.stack(rows).sum(0) * (1 / sum(map(len, leaves)))
+
+
+def scaled_before(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
+    """Wrong: dividing by W before the sum, as DDP does, rounds every addend."""
+    scale = 1 / sum(map(len, leaves))
+    return tree_sum(_gathered(group, tree_sum(list(own.values()), torch.add) * scale), torch.add)
+
+
+def narrow_wire(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
+    """Wrong: partial sums that are rounded to bfloat16 where they cross ranks, and only there."""
+    mine = tree_sum(list(own.values()), torch.add)
+    rows = _gathered(group, mine.bfloat16().float() if group.size > 1 else mine)
+    return tree_sum(rows, torch.add) * (1 / sum(map(len, leaves)))
+
+
+def plain_all_reduce(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
+    """Wrong: the backend chooses the order."""
+    mine = tree_sum(list(own.values()), torch.add).clone()
+    group.all_reduce(mine, "the all-reduce of a test")
+    return mine * (1 / sum(map(len, leaves)))
+
+
+def _gathered(group: Group, x: Tensor) -> list[Tensor]:
+    out = torch.empty(group.size * len(x))
+    group.all_gather(out, x, "the gathering of a test")
+    return list(out.view(group.size, len(x)))
+
+
+def filled_bucket(
+    group: Group, own: dict[int, Tensor], num_leaves: int, *, ordered: bool = True, dtype: str = "float32"
+) -> Bucket:
+    """A bucket of parameters of ``SHAPES`` whose counter holds the leaves of this rank."""
+    parameters = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in SHAPES]
+    (bucket,) = make_buckets(parameters, [range(len(SHAPES))], group.size, ordered=ordered)
+    bucket.begin(num_leaves, 0)
+    for leaf, gradient in own.items():
+        buffer = bucket.counter.open()
+        parts = gradient.split([slot.length for slot in bucket.slots])
+        for slot, view, part in zip(bucket.slots, bucket.views(buffer), parts, strict=True):
+            view.copy_(part.view(slot.shape))
+            slot.present = True
+        bucket.counter.push(leaf, buffer)
+    return bucket
+
+
+def header_for(bucket: Bucket, leaves: Leaves, weight: int) -> Header:
+    return Header(
+        version=VERSION,
+        declared=1,
+        step=4,
+        exchange=0,
+        bucket=bucket.index,
+        num_elements=bucket.num_elements,
+        num_leaves=sum(map(len, leaves)),
+        num_own=0,
+        weight=weight,
+        ready_ns=0,
+        left=0,
+    )
+
+
+def content(bucket: Bucket) -> Tensor:
+    """All gradients of the bucket, without the padding."""
+    return torch.cat([flat_real(bucket.view(slot, bucket.home)) for slot in bucket.slots])

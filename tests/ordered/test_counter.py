@@ -1,0 +1,122 @@
+"""Leaves that come one by one are added as the tree says, in as few buffers as can be."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from instep.ordered.counter import Counter
+from tests.ordered.trees import left_fold, maximal_nodes, rounded, tree_sum
+
+NUM_ELEMENTS = 5
+
+
+class Memory:
+    """Counts the buffers that a counter takes."""
+
+    def __init__(self) -> None:
+        self.home = torch.empty(NUM_ELEMENTS)
+        self.num_buffers = 1
+
+    def spare(self) -> Tensor:
+        self.num_buffers += 1
+        return torch.empty(NUM_ELEMENTS)
+
+
+def push_all(counter: Counter, leaves: dict[int, Tensor], num_leaves: int) -> None:
+    counter.reset(num_leaves)
+    for leaf, gradient in leaves.items():
+        buffer = counter.open()
+        buffer.copy_(gradient)
+        counter.push(leaf, buffer)
+
+
+def drawn(num_leaves: int, seed: int) -> np.ndarray:
+    """Leaves whose sum depends on its order: magnitudes from 1e-3 to 1e3."""
+    random = np.random.default_rng(seed)
+    exponents = random.uniform(-3, 3, (num_leaves, NUM_ELEMENTS))
+    return (random.standard_normal((num_leaves, NUM_ELEMENTS)) * 10**exponents).astype(np.float32)
+
+
+@given(st.integers(1, 24), st.data(), st.integers(0, 1000))
+@settings(deadline=None)
+def test_partial_sums_have_the_bits_of_the_tree(num_leaves, data, seed):
+    own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
+    gradients = drawn(num_leaves, seed)
+    memory = Memory()
+    counter = Counter(memory.home, memory.spare)
+    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, num_leaves)
+    assert [node for node, _ in counter.roots] == maximal_nodes(set(own), num_leaves)
+    for (lo, hi), value in counter.roots:
+        assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
+
+
+@pytest.mark.parametrize("num_leaves", range(1, 40))
+def test_a_whole_tree_takes_log2_plus_one_buffers(num_leaves):
+    memory = Memory()
+    gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
+    push_all(Counter(memory.home, memory.spare), gradients, num_leaves)
+    assert memory.num_buffers == math.floor(math.log2(num_leaves)) + 1
+
+
+def test_a_range_that_straddles_nodes_takes_at_most_twice_as_many():
+    for lo, hi in combinations(range(33), 2):
+        memory = Memory()
+        gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(lo, hi)}
+        push_all(Counter(memory.home, memory.spare), gradients, 32)
+        assert memory.num_buffers <= 2 * (math.floor(math.log2(hi - lo)) + 1)
+
+
+@given(st.integers(1, 24), st.data())
+@settings(deadline=None)
+def test_the_leftmost_partial_sum_is_always_at_home(num_leaves, data):
+    own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
+    memory = Memory()
+    counter = Counter(memory.home, memory.spare)
+    counter.reset(num_leaves)
+    for leaf in own:
+        counter.push(leaf, counter.open())
+        assert counter.roots[0][1] is memory.home
+        buffers = [buffer.data_ptr() for _, buffer in counter.roots]
+        assert len(set(buffers)) == len(buffers)
+
+
+def test_a_later_step_needs_no_further_memory_even_after_one_that_was_given_up():
+    memory = Memory()
+    counter = Counter(memory.home, memory.spare)
+    gradients = {leaf: torch.ones(NUM_ELEMENTS) for leaf in range(1, 7)}
+    push_all(counter, gradients, 8)
+    needed = memory.num_buffers
+    for given_up_after in (1, 2, 4):
+        push_all(counter, {leaf: gradients[leaf] for leaf in range(1, 1 + given_up_after)}, 8)
+        counter.open()  # a leaf whose backward raises is never pushed
+        push_all(counter, gradients, 8)
+        assert memory.num_buffers == needed
+    assert [value.tolist() for _, value in counter.roots] == [[n] * NUM_ELEMENTS for n in (1, 2, 2, 1)]
+
+
+def test_a_fresh_step_forgets_the_one_before():
+    memory = Memory()
+    counter = Counter(memory.home, memory.spare)
+    push_all(counter, {0: torch.full((NUM_ELEMENTS,), 7.0), 1: torch.ones(NUM_ELEMENTS)}, 2)
+    push_all(counter, {0: torch.ones(NUM_ELEMENTS)}, 2)
+    assert [(node, value.tolist()) for node, value in counter.roots] == [((0, 1), [1.0] * NUM_ELEMENTS)]
+
+
+def test_unordered_partial_sums_are_a_left_fold_as_in_grad():
+    gradients = drawn(7, seed=0)
+    memory = Memory()
+    counter = Counter(memory.home, memory.spare, ordered=False)
+    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in range(7)}, 7)
+    ((node, value),) = counter.roots
+    assert node == (0, 7)
+    assert memory.num_buffers == 2
+    assert value.numpy().tobytes() == left_fold(gradients, rounded).tobytes()
+    assert value.numpy().tobytes() != tree_sum(gradients, rounded).tobytes()

@@ -1,0 +1,85 @@
+"""Headers arrive as they were sent, and every rank reads the same verdict in them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instep.ordered.header import AGREED, VERSION, Header, disagreement, header_length, pack, unpack
+
+GOOD = Header(
+    version=VERSION,
+    declared=1,
+    step=12,
+    exchange=0,
+    bucket=3,
+    num_elements=4096,
+    num_leaves=8,
+    num_own=2,
+    weight=64,
+    ready_ns=10**18,
+    left=0,
+)
+int64 = st.integers(-(1 << 63), (1 << 63) - 1)
+headers = st.builds(Header, *[int64 for _ in fields(Header)])
+
+
+@given(st.lists(st.tuples(headers, st.lists(st.booleans(), max_size=200)), min_size=1, max_size=5))
+@settings(deadline=None)
+def test_headers_and_presence_bits_arrive_as_they_were_sent(sent):
+    width = max(len(present) for _, present in sent)
+    length = header_length(width)
+    rows = torch.stack([pack(header, present, length) for header, present in sent])
+    assert rows.shape == (len(sent), length)
+    received, presence = unpack(rows, width)
+    assert received == [header for header, _ in sent]
+    for (_, present), bits in zip(sent, presence, strict=True):
+        assert bits == present + [False] * (width - len(present))
+
+
+@pytest.mark.parametrize("num_parameters", [0, 1, 62, 63, 64, 124, 125, 1000])
+def test_no_presence_bit_is_lost_at_the_edge_of_a_word(num_parameters):
+    length = header_length(num_parameters)
+    for chosen in {0, num_parameters // 2, num_parameters - 1} & set(range(num_parameters)):
+        present = [i == chosen for i in range(num_parameters)]
+        _, (bits,) = unpack(pack(GOOD, present, length)[None], num_parameters)
+        assert bits == present
+    _, (bits,) = unpack(pack(GOOD, [True] * num_parameters, length)[None], num_parameters)
+    assert all(bits) and len(bits) == num_parameters
+
+
+def test_ranks_that_differ_only_in_what_is_their_own_agree():
+    other = replace(GOOD, num_own=0, weight=0, ready_ns=5)
+    assert disagreement([GOOD, other, GOOD], [4, 5, 6]) is None
+
+
+@pytest.mark.parametrize("field", AGREED)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_the_odd_rank_is_named_with_both_values(field, odd):
+    ranks = [10, 20, 30]
+    sent = [GOOD] * 3
+    sent[odd] = replace(GOOD, **{field: 77})
+    verdict = disagreement(sent, ranks)
+    others = ", ".join(str(rank) for i, rank in enumerate(ranks) if i != odd)
+    assert verdict is not None
+    assert verdict.startswith(f"the ranks are out of step: rank {ranks[odd]} ")
+    assert f" 77; rank {others}: {getattr(GOOD, field)}" in verdict
+
+
+def test_the_first_thing_that_differs_is_told_with_its_fix():
+    late = replace(GOOD, step=11, exchange=1, bucket=0)
+    verdict = disagreement([GOOD, late], [0, 1])
+    assert verdict is not None
+    assert "rank 1 has made optimizer steps: 11; rank 0: 12. Each rank must call optimizer.step()" in verdict
+    assert "bucket" not in verdict
+
+
+def test_a_rank_that_left_is_named_before_all_else():
+    verdict = disagreement([GOOD, replace(GOOD, left=1, bucket=0), replace(GOOD, left=1)], [3, 5, 7])
+    assert verdict is not None
+    assert verdict.startswith("rank 5 and rank 7 left step 12 ")
+    assert "nothing was reduced" in verdict

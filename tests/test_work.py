@@ -1,0 +1,202 @@
+"""A lane keeps the order it was given, stops at the first failure, and does not outlive its owner."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from instep.errors import PeerLost
+from instep.work import Lane
+
+PATIENCE_S = 20
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def nothing() -> None: ...
+
+
+@pytest.fixture(params=[False, True], ids=["thread", "inline"])
+def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
+    lane = Lane("a test's", inline=request.param)
+    yield lane
+    lane.close()
+
+
+@pytest.fixture
+def threaded() -> Iterator[Lane]:
+    lane = Lane("a test's")
+    yield lane
+    lane.close()
+
+
+class Gate:
+    """Work that goes on until it is let go."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        assert self._open.wait(PATIENCE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def new_thread(use: Callable[[], object]) -> threading.Thread:
+    """The thread that ``use`` started."""
+    before = set(threading.enumerate())
+    use()
+    (thread,) = set(threading.enumerate()) - before
+    return thread
+
+
+def test_functions_run_in_the_order_they_were_submitted(lane):
+    done: list[int] = []
+    works = [lane.submit(f"number {i}", lambda i=i: done.append(i)) for i in range(100)]
+    for work in works:
+        work.wait()
+    assert done == list(range(100))
+    assert all(work.done() and work.error is None for work in works)
+
+
+def test_one_thread_runs_everything_and_none_is_started_before_there_is_work(threaded):
+    assert "a test's" not in {thread.name for thread in threading.enumerate()}
+    seen: list[threading.Thread] = []
+    thread = new_thread(lambda: threaded.submit("first", lambda: seen.append(threading.current_thread())))
+    threaded.submit("second", lambda: seen.append(threading.current_thread())).wait()
+    assert seen == [thread, thread]
+    assert thread.name == "a test's"
+
+
+def test_an_inline_lane_runs_in_the_caller_s_thread():
+    before = threading.enumerate()
+    seen: list[threading.Thread] = []
+    work = Lane("a test's", inline=True).submit("here", lambda: seen.append(threading.current_thread()))
+    assert work.done()
+    assert seen == [threading.current_thread()]
+    assert threading.enumerate() == before
+
+
+def test_a_failure_is_raised_to_whoever_waits(lane):
+    error = LookupError("no such thing")
+    work = lane.submit("a search", lambda: fail(error))
+    for _ in range(2):
+        with pytest.raises(LookupError) as caught:
+            work.wait()
+        assert caught.value is error
+    assert work.done()
+    assert work.error is lane.failed is error
+
+
+def test_after_a_failure_the_rest_is_refused_with_the_same_error_until_reset(lane):
+    error, done = LookupError(), []
+    lane.submit("before", lambda: done.append("before"))
+    lane.submit("a search", lambda: fail(error))
+    refused = [lane.submit("after", lambda: done.append("after")) for _ in range(3)]
+    for work in refused:
+        with pytest.raises(LookupError) as caught:
+            work.wait()
+        assert caught.value is error
+    lane.reset()
+    assert lane.failed is None
+    lane.submit("again", lambda: done.append("again")).wait()
+    assert done == ["before", "again"]
+
+
+def test_what_was_queued_before_a_reset_is_still_refused(threaded):
+    gate, done = Gate(), []
+    threaded.submit("the gate", gate)
+    threaded.submit("a search", lambda: fail(LookupError()))
+    refused = threaded.submit("after", lambda: done.append("after"))
+    threading.Timer(0, gate.open).start()
+    threaded.reset()
+    assert refused.done() and isinstance(refused.error, LookupError)
+    assert done == []
+
+
+def test_whoever_has_waited_finds_the_lane_failed(threaded):
+    """Else a reset right after the wait could come before the failure, and the lane stay closed for good."""
+    seen: list[BaseException | None] = []
+
+    class Watched(threading.Event):
+        def set(self) -> None:
+            seen.append(threaded.failed)
+            super().set()
+
+    gate, error = Gate(), LookupError()
+    threaded.submit("the gate", gate)
+    work = threaded.submit("a search", lambda: fail(error))
+    work.finished = Watched()
+    gate.open()
+    with pytest.raises(LookupError):
+        work.wait()
+    assert seen == [error]
+
+
+def test_past_its_deadline_a_wait_names_the_operation(threaded):
+    gate = Gate()
+    work = threaded.submit("the exchange of bucket 3", gate)
+    assert not work.done()
+    for deadline in (time.monotonic() - 1, time.monotonic() + 0.01):
+        with pytest.raises(PeerLost, match="the exchange of bucket 3 did not end before") as lost:
+            work.wait(deadline)
+        assert lost.value.operation == "the exchange of bucket 3"
+    gate.open()
+    work.wait(time.monotonic() + PATIENCE_S)
+    assert threaded.failed is None
+
+
+def test_draining_waits_for_everything_and_raises_nothing(threaded):
+    threaded.drain()
+    gate = Gate()
+    threaded.submit("the gate", gate)
+    threaded.submit("a search", lambda: fail(LookupError()))
+    last = threaded.submit("after", nothing)
+    threading.Timer(0, gate.open).start()
+    threaded.drain()
+    assert last.done()
+
+
+def test_a_closed_lane_ends_its_thread_after_what_is_queued_and_can_be_used_again():
+    lane, gate, done = Lane("a test's"), Gate(), []
+    thread = new_thread(lambda: lane.submit("the gate", gate))
+    lane.submit("last", lambda: done.append("last"))
+    threading.Timer(0, gate.open).start()
+    lane.close()
+    assert done == ["last"]
+    assert not thread.is_alive()
+    lane.close()
+    lane.submit("again", lambda: done.append("again")).wait()
+    lane.close()
+    assert done == ["last", "again"]
+
+
+class Owner:
+    """Owns a lane, as a reducer does, and submits functions that hold it."""
+
+    def __init__(self) -> None:
+        self.lane = Lane("an owner's")
+
+    def search(self, *, fails: bool) -> None:
+        if fails:
+            raise LookupError
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["idle", "failed"])
+def test_the_thread_of_a_lane_that_is_collected_ends(fails):
+    owner = Owner()
+    thread = new_thread(lambda: owner.lane.submit("a search", lambda: owner.search(fails=fails)))
+    owner.lane.drain()
+    del owner
+    until = time.monotonic() + PATIENCE_S
+    while thread.is_alive() and time.monotonic() < until:
+        gc.collect()  # the error's traceback and the owner hold each other
+        thread.join(0.05)
+    assert not thread.is_alive()
