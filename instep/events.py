@@ -55,5 +55,6 @@ class Recorder:
 
     def seconds(self, name: str, step: int) -> float:
         """Sum of the durations of the events called ``name`` in ``step``, one of the last steps."""
-        recent = takewhile(lambda e: e.step >= step, reversed(self.events))
+        # A copy, because the lane may be appending.
+        recent = takewhile(lambda e: e.step >= step, reversed(self.events.copy()))
         return sum(e.duration_s for e in recent if e.step == step and e.name == name)

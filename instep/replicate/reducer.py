@@ -22,7 +22,7 @@ from instep.errors import Desync, PeerLost
 from instep.events import Recorder
 from instep.mesh.device import Stream
 from instep.mesh.group import Group
-from instep.ordered.buckets import Bucket, Caps, Slot, flat_real, make_buckets
+from instep.ordered.buckets import Bucket, Caps, Slot, flat_real, make_buckets, wire_dtype
 from instep.ordered.exchange import Exchange
 from instep.ordered.header import VERSION, Header
 from instep.replicate.naive import Naive
@@ -232,6 +232,11 @@ class Reducer:
                 flat_real(view).fill_(-0.0)
                 continue
             slot.present = True
+            if gradient.dtype != view.dtype and wire_dtype(gradient.dtype) != bucket.dtype:
+                raise ValueError(
+                    f"parameter {self.names[slot.position]!r} has a gradient in {gradient.dtype} now, but had "
+                    "another dtype when the model was wrapped: convert first, then wrap"
+                )
             if gradient.is_sparse or gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
                 views.append(view)
                 gradients.append((gradient.to_dense() if gradient.is_sparse else gradient).detach())

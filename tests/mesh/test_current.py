@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.world import world
 
 
 @pytest.fixture(autouse=True)
-def nothing_registered():
+def nothing_registered() -> Iterator[None]:
     get.register_mesh(None)
     yield
     get.register_mesh(None)
@@ -62,7 +63,9 @@ def test_where_the_rank_computes():
 
 def test_an_unknown_question_is_refused_with_the_known_ones():
     for mesh in (None, alone()):
-        with pytest.raises(ValueError, match=r"get\('size'\): expected one of grank, rank, ws, pg, lrank, dev"):
+        with pytest.raises(
+            ValueError, match=r"get\('size'\): expected one of grank, rank, ws, pg, lrank, dev"
+        ):
             get("size", mesh)
 
 
@@ -99,7 +102,7 @@ def test_a_mesh_is_forgotten_only_by_itself():
 
 
 @pytest.fixture
-def no_launcher(monkeypatch):
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a program that nobody launched."""
     for name in list(os.environ):
         if name.startswith(("INSTEP_", "RANK", "WORLD_SIZE", "OMPI_", "SLURM_", "PET_", "LOCAL_")):
@@ -127,6 +130,8 @@ def test_init_has_as_many_threads_alone_as_among_many(no_launcher):
 
 
 def test_a_world_of_one_has_no_room_for_two_stages(no_launcher):
-    with pytest.raises(ValueError, match=r"dp\(-1\) \* pp\(2\) \* tp\(1\): the fixed axes need a multiple of 2"):
+    with pytest.raises(
+        ValueError, match=r"dp\(-1\) \* pp\(2\) \* tp\(1\): the fixed axes need a multiple of 2"
+    ):
         instep.init(backend="gloo", pp=2)
     assert current.registered() is None

@@ -1,11 +1,11 @@
-"""What lets the replicas of DistributedDataParallel drift apart without a word, on two processes, and ours not.
+"""What lets the replicas of DistributedDataParallel drift apart without a word, on two processes.
 
-Each test shows it first: after an optimizer step the ranks hold different weights.
+Each test shows it first: after an optimizer step the ranks hold different weights. Here the gradient is right,
+or an error says what to do.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -35,10 +35,8 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def ddp_diverges(mesh: Mesh, module: nn.Module, step: Step, **options: object) -> bool:
     """Whether the ranks' weights differ after ``step`` and an optimizer step, with no error raised."""
-    model = DistributedDataParallel(module, **options)
-    optimizer = sgd(module)
-    step(model, mesh.rank)
-    optimizer.step()
+    step(DistributedDataParallel(module, **options), mesh.rank)
+    sgd(module).step()
     return not equal_everywhere(mesh, module.parameters())
 
 
@@ -100,9 +98,7 @@ def test_a_parameter_that_is_unfrozen_after_wrapping(mesh: Mesh) -> None:
 
     assert ddp_diverges(mesh, frozen(), step)
     model = DataParallel(frozen())
-    with pytest.raises(
-        ValueError, match=r"'layers.0.weight' was frozen when the model was wrapped.*unfreeze"
-    ):
+    with pytest.raises(ValueError, match=r"'layers.0.weight' was frozen when .*unfreeze first"):
         step(model, mesh.rank)
     model.close()
 
@@ -126,9 +122,7 @@ def test_a_layer_that_is_replaced_after_wrapping(mesh: Mesh) -> None:
         model.module.layers[-1] = filled(nn.Linear(5, 2))
         square(model, rank).backward()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert ddp_diverges(mesh, filled(Dense()), step)
+    assert ddp_diverges(mesh, filled(Dense()), step)
     model = DataParallel(filled(Dense()))
     with pytest.raises(ValueError, match=r"'layers.5.weight' was not there when the model was wrapped.*wrap"):
         step(model, mesh.rank)
@@ -144,11 +138,7 @@ def test_a_checkpoint_that_is_loaded_by_assignment(mesh: Mesh) -> None:
         model.module.load_state_dict(weights, assign=True)
         square(model, rank).backward()
 
-    assert ddp_diverges(mesh, filled(Dense()), step) or True
-    module = filled(Dense())
-    model = DistributedDataParallel(module)
-    step(model, mesh.rank)
-    assert not equal_everywhere(mesh, [p.grad for p in module.parameters()])
+    assert ddp_diverges(mesh, filled(Dense()), step)
     model = DataParallel(filled(Dense()))
     with pytest.raises(ValueError, match="assign=True replaces them"):
         step(model, mesh.rank)
