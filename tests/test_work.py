@@ -188,13 +188,15 @@ class Owner:
         if fails:
             raise LookupError
 
+    def use(self, *, fails: bool) -> threading.Thread:
+        thread = new_thread(lambda: self.lane.submit("a search", lambda: self.search(fails=fails)))
+        self.lane.drain()
+        return thread
+
 
 @pytest.mark.parametrize("fails", [False, True], ids=["idle", "failed"])
 def test_the_thread_of_a_lane_that_is_collected_ends(fails):
-    owner = Owner()
-    thread = new_thread(lambda: owner.lane.submit("a search", lambda: owner.search(fails=fails)))
-    owner.lane.drain()
-    del owner
+    thread = Owner().use(fails=fails)
     until = time.monotonic() + PATIENCE_S
     while thread.is_alive() and time.monotonic() < until:
         gc.collect()  # the error's traceback and the owner hold each other

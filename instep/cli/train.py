@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from instep.cli.exits import tell
+from instep.cli.exits import exit_code, tell
 from instep.mesh.place import detect
 from instep.models.presets import PRESETS
 from instep.train import recipes, toml
@@ -36,8 +36,8 @@ class Arguments(Config):
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0  # with the sentence that Config has
 
 
-def parse(args: Sequence[str]) -> Config:
-    """The config that ``args`` ask for.
+def parse(args: Sequence[str], *, quiet: bool = False) -> Config:
+    """The config that ``args`` ask for; with ``quiet`` neither help nor a usage error is printed.
 
     Raises:
         ValueError: a config that cannot be run, in words for the user.
@@ -52,6 +52,7 @@ def parse(args: Sequence[str]) -> Config:
         description=DESCRIPTION,
         args=list(args),
         default=Arguments(**{name: getattr(base, name) for name in names}),
+        console_outputs=not quiet,
     )
     config = Config(**{name: getattr(arguments, name) for name in names})
     validate(config)
@@ -74,10 +75,15 @@ def _base(args: Sequence[str]) -> Config:
 
 def main(args: Sequence[str]) -> int:
     """Train as ``args`` say; return the exit code."""
+    speaks = True
     try:
-        config = parse(args)
+        place = detect(os.environ)
+        # All ranks read the same words, and until they have met, the first of each host speaks for it.
+        speaks = place.local_rank == 0
+        config = parse(args, quiet=not speaks)
+        speaks = True
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
-        if config.ranks != 1 and detect(os.environ).source == "single":
+        if config.ranks != 1 and place.source == "single":
             from instep.mesh.launch import warm
 
             warm()  # the process that ranks are forked from loads torch while this one does
@@ -85,4 +91,4 @@ def main(args: Sequence[str]) -> int:
 
         return run(config)
     except (Exception, KeyboardInterrupt) as error:
-        return tell(PROGRAM, error)
+        return tell(PROGRAM, error) if speaks else exit_code(error)

@@ -45,13 +45,17 @@ class Axis:
         self._own = own
         self._store = store
         self._num_duplicates = 0
+        self._private: Group | None = None
         self.pg = None if self.size == 1 else shared(name, self.ranks)
         self.group = self._wrap(self.pg, name)
 
-    @cached_property
+    @property
     def private(self) -> Group:
-        """A duplicate for instep's own use in the training loop's thread."""
-        return self.duplicate()
+        """A duplicate for instep's own use in the training loop's thread. Collective at the first use."""
+        # No cached_property: Python 3.11 holds one lock for all axes meanwhile, also those of other threads.
+        if self._private is None:
+            self._private = self.duplicate()
+        return self._private
 
     def duplicate(self) -> Group:
         """A new group over the same ranks, for one user in one thread. Collective over the axis."""

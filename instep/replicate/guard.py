@@ -11,7 +11,7 @@ One of the two places of process-wide state; the other is ``mesh/current.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 class Entry:
     """What is known of one parameter: whose it is, and which gradient the last step left behind."""
 
-    def __init__(self, reducer: Reducer, name: str, position: int | None) -> None:
+    def __init__(
+        self, reducer: Reducer, name: str, position: int | None, release: Callable[[], object]
+    ) -> None:
         self.reducer = weakref.ref(reducer)
+        self.release = release
         self.name = name
         self.position = position  # None: frozen when it was wrapped
         self.reduced = False  # an exchange has ended since the last optimizer step
@@ -67,12 +70,34 @@ class Entry:
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 
 
-def watch(reducer: Reducer, frozen: Sequence[tuple[str, Tensor]]) -> None:
-    """From now on, look at these parameters before every optimizer step."""
+def take_over(parameters: Sequence[Tensor]) -> None:
+    """End the reduction of these parameters by another wrapper.
+
+    Two wrappers of one module would both reduce its gradients, each while the other writes them. So the
+    newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
+
+    Raises:
+        ValueError: the other wrapper has more parameters than these, which would be left alone.
+    """
+    entries = [entry for parameter in parameters if (entry := _entries.get(parameter)) is not None]
+    mine = set(map(id, parameters))
+    for entry in entries:
+        other = entry.reducer()
+        if other is not None and not mine.issuperset(map(id, other.parameters)):
+            raise ValueError(
+                f"parameter {entry.name!r} belongs to a DataParallel of a larger module: close() that one, or "
+                "wrap the smaller module first"
+            )
+    for entry in entries:
+        entry.release()
+
+
+def watch(reducer: Reducer, frozen: Sequence[tuple[str, Tensor]], release: Callable[[], object]) -> None:
+    """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction."""
     for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
-        _entries[parameter] = Entry(reducer, name, i)
+        _entries[parameter] = Entry(reducer, name, i, release)
     for name, parameter in frozen:
-        _entries[parameter] = entry = Entry(reducer, name, None)
+        _entries[parameter] = entry = Entry(reducer, name, None, release)
         entry.used(parameter.grad)  # left from before it was frozen: as good as the weights are
 
 

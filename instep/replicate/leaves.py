@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from instep.ordered.keys import LeafKeys
@@ -82,6 +83,7 @@ class DeclaredStep:
                 self._check_leaf(leaf, before)
                 reducer.close_leaf()
             leaf = self.leaf = None
+            self._check_statistics()
             reducer.finish()
         finally:
             if self.leaf is leaf:  # not if another step has begun since
@@ -103,6 +105,9 @@ class DeclaredStep:
                     f"parameter {name!r} already has a gradient when micro_batches() begins: call "
                     "optimizer.zero_grad(set_to_none=True) before it; the step is the sum of its leaves alone"
                 )
+        # The kernel of batch norm writes its statistics without counting a version.
+        buffers = [(name, x) for name, x in self.module.named_buffers() if x.is_floating_point()]
+        self._statistics = [(name, x, x.detach().clone()) for name, x in buffers]
         self._buffers: list[tuple[str, nn.Module, str]] = []
         for name, module in self.module.named_modules():
             self._buffers += [(f"{name}.{key}".lstrip("."), module, key) for key in module._buffers]
@@ -128,15 +133,24 @@ class DeclaredStep:
             )
         for (name, owner, key), (buffer, version) in zip(self._buffers, before, strict=True):
             if owner._buffers[key] is not buffer or (buffer is not None and buffer._version != version):
-                raise ValueError(
-                    f"forward changed buffer {name!r} in a declared step: it would depend on who had "
-                    "which micro-batch. Put the layer into eval() mode, use track_running_stats=False, "
-                    "GroupNorm or LayerNorm, or train with plain backward outside of micro_batches()"
-                )
+                raise _changed(name)
+
+    def _check_statistics(self) -> None:
+        for name, buffer, before in self._statistics:
+            if not torch.equal(buffer, before):
+                raise _changed(name)
 
     def _buffer_states(self) -> list[State]:
         buffers = [owner._buffers[key] for _, owner, key in self._buffers]
         return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+
+def _changed(name: str) -> ValueError:
+    return ValueError(
+        f"forward changed buffer {name!r} in a declared step: it would depend on who had which micro-batch. "
+        "Put the layer into eval() mode, use track_running_stats=False, GroupNorm or LayerNorm, or train with "
+        "plain backward outside of micro_batches()"
+    )
 
 
 def _checked(leaf: Leaf) -> Leaf:

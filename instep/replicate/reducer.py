@@ -234,7 +234,7 @@ class Reducer:
             slot.present = True
             if gradient.dtype != view.dtype and wire_dtype(gradient.dtype) != bucket.dtype:
                 raise ValueError(
-                    f"parameter {self.names[slot.position]!r} has a gradient in {gradient.dtype} now, but had "
+                    f"parameter {self.names[slot.position]!r} has a gradient in {gradient.dtype}, but had "
                     "another dtype when the model was wrapped: convert first, then wrap"
                 )
             if gradient.is_sparse or gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
@@ -247,18 +247,25 @@ class Reducer:
         """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where it has to look otherwise.
 
         Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
-        gradient in the order of memory, so they need the layout too.
+        gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
+        stays it, because whoever has kept it may rely on that.
         """
         parameter = self.parameters[slot.position]
         view = bucket.view(slot, bucket.home)
+        gradient = parameter.grad
+        usable = gradient is not None and not gradient.is_sparse and not gradient.requires_grad
         if slot.position in self._sparse:
             if whole:
                 parameter.grad = view.to_sparse(1)
         elif view.dtype != parameter.dtype or view.stride() != parameter.stride():
             if whole:
-                parameter.grad = torch.empty_like(parameter.detach()).copy_(view)
-        elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+                if gradient is None or not usable or gradient.stride() != parameter.stride():
+                    gradient = parameter.grad = torch.empty_like(parameter.detach())
+                gradient.copy_(view)
+        elif gradient is None or not usable:
             parameter.grad = view
+        elif gradient.data_ptr() != view.data_ptr():
+            gradient.data = view
 
     def _is_attached(self, slot: Slot, bucket: Bucket) -> bool:
         gradient = self.parameters[slot.position].grad

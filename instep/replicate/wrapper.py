@@ -135,14 +135,15 @@ class DataParallel(nn.Module):
         self.group, self.recorder = find_ranks(process_group, timeout_s)
         agree_on_structure(self.module, self.group)
         names, parameters = [name for name, _ in roster.trainable], [p for _, p in roster.trainable]
+        guard.take_over(parameters)
         sparse = _sparse(self.module, parameters)
         self._reducer = Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
         device = parameters[0].device if parameters else torch.device("cpu")
         keys = LeafKeys(self.module, self._seed, generators(device))
         self._declared = DeclaredStep(self.module, self._reducer, keys, roster)
         self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
-        guard.watch(self._reducer, roster.frozen)
         self._unbind = weakref.finalize(self, _release, self._backward.hooks, self._reducer.lane, self.group)
+        guard.watch(self._reducer, roster.frozen, self._unbind)
 
     def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""

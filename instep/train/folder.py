@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,18 +41,25 @@ def claim(config: Config) -> Path:
         if config.resume:
             raise ValueError("--resume needs --run-dir: which run shall go on?")
         return _make(Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"), fresh=True)
+    if config.resume and not config.run_dir.exists():
+        raise ValueError(f"{config.run_dir} does not exist, so there is no run to resume: look at --run-dir")
     path = _make(config.run_dir, fresh=False)
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"run directory {path} cannot be written to: pass another --run-dir")
+    is_empty = not any(path.iterdir())
+    holds_run = (path / CONFIG).exists()
     if config.resume:
         busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in _workers(path) if lives(peer)]
         if busy:
             raise ValueError(
                 f"{path}: the run is still going on in {', '.join(busy)}: wait for it, or end it"
             )
-    elif any(path.iterdir()):
-        holds = "another run" if (path / CONFIG).exists() else "other files"
-        raise ValueError(f"{path} holds {holds}: pass --resume to continue a run, or another --run-dir")
-    if not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} cannot be written to: pass another --run-dir")
+        if not is_empty and not holds_run:
+            raise ValueError(f"{path} holds other files and no run to resume: look at --run-dir")
+    elif holds_run:
+        raise ValueError(f"{path} holds another run: pass --resume to continue it, or another --run-dir")
+    elif not is_empty:
+        raise ValueError(f"{path} holds other files: pass another --run-dir")
     return path
 
 
@@ -61,11 +69,19 @@ def begin(path: Path, config: Config, workers: Sequence[Peer]) -> None:
     _replace(path / WORKERS, json.dumps({str(peer.rank): asdict(peer) for peer in workers}, indent=1) + "\n")
 
 
-def end(path: Path, summary: Mapping[str, Any] | None) -> None:
-    """The run is over, with ``summary`` if it came to its end."""
-    (path / WORKERS).unlink(missing_ok=True)
-    if summary is not None:
-        _replace(path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+def end(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Write and return the figures; what is None in ``summary`` stays what the part before has left."""
+    before = _read_object(path / SUMMARY)
+    whole = {name: before.get(name) if figure is None else figure for name, figure in summary.items()}
+    _replace(path / SUMMARY, json.dumps(whole, indent=1) + "\n")
+    return whole
+
+
+def release(path: Path) -> None:
+    """No process works in ``path`` any more; if the run has not even begun, it leaves no empty directory."""
+    with suppress(OSError):  # nothing here may hide the error that ends the run
+        (path / WORKERS).unlink(missing_ok=True)
+        path.rmdir()  # which fails if anything is in it
 
 
 class Lines:
@@ -123,10 +139,18 @@ def _make(path: Path, *, fresh: bool) -> Path:
 
 def _workers(path: Path) -> list[Peer]:
     try:
-        records = json.loads((path / WORKERS).read_text(encoding="utf-8"))
-        return [Peer(**record) for record in records.values()]
-    except (OSError, ValueError, TypeError, AttributeError):
+        return [Peer(**record) for record in _read_object(path / WORKERS).values()]
+    except TypeError:
         return []
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _replace(path: Path, text: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,24 @@ from instep.train.folder import LEDGER, METRICS, Lines
 from instep.train.losses import held_out_loss, mean_loss, text_loss
 from instep.train.optimizers import learning_rate, make_optimizer, set_learning_rate
 from instep.train.progress import Display
+from instep.train.together import on_every_rank, require_same
 
 HASH_EVERY = 50  # steps between two entries of the whole state's hash in the ledger
-
-
-@dataclass
-class History:
-    """What the summary is made of."""
-
-    losses: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    exposed_s: list[float] = field(default_factory=list)
-    held_out: float | None = None
-    held_out_first: float | None = None
 
 
 class Trainer:
     """A run on one rank.
 
-    At construction: text, model with weights by name, optimizer; collective over the mesh. ``adopt`` puts
-    in the state of a checkpoint. ``step`` makes one optimizer step out of a global batch. ``record``
-    writes it down, on rank 0.
+    At construction: text, model with weights by name, optimizer; collective over the mesh. Then the state of
+    a checkpoint may be loaded into ``module``, ``optimizer`` and ``steps_done``. ``step`` makes one optimizer
+    step out of a global batch; ``evaluate`` changes nothing.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
         self.group = mesh["dp"].whole.group
-        self.text: TextSplits = open_text(config.data, config.model.context)
+        self.text = self._read_text()
         self.module = GPT(GPTConfig(**asdict(config.model)))
         initialize(self.module, config.seed)
         self.module.to(mesh.device)
@@ -67,7 +57,6 @@ class Trainer:
             seed=config.seed,
         )
         self.steps_done = 0
-        self.history = History()
 
     @property
     def cursor(self) -> int:
@@ -107,9 +96,6 @@ class Trainer:
         exposed_s = recorder.seconds("exposed", self.steps_done)
         self.steps_done += 1
         step_s = time.monotonic() - began
-        self.history.losses.append(loss_value)
-        self.history.step_s.append(step_s)
-        self.history.exposed_s.append(exposed_s)
         tokens = config.batch.global_size * config.model.context
         return {
             "loss": loss_value,
@@ -122,7 +108,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """The held-out loss, in nats per byte. Collective."""
-        self.history.held_out = held_out_loss(
+        return held_out_loss(
             self.module,
             self.text.held_out,
             self.group,
@@ -131,9 +117,13 @@ class Trainer:
             device=self.mesh.device,
             autocast=self.config.autocast,
         )
-        if self.history.held_out_first is None:
-            self.history.held_out_first = self.history.held_out
-        return self.history.held_out
+
+    def _read_text(self) -> TextSplits:
+        """The text, or one error for all ranks; hosts may hold different files under one name."""
+        data, context, world = self.config.data, self.config.model.context, self.mesh.world.group
+        text = on_every_rank(world, "reading the text", lambda: open_text(data, context))
+        require_same(world, "the SHA-256 of the text", text.train.sha256)
+        return text
 
     def _windows(self, leaf: int) -> Tensor:
         indices = micro_batch_indices(
@@ -159,8 +149,10 @@ class Books:
         self.trainer = trainer
         self._lines: list[Lines] = []
         if trainer.mesh.rank == 0:
-            until = trainer.steps_done
-            self._lines = [Lines(path / name, until_step=until) for name in (METRICS, LEDGER)]
+            done = trainer.steps_done
+            # A run that begins once more measures its initial weights once more.
+            metrics, ledger = (path / METRICS, done or -1), (path / LEDGER, done)
+            self._lines = [Lines(path, until_step=until) for path, until in (metrics, ledger)]
 
     def started(self, restarts: int) -> None:
         """The run begins, or goes on, here."""
@@ -174,6 +166,11 @@ class Books:
                 placement=placement,
                 strategy=self.trainer.config.parallel.strategy,
             )
+
+    def before_steps(self, held_out: float) -> None:
+        """Write down the loss of the initial weights."""
+        if self._lines:
+            self._lines[0].write(step=0, held_out_loss=held_out)
 
     def step(self, figures: Mapping[str, float], held_out: float | None, *, last: bool) -> None:
         """Write down the step that has just been made."""
@@ -200,21 +197,26 @@ class Books:
             lines.close()
 
 
-def run_steps(trainer: Trainer, books: Books, display: Display, save: Any) -> None:
+def run_steps(trainer: Trainer, books: Books, display: Display, save: Callable[[], None]) -> None:
     """Train until the last step, or until ``stop_after``; ``save()`` whenever a checkpoint is due."""
     config = trainer.config
     last = min(config.stop_after or config.steps, config.steps)
+
+    def evaluate() -> float:
+        held_out = trainer.evaluate()
+        display.say(f"step {trainer.steps_done}  held out {held_out:.3f} nats per byte")
+        return held_out
+
+    def due(every: int) -> bool:
+        done = trainer.steps_done
+        return done == last or (every > 0 and done % every == 0)
+
     if trainer.steps_done == 0:
-        display.say(f"step 0  held out {trainer.evaluate():.3f} nats per byte")
+        books.before_steps(evaluate())
     while trainer.steps_done < last:
         figures = trainer.step()
-        done = trainer.steps_done
-        held_out = None
-        if done == last or (config.eval.every and done % config.eval.every == 0):
-            held_out = trainer.evaluate()
-            display.say(f"step {done}  held out {held_out:.3f} nats per byte")
-        books.step(figures, held_out, last=done == last)
-        shown = {name: value for name, value in figures.items() if name != "exposed_ms"}
-        display.step(done, **shown)
-        if done == last or (config.checkpoint.every and done % config.checkpoint.every == 0):
+        held_out = evaluate() if due(config.eval.every) else None
+        books.step(figures, held_out, last=trainer.steps_done == last)
+        display.step(trainer.steps_done, **figures)
+        if due(config.checkpoint.every):
             save()

@@ -9,9 +9,9 @@ LINES_PER_RUN = 20
 
 
 class Display:
-    """Shows ``num_steps`` steps from ``start``; silent on every rank but 0."""
+    """Shows ``num_steps`` steps; silent on every rank but 0."""
 
-    def __init__(self, rank: int, num_steps: int, start: int) -> None:
+    def __init__(self, rank: int, num_steps: int) -> None:
         self.console = Console(stderr=True, highlight=False, markup=False, quiet=rank != 0, soft_wrap=True)
         self.num_steps = num_steps
         self.every = max(num_steps // LINES_PER_RUN, 1)
@@ -25,7 +25,7 @@ class Display:
                 TimeRemainingColumn(),
             ]
             self._bar = Progress(*columns, console=self.console, transient=True)
-            self._task = self._bar.add_task("step", total=num_steps, completed=start, figures="")
+            self._task = self._bar.add_task("step", total=num_steps, figures="")
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -33,11 +33,20 @@ class Display:
         self.console.print(text)
 
     def step(
-        self, step: int, *, loss: float, rate: float, norm: float, step_ms: float, tokens_per_s: float
+        self,
+        step: int,
+        *,
+        loss: float,
+        rate: float,
+        norm: float,
+        step_ms: float,
+        exposed_ms: float,
+        tokens_per_s: float,
     ) -> None:
-        """``step`` steps are done."""
+        """``step`` steps are done; the figures are those of the last one."""
         figures = (
-            f"loss {loss:.3f}  norm {norm:.2f}  lr {rate:.1e}  {step_ms:.0f} ms  {tokens_per_s:,.0f} tokens/s"
+            f"loss {loss:.3f}  norm {norm:.2f}  lr {rate:.1e}  {step_ms:.0f} ms"
+            f" ({exposed_ms:.0f} exposed)  {tokens_per_s:,.0f} tokens/s"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=figures)

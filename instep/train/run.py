@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import statistics
-import sys
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,15 @@ from typing import Any
 import torch
 
 from instep.checkpoint import contract, load, save, state, tensors
+from instep.checkpoint.manifest import Manifest
+from instep.errors import ContractBroken
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
 from instep.mesh.place import detect
-from instep.train import folder
+from instep.train import folder, summary
 from instep.train.config import Config, check_ranks, local_ranks, validate
-from instep.train.folder import CHECKPOINTS, LEDGER
+from instep.train.folder import CHECKPOINTS, LEDGER, METRICS
 from instep.train.loop import Books, Trainer, run_steps
 from instep.train.progress import Display
 from instep.train.together import on_rank_zero
@@ -38,58 +38,60 @@ def run(config: Config) -> int:
     if detect(os.environ).source != "single":
         return run_rank(config)
     # The directory is claimed here, so that all ranks are told the same one.
-    config = replace(config, run_dir=folder.claim(config))
+    path = folder.claim(config)
+    config = replace(config, run_dir=path)
     ranks = local_ranks(config, len(os.sched_getaffinity(0)))
-    if ranks == 1:
-        return run_rank(config, claimed=True)
-    launch(run_rank, (config, True), ranks=ranks, threads=config.parallel.threads)
-    assert config.run_dir is not None
-    return _code(config, folder.read_lines(config.run_dir / LEDGER)[-1]["step"])
+    try:
+        if ranks == 1:
+            return run_rank(config, claimed=True)
+        launch(run_rank, (config, True), ranks=ranks, threads=config.parallel.threads)
+        return _code(config, folder.read_lines(path / LEDGER)[-1]["step"])
+    finally:
+        folder.release(path)  # here too, because rank 0 may have been killed
 
 
 def run_rank(config: Config, claimed: bool = False) -> int:
     """One rank's part of a run."""
     backend = None if config.parallel.backend == "auto" else config.parallel.backend
     mesh = init(backend=backend, timeout_s=config.timeout_s, threads=config.parallel.threads)
-    try:
-        world = mesh.world.group
+    world = mesh.world.group
+    path = config.run_dir if claimed else None
+
+    def claim() -> str:
         check_ranks(config, world.size)
-        path = config.run_dir
-        if not claimed:
-            path = Path(on_rank_zero(world, "claiming the run directory", lambda: str(folder.claim(config))))
-        assert path is not None
+        return str(folder.claim(config))
+
+    try:
+        if path is None:
+            path = Path(on_rank_zero(world, "claiming the run directory", claim))
         return _train(replace(config, run_dir=path), mesh, path)
     finally:
+        if path is not None and mesh.rank == 0:
+            folder.release(path)
         mesh.close()
 
 
 def _train(config: Config, mesh: Mesh, path: Path) -> int:
-    world = mesh.world.group
     trainer = Trainer(config, mesh)
-    display = Display(mesh.rank, config.steps, 0)
-    summary: dict[str, Any] | None = None
-    began = False
-    try:
+    with closing(Display(mesh.rank, config.steps)) as display:
         _announce(display, config, mesh, trainer, path)
         if config.resume:
-            _resume(trainer, path / CHECKPOINTS, display)
+            _resume(trainer, path, display)
         restarts = _count_starts(path)
-        if mesh.rank == 0:
-            folder.begin(path, config, world.peers.table)
-            began = True
-        books = Books(path, trainer)
-        books.started(restarts)
         first_step = trainer.steps_done
-        run_steps(trainer, books, display, lambda: _save(trainer, path / CHECKPOINTS))
-        books.close()
         if mesh.rank == 0:
-            summary = _summary(trainer, first_step, restarts)
-    finally:
-        display.close()
-        if began:
-            folder.end(path, summary)
-    if summary is not None:
-        _print_summary(summary, path)
+            folder.begin(path, config, mesh.world.group.peers.table)
+        with closing(Books(path, trainer)) as books:
+            books.started(restarts)
+            run_steps(trainer, books, display, lambda: _save(trainer, path / CHECKPOINTS))
+        if trainer.steps_done < config.steps:
+            display.say(f"stopped after step {trainer.steps_done} of {config.steps}; --resume goes on")
+    # The others wait for rank 0 here: some launchers end everybody when the first rank has ended.
+    on_rank_zero(
+        mesh.world.group,
+        "summing up",
+        lambda: summary.show(folder.end(path, _summary(trainer, path, first_step, restarts)), path),
+    )
     return _code(config, trainer.steps_done)
 
 
@@ -131,17 +133,17 @@ def _save(trainer: Trainer, directory: Path) -> None:
     on_rank_zero(trainer.mesh.world.group, "saving a checkpoint", write)
 
 
-def _resume(trainer: Trainer, directory: Path, display: Display) -> None:
+def _resume(trainer: Trainer, path: Path, display: Display) -> None:
     """Take the newest checkpoint that verifies, read by rank 0 and broadcast; none means from the start."""
     world = trainer.mesh.world.group
     read: dict[str, torch.Tensor] = {}
 
     def find() -> dict[str, Any]:
-        found = load.newest(directory)
+        found = load.newest(path / CHECKPOINTS)
         if found is None:
-            return {"step": 0, "notes": [f"{directory}: no checkpoint yet, starting from the beginning"]}
+            return {"step": 0, "notes": [f"{path}: no checkpoint yet, starting from the beginning"]}
+        _require_fit(found.manifest, trainer, path)
         notes = [f"passed over {reason}" for _, reason in found.rejected]
-        contract.require_same(found.manifest.numerical, trainer.numerical())
         expected = tensors.layout_of(state.model_tensors(trainer.module))
         rest = found.manifest.extra["optimizer"]
         held = tensors.contents(found.path / save.OPTIMIZER_FILE)
@@ -174,8 +176,25 @@ def _resume(trainer: Trainer, directory: Path, display: Display) -> None:
     state.restore_optimizer(trainer.module, trainer.optimizer, moments, answer["rest"])
     trainer.steps_done = answer["step"]
     if trainer.state_sha256() != answer["hash"]:
-        raise contract.ContractBroken(
+        raise ContractBroken(
             f"rank {trainer.mesh.rank}: the state after loading does not have the hash that was saved with it"
+        )
+
+
+def _require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> None:
+    """Raise unless going on from this checkpoint gives the bits of one uninterrupted run, and leads on."""
+    changed = contract.differences(manifest.numerical, trainer.numerical())
+    if changed:
+        raise ContractBroken(
+            f"{path} was begun with other settings, and going on with these would not give the bits of one "
+            f"uninterrupted run: use its own (they are in {path / folder.CONFIG}), or start a new run in "
+            "another --run-dir\n  " + "\n  ".join(changed)
+        )
+    stop, steps = trainer.config.stop_after, trainer.config.steps
+    if stop and stop <= manifest.step < steps:
+        raise ValueError(
+            f"stop_after {stop}: the run is at step {manifest.step} of {steps} already: pass a later step, "
+            "or 0 to go on to the end"
         )
 
 
@@ -184,13 +203,9 @@ def _count_starts(path: Path) -> int:
     return sum(line.get("event") == "started" for line in folder.read_lines(path / LEDGER))
 
 
-def _summary(trainer: Trainer, first_step: int, restarts: int) -> dict[str, Any]:
-    history, config = trainer.history, trainer.config
-    # The first two steps learn the order of the gradients and warm up.
-    steady = history.step_s[2:] or history.step_s
-    exposed = history.exposed_s[2:] or history.exposed_s
-    tokens = config.batch.global_size * config.model.context
-    step_s = statistics.median(steady) if steady else float("nan")
+def _summary(trainer: Trainer, path: Path, first_step: int, restarts: int) -> dict[str, Any]:
+    config = trainer.config
+    tokens_per_step = config.batch.global_size * config.model.context
     return {
         "state_sha256": trainer.state_sha256(),
         "steps": trainer.steps_done,
@@ -199,34 +214,8 @@ def _summary(trainer: Trainer, first_step: int, restarts: int) -> dict[str, Any]
         "strategy": config.parallel.strategy,
         "ordered": config.parallel.ordered,
         "contract": trainer.model.contract,
-        "loss_first": history.losses[0] if history.losses else None,
-        "loss_last": history.losses[-1] if history.losses else None,
-        "held_out_loss_first": history.held_out_first,
-        "held_out_loss": history.held_out,
-        "step_ms_median": step_s * 1e3 if steady else None,
-        "tokens_per_s": tokens / step_s if steady else None,
-        "exposed_comm_share": sum(exposed) / sum(steady) if steady else None,
+        **summary.figures(folder.read_lines(path / METRICS), first_step, tokens_per_step),
         "restarts": restarts,
         "fingerprint": contract.fingerprint(trainer.numerical()),
         "parallel": asdict(config.parallel),
     }
-
-
-def _print_summary(summary: dict[str, Any], path: Path) -> None:
-    """The result, on stdout."""
-
-    def number(name: str, form: str) -> str:
-        return "-" if summary[name] is None else format(summary[name], form)
-
-    rows = {
-        "run": str(path),
-        "steps": f"{summary['steps']} on {summary['world_size']} rank(s), {summary['strategy']}",
-        "loss": f"{number('held_out_loss', '.3f')} nats per byte held out, from "
-        f"{number('held_out_loss_first', '.3f')} (training {number('loss_last', '.3f')})",
-        "speed": f"{number('tokens_per_s', ',.0f')} tokens/s, {number('step_ms_median', '.0f')} ms a step "
-        f"(median), {number('exposed_comm_share', '.1%')} of it exposed communication",
-        "state": f"sha256 {summary['state_sha256']}",
-    }
-    with suppress(BrokenPipeError):
-        sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows.items()))
-        sys.stdout.flush()

@@ -1,7 +1,9 @@
-"""What one rank does for all: rank 0 reads or writes, and everybody learns how it went.
+"""What may fail on one rank and concerns all: everybody learns how it went, and one rank tells it.
 
-A rank that raises while the others go on leaves them waiting in the next collective. So whatever only rank
-0 does ends with one small message: the result, or the error, which then is raised on every rank.
+A rank that raises while the others go on leaves them waiting in the next collective. So what only rank 0
+does, and what every rank does outside of training, ends with one small message: the result, or the error,
+which then is raised on every rank. On all but the one that it is from, it is marked ``told``, so that a
+command says it once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from instep import errors
 from instep.mesh.group import Group
 
 T = TypeVar("T")  # something that JSON can carry
+R = TypeVar("R")
 
 KINDS: tuple[type[Exception], ...] = (
     ValueError,
@@ -28,8 +31,7 @@ KINDS: tuple[type[Exception], ...] = (
 def on_rank_zero(group: Group, operation: str, function: Callable[[], T]) -> T:
     """``function()`` of the group's first rank, for every rank. Collective.
 
-    The error of rank 0 is raised on all ranks; on the others it is marked ``told``, so that a command says
-    it once.
+    Its error is raised on all.
     """
     if group.rank != 0:
         answer = json.loads(group.all_gather_bytes(b"", operation)[0])
@@ -39,19 +41,51 @@ def on_rank_zero(group: Group, operation: str, function: Callable[[], T]) -> T:
         return result
     try:
         result = function()
-        answer = {"result": result}
     except Exception as error:
-        names = [kind.__name__ for kind in KINDS if isinstance(error, kind)]
-        answer = {"error": [names[0] if names else "InstepError", str(error)]}
-        group.all_gather_bytes(json.dumps(answer).encode(), operation)
+        group.all_gather_bytes(json.dumps({"error": _record(error)}).encode(), operation)
         raise
-    group.all_gather_bytes(json.dumps(answer).encode(), operation)
+    group.all_gather_bytes(json.dumps({"result": result}).encode(), operation)
     return result
+
+
+def on_every_rank(group: Group, operation: str, function: Callable[[], R]) -> R:
+    """``function()`` of this rank, once it has worked on all. Collective.
+
+    The error of the first rank in which it did not is raised on all.
+    """
+    try:
+        result = function()
+    except Exception as error:
+        said = group.all_gather_bytes(json.dumps(_record(error)).encode(), operation)
+        if not any(said[: group.rank]):
+            raise
+    else:
+        said = group.all_gather_bytes(b"", operation)
+        if not any(said):
+            return result
+    raise _rebuilt(json.loads(next(filter(None, said))))
+
+
+def require_same(group: Group, what: str, value: str) -> None:
+    """Raise ``ValueError`` on all ranks, which names two, unless ``value`` is the same on all. Collective."""
+    values = [data.decode() for data in group.all_gather_bytes(value.encode(), f"the comparison of {what}")]
+    for rank, other in zip(group.ranks, values, strict=True):
+        if other != values[0]:
+            error = ValueError(f"{what}: rank {group.ranks[0]} has {values[0]}, but rank {rank} has {other}")
+            raise _told(error) if group.rank else error
+
+
+def _record(error: Exception) -> list[str]:
+    names = [kind.__name__ for kind in KINDS if isinstance(error, kind)]
+    return [names[0] if names else "InstepError", str(error)]
 
 
 def _rebuilt(record: list[str]) -> Exception:
     name, message = record
     kind = next((kind for kind in KINDS if kind.__name__ == name), errors.InstepError)
-    error = kind(message)
+    return _told(kind(message))
+
+
+def _told(error: Exception) -> Exception:
     error.told = True  # type: ignore[attr-defined]
     return error

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.ordered.header import AGREED, VERSION, Header, disagreement, header_length, pack, unpack
+from instep.ordered.header import VERSION, Header, disagreement, header_length, pack, unpack
 
 GOOD = Header(
     version=VERSION,
@@ -55,6 +55,9 @@ def test_no_presence_bit_is_lost_at_the_edge_of_a_word(num_parameters):
 def test_ranks_that_differ_only_in_what_is_their_own_agree():
     other = replace(GOOD, num_own=0, weight=0, ready_ns=5)
     assert disagreement([GOOD, other, GOOD], [4, 5, 6]) is None
+
+
+AGREED = ["version", "declared", "step", "exchange", "bucket", "num_elements", "num_leaves"]
 
 
 @pytest.mark.parametrize("field", AGREED)

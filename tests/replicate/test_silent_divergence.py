@@ -1,7 +1,7 @@
 """What lets the replicas of DistributedDataParallel drift apart without a word, on two processes.
 
-Each test shows it first: after an optimizer step the ranks hold different weights. Here the gradient is right,
-or an error says what to do.
+Each test shows it first: after an optimizer step the ranks hold different weights. Here the gradient is
+right, or an error says what to do.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""The figures of a whole run, taken from what it has written down step by step, and shown at its end."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+WARM_UP_STEPS = 2  # the first learns the order of the gradients, the second sends by it for the first time
+
+
+def figures(lines: Sequence[Mapping[str, Any]], first_step: int, tokens_per_step: int) -> dict[str, Any]:
+    """What ``lines`` of ``metrics.jsonl`` say; None stands for "no such step".
+
+    Losses are those of the whole run; speed is that of the part after ``first_step``, on one placement.
+    """
+    losses = [line["loss"] for line in lines if "loss" in line] or [None]
+    held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line] or [None]
+    ours = [line for line in lines if line["step"] > first_step]
+    steady = ours[WARM_UP_STEPS:] or ours
+    step_ms = statistics.median(line["step_ms"] for line in steady) if steady else None
+    whole_ms = sum(line["step_ms"] for line in steady)
+    return {
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "held_out_loss_first": held_out[0],
+        "held_out_loss": held_out[-1],
+        "step_ms_median": step_ms,
+        "tokens_per_s": tokens_per_step / step_ms * 1e3 if step_ms else None,
+        "exposed_comm_share": sum(line["exposed_ms"] for line in steady) / whole_ms if whole_ms else None,
+    }
+
+
+def show(summary: Mapping[str, Any], path: Path) -> None:
+    """The result, on stdout."""
+
+    def number(name: str, form: str) -> str:
+        return "-" if summary[name] is None else format(summary[name], form)
+
+    rows = {
+        "run": str(path),
+        "steps": f"{summary['steps']} on {summary['world_size']} rank(s), {summary['strategy']}",
+        "loss": f"{number('held_out_loss', '.3f')} nats per byte held out, from "
+        f"{number('held_out_loss_first', '.3f')} (training {number('loss_last', '.3f')})",
+        "speed": f"{number('tokens_per_s', ',.0f')} tokens/s, {number('step_ms_median', '.0f')} ms a step "
+        f"(median), {number('exposed_comm_share', '.1%')} of it exposed communication",
+        "state": f"sha256 {summary['state_sha256']}",
+    }
+    with suppress(BrokenPipeError):
+        sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows.items()))
+        sys.stdout.flush()

@@ -1,0 +1,146 @@
+"""A mesh has a group per axis over the right ranks, others for who needs one's own, and leaves none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from instep.mesh.mesh import Axis, build
+from tests.world import world
+
+OPERATION = "the gathering of a test"
+
+
+def gathered(axis: Axis, value: int) -> list[int]:
+    out = torch.empty(axis.size, dtype=torch.int64)
+    axis.group.all_gather(out, torch.tensor([value]), OPERATION)
+    return out.tolist()
+
+
+def members(axis: Axis, rank: int) -> list[int]:
+    """The global ranks that one really meets on ``axis``."""
+    return gathered(axis, rank)
+
+
+@world(4, dp=2, pp=2)
+def test_two_by_two(mesh):
+    pp, dp = divmod(mesh.rank, 2)  # dp is faster, so its groups are neighbours
+    assert mesh.coordinates == {"pp": pp, "dp": dp, "tp": 0}
+    expected = {"pp": [dp, dp + 2], "dp": [2 * pp, 2 * pp + 1], "tp": [mesh.rank]}
+    for name, axis in mesh.along.items():
+        assert members(axis, mesh.rank) == list(axis.ranks) == expected[name]
+        assert (axis.name, axis.size, axis.rank) == (name, len(axis.ranks), axis.ranks.index(mesh.rank))
+    assert members(mesh.world, mesh.rank) == [0, 1, 2, 3]
+    assert mesh.along["tp"].pg is None
+
+
+@world(6, dp=3, tp=2)
+def test_groups_of_one_axis_do_not_hear_each_other(mesh):
+    for step in range(3):
+        dp, tp = divmod(mesh.rank, 2)
+        assert gathered(mesh.along["dp"], 100 * step + mesh.rank) == [
+            100 * step + r for r in (tp, tp + 2, tp + 4)
+        ]
+        assert gathered(mesh.along["tp"], 100 * step + mesh.rank) == [100 * step + 2 * dp + i for i in (0, 1)]
+
+
+@world(2)
+def test_the_world_of_one_axis_is_that_axis(mesh):
+    assert mesh.world is mesh.along["dp"]
+    assert mesh.whole is mesh.world
+    assert mesh["dp"].whole is mesh.world
+
+
+@world(4, dp=2, tp=2)
+def test_a_view_is_the_mesh_along_one_axis(mesh):
+    view = mesh["tp"]
+    assert view.is_view and not mesh.is_view
+    assert view.whole is mesh.along["tp"]
+    assert mesh.whole is mesh.world
+    assert view["dp"].whole is mesh.along["dp"]
+    assert (view.rank, view.coordinates, view.recorder) == (mesh.rank, mesh.coordinates, mesh.recorder)
+    assert mesh.recorder.rank == mesh.rank
+    with pytest.raises(ValueError, match="no axis 'ep' in this mesh: expected one of pp, dp, tp"):
+        mesh["ep"]
+
+
+@world(2)
+def test_an_axis_has_the_user_s_group_a_private_one_and_as_many_as_are_asked_for(mesh):
+    axis = mesh.along["dp"]
+    groups = [axis.group, axis.private, axis.duplicate(), axis.duplicate()]
+    assert axis.group.pg is axis.pg
+    assert axis.private is groups[1]
+    assert len({id(group.pg) for group in groups}) == 4
+    assert {(group.ranks, group.rank, group.timeout_s) for group in groups} == {((0, 1), mesh.rank, 5.0)}
+
+
+@world(2)
+@pytest.mark.parametrize(("first", "second", "sums"), [("pg", "private", [3, 30]), ("pg", "pg", [21, 12])])
+def test_what_is_issued_in_another_order_mixes_on_one_group_and_does_not_on_two(mesh, first, second, sums):
+    axis = mesh.along["dp"]
+    groups = {"pg": axis.pg, "private": axis.private.pg}
+    small, large = torch.tensor([1 + mesh.rank]), torch.tensor([10 * (1 + mesh.rank)])
+    operations = [(groups[first], small), (groups[second], large)]
+    works = [pg.allreduce([x]) for pg, x in (operations if mesh.rank == 0 else reversed(operations))]
+    for work in works:
+        work.wait()
+    found = [small.item(), large.item()]
+    assert found == (sums if mesh.rank == 0 or first != second else sums[::-1])
+
+
+def test_a_world_of_one_has_axes_but_no_groups():
+    mesh = build(None, 0, 1)
+    assert mesh.coordinates == {"pp": 0, "dp": 0, "tp": 0}
+    for axis in (*mesh.along.values(), mesh.world):
+        assert (axis.pg, axis.size, axis.rank, axis.ranks) == (None, 1, 0, (0,))
+        assert axis.private.pg is axis.duplicate().pg is None
+        assert gathered(axis, 5) == [5]
+    assert not dist.is_initialized()
+    mesh.close()
+
+
+def test_two_ranks_need_a_store_to_meet_in():
+    with pytest.raises(ValueError, match=r"ranks \(0, 1\) need a store to meet in"):
+        build(None, 0, 2)
+
+
+def test_axes_that_do_not_fit_are_refused_before_anybody_is_waited_for():
+    with pytest.raises(ValueError, match=r"dp\(2\) \* pp\(1\) \* tp\(2\) = 4, but the world has 6 ranks"):
+        build(dist.HashStore(), 0, 6, dp=2, tp=2)
+
+
+def test_closing_does_what_was_left_to_do_the_last_first_and_once():
+    mesh, done = build(None, 0, 1), []
+    mesh.on_close += [lambda: done.append("made first"), lambda: done.append("made last")]
+    mesh["dp"].close()
+    mesh.close()
+    assert done == ["made last", "made first"]
+
+
+@world(4, by="process", dp=2, tp=2)
+def test_torch_knows_the_user_s_groups_until_the_mesh_is_closed(mesh):
+    groups = {name: axis.pg for name, axis in mesh.along.items() if axis.pg is not None}
+    for name, pg in groups.items():
+        assert tuple(dist.get_process_group_ranks(pg)) == mesh.axes.peers(name, mesh.rank)
+        x = torch.tensor([mesh.rank])
+        dist.all_reduce(x, group=pg)
+        assert x.item() == sum(mesh.axes.peers(name, mesh.rank))
+        assert gathered(mesh.along[name], mesh.rank) == list(mesh.axes.peers(name, mesh.rank))
+    mesh.close()
+    for pg in groups.values():
+        with pytest.raises((KeyError, ValueError)):
+            dist.get_process_group_ranks(pg)
+    assert dist.is_initialized()  # the default group is not the mesh's
+    assert dist.get_world_size() == 4
+
+
+@world(2, by="process")
+def test_a_second_mesh_meets_after_the_first_is_closed(mesh):
+    store = dist.distributed_c10d._get_default_store()
+    for value in range(3):
+        again = build(store, mesh.rank, 2, timeout_s=5.0)
+        assert gathered(again.world, value) == [value, value]
+        assert again.along["dp"].private.all_gather_bytes(b"x", OPERATION) == [b"x", b"x"]
+        again.close()
+    assert gathered(mesh.world, 9) == [9, 9]

@@ -1,0 +1,245 @@
+"""Who lives is told from who died, and a wait that ends badly says who is missing from what."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from instep.errors import PeerLost
+from instep.mesh import peers
+from instep.mesh.board import Board
+from instep.mesh.peers import RECORD_BYTES, Peer, Peers, lives, myself
+
+ME = myself(0)
+OPERATION = "the exchange of bucket 3"
+
+
+@contextmanager
+def a_child(program: Path | str = "sleep") -> Iterator[subprocess.Popen]:
+    """A process that waits until it is killed, and has become its program."""
+    process = subprocess.Popen([program, "1000"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def peer_of(process: subprocess.Popen, rank: int = 1) -> Peer:
+    return replace(ME, rank=rank, pid=process.pid, start_time=peers._start_time(process.pid) or 0)
+
+
+def ended_but_not_reaped(process: subprocess.Popen) -> None:
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def a_table(*others: Peer, timeout_s: float = 0.05, board: Board | None = None) -> Peers:
+    return Peers([ME, *others], ME, timeout_s, board or Board(None, ""))
+
+
+def absent(rank: int) -> Peer:
+    """A rank that is a thread of this process: it lives, as far as one can see."""
+    return replace(ME, rank=rank)
+
+
+class Work:
+    """Goes on for ``num_slices`` waits, then fails with ``error`` or is done; it takes no time."""
+
+    def __init__(self, num_slices: float, error: str | None = None) -> None:
+        self.num_slices = num_slices
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.num_slices > 0:
+            self.num_slices -= 1
+            raise RuntimeError("Timed out")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.num_slices <= 0 and self.error is not None
+
+
+@pytest.mark.parametrize("host", ["node-7", "ноде-7", "h" * 128])
+def test_a_record_arrives_as_it_was_sent(host):
+    peer = Peer(70000, host, 4194304, 10**12, 4026531836)
+    record = peer.to_bytes()
+    assert len(record) == RECORD_BYTES
+    assert Peer.from_bytes(record) == peer
+    assert json.loads(record)["host"] == host
+
+
+def test_a_host_name_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match=r"host name of rank 3 is too long: \d+ of 256 bytes"):
+        Peer(3, "長" * 60, 1, 1).to_bytes()
+
+
+def test_this_process_lives_and_is_itself():
+    assert lives(ME)
+    assert ME.pid == os.getpid()
+    assert myself(5) == replace(ME, rank=5)
+
+
+def test_the_start_time_is_that_of_the_process():
+    boot_s = time.clock_gettime(time.CLOCK_REALTIME) - time.clock_gettime(time.CLOCK_BOOTTIME)
+    before_s = time.time()
+    with a_child() as process:
+        started_s = boot_s + peer_of(process).start_time / os.sysconf("SC_CLK_TCK")
+        assert before_s - 0.1 <= started_s <= time.time() + 0.1
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_process_that_ended_does_not_live_not_even_as_a_zombie(reaped):
+    with a_child() as process:
+        peer = peer_of(process)
+        assert lives(peer)
+        ended_but_not_reaped(process)
+        if reaped:
+            process.wait()
+        assert not lives(peer)
+
+
+def test_a_stranger_with_the_same_id_is_not_the_peer():
+    with a_child() as process:
+        peer = peer_of(process)
+        assert not lives(replace(peer, start_time=peer.start_time - 1))
+
+
+def test_a_name_with_brackets_and_blanks_does_not_confuse(tmp_path):
+    program = tmp_path / "a) Z 1 (b"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    with a_child(program) as process:
+        assert lives(peer_of(process))
+        assert peer_of(process).start_time > ME.start_time
+
+
+def test_only_processes_that_can_be_seen_from_here_can_be_seen_to_be_dead():
+    with a_child() as process:
+        gone = peer_of(process, rank=1)
+    hidden = [
+        replace(gone, rank=2, host="another"),
+        replace(gone, rank=3, pid_space=gone.pid_space + 1),  # a container that shares the host's name
+        replace(gone, rank=4, start_time=0),  # a system without /proc
+        absent(5),
+    ]
+    assert a_table(gone, *hidden).dead() == [1]
+
+
+def test_a_short_wait_leaves_no_notice():
+    board = Board(dist.HashStore(), "dp/0")
+    a_table(absent(1), board=board).wait(Work(0), OPERATION)
+    assert board.read(0) is None
+
+
+def test_who_waits_long_says_so_and_says_when_it_is_over():
+    board = Board(dist.HashStore(), "dp/0")
+    seen = []
+
+    class Watched(Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            seen.append(board.read(0))
+            return super().wait(timeout)
+
+    a_table(absent(1), timeout_s=60, board=board).wait(Watched(2), OPERATION)
+    assert seen == [None, (OPERATION, True), (OPERATION, True)]
+    assert board.read(0) == (OPERATION, False)
+
+
+def test_a_dead_rank_ends_the_wait_long_before_the_deadline():
+    with a_child() as process:
+        peer = peer_of(process)
+        ended_but_not_reaped(process)
+        with pytest.raises(PeerLost) as lost:
+            a_table(absent(2), peer, timeout_s=1000).wait(Work(float("inf")), OPERATION)
+    assert str(lost.value).startswith(f"rank 1 (pid {process.pid} on {ME.host}) died: rank 0 waited 0.")
+    assert str(lost.value).endswith(OPERATION)
+    assert (lost.value.ranks, lost.value.operation) == ((1,), OPERATION)
+
+
+def test_a_rank_that_dies_while_others_wait_is_found():
+    with a_child() as process:
+
+        class KillsInTheMiddle(Work):
+            def wait(self, timeout: timedelta | None = None) -> bool:
+                if self.num_slices == 5:
+                    os.kill(process.pid, signal.SIGKILL)
+                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+                return super().wait(timeout)
+
+        with pytest.raises(PeerLost, match=rf"rank 1 \(pid {process.pid} on .*\) died"):
+            a_table(peer_of(process), timeout_s=1000).wait(KillsInTheMiddle(1000), OPERATION)
+
+
+def test_past_the_deadline_those_without_a_notice_are_named_and_where_they_are():
+    store = dist.HashStore()
+    board = Board(store, "dp/0")
+    board.post(1, OPERATION, waiting=True)
+    board.post(2, "the exchange of bucket 4", waiting=True)
+    board.post(3, "the exchange of bucket 2", waiting=False)
+    with a_child() as process:
+        others = [absent(1), absent(2), absent(3), peer_of(process, rank=4)]
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as lost:
+            a_table(*others, board=board).wait(Work(float("inf")), OPERATION)
+    assert time.monotonic() - began >= 0.05
+    message = str(lost.value)
+    assert lost.value.ranks == (2, 3, 4)
+    assert f"in {OPERATION}, and never came: rank 2 (pid" in message
+    assert "waits in the exchange of bucket 4; rank 3" in message
+    assert "last waited in the exchange of bucket 2; rank 4" in message
+    assert f"(pid {process.pid} on {ME.host}), alive, has not waited for anybody so far" in message
+    assert "raise timeout_s (0.05 s)" in message
+
+
+def test_without_a_board_all_others_may_be_the_absent_ones():
+    with pytest.raises(PeerLost) as lost:
+        a_table(absent(1), absent(2)).wait(Work(float("inf")), OPERATION)
+    assert lost.value.ranks == (1, 2)
+
+
+def test_what_the_backend_says_is_quoted_when_nobody_is_seen_dead(monkeypatch):
+    monkeypatch.setattr(peers, "CONFIRM_S", 0.0)
+    said = "[pair.cc:553] Connection closed by peer [127.0.0.1]:7\n and a stack of ten lines"
+    with pytest.raises(PeerLost) as lost:
+        a_table(absent(1), timeout_s=60).wait(Work(2, said), OPERATION)
+    assert f"a rank left {OPERATION}: rank 0 waited" in str(lost.value)
+    assert str(lost.value).endswith(
+        "then the backend said: [pair.cc:553] Connection closed by peer [127.0.0.1]:7"
+    )
+    assert lost.value.ranks == ()
+    assert isinstance(lost.value.__cause__, RuntimeError)
+
+
+def test_a_closed_connection_whose_process_is_gone_is_a_death():
+    with a_child() as process:
+        peer = peer_of(process)
+        ended_but_not_reaped(process)
+        with pytest.raises(PeerLost, match=rf"^rank 1 \(pid {process.pid} on .*\) died") as lost:
+            a_table(peer).wait(Work(0, "Connection closed by peer"), OPERATION)
+    assert lost.value.ranks == (1,)
+
+
+def test_another_thread_can_give_a_wait_up():
+    table = a_table(absent(1), timeout_s=1000)
+
+    class GivenUp(Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            table.given_up = True
+            return super().wait(timeout)
+
+    with pytest.raises(PeerLost, match=f"rank 0 gave up {OPERATION}"):
+        table.wait(GivenUp(float("inf")), OPERATION)

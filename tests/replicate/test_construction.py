@@ -1,0 +1,286 @@
+"""Wrapping: the ranks compare their models and take rank 0's values; every keyword of DDP is known."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from instep.mesh.mesh import Mesh
+from instep.replicate.keywords import NO_EFFECT, REFUSED
+from instep.replicate.wrapper import DataParallel
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import Dense, Mixed, Twice
+from tests.replicate.replicas import assert_mean_gradients, equal_everywhere, gradients, samples, square
+from tests.world import world
+
+
+def module_of(*layers: tuple[str, nn.Module]) -> nn.Module:
+    module = nn.Module()
+    for name, layer in layers:
+        module.add_module(name, layer)
+    return module
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+# What rank 0 has, what the others have, and what the error says of the two.
+DIFFERENCES = {
+    "name": (
+        [("a", nn.Linear(2, 2))],
+        [("b", nn.Linear(2, 2))],
+        r"entry 0: parameter 'a.weight', .* on rank 0, but parameter 'b.weight', .* on rank 1",
+    ),
+    "order": (
+        [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))],
+        [("b", nn.Linear(2, 2)), ("a", nn.Linear(2, 2))],
+        r"'a.weight'.* on rank 0, but .*'b.weight'.* on rank 1",
+    ),
+    "shape": (
+        [("a", nn.Linear(2, 3))],
+        [("a", nn.Linear(3, 2))],
+        r"shape \(3, 2\), .* on rank 0, but .* shape \(2, 3\)",
+    ),
+    "dtype": (
+        [("a", nn.Linear(2, 2))],
+        [("a", nn.Linear(2, 2).double())],
+        r"float32.* on rank 0, but .*float64.* on rank 1",
+    ),
+    "requires_grad": (
+        [("a", nn.Linear(2, 2))],
+        [("a", frozen(nn.Linear(2, 2)))],
+        r"requires_grad=True on rank 0, but .*requires_grad=False on rank 1",
+    ),
+    "one more": (
+        [("a", nn.Linear(2, 2))],
+        [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))],
+        r"entry 2: nothing on rank 0, but parameter 'b.weight'",
+    ),
+    "buffer": (
+        [("a", nn.BatchNorm1d(2))],
+        [("a", nn.BatchNorm1d(2, track_running_stats=False))],
+        r"buffer 'a.running_mean', .* on rank 0, but nothing on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+@world(3)
+def test_models_that_differ_are_refused_on_all_ranks_by_the_first_difference(mesh: Mesh, kind: str) -> None:
+    first, other, message = DIFFERENCES[kind]
+    module = module_of(*(first if mesh.rank == 0 else other))
+    with pytest.raises(ValueError, match=message):
+        DataParallel(module, process_group=mesh)
+
+
+@world(2)
+def test_a_model_that_was_refused_is_left_as_it_was(mesh: Mesh) -> None:
+    module = nn.Linear(2, 2 + mesh.rank)
+    with pytest.raises(ValueError, match="shape"):
+        DataParallel(module, process_group=mesh)
+    module(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
+class Varied(Mixed):
+    """All dtypes, and buffers: one of bools, one that is a number, one that is expanded."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for p in self.parameters():
+                p.fill_(rank + 1)
+        self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("same", torch.zeros(1).expand(3))
+        self.register_buffer("scratch", torch.full((2,), float(rank)), persistent=False)
+
+
+@world(2)
+def test_rank_0_s_values_are_taken_in_every_dtype(mesh: Mesh) -> None:
+    module = Varied(mesh.rank)
+    DataParallel(module, process_group=mesh).close()
+    for p in module.parameters():
+        assert torch.equal(p, torch.ones_like(p))
+    assert module.mask.tolist() == [True, False]
+    assert module.count.item() == 0
+    assert module.scratch.tolist() == [0, 0]
+
+
+@world(2)
+def test_a_parameter_that_is_not_contiguous_takes_rank_0_s_values(mesh: Mesh) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.full((3, 2), float(mesh.rank)).t())
+    module.image = nn.Parameter(
+        torch.full((2, 3, 4, 5), 1.0 * mesh.rank).to(memory_format=torch.channels_last)
+    )
+    DataParallel(module, process_group=mesh).close()
+    assert all(torch.equal(p, torch.zeros_like(p)) for p in module.parameters())
+    assert module.image.is_contiguous(memory_format=torch.channels_last)
+
+
+@world(3)
+def test_values_that_differ_are_refused_if_they_are_verified(mesh: Mesh) -> None:
+    module = filled(Dense())
+    DataParallel(module, process_group=mesh, init_sync="verify").close()
+    if mesh.rank == 1:
+        with torch.no_grad():
+            module.layers[3].bias[2] = torch.nextafter(module.layers[3].bias[2], torch.tensor(9.0))
+    with pytest.raises(ValueError, match=r"'layers.3.bias' has other values on rank 1 than on.* 0: load"):
+        DataParallel(module, process_group=mesh, init_sync="verify")
+
+
+@world(2)
+def test_a_buffer_that_differs_is_refused_if_values_are_verified(mesh: Mesh) -> None:
+    module = nn.BatchNorm1d(2)
+    module.num_batches_tracked.fill_(mesh.rank)
+    with pytest.raises(ValueError, match="'num_batches_tracked' has other values on rank 1"):
+        DataParallel(module, process_group=mesh, init_sync="verify")
+
+
+@world(2)
+def test_values_may_be_left_as_they_are(mesh: Mesh) -> None:
+    module = nn.Linear(2, 1)
+    with torch.no_grad():
+        module.weight.fill_(mesh.rank)
+    DataParallel(module, process_group=mesh, init_sync=False).close()
+    assert module.weight.tolist() == [[mesh.rank, mesh.rank]]
+
+
+def test_a_choice_of_values_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="init_sync='yes': expected True, False or 'verify'"):
+        DataParallel(nn.Linear(1, 1), init_sync="yes")
+
+
+def test_a_strategy_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="'ring': expected one of naive, flat, overlap, bucketed"):
+        DataParallel(nn.Linear(1, 1), strategy="ring")
+
+
+def test_a_bucket_size_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="expected positive sizes in MiB"):
+        DataParallel(nn.Linear(1, 1), bucket_cap_mb=-1)
+
+
+def test_a_parameter_without_a_shape() -> None:
+    with pytest.raises(ValueError, match="'weight' has no shape yet: run one forward, then wrap"):
+        DataParallel(nn.LazyLinear(2))
+
+
+def test_every_keyword_of_ddp_is_known() -> None:
+    theirs = set(inspect.signature(DistributedDataParallel).parameters) - {"module"}
+    ours = set(inspect.signature(DataParallel).parameters) | NO_EFFECT.keys() | REFUSED.keys()
+    assert theirs <= ours
+
+
+def test_the_first_arguments_stand_where_they_do_in_ddp() -> None:
+    positional = [
+        name
+        for name, p in inspect.signature(DataParallel).parameters.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    theirs = list(inspect.signature(DistributedDataParallel).parameters)
+    assert positional == theirs[: len(positional)]
+
+
+def test_keywords_that_ask_for_nothing_are_quiet() -> None:
+    quiet = {name: value for name, (value, _) in NO_EFFECT.items()} | dict.fromkeys(REFUSED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataParallel(nn.Linear(1, 1), **quiet).close()
+
+
+@world(2, by="process")
+def test_keywords_without_effect_warn_once_on_rank_0(mesh: Mesh) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DataParallel(Dense(), gradient_as_bucket_view=False, static_graph=True, dim=1).close()
+    assert len(caught) == (mesh.rank == 0)
+    for warning in caught:
+        text = str(warning.message)
+        assert all(name in text for name in ("gradient_as_bucket_view", "static_graph", "dim (")), text
+        assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"), [("delay_all_reduce_named_params", [("a", None)]), ("mixed_precision", object())]
+)
+def test_keywords_that_are_refused_say_what_to_do(keyword: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{keyword} is not offered: "):
+        DataParallel(nn.Linear(1, 1), **{keyword: value})
+
+
+def test_a_keyword_that_nobody_knows() -> None:
+    with pytest.raises(TypeError, match="unknown keyword 'bucket_cap_gb'"):
+        DataParallel(nn.Linear(1, 1), bucket_cap_gb=1)
+
+
+def test_a_communication_hook_is_refused() -> None:
+    model = DataParallel(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="choose a strategy"):
+        model.register_comm_hook(None, None)
+
+
+@world(2, by="process")
+def test_joining_uneven_inputs_points_to_micro_batches(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with model.join():
+            square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    assert [("micro_batches(G)" in str(w.message)) for w in caught] == [True] * (mesh.rank == 0)
+    model.close()
+
+
+@world(2, by="process")
+def test_a_static_graph_may_have_unused_parameters_as_in_ddp(mesh: Mesh) -> None:
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return model(samples(rank), True).square().mean()
+
+    theirs = DistributedDataParallel(filled(Twice()), static_graph=True)
+    loss(theirs, mesh.rank).backward()
+    model = DataParallel(filled(Twice()), find_unused_parameters=False, static_graph=True)
+    loss(model, mesh.rank).backward()
+    torch.testing.assert_close(gradients(model.module), gradients(theirs.module))
+    model.close()
+
+
+@world(2, by="process")
+def test_a_device_mesh_instead_of_a_process_group(mesh: Mesh) -> None:
+    device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model = DataParallel(filled(Dense()), device_mesh=device_mesh)
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+    with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
+        DataParallel(Dense(), process_group=mesh, device_mesh=device_mesh)
+
+
+@world(2, by="process")
+def test_buffers_are_left_alone_if_asked(mesh: Mesh) -> None:
+    for keyword in ("broadcast_buffers", "forward_sync_buffers"):
+        model = DataParallel(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), **{keyword: False})
+        square(model, mesh.rank).backward()
+        assert not equal_everywhere(mesh, model.buffers())
+        model.close()
+
+
+def test_a_world_of_one_needs_no_group() -> None:
+    module = filled(Dense())
+    model = DataParallel(module)
+    square(model, 0).backward()
+    torch.testing.assert_close(gradients(module), gradients(one_backward()))
+    assert DataParallel(Dense(), process_group=world_of_one()).group.size == 1
+
+
+def one_backward() -> nn.Module:
+    module = filled(Dense())
+    square(module, 0).backward()
+    return module

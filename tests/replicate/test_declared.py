@@ -1,0 +1,327 @@
+"""The rules of declared steps: what breaks placement independence is an error that says so, on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from instep.errors import Desync
+from instep.mesh.mesh import Mesh
+from instep.replicate.strategies import STRATEGIES
+from instep.replicate.wrapper import DataParallel
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import Dense, data, mean_square
+from tests.replicate.replicas import equal_everywhere, gradients
+from tests.world import world
+
+NUM_LEAVES = 4
+
+
+def step(model: DataParallel, num_leaves: int = NUM_LEAVES) -> None:
+    for leaf in model.micro_batches(num_leaves):
+        mean_square(model, leaf, 0)
+
+
+def alone(module: nn.Module) -> DataParallel:
+    return DataParallel(module, process_group=world_of_one())
+
+
+def expected_gradients(num_leaves: int = NUM_LEAVES) -> list[torch.Tensor]:
+    model = alone(filled(Dense()))
+    step(model, num_leaves)
+    return gradients(model.module)
+
+
+def assert_expected_gradients(model: DataParallel) -> None:
+    for ours, expected in zip(gradients(model.module), expected_gradients(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@world(2)
+def test_batch_norm_in_training_mode_is_refused_by_the_name_of_its_buffer(mesh: Mesh) -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    model = DataParallel(filled(module), process_group=mesh)
+    with pytest.raises(ValueError, match=r"changed buffer '1.\w+'.*eval\(\) mode.*GroupNorm"):
+        step(model)
+    model.zero_grad()
+    module.eval()
+    step(model)
+    assert equal_everywhere(mesh, gradients(module))
+    model.close()
+
+
+def test_a_buffer_that_forward_replaces_is_noticed_too() -> None:
+    class Cache(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.register_buffer("last", x.detach())
+            return super().forward(x)
+
+    module = Cache(6, 2)
+    module.register_buffer("last", torch.zeros(4, 6))
+    with pytest.raises(ValueError, match="buffer 'last'"):
+        step(alone(module))
+
+
+@world(2)
+def test_sync_batch_norm_is_refused_before_it_runs(mesh: Mesh) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))
+    model = DataParallel(filled(module), process_group=mesh)
+    with pytest.raises(ValueError, match=r"'1' is a SyncBatchNorm.*depend on the placement.*GroupNorm"):
+        next(model.micro_batches(NUM_LEAVES))
+    model.close()
+
+
+@world(2)
+def test_a_loss_over_several_micro_batches_is_refused(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    losses = []
+
+    def forward_alone() -> None:
+        for leaf in model.micro_batches(NUM_LEAVES):
+            losses.append(model(data(leaf, 0)).square().mean())
+
+    with pytest.raises(ValueError, match=rf"micro-batch {2 * mesh.rank} ended without a gradient.*once per"):
+        forward_alone()
+    with pytest.raises(ValueError, match=r"backward in no micro-batch went into the forward of micro-batch"):
+        sum(losses).backward()
+    model.zero_grad()
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+@world(2)
+def test_backward_into_another_micro_batch_is_refused(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    kept = []
+
+    def backward_through_all_so_far() -> None:
+        for leaf in model.micro_batches(NUM_LEAVES):
+            kept.append(model(data(leaf, 0)).square().mean())
+            sum(kept).backward(retain_graph=True)
+
+    with pytest.raises(ValueError, match=r"backward in micro-batch \d went into .* micro-batch \d"):
+        backward_through_all_so_far()
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+def test_a_gradient_left_over_is_refused() -> None:
+    model = alone(filled(Dense()))
+    model(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(ValueError, match=r"'layers.0.weight' already has a gradient.*zero_grad"):
+        step(model)
+
+
+@pytest.mark.parametrize("weight", [-1, 2.0, True, torch.tensor(3)])
+def test_a_weight_is_a_count(weight: object) -> None:
+    model = alone(filled(Dense()))
+    leaf = next(loop := model.micro_batches(2))
+    leaf.weight = weight
+    with pytest.raises(ValueError, match="expected a non-negative int"):
+        mean_square(model, leaf, 0)
+    loop.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@world(2)
+def test_a_weight_that_changes_after_backward_is_refused_by_every_strategy(mesh: Mesh, strategy: str) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh, strategy=strategy)
+    for _ in range(2):  # gradients leave during backward from the second step on
+        leaf = next(loop := model.micro_batches(2))
+        mean_square(model, leaf, 0)
+        leaf.weight = 5
+        with pytest.raises(ValueError, match=r"weight of micro-batch \d was 1 in backward and is 5 now"):
+            next(loop)
+    model.close()
+
+
+@world(2)
+def test_weights_that_sum_to_zero_are_refused_on_all_ranks(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+
+    def count_nothing() -> None:
+        for leaf in model.micro_batches(NUM_LEAVES):
+            leaf.weight = 0
+
+    with pytest.raises(ValueError, match="sum to 0"):
+        count_nothing()
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+@world(2)
+def test_a_rank_whose_weights_are_all_zero_is_not_a_rank_with_unused_parameters(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=False)
+    for leaf in model.micro_batches(2):
+        leaf.weight = 1 - leaf.index
+        if leaf.weight:
+            mean_square(model, leaf, 0)
+    one = alone(filled(Dense()))
+    step(one, num_leaves=1)
+    assert all(torch.equal(x, y) for x, y in zip(gradients(model), gradients(one), strict=True))
+    model.close()
+
+
+@world(3)
+def test_a_rank_without_micro_batches_is_not_one_either(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=False)
+    step(model, num_leaves=1)
+    assert equal_everywhere(mesh, gradients(model.module))
+    model.close()
+
+
+def leave_early(model: DataParallel, how: str) -> None:
+    for leaf in model.micro_batches(NUM_LEAVES):
+        if how == "before backward":
+            break
+        mean_square(model, leaf, 0)
+        if how == "after the first backward":
+            break
+        if how == "exception after the last backward" and leaf.index == NUM_LEAVES - 1:
+            raise FloatingPointError("the loss is not a number")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "how", ["before backward", "after the first backward", "exception after the last backward"]
+)
+@world(2)
+def test_leaving_the_loop_makes_the_others_raise_and_all_can_go_on(
+    mesh: Mesh, strategy: str, how: str
+) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh, strategy=strategy, bucket_cap_mb=1e-4)
+    for _ in range(2):  # gradients leave during backward from the second time on
+        step(model)
+        model.zero_grad()
+        if mesh.rank == 0:
+            with pytest.raises(Desync, match=r"rank 1 left step 0 .*its gradients"):
+                step(model)
+        elif how.startswith("exception"):
+            with pytest.raises(FloatingPointError):
+                leave_early(model, how)
+        else:
+            leave_early(model, how)
+        assert all(p.grad is None for p in model.parameters())
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+@world(3)
+def test_all_ranks_may_leave_at_different_places(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
+    step(model)
+    model.zero_grad()
+    for turn in range(3):
+        hook = list(model.parameters())[2 * mesh.rank].register_hook(give_up)
+        # Some ranks have sent several buckets by now, some none; a rank learns either way that it is over.
+        with pytest.raises((KeyError, Desync)):
+            step(model)
+        hook.remove()
+        assert all(p.grad is None for p in model.parameters()), turn
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+def give_up(gradient: torch.Tensor) -> None:
+    raise KeyError("given up")
+
+
+@world(2)
+def test_different_numbers_of_micro_batches_raise_on_both_ranks(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    with pytest.raises(Desync, match=r"micro-batches in the step.*same G on every rank"):
+        step(model, num_leaves=4 + 4 * mesh.rank)
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+def test_the_number_of_micro_batches_is_positive() -> None:
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        step(alone(Dense()), num_leaves=0)
+
+
+@world(2)
+def test_nested_loops_are_refused_and_given_up(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+
+    def nested() -> None:
+        for leaf in model.micro_batches(NUM_LEAVES):
+            mean_square(model, leaf, 0)
+            step(model)
+
+    with pytest.raises(ValueError, match="while the loop of another one was open, nested"):
+        nested()
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+@world(2)
+def test_a_loop_that_was_left_by_keeping_its_iterator(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    kept = model.micro_batches(NUM_LEAVES)
+    mean_square(model, next(kept), 0)
+    with pytest.raises(ValueError, match=r"keeping its iterator: .* close\(\)"):
+        step(model)
+    running = model.micro_batches(NUM_LEAVES)
+    mean_square(model, next(running), 0)
+    kept.close()  # must not disturb the step that runs
+    for leaf in running:
+        mean_square(model, leaf, 0)
+    assert_expected_gradients(model)
+    model.close()
+
+
+def test_a_loop_that_was_given_up_does_not_go_on() -> None:
+    model = alone(filled(Dense()))
+    kept = model.micro_batches(NUM_LEAVES)
+    next(kept)
+    with pytest.raises(ValueError, match="while the loop of another one was open"):
+        step(model)
+    with pytest.raises(ValueError, match="micro-batch 0 was given up"):
+        next(kept)
+
+
+@world(2)
+def test_sync_gradients_inside_the_loop_is_refused(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    mean_square(model, next(loop := model.micro_batches(NUM_LEAVES)), 0)
+    with pytest.raises(ValueError, match=r"sync_gradients\(\) inside micro_batches\(\)"):
+        model.sync_gradients()
+    loop.close()
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+@world(2)
+def test_a_declared_step_after_an_undeclared_backward_that_raised(mesh: Mesh) -> None:
+    """What the failed backward has sent must not be taken for a part of the declared step."""
+    model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
+    step(model)
+    model.zero_grad()
+    hook = next(iter(model.parameters())).register_hook(give_up)
+    with pytest.raises(KeyError):
+        model(torch.ones(1, 6)).sum().backward()
+    hook.remove()
+    model.zero_grad()
+    step(model)
+    assert_expected_gradients(model)
+    model.close()
+
+
+def test_the_contract_of_the_last_step_can_be_asked_for() -> None:
+    model = alone(filled(Dense()))
+    assert model.contract is None
+    model(torch.ones(1, 6)).sum().backward()
+    assert model.contract == "undeclared"
+    model.zero_grad()
+    step(model)
+    assert model.contract == "declared"

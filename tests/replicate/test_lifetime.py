@@ -1,0 +1,249 @@
+"""Wrappers come and go: hooks, threads and groups with them; several may live at once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from instep.mesh import current
+from instep.mesh.mesh import Mesh, build
+from instep.replicate.wrapper import DataParallel
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import Dense
+from tests.replicate.replicas import (
+    assert_mean_gradients,
+    equal_everywhere,
+    gradients,
+    mean_gradients,
+    samples,
+    square,
+)
+from tests.world import world
+
+
+def lanes(rank: int) -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == f"instep exchange, rank {rank}"]
+
+
+def num_hooks(module: nn.Module) -> int:
+    of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+    return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
+
+
+@world(2)
+def test_a_dropped_wrapper_takes_its_hooks_and_its_thread_along(mesh: Mesh) -> None:
+    module = filled(Dense())
+    for _ in range(3):
+        model = DataParallel(module, process_group=mesh)
+        square(model, mesh.rank).backward()
+        assert len(lanes(mesh.rank)) == 1
+        del model
+        gc.collect()
+        assert num_hooks(module) == 0
+        assert not lanes(mesh.rank)
+        module.zero_grad()
+    square(module, mesh.rank).backward()
+    torch.testing.assert_close(gradients(module), [*alone(module, mesh.rank)])
+    torch.optim.SGD(module.parameters(), lr=0.1).step()  # nobody watches it any more
+
+
+def alone(module: nn.Module, rank: int) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(square(module, rank), list(module.parameters())))
+
+
+@world(2)
+def test_a_module_may_be_wrapped_again(mesh: Mesh) -> None:
+    module = filled(Dense())
+    model = DataParallel(module, process_group=mesh)
+    square(model, mesh.rank).backward()
+    model = DataParallel(module, process_group=mesh, strategy="flat")  # the first one goes only now
+    module.zero_grad()
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, module, square)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert equal_everywhere(mesh, module.parameters())
+    model.close()
+
+
+@world(2)
+def test_of_two_wrappers_of_one_module_the_newer_one_does_the_work(mesh: Mesh) -> None:
+    module = filled(Dense())
+    first, second = (DataParallel(module, process_group=mesh, bucket_cap_mb=1e-5) for _ in range(2))
+    for model in (first, second, first, second):
+        module.zero_grad()
+        square(model, mesh.rank).backward()
+        assert_mean_gradients(mesh, module, square)
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="is closed"):
+        first.sync_gradients()
+    second.close()
+
+
+@world(2)
+def test_a_wrapper_takes_over_from_those_of_its_parts(mesh: Mesh) -> None:
+    module = filled(Dense())
+    module.layers[0] = DataParallel(module.layers[0], process_group=mesh)
+    inner = DataParallel(module, process_group=mesh)
+    outer = DataParallel(inner, process_group=mesh)
+    for _ in range(2):
+        outer.zero_grad()
+        square(outer, mesh.rank).backward()
+        torch.testing.assert_close(gradients(module), mean_gradients(filled(Dense()), square))
+    outer.close()
+
+
+@world(2)
+def test_a_part_of_a_wrapped_module_is_not_wrapped_again(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    with pytest.raises(ValueError, match=r"'layers.0.weight' belongs to a DataParallel of a larger module"):
+        DataParallel(model.module.layers[0], process_group=mesh)
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+
+
+@world(2)
+def test_two_models_in_one_backward_use_a_group_each(mesh: Mesh) -> None:
+    """Equal in size, with many buckets each: on one group their exchanges would meet each other's."""
+    first = DataParallel(filled(nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])), process_group=mesh)
+    second = DataParallel(
+        filled(nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])), process_group=mesh, bucket_cap_mb=1e-5
+    )
+    for _ in range(5):
+        first.zero_grad()
+        second.zero_grad()
+        second(first(samples(mesh.rank))).square().mean().backward()
+        both = nn.Sequential(first.module, second.module)
+        assert_mean_gradients(mesh, both, square)
+    first.close()
+    second.close()
+
+
+@world(2)
+def test_two_models_with_an_optimizer_each_take_turns(mesh: Mesh) -> None:
+    models = [DataParallel(filled(Dense()), process_group=mesh) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for turn in (0, 0, 1, 0, 1, 1):
+        optimizers[turn].zero_grad()
+        square(models[turn], mesh.rank).backward()
+        assert_mean_gradients(mesh, models[turn].module, square)
+        optimizers[turn].step()
+    for model in models:
+        model.close()
+
+
+@world(2)
+def test_a_closed_wrapper_says_so(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    model.close()
+    model.close()
+    with pytest.raises(RuntimeError, match="is closed: wrap the module again"):
+        next(model.micro_batches(2))
+    with pytest.raises(RuntimeError, match="is closed"):
+        model.sync_gradients()
+    assert model(samples(0)).shape == (4, 3)
+
+
+@world(2)
+def test_going_on_over_a_new_group(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    square(model, mesh.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.rebind(mesh)
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    optimizer.step()
+    model.rebind(world_of_one())  # from two worlds to one each
+    model.zero_grad()
+    square(model, mesh.rank).backward()
+    torch.testing.assert_close(gradients(model.module), alone(model.module, mesh.rank))
+    model.close()
+
+
+@world(2, by="process")
+def test_a_user_s_collectives_between_ours_do_not_meet_them(mesh: Mesh) -> None:
+    model = DataParallel(filled(nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])), bucket_cap_mb=1e-5)
+
+    def sum_in_backward(gradient: torch.Tensor) -> None:
+        x = torch.full((mesh.rank + 1,), 1.0)[:1].clone()
+        dist.all_reduce(x)
+        assert x.item() == 2
+
+    for p in model.parameters():
+        p.register_hook(sum_in_backward)
+    for _ in range(3):
+        model.zero_grad()
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        square(model, mesh.rank).backward()
+        work.wait()
+        torch.testing.assert_close(gradients(model.module), mean_gradients_without_hooks(model.module))
+    model.close()
+
+
+def mean_gradients_without_hooks(module: nn.Module) -> list[torch.Tensor]:
+    plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
+    plain.load_state_dict(module.state_dict())
+    return mean_gradients(plain, square)
+
+
+@world(2, by="process")
+def test_a_bare_process_group_stays_the_user_s(mesh: Mesh) -> None:
+    group = dist.new_group([0, 1])
+    before = len(dist.distributed_c10d._world.pg_map)
+    model = DataParallel(filled(Dense()), process_group=group)
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group(group)
+
+
+@world(3, by="process")
+def test_a_bare_process_group_of_some_ranks(mesh: Mesh) -> None:
+    group = dist.new_group([0, 2])
+    if mesh.rank != 1:
+        model = DataParallel(filled(Dense()), process_group=group)
+        square(model, mesh.rank).backward()
+        both = zip(alone(filled(Dense()), 0), alone(filled(Dense()), 2), strict=True)
+        torch.testing.assert_close(gradients(model.module), [(x + y) / 2 for x, y in both])
+        model.close()
+    dist.destroy_process_group(group)
+
+
+@world(2)
+def test_the_registered_mesh_is_the_default(mesh: Mesh) -> None:
+    current.get.register_mesh(mesh)
+    model = DataParallel(filled(Dense()))
+    assert model.group.size == 2
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+    current.get.register_mesh(None)
+
+
+@world(4, dp=2, tp=2)
+def test_a_mesh_with_more_axes_is_reduced_over_dp_alone(mesh: Mesh) -> None:
+    at = mesh.coordinates
+    for group in (mesh, mesh["dp"]):
+        model = DataParallel(filled(Dense()), process_group=group)
+        square(model, mesh.rank).backward()
+        peers = [rank for rank in range(4) if rank % 2 == at["tp"]]
+        parts = zip(*[alone(filled(Dense()), rank) for rank in peers], strict=True)
+        torch.testing.assert_close(gradients(model.module), [sum(part) / 2 for part in parts])
+        model.close()
+
+
+def test_one_rank_of_a_bigger_mesh_class_has_the_same_words() -> None:
+    mesh = build(None, 0, 1)
+    model = DataParallel(filled(Dense()), process_group=mesh["tp"])
+    square(model, 0).backward()
+    model.sync_gradients()
+    model.close()

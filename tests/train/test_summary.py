@@ -1,0 +1,63 @@
+"""The figures of a run come from its own record."""
+
+import pytest
+
+from instep.train.summary import figures, show
+
+LOSSES = [5.5, 5.0, 4.0, 3.0, 2.5, 2.0]
+
+
+def line(step: int, step_ms: float = 10.0, exposed_ms: float = 1.0, **more: float) -> dict:
+    return {"step": step, "loss": LOSSES[step - 1], "step_ms": step_ms, "exposed_ms": exposed_ms, **more}
+
+
+START = {"step": 0, "held_out_loss": 5.6}
+
+
+def test_losses_are_those_of_the_whole_run_and_speed_is_that_of_its_last_part():
+    before = [START, line(1, 900), line(2, 900), line(3, 900, held_out_loss=4.1)]
+    after = [line(4, 70), line(5, 60), line(6, 20, 5, held_out_loss=2.1)]
+    assert figures([*before, *after], first_step=3, tokens_per_step=100) == {
+        "loss_first": 5.5,
+        "loss_last": 2.0,
+        "held_out_loss_first": 5.6,
+        "held_out_loss": 2.1,
+        "step_ms_median": 20,
+        "tokens_per_s": 5000,
+        "exposed_comm_share": 0.25,
+    }
+
+
+def test_the_first_two_steps_of_a_part_warm_up():
+    lines = [line(1, 1000), line(2, 1000), line(3, 10), line(4, 12), line(5, 50)]
+    assert figures(lines, 0, 1)["step_ms_median"] == 12
+
+
+def test_a_part_of_two_steps_is_all_warm_up_and_better_than_nothing():
+    assert figures([line(1, 30), line(2, 40)], 0, 1)["step_ms_median"] == 35
+
+
+@pytest.mark.parametrize("lines", [[], [START], [START, line(1), line(2)]])
+def test_a_part_without_a_step_has_no_speed(lines):
+    found = figures(lines, 2, 100)
+    assert found["step_ms_median"] is found["tokens_per_s"] is found["exposed_comm_share"] is None
+
+
+def test_what_is_shown_is_the_summary(tmp_path, capsys):
+    rest = {"steps": 6, "world_size": 2, "strategy": "flat", "state_sha256": "abc"}
+    show({**figures([START, *map(line, range(1, 7))], 0, 100), **rest}, tmp_path)
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.splitlines() == [
+        f"run    {tmp_path}",
+        "steps  6 on 2 rank(s), flat",
+        "loss   5.600 nats per byte held out, from 5.600 (training 2.000)",
+        "speed  10,000 tokens/s, 10 ms a step (median), 10.0% of it exposed communication",
+        "state  sha256 abc",
+    ]
+
+
+def test_what_is_not_known_is_a_dash(tmp_path, capsys):
+    rest = {"steps": 0, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
+    show({**figures([], 0, 100), **rest}, tmp_path)
+    assert "loss   - nats per byte held out, from - (training -)\n" in capsys.readouterr().out
