@@ -85,8 +85,8 @@ def take_over(parameters: Sequence[Tensor]) -> None:
         other = entry.reducer()
         if other is not None and not mine.issuperset(map(id, other.parameters)):
             raise ValueError(
-                f"parameter {entry.name!r} belongs to a DataParallel of a larger module: close() that one, or "
-                "wrap the smaller module first"
+                f"parameter {entry.name!r} belongs to a DataParallel of a larger module: close() that one, "
+                "or wrap the smaller module first"
             )
     for entry in entries:
         entry.release()

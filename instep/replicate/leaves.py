@@ -148,8 +148,8 @@ class DeclaredStep:
 def _changed(name: str) -> ValueError:
     return ValueError(
         f"forward changed buffer {name!r} in a declared step: it would depend on who had which micro-batch. "
-        "Put the layer into eval() mode, use track_running_stats=False, GroupNorm or LayerNorm, or train with "
-        "plain backward outside of micro_batches()"
+        "Put the layer into eval() mode, use track_running_stats=False, GroupNorm or LayerNorm, or train "
+        "with plain backward outside of micro_batches()"
     )
 
 

@@ -81,9 +81,12 @@ class Watch:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers and dataclasses."""
+    """All tensors in nested containers and dataclasses, and among the attributes of other objects."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            attributes = getattr(leaf, "__dict__", {}).values()
+            yield from (value for value in attributes if isinstance(value, Tensor))

@@ -124,10 +124,14 @@ class DataParallel(nn.Module):
         self._bind(device_mesh.get_group() if device_mesh is not None else process_group, timeout_s)
         if warning and self.group.rank == 0:
             warnings.warn(warning, stacklevel=2)
-        if init_sync == "verify":
-            agree_on_values(module, self.group)
-        elif init_sync:
-            broadcast_values(module, self.group)
+        try:
+            if init_sync == "verify":
+                agree_on_values(module, self.group)
+            elif init_sync:
+                broadcast_values(module, self.group)
+        except BaseException:
+            self.close()
+            raise
 
     def _bind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> None:
         """Take part in ``process_group``: hooks, reducer, keys."""

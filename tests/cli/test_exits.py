@@ -2,11 +2,13 @@
 
 import errno
 import os
+import signal
 
 import pytest
 
 from instep.cli.exits import FAILED, INTERRUPTED, REJECTED, USAGE, exit_code, tell
 from instep.errors import CheckpointRejected, ContractBroken, Desync, PeerLost
+from instep.mesh.exits import ErrorRecord, Exit, RankFailed
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
 
@@ -64,3 +66,58 @@ def test_a_traceback_can_be_asked_for(monkeypatch, capsys):
     monkeypatch.setenv("INSTEP_DEBUG", "1")
     tell("instep train", ValueError("no"))
     assert capsys.readouterr().err == "ValueError: no\ninstep train: error: no\n"
+
+
+def failed(kind: str, message: str, code: int = 1) -> RankFailed:
+    """What the launcher raises when rank 1 of 2 has raised ``kind``, or none if that is empty."""
+    record = ErrorRecord(kind, message, f"Traceback of rank 1\n{kind}: {message}\n", 0) if kind else None
+    return RankFailed(Exit(1, 77, code, record), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "line"),
+    [
+        ("ValueError", USAGE, "why"),
+        ("FileNotFoundError", USAGE, "why"),
+        ("json.decoder.JSONDecodeError", USAGE, "why"),
+        ("instep.errors.CheckpointRejected", REJECTED, "why"),
+        ("instep.errors.ContractBroken", FAILED, "why"),
+        ("instep.errors.PeerLost", FAILED, "rank 1 of 2 (pid 77) failed with instep.errors.PeerLost: why"),
+        ("OSError", FAILED, "rank 1 of 2 (pid 77) failed with OSError: why"),
+    ],
+)
+def test_what_a_rank_raised_ends_the_command_as_if_it_were_raised_here(kind, code, line, capsys):
+    assert tell("instep train", failed(kind, "why")) == code
+    assert capsys.readouterr().err == f"instep train: error: {line}\n"
+
+
+def test_a_rank_s_words_have_no_number_of_the_system_s(capsys):
+    tell("instep train", failed("PermissionError", "[Errno 13] Permission denied: 'text'"))
+    assert capsys.readouterr().err == "instep train: error: Permission denied: 'text'\n"
+
+
+@pytest.mark.parametrize("kind", ["KeyError", "somewhere.unheard.OfError"])
+def test_what_nobody_expected_of_a_rank_comes_with_the_rank_s_traceback(kind, capsys):
+    assert tell("instep train", failed(kind, "why")) == FAILED
+    assert capsys.readouterr().err == (
+        f"Traceback of rank 1\n{kind}: why\n"
+        f"instep train: error: rank 1 of 2 (pid 77) failed with {kind}: why\n"
+    )
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal(capsys):
+    assert tell("instep train", failed("", "", code=-signal.SIGTERM)) == FAILED
+    assert capsys.readouterr().err == "instep train: error: rank 1 of 2 (pid 77) was killed by SIGTERM\n"
+
+
+def test_a_rank_s_traceback_can_be_asked_for(monkeypatch, capsys):
+    monkeypatch.setenv("INSTEP_DEBUG", "1")
+    tell("instep train", failed("ValueError", "why"))
+    assert capsys.readouterr().err.startswith("Traceback of rank 1\n")
+
+
+@pytest.mark.parametrize(("error", "code"), [(ValueError("no"), USAGE), (CheckpointRejected("no"), REJECTED)])
+def test_what_another_rank_tells_is_not_told_again(error, code, capsys):
+    error.told = True
+    assert tell("instep train", error) == code
+    assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ import pytest
 from instep.cli.exits import DONE, FAILED, REJECTED, USAGE
 from instep.cli.train import main, parse
 from instep.errors import CheckpointRejected, PeerLost
+from instep.mesh import launch
 from instep.train import recipes
 from instep.train.config import Config
 
@@ -66,6 +67,7 @@ def runs(monkeypatch):
         return DONE
 
     module.run, module.started = run, started
+    monkeypatch.setattr(launch, "warm", lambda: None)
     monkeypatch.setitem(sys.modules, "instep.train.run", module)
     return module
 
@@ -145,3 +147,43 @@ def test_the_end_of_a_run_is_told(error, code, runs, capsys):
     runs.ends_with = error
     assert main([]) == code
     assert capsys.readouterr().err == f"instep train: error: {error}\n"
+
+
+# What torchrun tells the second of two ranks on this host.
+SECOND_RANK = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize("args", ["--model.layer 3", "--steps 0", "--config absent.toml", "--help"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_before_ranks_have_met_the_first_of_a_host_speaks_for_it(args, rank, runs, monkeypatch, capsys):
+    for name, value in SECOND_RANK.items():
+        monkeypatch.setenv(name, str(rank) if name.endswith("RANK") else value)
+    try:
+        code = main(args.split())
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert code == (DONE if args == "--help" else USAGE)
+    assert bool(said.out + said.err) is (rank == 0)
+    assert runs.started == []
+
+
+def test_an_error_of_the_run_itself_is_told_by_the_rank_that_raises_it(runs, monkeypatch, capsys):
+    for name, value in SECOND_RANK.items():
+        monkeypatch.setenv(name, value)
+    runs.ends_with = PeerLost("rank 0 died", ranks=[0])
+    assert main([]) == FAILED
+    assert capsys.readouterr().err == "instep train: error: rank 0 died\n"
+
+
+def test_half_an_environment_is_a_usage_error(runs, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert main([]) == USAGE
+    assert capsys.readouterr().err.startswith("instep train: error: expected WORLD_SIZE in the environment")

@@ -90,7 +90,7 @@ def test_a_run_is_resumed_in_the_directory_that_it_has(tmp_path):
 
 
 def test_to_resume_one_must_say_where():
-    with pytest.raises(ValueError, match="^--resume needs --run-dir"):
+    with pytest.raises(ValueError, match=r"^--resume needs --run-dir"):
         claim(config(None, resume=True))
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's implementation is ours to name, and the learning rate has the shape that it is drawn with."""
+"""The optimizer's implementation is ours to name, and the learning rate has the shape that is drawn here."""
 
 import pytest
 import torch
@@ -15,10 +15,8 @@ HEIGHT = 5
 def drawn(optim: Optim, num_steps: int) -> str:
     """Columns are steps, rows are fifths of the full rate."""
     rates = [learning_rate(optim, step, num_steps) / optim.lr for step in range(num_steps)]
-    rows = [
-        "".join("#" if round(rate * HEIGHT) >= row else "." for rate in rates) for row in range(HEIGHT, 0, -1)
-    ]
-    return "\n".join(rows)
+    rows = range(HEIGHT, 0, -1)
+    return "\n".join("".join(".#"[round(rate * HEIGHT) >= row] for rate in rates) for row in rows)
 
 
 def picture(text: str) -> str:

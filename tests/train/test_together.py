@@ -46,7 +46,7 @@ def test_what_rank_zero_finds_is_known_to_all(mesh: Mesh) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @world(2)
 def test_the_error_of_rank_zero_is_raised_on_every_rank_and_told_by_one(mesh: Mesh, kind: type) -> None:
-    with pytest.raises(kind, match="^no such luck$") as caught:
+    with pytest.raises(kind, match=r"^no such luck$") as caught:
         on_rank_zero(mesh.world.group, "a test", lambda: failing(kind("no such luck")))
     assert is_told(caught.value) is (mesh.rank != 0)
     assert_in_step(mesh)
@@ -88,7 +88,7 @@ def test_what_must_be_the_same_may_be_the_same(mesh: Mesh) -> None:
 
 @world(3)
 def test_what_is_not_the_same_is_raised_with_the_first_rank_that_differs(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match="^the text: rank 0 has abc, but rank 1 has abd$") as caught:
+    with pytest.raises(ValueError, match=r"^the text: rank 0 has abc, but rank 1 has abd$") as caught:
         require_same(mesh.world.group, "the text", "abc" if mesh.rank == 0 else "abd")
     assert is_told(caught.value) is (mesh.rank != 0)
     assert_in_step(mesh)

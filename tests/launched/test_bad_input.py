@@ -1,0 +1,200 @@
+"""Bad input, through the command: one error in one rank's voice, nothing overwritten, nothing left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from instep.cli.exits import FAILED, INTERRUPTED, REJECTED, USAGE
+from instep.train.folder import CHECKPOINTS, CONFIG, SUMMARY, WORKERS
+from tests.launched.command import INSTEP, TORCHRUN, read_until, run, started, train, tree
+
+NEWEST, OLDER = f"{CHECKPOINTS}/step-00000004", f"{CHECKPOINTS}/step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--stpes 3", ["Unrecognized options: --stpes", "Perhaps you meant", "--steps INT"]),
+        ("--parallel.strategy bukketed", ["invalid choice", "bukketed", "bucketed"]),
+        ("--optim.lr fast", ["--optim.lr", "could not convert string to float: 'fast'"]),
+    ],
+)
+def test_a_flag_that_means_nothing_is_explained_with_those_that_do(flags, words, recipe, tmp_path):
+    ended = train(*recipe, *flags.split(), "-n", 2, cwd=tmp_path)
+    assert ended.code == USAGE
+    unframed = re.sub(r"[^\S\n]*[│╭╮╰╯─]+[^\S\n]*", "", ended.err)
+    assert all(word in unframed for word in words), ended.err
+    assert unframed.count("For full helptext") == 1
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("toml", "line"),
+    [
+        ("[model]\nlayer = 3", "bad.toml: unknown key 'model.layer': did you mean 'model.layers'?"),
+        ("stpes = 3", "bad.toml: unknown key 'stpes': did you mean 'steps'?"),
+        ("steps = 'three'", "bad.toml: steps: expected int, got str 'three'"),
+        ("[optim]\nlr = true", "bad.toml: optim.lr: expected float, got bool True"),
+        ("steps = ", "bad.toml: Invalid value"),
+    ],
+)
+def test_a_config_file_that_means_nothing_is_explained_by_key(toml, line, tmp_path):
+    (tmp_path / "bad.toml").write_text(toml)
+    before = tree(tmp_path)
+    train("--config", "bad.toml", "-n", 2, cwd=tmp_path).assert_failed(USAGE, line)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--batch.global-size 15", "batch.global_size 15 is no multiple of batch.micro_size 2: use 14 or 16"),
+        ("-n 9", "9 ranks, but only 8 micro-batches (global 16 / micro 2): use at most 8 ranks"),
+        ("--data nowhere", "expected a data file or folder, got nowhere, which does not exist"),
+        ("--data empty", "data file empty is empty, expected at least context(32) + 1 = 33 bytes"),
+        ("--data short", "data file short has 32 bytes, expected at least context(32) + 1 = 33 bytes"),
+        (
+            "--run-dir empty/run",
+            "run directory empty/run cannot be made (Not a directory): pass another --run",
+        ),
+        ("--run-dir empty", "empty is a file, expected a directory: pass another --run-dir"),
+        ("--run-dir /proc/nope", "run directory /proc/nope cannot be made (No such file or directory)"),
+        ("--run-dir . --resume", ". holds other files and no run to resume: look at --run-dir"),
+        ("--run-dir typo --resume", "typo does not exist, so there is no run to resume: look at --run-dir"),
+        ("--resume", "--resume needs --run-dir: which run shall go on?"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line_and_leaves_no_trace(flags, line, recipe, tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(b"x" * 32)
+    before = tree(tmp_path)
+    ended = train(*recipe, "-n", 2, *flags.split(), cwd=tmp_path)
+    ended.assert_failed(USAGE, line)
+    assert ended.err.count("\n") == 1, ended.err
+    runs = tmp_path / "runs"  # where runs without a name go; nothing is in it
+    assert tree(tmp_path) in (before, {**before, str(runs): None})
+
+
+def test_a_directory_with_another_run_is_left_as_it_is(recipe, half_way, tmp_path):
+    path = half_way()
+    before = tree(path)
+    ended = train(*recipe, "-n", 2, "--run-dir", path, cwd=tmp_path)
+    ended.assert_failed(
+        USAGE, f"{path} holds another run: pass --resume to continue it, or another --run-dir"
+    )
+    assert tree(path) == before
+
+
+def test_under_torchrun_one_rank_speaks_for_all(recipe, half_way, tmp_path):
+    path = half_way()
+    before = tree(path)
+    command = [*TORCHRUN[:-1], "--nproc-per-node", 2, TORCHRUN[-1], "instep", "train"]
+    ended = run(*command, *recipe, "--run-dir", path, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
+    assert ended.code != 0
+    assert len(ended.errors) == 1, ended.err
+    assert f"{path} holds another run" in ended.errors[0]
+    assert tree(path) == before
+
+
+def truncate(path: Path) -> int:
+    """Cut a file in half; its size before."""
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    return size
+
+
+def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(
+    recipe: tuple[str, ...], undisturbed: Path, half_way: Callable[[], Path], tmp_path: Path
+) -> None:
+    path = half_way()
+    model = path / NEWEST / "model.safetensors"
+    size = truncate(model)
+    ended = train(*recipe, "-n", 2, "--run-dir", path, "--resume", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert f"passed over {model}: expected {size} bytes, got {size // 2}: cut off or replaced" in ended.err
+    assert f"resumed from {path / OLDER}, step 2\n" in ended.err
+    hashes = [re.search(r'"state_sha256": "\w+"', (p / SUMMARY).read_text()) for p in (path, undisturbed)]
+    assert hashes[0] and hashes[1] and hashes[0][0] == hashes[1][0]
+
+
+def test_without_a_checkpoint_that_verifies_a_run_stops_and_says_why_of_each(recipe, half_way, tmp_path):
+    path = half_way()
+    for step in (NEWEST, OLDER):
+        truncate(path / step / "model.safetensors")
+    before = tree(path)
+    ended = train(*recipe, "-n", 2, "--run-dir", path, "--resume", cwd=tmp_path)
+    ended.assert_failed(
+        REJECTED, "expected a checkpoint that verifies, got 2 that do not: restore one, or start"
+    )
+    assert ended.err.count("cut off or replaced") == 2
+    assert tree(path) == before
+
+
+def test_a_run_does_not_go_on_under_other_settings(recipe, half_way, tmp_path):
+    path = half_way()
+    before = tree(path)
+    ended = train(*recipe, "-n", 3, "--optim.lr", 0.5, "--run-dir", path, "--resume", cwd=tmp_path)
+    ended.assert_failed(
+        FAILED, f"{path} was begun with other settings, and going on with these would not give"
+    )
+    assert str(path / CONFIG) in ended.errors[0]
+    assert ended.err.endswith("\n  optim.lr: 0.002 in the checkpoint, 0.5 now\n")
+    assert tree(path) == before
+
+
+def test_a_run_is_not_told_to_stop_where_it_has_stopped(recipe, half_way, tmp_path):
+    path = half_way()
+    before = tree(path)
+    ended = train(*recipe, "-n", 2, "--run-dir", path, "--resume", "--stop-after", 4, cwd=tmp_path)
+    ended.assert_failed(USAGE, "stop_after 4: the run is at step 4 of 8 already: pass a later step, or 0")
+    assert tree(path) == before
+
+
+# Python runs this before anything else in every process of the command. Ranks are the only ones that are
+# forked without another program; the second is killed by its first instruction.
+KILLS_RANK_1 = """
+import os, signal
+forked = []
+def die():
+    if len(forked) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.register_at_fork(before=lambda: forked.append(None), after_in_child=die)
+"""
+
+
+def test_a_rank_that_dies_in_start_up_ends_the_run_with_its_name(recipe, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(KILLS_RANK_1)
+    before = tree(site)
+    flags = ("-n", 3, "--run-dir", "run")
+    ended = train(
+        *recipe, *flags, cwd=tmp_path, env={"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    )
+    ended.assert_failed(FAILED, "error: rank 1 of 3 (pid ")
+    assert "was killed by SIGKILL: out of memory?" in ended.errors[0]
+    assert tree(tmp_path) == {**before, str(site): None}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, recipe, tmp_path):
+    flags = ("-n", ranks, "--steps", 100_000, "--eval.every", 1, "--run-dir", "run")
+    with started(*INSTEP, "train", *recipe, *flags, cwd=tmp_path) as process:
+        read_until(process, "step 3  held out")
+        assert (tmp_path / "run" / WORKERS).exists()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+        out, err = process.communicate(timeout=15)
+    assert process.returncode == INTERRUPTED
+    assert err.endswith("instep train: interrupted\n")
+    assert "Traceback" not in err
+    assert out == ""
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl"}

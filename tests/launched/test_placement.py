@@ -1,0 +1,150 @@
+"""The promise, through the command: one hash for every number of ranks, stop, restart, and launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.train.folder import CHECKPOINTS, CONFIG, LEDGER, METRICS, SUMMARY, WORKERS, read_lines
+from tests.launched.command import INSTEP, TORCHRUN, read_until, run, started, steps_of, train
+from tests.launched.conftest import STEPS
+
+# DESIGN's fields of summary.json.
+FIELDS = {
+    "state_sha256",
+    "steps",
+    "world_size",
+    "strategy",
+    "contract",
+    "loss_first",
+    "loss_last",
+    "step_ms_median",
+    "tokens_per_s",
+    "exposed_comm_share",
+    "restarts",
+    "fingerprint",
+}
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / SUMMARY).read_text())
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    """Equal weights, moments and step, and on the way there equal losses, gradients and data, bit by bit."""
+    assert steps_of(run_dir) == steps_of(reference)
+    for field in ("state_sha256", "fingerprint", "loss_first", "loss_last", "held_out_loss"):
+        assert summary(run_dir)[field] == summary(reference)[field], field
+
+
+def assert_every_sample_once(run_dir: Path, global_size: int = 16) -> None:
+    """Each step begins where the one before it ended."""
+    lines = steps_of(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert [line["cursor"] for line in lines] == [line * global_size for line in range(1, len(lines) + 1)]
+
+
+def test_a_run_leaves_its_whole_record(undisturbed):
+    assert sorted(path.name for path in undisturbed.iterdir()) == sorted(
+        [CONFIG, METRICS, LEDGER, SUMMARY, CHECKPOINTS]
+    )
+    found = summary(undisturbed)
+    assert found.keys() >= FIELDS
+    assert all(found[field] is not None for field in FIELDS)
+    assert (found["steps"], found["world_size"], found["restarts"]) == (STEPS, 1, 0)
+    assert found["contract"] == "declared"
+    assert found["loss_last"] < found["loss_first"]
+    assert [path.name for path in (undisturbed / CHECKPOINTS).iterdir()] == [f"step-{STEPS:08d}"]
+    assert read_lines(undisturbed / LEDGER)[-1]["state_sha256"] == found["state_sha256"]
+    assert_every_sample_once(undisturbed)
+
+
+def test_three_ranks_give_the_hash_of_one(recipe, undisturbed, tmp_path):
+    ended = train(*recipe, "-n", 3, "--run-dir", "run", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "run", undisturbed)
+    assert summary(tmp_path / "run")["world_size"] == 3
+    assert not (tmp_path / "run" / WORKERS).exists()
+    last_words = ended.out.splitlines()
+    assert last_words[0] == "run    run"
+    assert last_words[-1] == f"state  sha256 {summary(undisturbed)['state_sha256']}"
+
+
+def test_a_run_that_was_stopped_says_how_to_go_on(stopped):
+    found = summary(stopped)
+    assert (found["steps"], found["world_size"]) == (STEPS // 2, 2)
+    assert steps_of(stopped)[-1]["step"] == STEPS // 2
+    assert not (stopped / WORKERS).exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_stopped_on_two_ranks_and_resumed_on_others_gives_the_run_that_nothing_disturbed(
+    ranks: int, recipe: tuple[str, ...], undisturbed: Path, half_way: Callable[[], Path], tmp_path: Path
+) -> None:
+    path = half_way()
+    ended = train(*recipe, "-n", ranks, "--run-dir", path, "--resume", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert f"resumed from {path / CHECKPOINTS / 'step-00000004'}, step 4\n" in ended.err
+    assert_same_run(path, undisturbed)
+    assert_every_sample_once(path)
+    found = summary(path)
+    assert (found["restarts"], found["first_step"], found["world_size"]) == (1, 4, ranks)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_in_the_middle_and_resumed_on_other_ranks_gives_the_run_that_nothing_disturbed(
+    killed: int, recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The signal comes at any moment of a step; the work since the last checkpoint is done again."""
+    long = (*recipe, "--steps", 100, "--checkpoint.every", 10)
+    path = tmp_path / "run"
+    with started(*INSTEP, "train", *long, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
+        read_until(process, "step  20/100")
+        pid = json.loads((path / WORKERS).read_text())[str(killed)]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert err.endswith(
+        f"instep train: error: rank {killed} of 2 (pid {pid}) was killed by SIGKILL: out of memory? the "
+        "kernel's log (dmesg) says; try fewer ranks or smaller micro-batches\n"
+    )
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (path / WORKERS).exists()
+    assert not (path / SUMMARY).exists()
+
+    resumed = train(*long, "-n", 3, "--run-dir", path, "--resume", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    alone = train(*long, "-n", 1, "--run-dir", "alone", cwd=tmp_path)
+    assert alone.code == 0, alone.err
+    assert_same_run(path, tmp_path / "alone")
+    assert_every_sample_once(path)
+
+
+def test_torchrun_gives_the_same_hash(recipe, undisturbed, tmp_path):
+    command = [*TORCHRUN[:-1], "--nproc-per-node", 2, TORCHRUN[-1]]
+    ended = run(
+        *command, "instep", "train", *recipe, "--run-dir", "run", cwd=tmp_path, env={"TMPDIR": str(tmp_path)}
+    )
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "run", undisturbed)
+    assert summary(tmp_path / "run")["world_size"] == 2
+    assert not (tmp_path / "run" / WORKERS).exists()
+    assert ended.out.count("state  sha256") == 1
+
+
+def test_without_the_ordered_sum_the_hash_depends_on_the_ranks(recipe, tmp_path):
+    """The negative control: where this fails, the other tests could not have failed either."""
+    hashes = set()
+    for ranks in (1, 4):
+        ended = train(*recipe, "--parallel.no-ordered", "-n", ranks, "--run-dir", f"{ranks}", cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        assert summary(tmp_path / f"{ranks}")["ordered"] is False
+        hashes.add(summary(tmp_path / f"{ranks}")["state_sha256"])
+    assert len(hashes) == 2

@@ -1,0 +1,130 @@
+"""A rank that dies, or never comes: the others learn who it was and in what, and soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.errors import PeerLost
+from instep.mesh.join import init
+from instep.mesh.launch import RankFailed, launch
+from instep.mesh.mesh import Mesh
+from instep.replicate.wrapper import DataParallel
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import Dense, mean_square
+from tests.replicate.replicas import assert_mean_gradients, gradients, mean_gradients, square
+from tests.world import world
+
+
+def die(gradient: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_rank_one_in_an_exchange(path: str, strategy: str, declared: bool) -> None:
+    """Rank 1 dies in its second backward, when rank 0 is in an exchange already."""
+    mesh = init(timeout_s=30)
+    model = DataParallel(
+        filled(Dense()), process_group=mesh["dp"], strategy=strategy, bucket_cap_mb=1e-5, timeout_s=30
+    )
+    run = declared_step if declared else undeclared_step
+    run(model, mesh.rank)
+    model.zero_grad()
+    if mesh.rank == 1:
+        died = Path(path) / "died"
+
+        def note_and_die(gradient: torch.Tensor) -> None:
+            died.write_text(str(time.monotonic()))
+            die(gradient)
+
+        model.module.layers[0].weight.register_hook(note_and_die)
+    try:
+        run(model, mesh.rank)
+    except PeerLost as error:
+        noticed = time.monotonic()
+        report = {"text": str(error), "ranks": error.ranks, "operation": error.operation, "at": noticed}
+        report["grads"] = sum(p.grad is not None for p in model.parameters())
+        report["again"] = again(model)
+        model.rebind(world_of_one())
+        square(model, 0).backward()
+        torch.testing.assert_close(gradients(model.module), mean_gradients(model.module, square, size=1))
+        (Path(path) / "report").write_text(json.dumps(report))
+
+
+def undeclared_step(model: DataParallel, rank: int) -> None:
+    square(model, rank).backward()
+
+
+def declared_step(model: DataParallel, rank: int) -> None:
+    for leaf in model.micro_batches(4):
+        mean_square(model, leaf, 0)
+
+
+def again(model: DataParallel) -> str:
+    """What a program is told that goes on with the lost group."""
+    try:
+        model.sync_gradients()
+    except PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucketed"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_rank_that_dies_in_an_exchange(tmp_path: Path, strategy: str, declared: bool) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        launch(lose_rank_one_in_an_exchange, (str(tmp_path), strategy, declared), ranks=2)
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["at"] - float((tmp_path / "died").read_text()) < 2
+    assert report["ranks"] == [1]
+    assert report["operation"].startswith("the exchange of bucket")
+    assert "rank 1 (pid" in report["text"] and "died: rank 0 waited" in report["text"]
+    assert report["grads"] == 0
+    assert "This group is lost" in report["again"] and "rebind" in report["again"]
+
+
+@pytest.fixture
+def rank_zero_has_noticed() -> threading.Event:
+    return threading.Event()
+
+
+@world(2, timeout_s=0.5)
+def test_a_rank_that_never_synchronises_is_found_by_the_deadline(mesh: Mesh, rank_zero_has_noticed) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    if mesh.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match=r"rank 0 waited .* never came: rank 1") as failure:
+            square(model, 0).backward()
+        assert 0.4 < time.monotonic() - began < 3
+        assert failure.value.operation == "the exchange of bucket 0"
+        assert failure.value.ranks == (1,)
+        with pytest.raises(PeerLost, match=r"This group is lost: .*rebind"):
+            square(model, 0).backward()
+        rank_zero_has_noticed.set()
+    assert rank_zero_has_noticed.wait(10)
+    model.close()
+
+
+@world(2, timeout_s=0.5)
+def test_survivors_go_on_over_a_new_group(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    if mesh.rank == 0:
+        with pytest.raises(PeerLost):
+            square(model, 0).backward()
+    model.rebind(mesh)
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+
+
+@world(2, timeout_s=0.5)
+def test_a_rank_that_does_not_come_to_be_wrapped_is_found_too(mesh: Mesh) -> None:
+    if mesh.rank == 0:
+        with pytest.raises((PeerLost, RuntimeError), match=r"rank|timeout|Timed|timed"):
+            DataParallel(filled(Dense()), process_group=mesh)

@@ -1,0 +1,325 @@
+"""Models that are unusual in what they return, hold or do: the gradient is right, under both contracts."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from instep.mesh.mesh import Mesh
+from instep.replicate.strategies import STRATEGIES
+from instep.replicate.wrapper import DataParallel
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import Dense, Mixed, Twice, data
+from tests.replicate.replicas import (
+    assert_mean_gradients,
+    equal_everywhere,
+    gradients,
+    mean_gradients,
+    samples,
+    square,
+)
+from tests.world import world
+
+
+@dataclass
+class Record:
+    logits: Tensor
+    label: str = "a"
+
+
+class Plain:
+    """A class that torch knows nothing of."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+Pair = namedtuple("Pair", "logits other")
+
+# How a model may return its logits, and how the loss finds them.
+CONTAINERS = {
+    "dict": (lambda x: {"logits": x, "n": 3}, lambda out: out["logits"]),
+    "ordered dict in a list": (lambda x: [OrderedDict(a=(x,))], lambda out: out[0]["a"][0]),
+    "named tuple": (lambda x: Pair(x, None), lambda out: out.logits),
+    "dataclass": (Record, lambda out: out.logits),
+    "dataclass in a tuple": (lambda x: (1, Record(x)), lambda out: out[1].logits),
+    "object": (Plain, lambda out: out.logits),
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, pack: Any) -> None:
+        super().__init__()
+        self.dense, self.pack = Dense(), pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(self.dense(x))
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+@world(2)
+def test_outputs_in_a(mesh: Mesh, kind: str) -> None:
+    pack, unpack = CONTAINERS[kind]
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return unpack(model(samples(rank))).square().mean()
+
+    model = DataParallel(filled(Returning(pack)), process_group=mesh)
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, mesh.rank).backward()
+        assert_mean_gradients(mesh, model.module, loss)
+    model.close()
+
+
+@world(2)
+def test_an_object_that_hides_its_tensors_still_heeds_no_sync(mesh: Mesh) -> None:
+    model = DataParallel(filled(Returning(Plain)), process_group=mesh)
+    with model.no_sync():
+        model(samples(mesh.rank)).logits.square().mean().backward()
+    assert not equal_everywhere(mesh, gradients(model.module))
+    model.close()
+
+
+@world(2)
+def test_outputs_of_which_only_some_are_used(mesh: Mesh) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            h = self.body(x)
+            return self.a(h), self.b(h), h.detach()
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return model(samples(rank))[rank].square().mean()
+
+    model = DataParallel(filled(Heads()), process_group=mesh, find_unused_parameters=True)
+    for _ in range(3):
+        model.zero_grad()
+        loss(model, mesh.rank).backward()
+        assert_mean_gradients(mesh, model.module, loss)
+    model.close()
+
+
+@world(2)
+def test_an_output_that_is_changed_in_place(mesh: Mesh) -> None:
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return model(samples(rank)).mul_(2.0).square().mean()
+
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    loss(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, loss)
+    model.close()
+
+
+@world(2)
+def test_forwards_without_gradients_between(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    loss = square(model, mesh.rank)
+    with torch.no_grad():
+        square(model, 5)
+    with torch.inference_mode():
+        square(model, 6)
+    model.eval()
+    square(model, 7)
+    model.train()
+    loss.backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+
+
+@world(2)
+def test_inputs_that_require_gradients_get_their_own(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    x = samples(mesh.rank).requires_grad_()
+    model(x).square().mean().backward()
+    assert_mean_gradients(mesh, model.module, square)
+    expected = samples(mesh.rank).requires_grad_()
+    (g,) = torch.autograd.grad(model.module(expected).square().mean(), expected)
+    torch.testing.assert_close(x.grad, g)
+    model.close()
+
+
+@world(2)
+def test_five_dtypes_and_no_elements_and_no_dimensions(mesh: Mesh) -> None:
+    for strategy in STRATEGIES:
+        module = filled(Mixed())
+        model = DataParallel(module, process_group=mesh, strategy=strategy)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            square(model, mesh.rank).backward()
+            for p, expected in zip(module.parameters(), mean_gradients(module, square), strict=True):
+                assert p.grad.dtype == p.dtype
+                loose = {"rtol": 2e-2, "atol": 1e-3} if p.dtype == torch.bfloat16 else {}
+                torch.testing.assert_close(p.grad, expected, **loose)
+            assert equal_everywhere(mesh, gradients(module))
+            optimizer.step()
+        model.close()
+
+
+@world(2)
+def test_more_parameters_than_one_word_has_bits(mesh: Mesh) -> None:
+    """200 of them in one bucket, some of them used on one rank alone."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(6)) for _ in range(200)])
+
+        def forward(self, x: Tensor, rank: int) -> Tensor:
+            used = [s for i, s in enumerate(self.scales) if i % 7 != rank]
+            return x * torch.stack(used).sum(0)
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return model(samples(rank), rank).square().mean()
+
+    model = DataParallel(filled(Many()), process_group=mesh, find_unused_parameters=True)
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, mesh.rank).backward()
+        assert_mean_gradients(mesh, model.module, loss)
+    model.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@world(2)
+def test_models_with_nothing_to_train(mesh: Mesh, strategy: str) -> None:
+    for module in (nn.Identity(), nn.Linear(6, 3).requires_grad_(False), nn.ReLU()):
+        model = DataParallel(module, process_group=mesh, strategy=strategy)
+        x = samples(mesh.rank).requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None
+        model.sync_gradients()
+        model.close()
+
+
+@world(2)
+def test_a_model_that_is_one_scalar(mesh: Mesh) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = DataParallel(Scale(), process_group=mesh)
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+
+
+@world(2)
+def test_a_wrapped_model_inside_checkpointing(mesh: Mesh) -> None:
+    for reentrant in (True, False):
+        model = DataParallel(filled(nn.Sequential(nn.Linear(6, 6), nn.Tanh())), process_group=mesh)
+
+        def loss(module: nn.Module, rank: int, reentrant: bool = reentrant) -> Tensor:
+            x = samples(rank).requires_grad_()
+            for _ in range(2):
+                x = checkpoint(module, x, use_reentrant=reentrant)
+            return x.square().mean()
+
+        for _ in range(2):
+            model.zero_grad()
+            loss(model, mesh.rank).backward()
+            expected = mean_gradients(model.module, lambda m, r: square(lambda x: m(m(x)), r))
+            torch.testing.assert_close(gradients(model.module), expected)
+        model.close()
+
+
+@world(2)
+def test_backward_may_run_in_another_thread_than_forward(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    for _ in range(2):
+        model.zero_grad()
+        loss = square(model, mesh.rank)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        assert_mean_gradients(mesh, model.module, square)
+    model.close()
+
+
+@world(2)
+def test_a_parameter_s_own_hook_changes_its_gradient_before_the_exchange(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    first = next(iter(model.parameters()))
+    first.register_hook(lambda gradient: 3 * gradient)
+    square(model, mesh.rank).backward()
+    expected = mean_gradients(filled(Dense()), square)
+    torch.testing.assert_close(gradients(model.module), [3 * expected[0], *expected[1:]])
+    model.close()
+
+
+@world(2)
+def test_backward_for_some_parameters_alone(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=True)
+    chosen = [model.module.layers[3].weight]
+    square(model, mesh.rank).backward(inputs=chosen)
+    expected = mean_gradients(model.module, square)[2]
+    torch.testing.assert_close(chosen[0].grad, expected)
+    assert sum(p.grad is not None for p in model.parameters()) == 1
+    model.close()
+
+
+@world(2, by="process")
+def test_compiled_models(mesh: Mesh) -> None:
+    """The inner module compiled, or the whole wrapper; "eager" traces without generating code."""
+    inside = DataParallel(torch.compile(filled(Dense()), backend="eager"))
+    around = DataParallel(filled(Dense()))
+    compiled = torch.compile(around, backend="eager")
+    for model, module in ((inside, inside.module), (compiled, around.module)):
+        for _ in range(2):
+            model.zero_grad()
+            square(model, mesh.rank).backward()
+            torch.testing.assert_close(gradients(module), mean_gradients(filled(Dense()), square))
+            assert equal_everywhere(mesh, gradients(module))
+    inside.close()
+    around.close()
+
+
+@world(2)
+def test_a_number_of_uses_that_varies_from_step_to_step(mesh: Mesh) -> None:
+    """Two segments, then three: by reentrant checkpointing each is a gradient of its own."""
+
+    class Varying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor, uses: int, reentrant: bool = True) -> Tensor:
+            for _ in range(uses):
+                x = checkpoint(self.block, x, use_reentrant=reentrant)
+            return self.last(x)
+
+    model = DataParallel(filled(Varying()), process_group=mesh, strategy="flat")
+    for uses in (2, 3, 1, 3, 2):
+        model.zero_grad()
+        model(samples(mesh.rank).requires_grad_(), uses).square().mean().backward()
+        assert_mean_gradients(
+            mesh, model.module, lambda m, r, n=uses: m(samples(r), n, False).square().mean()
+        )
+    model.close()
+
+
+def test_a_leaf_can_be_passed_by_several_threads_of_data(tmp_path: object) -> None:
+    """Forward in a worker thread, backward here: what a pipeline or a prefetching loop does."""
+    model = DataParallel(filled(Twice()), process_group=world_of_one(), find_unused_parameters=True)
+    outputs: list[Tensor] = []
+    for leaf in model.micro_batches(2):
+        worker = threading.Thread(target=lambda leaf=leaf: outputs.append(model(data(leaf, 0), True)))
+        worker.start()
+        worker.join()
+        outputs.pop().square().mean().backward()
+    assert model.module.shared.weight.grad is not None

@@ -1,0 +1,159 @@
+"""The loop's steps: with one micro-batch those of a plain torch loop, and on any ranks those of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from instep.mesh.mesh import Mesh
+from instep.models.transformer import GPT, GPTConfig
+from instep.ordered.hash import state_entries
+from instep.ordered.keys import initialize
+from instep.train import recipes
+from instep.train.config import Batch, Config
+from instep.train.folder import LEDGER, METRICS, read_lines
+from instep.train.loop import Books, Trainer, run_steps
+from instep.train.progress import Display
+from tests.parity import assert_same_bits, world_of_one
+from tests.world import world
+
+STEPS = 3
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"".join(hashlib.sha256(bytes([i])).hexdigest().encode() for i in range(200)))
+    return path
+
+
+def config(data: Path, **changes: object) -> Config:
+    """The tiny recipe without dropout, which ranks that are threads cannot draw."""
+    base = recipes.tiny()
+    base = replace(base, data=data, steps=STEPS, model=replace(base.model, dropout=0.0))
+    return replace(base, **changes)
+
+
+def test_one_micro_batch_on_one_rank_gives_the_bits_of_a_plain_loop(data):
+    batch = Batch(global_size=4, micro_size=4)
+    plain = config(data, batch=batch, optim=replace(recipes.tiny().optim, clip=0.0, schedule="constant"))
+    trainer = Trainer(plain, world_of_one())
+
+    module = GPT(GPTConfig(**asdict(plain.model)))
+    initialize(module, plain.seed)
+    decayed = [p for p in module.parameters() if p.ndim >= 2]
+    rest = [p for p in module.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=2e-3,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    for rate in (1e-3, 2e-3, 2e-3):  # two steps of warm-up
+        windows = trainer._windows(0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        logits = module(windows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert trainer.step()["loss"] == loss.item()
+    assert_same_bits(state_entries(trainer.module, trainer.optimizer), state_entries(module, optimizer))
+
+
+@world(3)
+def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path) -> None:
+    alone, together = (Trainer(config(data), m) for m in (world_of_one(), mesh))
+    for _ in range(STEPS):
+        one, three = alone.step(), together.step()
+        assert [one[name] for name in ("loss", "norm", "rate")] == [
+            three[name] for name in ("loss", "norm", "rate")
+        ]
+    assert alone.evaluate() == together.evaluate()
+    assert alone.state_sha256() == together.state_sha256()
+    assert alone.numerical() == together.numerical()
+
+
+@pytest.fixture
+def seen() -> list[bytes]:
+    """What the models of all ranks were given; ranks that are threads share it."""
+    return []
+
+
+@world(3)
+def test_in_an_epoch_every_sample_is_seen_exactly_once(mesh: Mesh, data: Path, seen: list[bytes]) -> None:
+    trainer = Trainer(config(data), mesh)
+    trainer.module.register_forward_pre_hook(lambda _, given: seen.extend(map(as_bytes, given[0])))
+    text = trainer.text.train
+    while trainer.cursor < len(text):
+        trainer.step()
+    mesh.world.group.all_gather_bytes(b"", "the end of an epoch")
+    times = Counter(seen)
+    assert set(times) == set(map(as_bytes, text.windows(range(len(text)))[:, :-1]))
+    into_the_next_epoch = trainer.cursor - len(text)
+    assert sorted(times.values()) == [1] * (len(text) - into_the_next_epoch) + [2] * into_the_next_epoch
+
+
+def as_bytes(row: Tensor) -> bytes:
+    return bytes(row.tolist())
+
+
+@world(2)
+def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
+    mine = data.with_name(f"text of rank {mesh.rank}")
+    mine.write_bytes(data.read_bytes() + bytes([65 + mesh.rank]))
+    with pytest.raises(ValueError, match=r"the SHA-256 of the text: rank 0 has \w+, but rank 1 has \w+"):
+        Trainer(config(mine), mesh)
+
+
+def run(data: Path, path: Path, trainer: Trainer) -> list[int]:
+    """Run the steps of ``trainer``; the steps that were saved."""
+    saved: list[int] = []
+    display, books = Display(1, trainer.config.steps), Books(path, trainer)
+    books.started(0)
+    run_steps(trainer, books, display, lambda: saved.append(trainer.steps_done))
+    books.close()
+    return saved
+
+
+def test_saving_and_evaluating_fall_due_at_their_steps_and_at_the_last(data, tmp_path):
+    base = config(data, steps=5)
+    base = replace(base, checkpoint=replace(base.checkpoint, every=2), eval=replace(base.eval, every=3))
+    assert run(data, tmp_path, Trainer(base, world_of_one())) == [2, 4, 5]
+    held_out = [line["step"] for line in read_lines(tmp_path / METRICS) if "held_out_loss" in line]
+    assert held_out == [0, 3, 5]
+
+
+def test_a_stop_is_a_last_step_with_a_checkpoint_and_the_state_s_hash(data, tmp_path):
+    trainer = Trainer(config(data, steps=5, stop_after=2), world_of_one())
+    assert run(data, tmp_path, trainer) == [2]
+    assert read_lines(tmp_path / LEDGER)[-1]["state_sha256"] == trainer.state_sha256()
+
+
+def test_evaluating_does_not_move_a_bit(data, tmp_path):
+    often, never = config(data), config(data)
+    often = replace(often, eval=replace(often.eval, every=1))
+    trainers = [Trainer(c, world_of_one()) for c in (often, never)]
+    for i, trainer in enumerate(trainers):
+        (tmp_path / str(i)).mkdir()
+        run(data, tmp_path / str(i), trainer)
+    assert trainers[0].state_sha256() == trainers[1].state_sha256()
+
+
+def test_the_ledger_has_the_bits_of_every_step(data, tmp_path):
+    trainer = Trainer(config(data), world_of_one())
+    run(data, tmp_path, trainer)
+    started, *steps = read_lines(tmp_path / LEDGER)
+    assert (started["event"], started["step"], started["restarts"]) == ("started", 0, 0)
+    assert [line["cursor"] for line in steps] == [16, 32, 48]
+    metrics = [line for line in read_lines(tmp_path / METRICS) if line["step"]]
+    assert [float.fromhex(line["loss"]) for line in steps] == [line["loss"] for line in metrics]
+    assert [float.fromhex(line["grad_norm"]) for line in steps] == [line["norm"] for line in metrics]
