@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 
-LANES = ("compute", "communication", "data", "host")
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that took time. Times are ``time.monotonic_ns()``, equal for all ranks of one host."""
+    """One thing that took time, on a lane: "compute", "communication", "data" or "host".
+
+    Times are ``time.monotonic_ns()``, the same clock for all ranks of one host.
+    """
 
     rank: int
     lane: str

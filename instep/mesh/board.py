@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 class Board:
     """One notice per global rank, in ``store`` under ``name``. Without a store it stays empty.
 
-    Nothing here may fail: it is read when something else has failed, perhaps the store's own host.
+    Each rank makes as many boards of a name as the others; a new one does not show the notices of the last.
+    Reading and posting may not fail: they happen when something else has failed, perhaps the store's host.
     """
 
-    def __init__(self, store: Store | None, name: str) -> None:
+    def __init__(self, store: Store | None = None, name: str = "", rank: int = 0) -> None:
         self._store = store
         self._name = name
+        if store is not None:
+            self._name += f"/{store.add(f'instep/board/{name}/made by {rank}', 1)}"
 
     def post(self, rank: int, operation: str, *, waiting: bool) -> None:
         """``rank`` now waits in ``operation``, or has come through it."""

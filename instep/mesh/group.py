@@ -46,7 +46,7 @@ class Group:
         self.timeout_s = timeout_s
         me = myself(rank)
         # Until the table is there, a lost peer can only be found by the deadline.
-        board = board or Board(None, "")
+        board = board or Board()
         self.peers = Peers((me,), me, timeout_s, board)
         if pg is not None:
             self.peers = Peers(self._meet(me), me, timeout_s, board)

@@ -45,17 +45,8 @@ class Axis:
         self._own = own
         self._store = store
         self._num_duplicates = 0
-        self._private: Group | None = None
         self.pg = None if self.size == 1 else shared(name, self.ranks)
         self.group = self._wrap(self.pg, name)
-
-    @property
-    def private(self) -> Group:
-        """A duplicate for instep's own use in the training loop's thread. Collective at the first use."""
-        # No cached_property: Python 3.11 holds one lock for all axes meanwhile, also those of other threads.
-        if self._private is None:
-            self._private = self.duplicate()
-        return self._private
 
     def duplicate(self) -> Group:
         """A new group over the same ranks, for one user in one thread. Collective over the axis."""
@@ -64,8 +55,9 @@ class Axis:
         return self._wrap(None if self.size == 1 else self._own(name, self.ranks), name)
 
     def _wrap(self, pg: ProcessGroup | None, name: str) -> Group:
-        board = Board(self._store, f"{name}/{self.ranks[0]}")
-        return Group(pg, self.ranks, self.ranks[self.rank], self.timeout_s, board)
+        rank = self.ranks[self.rank]
+        board = Board(self._store, f"{name}/{self.ranks[0]}", rank)
+        return Group(pg, self.ranks, rank, self.timeout_s, board)
 
 
 class Mesh:

@@ -89,7 +89,7 @@ class Peers:
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
-        return [peer.rank for peer in self.table if self._is_local(peer) and not lives(peer)]
+        return [peer.rank for peer in self.table if lives(peer) is False]
 
     def wait(self, work: device.Waitable, operation: str, *, on_gpu: bool = False) -> None:
         """Block until ``work`` is done.
@@ -145,7 +145,7 @@ class Peers:
         return self.board.read(peer.rank) == (operation, True)
 
     def _whereabouts(self, peer: Peer) -> str:
-        lives_here = "alive" if self._is_local(peer) else "not of this host or process"
+        lives_here = "alive" if lives(peer) else "on another host"
         match self.board.read(peer.rank):
             case None:
                 return f"{lives_here}, has not waited for anybody so far"
@@ -161,15 +161,14 @@ class Peers:
             time.sleep(0.01)
         return dead
 
-    def _is_local(self, peer: Peer) -> bool:
-        same_host = (peer.host, peer.pid_space) == (self.me.host, self.me.pid_space)
-        return same_host and peer.start_time > 0 and peer.pid != self.me.pid
-
 
 def _name(peer: Peer) -> str:
     return f"rank {peer.rank} (pid {peer.pid} on {peer.host})"
 
 
-def lives(peer: Peer) -> bool:
-    """Whether the process of ``peer``, on this host, is still the one it was."""
+def lives(peer: Peer) -> bool | None:
+    """Whether the process of ``peer`` is still the one it was; None if it cannot be seen from here."""
+    here = myself(peer.rank)
+    if (peer.host, peer.pid_space) != (here.host, here.pid_space) or not peer.start_time:
+        return None
     return _start_time(peer.pid) == peer.start_time

@@ -40,4 +40,4 @@ def _duplicate(pg: ProcessGroup, timeout_s: float) -> Group:
         return Group(None, ranks, rank, timeout_s)
     store = default_store()
     made = from_store(store, rank, timeout_s)("duplicate", ranks)
-    return Group(made, ranks, rank, timeout_s, Board(store, f"duplicate/{ranks[0]}"))
+    return Group(made, ranks, rank, timeout_s, Board(store, f"duplicate/{ranks[0]}", rank))

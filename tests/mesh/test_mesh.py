@@ -68,9 +68,8 @@ def test_a_view_is_the_mesh_along_one_axis(mesh):
 @world(2)
 def test_an_axis_has_the_user_s_group_a_private_one_and_as_many_as_are_asked_for(mesh):
     axis = mesh.along["dp"]
-    groups = [axis.group, axis.private, axis.duplicate(), axis.duplicate()]
+    groups = [axis.group, axis.duplicate(), axis.duplicate()]
     assert axis.group.pg is axis.pg
-    assert axis.private is groups[1]
     assert len({id(group.pg) for group in groups}) == 4
     assert {(group.ranks, group.rank, group.timeout_s) for group in groups} == {((0, 1), mesh.rank, 5.0)}
 
@@ -79,7 +78,7 @@ def test_an_axis_has_the_user_s_group_a_private_one_and_as_many_as_are_asked_for
 @pytest.mark.parametrize(("first", "second", "sums"), [("pg", "private", [3, 30]), ("pg", "pg", [21, 12])])
 def test_what_is_issued_in_another_order_mixes_on_one_group_and_does_not_on_two(mesh, first, second, sums):
     axis = mesh.along["dp"]
-    groups = {"pg": axis.pg, "private": axis.private.pg}
+    groups = {"pg": axis.pg, "own": axis.duplicate().pg}
     small, large = torch.tensor([1 + mesh.rank]), torch.tensor([10 * (1 + mesh.rank)])
     operations = [(groups[first], small), (groups[second], large)]
     works = [pg.allreduce([x]) for pg, x in (operations if mesh.rank == 0 else reversed(operations))]
@@ -94,7 +93,7 @@ def test_a_world_of_one_has_axes_but_no_groups():
     assert mesh.coordinates == {"pp": 0, "dp": 0, "tp": 0}
     for axis in (*mesh.along.values(), mesh.world):
         assert (axis.pg, axis.size, axis.rank, axis.ranks) == (None, 1, 0, (0,))
-        assert axis.private.pg is axis.duplicate().pg is None
+        assert axis.pg is axis.duplicate().pg is None
         assert gathered(axis, 5) == [5]
     assert not dist.is_initialized()
     mesh.close()
@@ -141,6 +140,6 @@ def test_a_second_mesh_meets_after_the_first_is_closed(mesh):
     for value in range(3):
         again = build(store, mesh.rank, 2, timeout_s=5.0)
         assert gathered(again.world, value) == [value, value]
-        assert again.along["dp"].private.all_gather_bytes(b"x", OPERATION) == [b"x", b"x"]
+        assert again.along["dp"].duplicate().all_gather_bytes(b"x", OPERATION) == [b"x", b"x"]
         again.close()
     assert gathered(mesh.world, 9) == [9, 9]
