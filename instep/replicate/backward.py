@@ -56,9 +56,11 @@ class Backward:
             abandoned=_weakly(self._raised),
         )
         came = _weakly(self._gradient_came)
-        self.hooks: list[Any] = [*self._watch.hooks, *declared.keys.hooks]
-        for i, parameter in enumerate(self.reducer.parameters):
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(partial(came, i)))
+        self._gradient_hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(came, i))
+            for i, parameter in enumerate(self.reducer.parameters)
+        ]
+        self.hooks: list[Any] = [*self._watch.hooks, *declared.keys.hooks, *self._gradient_hooks]
 
     def synchronise(self) -> None:
         """Exchange what ``.grad`` has accumulated, unless that is done. Collective."""

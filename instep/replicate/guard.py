@@ -85,8 +85,8 @@ def take_over(parameters: Sequence[Tensor]) -> None:
         other = entry.reducer()
         if other is not None and not mine.issuperset(map(id, other.parameters)):
             raise ValueError(
-                f"parameter {entry.name!r} belongs to a DataParallel of a larger module: close() that one, "
-                "or wrap the smaller module first"
+                f"parameter {entry.name!r} belongs to another DataParallel, of a module that has more: wrap "
+                "one module with all of it, or close() the other wrapper first"
             )
     for entry in entries:
         entry.release()
@@ -117,6 +117,11 @@ def _watched(optimizer: Optimizer) -> Iterator[tuple[Tensor, Entry]]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter, entry in _watched(optimizer):
+        reducer = entry.reducer()
+        if reducer is not None and reducer.plan is not None and reducer.plan.declared:
+            raise RuntimeError(
+                "optimizer.step() inside micro_batches(): the gradient is there when the loop has ended"
+            )
         if parameter.grad is not None:
             problem = entry.problem(parameter.grad)
             if problem is not None:

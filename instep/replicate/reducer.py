@@ -22,10 +22,12 @@ from instep.errors import Desync, PeerLost
 from instep.events import Recorder
 from instep.mesh.device import Stream
 from instep.mesh.group import Group
-from instep.ordered.buckets import Bucket, Caps, Slot, flat_real, make_buckets, wire_dtype
+from instep.ordered.buckets import Bucket, Caps, make_buckets
 from instep.ordered.exchange import Exchange
 from instep.ordered.header import VERSION, Header
+from instep.replicate.gradients import Gradients
 from instep.replicate.naive import Naive
+from instep.replicate.unused import describe
 from instep.work import Lane, Work
 
 
@@ -85,7 +87,7 @@ class Reducer:
         self._seen: list[int] = []  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
-        self._sparse = sparse
+        self.gradients = Gradients(self.names, self.parameters, sparse)
         self._reordered = not (options.strategy.overlaps and names) or group.size == 1
         self._warned_unused = False
         # Backward computes gradients in about the reverse of the order in which layers were registered.
@@ -110,14 +112,14 @@ class Reducer:
         self.plan = plan
         self._weight = weight
         for bucket in self.buckets:
-            attached = sum(self._is_attached(slot, bucket) for slot in bucket.slots)
-            bucket.begin(plan.num_leaves, attached)
+            bucket.begin(plan.num_leaves, self.gradients.num_attached(bucket))
         self.strategy.begin(self.buckets)
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
         """Gradients that arrive from now on belong to ``leaf``; after the ``last`` one buckets may leave."""
         self.leaf, self._last = leaf, last
         self._counts = [0] * len(self.names)
+        self.gradients.open_leaf()
         for bucket in self.buckets:
             bucket.leaf = bucket.counter.open()
             bucket.pending = len(bucket.slots)
@@ -130,6 +132,7 @@ class Reducer:
         if not self._reordered and self._counts[i] == 0 and i not in self._seen:
             self._seen.append(i)
         self._counts[i] += 1
+        self.gradients.came(i)
         expected = self._expected[i]
         if expected is None or self._counts[i] < expected or not self.strategy.overlaps:
             return
@@ -168,7 +171,7 @@ class Reducer:
         for bucket in self.buckets:
             for k, slot in enumerate(bucket.slots):
                 if any(present[k] for present in bucket.presence):
-                    self._attach(bucket, slot, whole=True)
+                    self.gradients.attach(bucket, slot, whole=True)
         self.local = [False] * len(self.names)
         self.exchanges += 1
         self.plan = None
@@ -188,8 +191,7 @@ class Reducer:
             header = self._header(following, plan, 1)
             self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
         self.exchanges += 1
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.gradients.drop()
         self.local = [False] * len(self.names)
         self._make_buckets(self._order)  # the lane may still be writing to the old ones
 
@@ -212,66 +214,17 @@ class Reducer:
     def _close(self, bucket: Bucket) -> None:
         """The open leaf is whole: bring it into the bucket and merge it; after the last one, let it go."""
         assert bucket.leaf is not None and self.leaf is not None and self.plan is not None
-        self._land(bucket, bucket.leaf)
+        self.gradients.land(bucket, bucket.leaf)
         bucket.counter.push(self.leaf, bucket.leaf)
         bucket.leaf = None
-        for slot in bucket.slots:
-            if self.plan.declared:
-                self.parameters[slot.position].grad = None
-            elif slot.present:
-                self._attach(bucket, slot, whole=False)
+        if self.plan.declared:
+            self.gradients.take(bucket)
+        else:
+            for slot in bucket.slots:
+                if slot.present:
+                    self.gradients.attach(bucket, slot, whole=False)
         if self._last:
             self.strategy.ready(bucket)
-
-    def _land(self, bucket: Bucket, leaf: Tensor) -> None:
-        """Copy the gradients of ``bucket`` into ``leaf``, in one call; -0.0 where there is none."""
-        views, gradients = [], []
-        for slot, view in zip(bucket.slots, bucket.views(leaf), strict=True):
-            gradient = self.parameters[slot.position].grad
-            if gradient is None:
-                flat_real(view).fill_(-0.0)
-                continue
-            slot.present = True
-            if gradient.dtype != view.dtype and wire_dtype(gradient.dtype) != bucket.dtype:
-                raise ValueError(
-                    f"parameter {self.names[slot.position]!r} has a gradient in {gradient.dtype}, but had "
-                    "another dtype when the model was wrapped: convert first, then wrap"
-                )
-            if gradient.is_sparse or gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
-                views.append(view)
-                gradients.append((gradient.to_dense() if gradient.is_sparse else gradient).detach())
-        if views:
-            torch._foreach_copy_(views, gradients)
-
-    def _attach(self, bucket: Bucket, slot: Slot, *, whole: bool) -> None:
-        """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where it has to look otherwise.
-
-        Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
-        gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
-        stays it, because whoever has kept it may rely on that.
-        """
-        parameter = self.parameters[slot.position]
-        view = bucket.view(slot, bucket.home)
-        gradient = parameter.grad
-        usable = gradient is not None and not gradient.is_sparse and not gradient.requires_grad
-        if slot.position in self._sparse:
-            if whole:
-                parameter.grad = view.to_sparse(1)
-        elif view.dtype != parameter.dtype or view.stride() != parameter.stride():
-            if whole:
-                if gradient is None or not usable or gradient.stride() != parameter.stride():
-                    gradient = parameter.grad = torch.empty_like(parameter.detach())
-                gradient.copy_(view)
-        elif gradient is None or not usable:
-            parameter.grad = view
-        elif gradient.data_ptr() != view.data_ptr():
-            gradient.data = view
-
-    def _is_attached(self, slot: Slot, bucket: Bucket) -> bool:
-        gradient = self.parameters[slot.position].grad
-        if gradient is None or gradient.is_sparse:
-            return False
-        return gradient.untyped_storage().data_ptr() == bucket.home.untyped_storage().data_ptr()
 
     def _launch(self, bucket: Bucket) -> Work:
         assert self.plan is not None
@@ -339,19 +292,10 @@ class Reducer:
         """Warn once, or raise, about parameters that some rank had no gradient for, though it had others."""
         if self.options.unused or (self.options.unused is None and self._warned_unused):
             return
-        busy = [r for r in range(self.group.size) if any(any(bucket.presence[r]) for bucket in self.buckets)]
-        lines = []
-        for bucket in self.buckets:
-            for k, slot in enumerate(bucket.slots):
-                missing = [self.group.ranks[r] for r in busy if not bucket.presence[r][k]]
-                if missing:
-                    everywhere = len(missing) == len(busy)
-                    ranks = "any rank" if everywhere else f"rank {', '.join(map(str, missing))}"
-                    lines.append(f"{self.names[slot.position]!r} on {ranks}")
-        if not lines:
+        unused = describe(self.buckets, self.names, self.group.ranks)
+        if not unused:
             return
-        shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-        message = f"no gradient came for {shown} in step {self.steps}"
+        message = f"no gradient came for {unused} in step {self.steps}"
         if self.options.unused is False:
             raise ValueError(
                 f"{message}, and find_unused_parameters=False forbids it: pass True or freeze them"

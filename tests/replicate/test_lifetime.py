@@ -100,7 +100,7 @@ def test_a_wrapper_takes_over_from_those_of_its_parts(mesh: Mesh) -> None:
 @world(2)
 def test_a_part_of_a_wrapped_module_is_not_wrapped_again(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    with pytest.raises(ValueError, match=r"'layers.0.weight' belongs to a DataParallel of a larger module"):
+    with pytest.raises(ValueError, match=r"'layers.0.weight' belongs to another DataParallel"):
         DataParallel(model.module.layers[0], process_group=mesh)
     square(model, mesh.rank).backward()
     assert_mean_gradients(mesh, model.module, square)

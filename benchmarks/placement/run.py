@@ -1,0 +1,213 @@
+"""One model in every placement: trains it 95 times, compares the hashes, and writes the table of the answers.
+
+python benchmarks/placement/run.py        writes results.json, the table in README.md beside it, and that in
+                                          the project's README.md; exit code 1 if an answer is not as promised
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from instep.checkpoint.contract import describe
+from instep.train import recipes
+from instep.train.config import Config, Parallel, numerical
+from instep.train.folder import SUMMARY
+from instep.train.run import AGAIN, DONE, run
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = HERE / "results.json"
+BEGIN, END = "<!-- placement table -->", "<!-- end of placement table -->"
+COMMAND = "python benchmarks/placement/run.py"
+
+RANKS = (1, 2, 3, 4, 5)
+ROWS = (
+    ("naive", 25.0),
+    ("flat", 25.0),
+    ("overlap", 25.0),
+    ("bucketed", 0.1),
+    ("bucketed", 1.0),
+    ("bucketed", 25.0),
+)
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how the one run is made; ``resumed_on`` ranks from half-way on, 0: never stopped."""
+
+    strategy: str
+    bucket_mb: float
+    ranks: int
+    resumed_on: int = 0
+    ordered: bool = True
+
+    @property
+    def row(self) -> str:
+        if not self.ordered:
+            return "control: `--parallel.no-ordered`"
+        return f"`{self.strategy}`" + (f", {self.bucket_mb:g} MB" if self.strategy == "bucketed" else "")
+
+    @property
+    def column(self) -> str:
+        return f"{self.ranks} → {self.resumed_on}" if self.resumed_on else f"{self.ranks}"
+
+
+def placements() -> Iterator[Placement]:
+    """All of them; the first is what the others are compared with."""
+    for strategy, bucket_mb in ROWS:
+        for ranks in RANKS:
+            yield Placement(strategy, bucket_mb, ranks)
+            yield Placement(strategy, bucket_mb, ranks, resumed_on=ranks % len(RANKS) + 1)
+    for ranks in RANKS:
+        yield Placement("bucketed", 25.0, ranks, ordered=False)
+
+
+def recipe(data: Path) -> Config:
+    """Eight micro-batches a step, dropout, clipping, AdamW; 1.7 MB of gradients, so bucket sizes differ."""
+    tiny = recipes.tiny()
+    return replace(tiny, steps=STEPS, data=data, model=replace(tiny.model, width=128, heads=4))
+
+
+def hash_of(placement: Placement, base: Config, directory: Path) -> str:
+    """The hash of weights, moments and step at the end of the run, made in ``directory``."""
+    parallel = Parallel(
+        strategy=placement.strategy,  # type: ignore[arg-type]
+        bucket_mb=placement.bucket_mb,
+        ordered=placement.ordered,
+        backend="gloo",
+    )
+    config = replace(base, parallel=parallel, run_dir=directory / "run", ranks=placement.ranks)
+    if placement.resumed_on:
+        _expect(AGAIN, run(replace(config, stop_after=STEPS // 2)))
+        config = replace(config, resume=True, ranks=placement.resumed_on)
+    _expect(DONE, run(config))
+    return str(json.loads((directory / "run" / SUMMARY).read_text())["state_sha256"])
+
+
+def _expect(expected: int, code: int) -> None:
+    if code != expected:
+        raise RuntimeError(f"expected a run that ends with code {expected}, got {code}")
+
+
+def measure(data: Path, say: TextIO) -> list[dict[str, Any]]:
+    """Every placement with its hash, and whether that is the hash of one rank in its kind of sum."""
+    runs: list[dict[str, Any]] = []
+    references: dict[bool, str] = {}
+    todo = list(placements())
+    for number, placement in enumerate(todo, start=1):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="instep-placement-") as directory:
+            found = hash_of(placement, recipe(data), Path(directory))
+        same = found == references.setdefault(placement.ordered, found)
+        runs.append({**asdict(placement), "same": same, "state_sha256": found})
+        took = f"{time.monotonic() - began:.1f} s"
+        where = f"{placement.row} on {placement.column} ranks"
+        print(
+            f"[{number}/{len(todo)}] {where}: {'same' if same else 'differs'} ({took})", file=say, flush=True
+        )
+    return runs
+
+
+def environment() -> dict[str, Any]:
+    """What the hash itself depends on, and how many cores there were."""
+    known = describe(config={}, threads=1, device="cpu")
+    names = ("python", "torch", "cpu.kind", "cpu.capability", "threads")
+    return {**{name: known[name] for name in names}, "cores": len(os.sched_getaffinity(0))}
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Rows are strategies, columns are ranks; ``2 → 3`` began on two and was resumed on three."""
+    cells: dict[str, dict[str, str]] = {}
+    for entry in runs:
+        placement = Placement(**{name: entry[name] for name in Placement.__dataclass_fields__})
+        cells.setdefault(placement.row, {})[placement.column] = "same" if entry["same"] else "differs"
+    columns = sorted(
+        {column for row in cells.values() for column in row}, key=lambda column: (len(column), column)
+    )
+    lines = [["ranks", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[row, *(found.get(column, "") for column in columns)] for row, found in cells.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def block(results: dict[str, Any]) -> str:
+    """The table and what it was made on."""
+    found = results["environment"]
+    return (
+        f"{table(results['runs'])}\n\n"
+        f"`2 → 3`: stopped half-way on two ranks, resumed on three. Made by `{COMMAND}` on {found['cores']} "
+        f"cores ({found['cpu.kind']}), torch {found['torch']}, in {results['minutes']:.0f} minutes."
+    )
+
+
+def replaced(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
+    """``text`` with ``new`` in the place of what stands between the lines ``begin`` and ``end``.
+
+    Raises:
+        ValueError: there is not exactly one such place.
+    """
+    head, *rest = text.split(f"{begin}\n")
+    if len(rest) != 1 or rest[0].count(end) != 1:
+        raise ValueError(f"expected one line {begin!r} and after it one {end!r}, to write between them")
+    return f"{head}{begin}\n{new}\n{end}{rest[0].partition(end)[2]}"
+
+
+def as_promised(runs: Sequence[dict[str, Any]]) -> bool:
+    """One hash where the sum is ordered; more than one, between 1 and 4 ranks, where it is not."""
+    loose = {entry["ranks"]: entry["state_sha256"] for entry in runs if not entry["ordered"]}
+    return all(entry["same"] for entry in runs if entry["ordered"]) and loose[1] != loose[4]
+
+
+@contextmanager
+def printing_to(log: Path) -> Iterator[TextIO]:
+    """This process, and those it starts, print to ``log``; what the block receives is the real stderr."""
+    sys.stdout.flush()
+    kept = [os.dup(fd) for fd in (1, 2)]
+    with log.open("wb") as file, os.fdopen(os.dup(2), "w") as say:
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+        try:
+            yield say
+        except BaseException:
+            say.write(log.read_text()[-4000:])
+            raise
+        finally:
+            sys.stdout.flush()
+            for fd, before in zip((1, 2), kept, strict=True):
+                os.dup2(before, fd)
+                os.close(before)
+
+
+def main() -> int:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="instep-placement-") as directory:
+        data = Path(directory, "text")
+        # A copy: somebody may be editing.
+        data.write_bytes(b"".join(path.read_bytes() for path in sorted((ROOT / "instep").rglob("*.py"))))
+        with printing_to(Path(directory, "log")) as say:
+            runs = measure(data, say)
+        settings = numerical(recipe(data))
+    results = {
+        "environment": environment(),
+        "settings": settings,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "runs": runs,
+    }
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    for readme in (HERE / "README.md", ROOT / "README.md"):
+        readme.write_text(replaced(readme.read_text(), block(results)))
+    print(table(runs))
+    return 0 if as_promised(runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

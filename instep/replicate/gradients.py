@@ -1,0 +1,119 @@
+"""``.grad`` on its way into a bucket and out of it.
+
+Autograd accumulates into ``.grad``, so that is where a leaf comes from and where the reduced gradient goes.
+In between it is a view of the bucket wherever it can be, which saves the memory of a second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from instep.ordered.buckets import Bucket, Slot, flat_real, wire_dtype
+
+
+class Gradients:
+    """The ``.grad`` of all ``parameters``; those at the positions ``sparse`` shall have a sparse one.
+
+    In a leaf: ``came`` from the parameters' hooks, ``land`` when a bucket is whole. After the exchange:
+    ``attach``.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], sparse: Collection[int]) -> None:
+        self.names = names
+        self.parameters = parameters
+        self._sparse = sparse
+        self._came: dict[int, tuple[Tensor | None, int]] = {}  # .grad of the open leaf, and its version
+
+    def open_leaf(self) -> None:
+        self._came.clear()
+
+    def came(self, i: int) -> None:
+        """Autograd has accumulated into the ``.grad`` of parameter i."""
+        gradient = self.parameters[i].grad
+        self._came[i] = gradient, -1 if gradient is None else gradient._version
+
+    def land(self, bucket: Bucket, leaf: Tensor) -> None:
+        """Copy the gradients of ``bucket`` into ``leaf``, in one call; -0.0 where there is none.
+
+        Raises:
+            ValueError: a gradient is not what autograd has left, or not of the dtype it had before.
+        """
+        views, gradients = [], []
+        for slot, view in zip(bucket.slots, bucket.views(leaf), strict=True):
+            gradient = self.parameters[slot.position].grad
+            self._check(slot.position, gradient, bucket.dtype)
+            if gradient is None:
+                flat_real(view).fill_(-0.0)
+                continue
+            slot.present = True
+            if gradient.is_sparse or gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+                views.append(view)
+                gradients.append((gradient.to_dense() if gradient.is_sparse else gradient).detach())
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+    def take(self, bucket: Bucket) -> None:
+        """The gradients are in the bucket alone from now on."""
+        for slot in bucket.slots:
+            self.parameters[slot.position].grad = None
+
+    def attach(self, bucket: Bucket, slot: Slot, *, whole: bool) -> None:
+        """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where it has to look otherwise.
+
+        Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
+        gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
+        stays it, because whoever has kept it may rely on that.
+        """
+        parameter = self.parameters[slot.position]
+        view = bucket.view(slot, bucket.home)
+        gradient = parameter.grad
+        if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
+            gradient = None
+        if slot.position in self._sparse:
+            if whole:
+                parameter.grad = view.to_sparse(1)
+        elif view.dtype != parameter.dtype or view.stride() != parameter.stride():
+            if whole:
+                if gradient is None or gradient.stride() != parameter.stride():
+                    gradient = parameter.grad = torch.empty_like(parameter.detach())
+                gradient.copy_(view)
+        elif gradient is None:
+            parameter.grad = view
+        elif gradient.data_ptr() != view.data_ptr():
+            gradient.data = view
+
+    def num_attached(self, bucket: Bucket) -> int:
+        """How many are views of the bucket's memory now."""
+        home = bucket.home.untyped_storage().data_ptr()
+        gradients = [self.parameters[slot.position].grad for slot in bucket.slots]
+        return sum(
+            g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == home for g in gradients
+        )
+
+    def drop(self) -> None:
+        """No parameter has a gradient any more."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _check(self, i: int, gradient: Tensor | None, dtype: torch.dtype) -> None:
+        if gradient is not None and wire_dtype(gradient.dtype) != dtype:
+            raise ValueError(
+                f"parameter {self.names[i]!r} has a gradient in {gradient.dtype}, but had another dtype when "
+                "the model was wrapped: convert first, then wrap"
+            )
+        if i not in self._came:
+            return
+        came, version = self._came.pop(i)
+        if gradient is None:
+            raise ValueError(
+                f"the gradient of {self.names[i]!r} was taken away between backward and its exchange: call "
+                "zero_grad() outside of micro_batches(), and let no hook set .grad to None"
+            )
+        if gradient is not came or gradient._version != version:
+            raise ValueError(
+                f"the gradient of {self.names[i]!r} was changed between backward and its exchange: clip and "
+                "edit gradients when they are whole, after micro_batches(), or in a hook of the parameter"
+            )
