@@ -1,4 +1,4 @@
-"""One model in every placement: trains it 95 times, compares the hashes, and writes the table of the answers.
+"""One model in every placement: trains it 65 times, compares the hashes, and writes the table of the answers.
 
 python benchmarks/placement/run.py        writes results.json, the table in README.md beside it, and that in
                                           the project's README.md; exit code 1 if an answer is not as promised

@@ -76,7 +76,15 @@ class Backward:
 
     def _forward_ran(self) -> Mark:
         self.roster.check()
+        self._go_last()
         return self._mark()
+
+    def _go_last(self) -> None:
+        """Users' hooks on gradients run before ours, also those that came later: they may edit ``.grad``."""
+        for parameter, handle in zip(self.reducer.parameters, self._gradient_hooks, strict=True):
+            hooks = parameter._post_accumulate_grad_hooks
+            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def _gradient_came(self, i: int, parameter: Tensor) -> None:
         self._exchanged = False

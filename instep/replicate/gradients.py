@@ -28,6 +28,7 @@ class Gradients:
         self._came: dict[int, tuple[Tensor | None, int]] = {}  # .grad of the open leaf, and its version
 
     def open_leaf(self) -> None:
+        """Gradients that come from now on belong to a new leaf."""
         self._came.clear()
 
     def came(self, i: int) -> None:
@@ -44,7 +45,7 @@ class Gradients:
         views, gradients = [], []
         for slot, view in zip(bucket.slots, bucket.views(leaf), strict=True):
             gradient = self.parameters[slot.position].grad
-            self._check(slot.position, gradient, bucket.dtype)
+            self._check(slot.position, gradient, bucket)
             if gradient is None:
                 flat_real(view).fill_(-0.0)
                 continue
@@ -98,11 +99,12 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _check(self, i: int, gradient: Tensor | None, dtype: torch.dtype) -> None:
-        if gradient is not None and wire_dtype(gradient.dtype) != dtype:
+    def _check(self, i: int, gradient: Tensor | None, bucket: Bucket) -> None:
+        expected = bucket.dtype, bucket.device
+        if gradient is not None and (wire_dtype(gradient.dtype), gradient.device) != expected:
             raise ValueError(
-                f"parameter {self.names[i]!r} has a gradient in {gradient.dtype}, but had another dtype when "
-                "the model was wrapped: convert first, then wrap"
+                f"parameter {self.names[i]!r} has a gradient in {gradient.dtype} on {gradient.device}, but "
+                "had another dtype or device when the model was wrapped: convert first, then wrap"
             )
         if i not in self._came:
             return

@@ -37,6 +37,20 @@ class Entry:
         self.reduced = False  # an exchange has ended since the last optimizer step
         self._left: tuple[weakref.ref[Tensor], int] | None = None
 
+    def no_gradient(self) -> str | None:
+        """Why there cannot be a gradient to step with, or None."""
+        reducer = self.reducer()
+        if reducer is None:
+            return None
+        if reducer.plan is not None and reducer.plan.declared:
+            return "inside micro_batches(): the gradient is there when the loop has ended"
+        if reducer.given_up:
+            return (
+                "after a step that was given up, by an exception or by leaving the loop over micro_batches() "
+                "before its end: there is no gradient. In zip(), micro_batches() has to come first"
+            )
+        return None
+
     def problem(self, gradient: Tensor) -> str | None:
         """Why a step must not use ``gradient``, or None."""
         reducer = self.reducer()
@@ -117,15 +131,12 @@ def _watched(optimizer: Optimizer) -> Iterator[tuple[Tensor, Entry]]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter, entry in _watched(optimizer):
-        reducer = entry.reducer()
-        if reducer is not None and reducer.plan is not None and reducer.plan.declared:
-            raise RuntimeError(
-                "optimizer.step() inside micro_batches(): the gradient is there when the loop has ended"
-            )
-        if parameter.grad is not None:
-            problem = entry.problem(parameter.grad)
-            if problem is not None:
-                raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+        problem = entry.no_gradient()
+        if problem is not None:
+            raise RuntimeError(f"optimizer.step() {problem}")
+        problem = None if parameter.grad is None else entry.problem(parameter.grad)
+        if problem is not None:
+            raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -81,6 +81,7 @@ class Reducer:
         self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
         self.steps = 0  # optimizer steps so far
         self.exchanges = 0  # reductions since the last one
+        self.given_up = False  # the last one of them
         self.local = [False] * len(self.names)
         self.plan: Plan | None = None
         self.leaf: int | None = None
@@ -174,6 +175,7 @@ class Reducer:
                     self.gradients.attach(bucket, slot, whole=True)
         self.local = [False] * len(self.names)
         self.exchanges += 1
+        self.given_up = False
         self.plan = None
         if self._next_order is not None:
             self._make_buckets(self._next_order)
@@ -191,6 +193,7 @@ class Reducer:
             header = self._header(following, plan, 1)
             self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
         self.exchanges += 1
+        self.given_up = True
         self.gradients.drop()
         self.local = [False] * len(self.names)
         self._make_buckets(self._order)  # the lane may still be writing to the old ones

@@ -166,7 +166,8 @@ class DataParallel(nn.Module):
         """Declare a step of ``num_leaves`` micro-batches and yield those that this rank computes.
 
         All ranks must run the loop to its end; the last iteration leaves the reduced gradients in
-        ``.grad``. Leaving early discards this rank's part and makes the others raise ``Desync``.
+        ``.grad``. Leaving early discards this rank's part and makes the others raise ``Desync``. In ``zip``,
+        ``micro_batches`` comes first: an iterator before it that ends leaves the loop in its last iteration.
 
         Args:
             num_leaves: G, the number of micro-batches in the global batch; the bits depend on it.
@@ -181,8 +182,8 @@ class DataParallel(nn.Module):
         self._check_open()
         self._backward.contract = "declared"
         step = self._next_step if step is None else step
-        self._next_step = step + 1
         yield from self._declared.run(num_leaves, step)
+        self._next_step = step + 1
         guard.reduced(self._reducer)
 
     @contextmanager

@@ -153,27 +153,6 @@ def test_weights_that_sum_to_zero_are_refused_on_all_ranks(mesh: Mesh) -> None:
     model.close()
 
 
-@world(2)
-def test_a_rank_whose_weights_are_all_zero_is_not_a_rank_with_unused_parameters(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=False)
-    for leaf in model.micro_batches(2):
-        leaf.weight = 1 - leaf.index
-        if leaf.weight:
-            mean_square(model, leaf, 0)
-    one = alone(filled(Dense()))
-    step(one, num_leaves=1)
-    assert all(torch.equal(x, y) for x, y in zip(gradients(model), gradients(one), strict=True))
-    model.close()
-
-
-@world(3)
-def test_a_rank_without_micro_batches_is_not_one_either(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=False)
-    step(model, num_leaves=1)
-    assert equal_everywhere(mesh, gradients(model.module))
-    model.close()
-
-
 def leave_early(model: DataParallel, how: str) -> None:
     for leaf in model.micro_batches(NUM_LEAVES):
         if how == "before backward":

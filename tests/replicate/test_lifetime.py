@@ -71,43 +71,6 @@ def test_a_module_may_be_wrapped_again(mesh: Mesh) -> None:
 
 
 @world(2)
-def test_of_two_wrappers_of_one_module_the_newer_one_does_the_work(mesh: Mesh) -> None:
-    module = filled(Dense())
-    first, second = (DataParallel(module, process_group=mesh, bucket_cap_mb=1e-5) for _ in range(2))
-    for model in (first, second, first, second):
-        module.zero_grad()
-        square(model, mesh.rank).backward()
-        assert_mean_gradients(mesh, module, square)
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match="is closed"):
-        first.sync_gradients()
-    second.close()
-
-
-@world(2)
-def test_a_wrapper_takes_over_from_those_of_its_parts(mesh: Mesh) -> None:
-    module = filled(Dense())
-    module.layers[0] = DataParallel(module.layers[0], process_group=mesh)
-    inner = DataParallel(module, process_group=mesh)
-    outer = DataParallel(inner, process_group=mesh)
-    for _ in range(2):
-        outer.zero_grad()
-        square(outer, mesh.rank).backward()
-        torch.testing.assert_close(gradients(module), mean_gradients(filled(Dense()), square))
-    outer.close()
-
-
-@world(2)
-def test_a_part_of_a_wrapped_module_is_not_wrapped_again(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    with pytest.raises(ValueError, match=r"'layers.0.weight' belongs to another DataParallel"):
-        DataParallel(model.module.layers[0], process_group=mesh)
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
-    model.close()
-
-
-@world(2)
 def test_two_models_in_one_backward_use_a_group_each(mesh: Mesh) -> None:
     """Equal in size, with many buckets each: on one group their exchanges would meet each other's."""
     first = DataParallel(filled(nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])), process_group=mesh)

@@ -69,9 +69,19 @@ def test_one_micro_batch_on_one_rank_gives_the_bits_of_a_plain_loop(data):
     assert_same_bits(state_entries(trainer.module, trainer.optimizer), state_entries(module, optimizer))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"autocast": "bf16"},
+        {"optim": replace(recipes.tiny().optim, name="sgd", lr=0.1)},
+        {"batch": Batch(global_size=15, micro_size=3)},
+    ],
+    ids=["as it is", "bf16", "sgd", "five micro-batches of three"],
+)
 @world(3)
-def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path) -> None:
-    alone, together = (Trainer(config(data), m) for m in (world_of_one(), mesh))
+def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path, changes: dict) -> None:
+    alone, together = (Trainer(config(data, **changes), m) for m in (world_of_one(), mesh))
     for _ in range(STEPS):
         one, three = alone.step(), together.step()
         assert [one[name] for name in ("loss", "norm", "rate")] == [
