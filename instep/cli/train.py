@@ -18,6 +18,7 @@ from instep.train import recipes, toml
 from instep.train.config import Config, validate
 
 PROGRAM = "instep train"
+SAID_ANEW = ("ranks", "run_dir", "resume", "stop_after")
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
 
@@ -64,8 +65,15 @@ def _base(args: Sequence[str]) -> Config:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path, nargs="?")
     first.add_argument("--model.preset", dest="preset", nargs="?")
+    first.add_argument("--run-dir", type=Path, nargs="?")
+    first.add_argument("--resume", action="store_true")
     given, _ = first.parse_known_args(args)
     base = recipes.default()
+    if given.resume and given.run_dir is not None and (given.run_dir / toml.RUN_CONFIG).is_file():
+        # A run goes on as it was, but where and how far is said anew.
+        saved = toml.load_toml(given.run_dir / toml.RUN_CONFIG)
+        again = {name: value for name, value in saved.items() if name not in SAID_ANEW}
+        base = toml.merge(base, again, source=str(given.run_dir / toml.RUN_CONFIG))
     if given.config is not None:
         base = toml.merge(base, toml.load_toml(given.config), source=str(given.config))
     if given.preset is not None:

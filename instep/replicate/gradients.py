@@ -25,16 +25,16 @@ class Gradients:
         self.names = names
         self.parameters = parameters
         self._sparse = sparse
-        self._came: dict[int, tuple[Tensor | None, int]] = {}  # .grad of the open leaf, and its version
+        self._came: dict[int, tuple[Tensor, int] | None] = {}  # .grad of the open leaf, and its version
 
     def open_leaf(self) -> None:
         """Gradients that come from now on belong to a new leaf."""
         self._came.clear()
 
-    def came(self, i: int) -> None:
-        """Autograd has accumulated into the ``.grad`` of parameter i."""
+    def came(self, i: int, *, final: bool) -> None:
+        """Autograd has accumulated into the ``.grad`` of parameter i; ``final``: which nobody may edit."""
         gradient = self.parameters[i].grad
-        self._came[i] = gradient, -1 if gradient is None else gradient._version
+        self._came[i] = (gradient, gradient._version) if final and gradient is not None else None
 
     def land(self, bucket: Bucket, leaf: Tensor) -> None:
         """Copy the gradients of ``bucket`` into ``leaf``, in one call; -0.0 where there is none.
@@ -82,7 +82,7 @@ class Gradients:
                     gradient = parameter.grad = torch.empty_like(parameter.detach())
                 gradient.copy_(view)
         elif gradient is None:
-            parameter.grad = view
+            parameter.grad = view.data  # for users no view: those cannot be detached in place
         elif gradient.data_ptr() != view.data_ptr():
             gradient.data = view
 
@@ -108,13 +108,13 @@ class Gradients:
             )
         if i not in self._came:
             return
-        came, version = self._came.pop(i)
+        came = self._came.pop(i)
         if gradient is None:
             raise ValueError(
                 f"the gradient of {self.names[i]!r} was taken away between backward and its exchange: call "
                 "zero_grad() outside of micro_batches(), and let no hook set .grad to None"
             )
-        if gradient is not came or gradient._version != version:
+        if came is not None and (gradient is not came[0] or gradient._version != came[1]):
             raise ValueError(
                 f"the gradient of {self.names[i]!r} was changed between backward and its exchange: clip and "
                 "edit gradients when they are whole, after micro_batches(), or in a hook of the parameter"

@@ -110,7 +110,7 @@ class Reducer:
             )
         if self.lane.failed is not None:
             self.lane.reset()
-        self.plan = plan
+        self.plan, self._declared = plan, plan.declared
         self._weight = weight
         for bucket in self.buckets:
             bucket.begin(plan.num_leaves, self.gradients.num_attached(bucket))
@@ -133,7 +133,7 @@ class Reducer:
         if not self._reordered and self._counts[i] == 0 and i not in self._seen:
             self._seen.append(i)
         self._counts[i] += 1
-        self.gradients.came(i)
+        self.gradients.came(i, final=self._declared)
         expected = self._expected[i]
         if expected is None or self._counts[i] < expected or not self.strategy.overlaps:
             return

@@ -153,7 +153,7 @@ class Config:
     run_dir: Path | None = None
     """Where the run is recorded; by default a new folder in runs/."""
     resume: bool = False
-    """Continue the run in --run-dir from its newest checkpoint that verifies."""
+    """Continue the run in --run-dir, with its config, from its newest checkpoint that verifies."""
     stop_after: int = 0
     """Stop cleanly after this step with a checkpoint, as a time limit would; --resume continues. 0: go on."""
     data: Path | None = None

@@ -20,9 +20,9 @@ from typing import Any
 
 from instep.mesh.peers import Peer, lives
 from instep.train.config import Config
-from instep.train.toml import to_toml
+from instep.train.toml import RUN_CONFIG, to_toml
 
-CONFIG = "config.toml"
+CONFIG = RUN_CONFIG
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SUMMARY = "summary.json"

@@ -9,10 +9,12 @@ command says it once.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from instep import errors
+from instep.checkpoint.contract import differences
+from instep.checkpoint.manifest import Scalar
 from instep.mesh.group import Group
 
 T = TypeVar("T")  # something that JSON can carry
@@ -66,12 +68,20 @@ def on_every_rank(group: Group, operation: str, function: Callable[[], R]) -> R:
     raise _rebuilt(json.loads(next(filter(None, said))))
 
 
-def require_same(group: Group, what: str, value: str) -> None:
-    """Raise ``ValueError`` on all ranks, which names two, unless ``value`` is the same on all. Collective."""
-    values = [data.decode() for data in group.all_gather_bytes(value.encode(), f"the comparison of {what}")]
-    for rank, other in zip(group.ranks, values, strict=True):
-        if other != values[0]:
-            error = ValueError(f"{what}: rank {group.ranks[0]} has {values[0]}, but rank {rank} has {other}")
+def require_same(group: Group, fields: Mapping[str, Scalar]) -> None:
+    """Raise ``ContractBroken`` on all ranks unless ``fields`` are the same on all. Collective.
+
+    A rank with another build, kind of CPU or text would compute other bits than the rest, without a word.
+    """
+    everyone = group.all_gather_bytes(json.dumps(dict(fields)).encode(), "the comparison of configurations")
+    first, reference = group.ranks[0], json.loads(everyone[0])
+    for rank, data in zip(group.ranks, everyone, strict=True):
+        lines = differences(reference, json.loads(data), (f"on rank {first}", f"on rank {rank}"))
+        if lines:
+            error = errors.ContractBroken(
+                f"rank {rank} would compute other bits than rank {first}; make these the same:\n  "
+                + "\n  ".join(lines)
+            )
             raise _told(error) if group.rank else error
 
 

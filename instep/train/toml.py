@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from instep.models.presets import preset
 from instep.train.config import Config, flatten
 
+RUN_CONFIG = "config.toml"  # in a run directory
+
 
 def load_toml(path: Path) -> dict[str, Any]:
     """The nested tables of the file at ``path``; ``ValueError`` that names the file if it is no TOML."""

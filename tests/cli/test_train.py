@@ -13,6 +13,7 @@ from instep.errors import CheckpointRejected, PeerLost
 from instep.mesh import launch
 from instep.train import recipes
 from instep.train.config import Config
+from instep.train.toml import to_toml
 
 # DESIGN's words, each with a value and what it becomes.
 FLAGS = [
@@ -187,3 +188,10 @@ def test_half_an_environment_is_a_usage_error(runs, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert main([]) == USAGE
     assert capsys.readouterr().err.startswith("instep train: error: expected WORLD_SIZE in the environment")
+
+
+def test_a_run_goes_on_with_its_own_config_and_says_anew_where_and_how_far(tmp_path: Path) -> None:
+    saved = replace(recipes.default(), seed=7, ranks=5, stop_after=3, run_dir=Path("elsewhere"))
+    (tmp_path / "config.toml").write_text(to_toml(saved))
+    resumed = parse(["--resume", "--run-dir", str(tmp_path), "--steps", "9"])
+    assert resumed == replace(recipes.default(), seed=7, steps=9, resume=True, run_dir=tmp_path)

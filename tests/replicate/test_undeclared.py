@@ -108,6 +108,20 @@ def test_a_gradient_may_be_edited_or_replaced_after_the_exchange(mesh: Mesh) -> 
 
 
 @world(2)
+def test_gradients_may_be_detached_in_place(mesh: Mesh) -> None:
+    """As some loops do before zeroing them; torch refuses it for views."""
+    model = DataParallel(filled(Twice()), process_group=mesh, find_unused_parameters=True)
+    for _ in range(2):
+        sometimes(model, mesh.rank).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_().zero_()
+    sometimes(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, sometimes)
+    model.close()
+
+
+@world(2)
 def test_an_optimizer_may_step_twice_with_one_gradient(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     optimizer = sgd(model.module)

@@ -82,13 +82,15 @@ def test_the_first_rank_that_fails_tells_it_for_all(mesh: Mesh, failed: list[int
 
 @world(3)
 def test_what_must_be_the_same_may_be_the_same(mesh: Mesh) -> None:
-    require_same(mesh.world.group, "the text", "abc")
+    require_same(mesh.world.group, {"torch": "2", "threads": 1})
     assert_in_step(mesh)
 
 
 @world(3)
 def test_what_is_not_the_same_is_raised_with_the_first_rank_that_differs(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match=r"^the text: rank 0 has abc, but rank 1 has abd$") as caught:
-        require_same(mesh.world.group, "the text", "abc" if mesh.rank == 0 else "abd")
+    with pytest.raises(
+        ContractBroken, match=r"rank 1 would .*\n  threads: 1 on rank 0, 2 on rank 1$"
+    ) as caught:
+        require_same(mesh.world.group, {"torch": "2", "threads": 1 + (mesh.rank > 0)})
     assert is_told(caught.value) is (mesh.rank != 0)
     assert_in_step(mesh)
