@@ -79,7 +79,9 @@ class _Footprint:
         return [f"thread {thread.name!r}" for thread in new if thread.is_alive()]
 
     def processes(self) -> list[str]:
-        return [f"process {pid} ({_command(pid)})" for pid in _descendants() - self.pids if not _ends(pid)]
+        stayed = {pid for pid in _descendants() - self.pids if not _ends(pid)}
+        # Asked again: between fork and exec a server has the command line of its parent.
+        return [f"process {pid} ({_command(pid)})" for pid in stayed & _descendants()]
 
     def segments(self) -> list[str]:
         new = {name for name in _shared() - self.shared if not _belongs_to_strangers(SHARED_MEMORY / name)}

@@ -32,12 +32,16 @@ HINTS = {
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """The exception that ended a rank, as the rank wrote it down; times are ``time.monotonic_ns()``."""
+    """The exception that ended a rank, as the rank wrote it down; times are ``time.monotonic_ns()``.
+
+    ``told`` is an attribute that an exception may have: another rank raised it first, and tells it.
+    """
 
     type: str  # with its module unless that is builtins: "ValueError", "instep.errors.PeerLost"
     message: str
     traceback: str
     time_ns: int
+    told: bool = False
 
     @staticmethod
     def of(error: BaseException) -> ErrorRecord:
@@ -51,6 +55,7 @@ class ErrorRecord:
             str(error)[:MESSAGE_LIMIT],
             text[-TRACEBACK_LIMIT:],
             time.monotonic_ns(),
+            bool(getattr(error, "told", False)),
         )
 
     def to_bytes(self) -> bytes:
@@ -64,7 +69,11 @@ class ErrorRecord:
         except ValueError:
             return None
         return ErrorRecord(
-            str(fields["type"]), str(fields["message"]), str(fields["traceback"]), int(fields["time_ns"])
+            str(fields["type"]),
+            str(fields["message"]),
+            str(fields["traceback"]),
+            int(fields["time_ns"]),
+            bool(fields["told"]),
         )
 
 
@@ -105,7 +114,8 @@ def root_cause(exits: Sequence[Exit]) -> Exit | None:
             return (2 if end.code == -signal.SIGABRT else 0), 0
         if end.error is None:
             return 3, 0
-        return (4 if end.error.type in CONSEQUENCES else 1), end.error.time_ns
+        blames_a_peer = end.error.told or end.error.type in CONSEQUENCES
+        return (4 if blames_a_peer else 1), end.error.time_ns
 
     return min((end for end in exits if end.code != 0), key=order, default=None)
 

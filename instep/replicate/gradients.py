@@ -96,6 +96,7 @@ class Gradients:
 
     def drop(self) -> None:
         """No parameter has a gradient any more."""
+        self._came.clear()
         for parameter in self.parameters:
             parameter.grad = None
 

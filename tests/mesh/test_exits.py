@@ -102,3 +102,13 @@ def test_the_largest_record_fits() -> None:
     record = caught(ValueError(worst * 10 * TRACEBACK_LIMIT))
     assert len(record.message) == MESSAGE_LIMIT
     assert len(record.to_bytes()) <= RECORD_LIMIT_BYTES
+
+
+def test_an_error_that_another_rank_tells_is_not_the_cause() -> None:
+    retold = KeyError("of rank 0")
+    retold.told = True  # type: ignore[attr-defined]
+    second = ErrorRecord.from_bytes(ErrorRecord.of(retold).to_bytes())
+    first = ErrorRecord.of(KeyError("of rank 0"))
+    cause = root_cause([Exit(1, 101, 1, second), Exit(0, 100, 1, first)])
+    assert cause is not None
+    assert cause.rank == 0

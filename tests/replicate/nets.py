@@ -191,6 +191,7 @@ def fused(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 # Without random numbers: what they should give can be computed by hand.
 PLAIN = {
     "dense": Training(Dense, mean_square),
+    "dense, fused": Training(Dense, mean_square, num_leaves=5, optimizer=fused),
     "dense, G=5, clipped": Training(Dense, mean_square, num_leaves=5, clip=0.1),
     "dense, G=7, momentum": Training(Dense, mean_square, num_leaves=7, optimizer=momentum),
     "transformer, G=12, clipped": Training(gpt, text, num_leaves=12, clip=0.5, num_steps=2),
@@ -213,9 +214,15 @@ def requires_input(model: nn.Module, leaf: Leaf, step: int) -> None:
     model(data(leaf, step).requires_grad_()).square().mean().backward()
 
 
-# Reentrant checkpointing accumulates the gradient of a segment outside of any order that a test could repeat.
-REENTRANT = {
+def look_up(model: nn.Module, leaf: Leaf, step: int) -> None:
+    tokens = (data(leaf, step)[:, 0].abs() * 100).long() % 11
+    model(tokens).square().mean().backward()
+
+
+# Sums inside a micro-batch that a plain loop makes too, but at another time, and so in another order.
+OTHER = {
     "reentrant": Training(lambda: Segments(reentrant=True), requires_input, num_leaves=5),
+    "sparse": Training(lambda: nn.Embedding(11, WIDTH, sparse=True), look_up, 5, torch.optim.SparseAdam),
 }
 
 RANDOM = {

@@ -161,9 +161,11 @@ def test_a_bare_process_group_stays_the_user_s(mesh: Mesh) -> None:
     group = dist.new_group([0, 1])
     before = len(dist.distributed_c10d._world.pg_map)
     model = DataParallel(filled(Dense()), process_group=group)
+    assert model.group.pg is not group
     square(model, mesh.rank).backward()
     assert_mean_gradients(mesh, model.module, square)
     model.close()
+    assert model.group.pg is None
     assert len(dist.distributed_c10d._world.pg_map) == before
     dist.all_reduce(torch.ones(1), group=group)
     dist.destroy_process_group(group)

@@ -24,11 +24,11 @@ from tests.parity import (
     train_by_hand,
     world_of_one,
 )
-from tests.replicate.nets import PLAIN, RANDOM, REENTRANT, Dense, data, gpt, mean_square, text
+from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, data, gpt, mean_square, text
 from tests.world import world
 
 TINY_MB, LARGE_MB = 1e-4, 25
-WITHOUT_RANDOM = PLAIN | REENTRANT
+WITHOUT_RANDOM = PLAIN | OTHER
 
 
 @pytest.mark.parametrize("name", PLAIN)
