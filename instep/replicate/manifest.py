@@ -1,15 +1,16 @@
-"""Do all ranks hold the same model? Asked once, when it is wrapped.
+"""Do all ranks hold the same model, and wrap it in the same way? Asked once, when it is wrapped.
 
 Two ranks whose layers of the same shape are registered in another order would average the gradient of one
 with that of the other, and nothing later could tell. So names, order, shapes, dtypes and requires_grad are
-compared, by a hash first, and in full only to name the first difference.
+compared, by a hash first, and in full only to name the first difference. So are the options, because
+``ordered=False`` on one rank alone would start another collective than the others have started.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -28,14 +29,14 @@ def manifest(module: nn.Module) -> list[str]:
     return lines + [f"buffer {_describe(name, b)}" for name, b in module.named_buffers()]
 
 
-def agree_on_structure(module: nn.Module, group: Group) -> None:
-    """Check that every rank of ``group`` has the same manifest. Collective.
+def agree_on_structure(module: nn.Module, options: Mapping[str, object], group: Group) -> None:
+    """Check that every rank of ``group`` has the same manifest, and the same ``options``. Collective.
 
     Raises:
         ValueError: they differ; on every rank, naming the first difference.
     """
-    lines = manifest(module)
-    text = json.dumps(lines).encode()
+    mine = manifest(module), [f"{name}={value!r}" for name, value in options.items()]
+    text = json.dumps(mine).encode()
     operation = "the comparison of models"
     digests = group.all_gather_bytes(hashlib.sha256(text).digest(), operation)
     if len(set(digests)) == 1:
@@ -43,7 +44,13 @@ def agree_on_structure(module: nn.Module, group: Group) -> None:
     others = [
         json.loads(data) for data in group.all_gather_bytes(text, "the comparison of models, line by line")
     ]
-    raise ValueError(_first_difference(others, group.ranks))
+    if difference := _first_difference([entries for entries, _ in others], group.ranks):
+        raise ValueError(
+            f"the ranks hold different models; the first difference is {difference}: build the same modules "
+            "in the same order"
+        )
+    difference = _first_difference([options for _, options in others], group.ranks)
+    raise ValueError(f"the ranks wrap their models with different options: {difference}")
 
 
 def agree_on_values(module: nn.Module, group: Group) -> None:
@@ -82,11 +89,9 @@ def _describe(name: str, x: Tensor) -> str:
 
 
 def _first_difference(manifests: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    """ "entry 3: this on rank 0, but that on rank 1", or "" if all are equal."""
     for i, lines in enumerate(zip_longest(*manifests, fillvalue="nothing")):
         for rank, line in zip(ranks, lines, strict=True):
             if line != lines[0]:
-                return (
-                    f"the ranks hold different models; the first difference is entry {i}: {lines[0]} on rank "
-                    f"{ranks[0]}, but {line} on rank {rank}: build the same modules in the same order"
-                )
-    raise AssertionError("the hashes of equal manifests differ")
+                return f"entry {i}: {lines[0]} on rank {ranks[0]}, but {line} on rank {rank}"
+    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from instep.errors import PeerLost
 from instep.events import Recorder
 from instep.mesh.board import Board
 from instep.mesh.current import registered
@@ -20,7 +21,21 @@ def find_ranks(process_group: Mesh | ProcessGroup | None, timeout_s: float | Non
 
     None means the ``dp`` axis of the registered mesh, else torch's default group, else this process alone.
     Collective over those ranks.
+
+    Raises:
+        PeerLost: not all of them came.
     """
+    try:
+        return _find(process_group, timeout_s)
+    except dist.DistError as error:
+        raise PeerLost(
+            "wrapping a model makes a group of its ranks, and one of them never came: wrap it on every rank, "
+            f"as often and in the same order. The store said: {error}",
+            operation="the making of a group",
+        ) from error
+
+
+def _find(process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> tuple[Group, Recorder]:
     if process_group is None:
         process_group = registered()
     if isinstance(process_group, Mesh):

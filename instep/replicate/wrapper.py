@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,7 @@ class DataParallel(nn.Module):
         self._arguments = {
             "process_group": process_group,
             "device_mesh": device_mesh,
+            "init_sync": init_sync,
             "strategy": strategy,
             "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
             "ordered": ordered,
@@ -137,7 +138,7 @@ class DataParallel(nn.Module):
         """Take part in ``process_group``: hooks, reducer, keys."""
         roster = Roster(self.module)
         self.group, self.recorder = find_ranks(process_group, timeout_s)
-        agree_on_structure(self.module, self.group)
+        agree_on_structure(self.module, _shared_options(self._arguments), self.group)
         names, parameters = [name for name, _ in roster.trainable], [p for _, p in roster.trainable]
         guard.take_over(parameters)
         sparse = _sparse(self.module, parameters)
@@ -237,7 +238,7 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A wrapper of a copy of the module, over the same ranks. Collective."""
-        return DataParallel(copy.deepcopy(self.module, memo), init_sync=False, **self._arguments)
+        return DataParallel(copy.deepcopy(self.module, memo), **{**self._arguments, "init_sync": False})
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -251,6 +252,13 @@ class DataParallel(nn.Module):
     def _check_open(self) -> None:
         if not self._unbind.alive:
             raise RuntimeError("this DataParallel is closed: wrap the module again, or rebind() this one")
+
+
+def _shared_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that have to be the same on all ranks."""
+    own = ("process_group", "device_mesh", "timeout_s")
+    options = {name: value for name, value in arguments.items() if name not in own}
+    return {name: "a function" if callable(value) else value for name, value in options.items()}
 
 
 def _release(hooks: list[Any], lane: Lane, group: Group) -> None:

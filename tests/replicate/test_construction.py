@@ -79,6 +79,27 @@ def test_models_that_differ_are_refused_on_all_ranks_by_the_first_difference(mes
         DataParallel(module, process_group=mesh)
 
 
+# What rank 0 says and the others: they would start different operations, or draw other random numbers.
+OPTIONS = {
+    "init_sync": (True, "verify"),
+    "strategy": ("bucketed", "naive"),
+    "bucket_cap_mb": (25, [1, 25]),
+    "ordered": (True, False),
+    "find_unused_parameters": (None, False),
+    "broadcast_buffers": (True, False),
+    "seed": (0, 1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@world(2)
+def test_options_that_differ_are_refused_on_all_ranks(mesh: Mesh, name: str) -> None:
+    first, other = OPTIONS[name]
+    message = rf"with different options: entry \d: {name}={first!r} on rank 0, but {name}=.* on rank 1"
+    with pytest.raises(ValueError, match=message):
+        DataParallel(Dense(), process_group=mesh, **{name: other if mesh.rank else first})
+
+
 @world(2)
 def test_a_model_that_was_refused_is_left_as_it_was(mesh: Mesh) -> None:
     module = nn.Linear(2, 2 + mesh.rank)

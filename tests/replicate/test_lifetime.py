@@ -206,7 +206,7 @@ def test_a_mesh_with_more_axes_is_reduced_over_dp_alone(mesh: Mesh) -> None:
         model.close()
 
 
-def test_one_rank_of_a_bigger_mesh_class_has_the_same_words() -> None:
+def test_an_axis_of_one_rank_has_the_same_words() -> None:
     mesh = build(None, 0, 1)
     model = DataParallel(filled(Dense()), process_group=mesh["tp"])
     square(model, 0).backward()

@@ -126,5 +126,5 @@ def test_survivors_go_on_over_a_new_group(mesh: Mesh) -> None:
 @world(2, timeout_s=0.5)
 def test_a_rank_that_does_not_come_to_be_wrapped_is_found_too(mesh: Mesh) -> None:
     if mesh.rank == 0:
-        with pytest.raises((PeerLost, RuntimeError), match=r"rank|timeout|Timed|timed"):
+        with pytest.raises(PeerLost, match="one of them never came: wrap it on every rank"):
             DataParallel(filled(Dense()), process_group=mesh)

@@ -313,8 +313,7 @@ def test_a_number_of_uses_that_varies_from_step_to_step(mesh: Mesh) -> None:
     model.close()
 
 
-def test_a_leaf_can_be_passed_by_several_threads_of_data(tmp_path: object) -> None:
-    """Forward in a worker thread, backward here: what a pipeline or a prefetching loop does."""
+def test_forward_may_run_in_another_thread_than_the_loop_of_a_declared_step() -> None:
     model = DataParallel(filled(Twice()), process_group=world_of_one(), find_unused_parameters=True)
     outputs: list[Tensor] = []
     for leaf in model.micro_batches(2):
