@@ -98,7 +98,8 @@ class Lane:
         """End the thread after what is queued."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # which may be collecting the lane's owner
+                self._thread.join()
             self._thread = None
 
 

@@ -5,7 +5,7 @@ A loop that can be stopped anywhere and started again:
     resumed = instep.load("checkpoints", model, optimizer)
     for step in range(resumed.step, 1000):
         ...
-        instep.save("checkpoints", model, optimizer, step=step + 1, rank=rank)
+        instep.save("checkpoints", model, optimizer, step=step + 1)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from instep.checkpoint import save as saving
 from instep.checkpoint.manifest import Json, Manifest, Scalar
 from instep.errors import CheckpointRejected
 from instep.ordered.hash import state_entries, state_sha256
+from instep.replicate.wrapper import DataParallel
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,23 @@ def save(
     *,
     step: int,
     data_cursor: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
     keep: int = 3,
     **extra: Json,
 ) -> Path:
     """Save ``model`` (any module, wrapped data-parallel or not) after ``step`` optimizer steps.
 
-    Call it on every rank of a replicated model with its ``rank``: rank 0 writes, the others return at once,
-    so whoever reads the checkpoint in the same run needs a barrier in between. ``extra`` is JSON of your own
-    (a scheduler's state, the loss); tuples come back as lists. The newest ``keep`` stay, at least two.
+    Call it on every rank of a replicated model: rank 0 writes, the others return at once. A ``DataParallel``
+    knows its rank; with another model pass ``rank`` and ``world_size``. Whoever reads the checkpoint in the
+    same run needs a barrier in between. ``extra`` is JSON of your own (a scheduler's state, the loss); tuples
+    come back as lists. The newest ``keep`` stay, at least two.
     """
     path = Path(directory) / files.step_name(step)
-    if rank != 0:
+    if isinstance(model, DataParallel):
+        rank = model.group.rank if rank is None else rank
+        world_size = world_size or model.group.size
+    if rank:
         return path
     moments, rest = state.optimizer_state(model, optimizer) if optimizer else ({}, None)
     return saving.save(
@@ -69,7 +74,7 @@ def save(
         data_cursor=data_cursor,
         state_sha256=_hash(model, optimizer, step),
         numerical=_numerical(model),
-        world_size=world_size,
+        world_size=world_size or 1,
         extra={"user": extra, "optimizer": rest},
         keep=keep,
     )
@@ -78,6 +83,7 @@ def save(
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
     """Load the newest checkpoint that verifies into ``model`` and ``optimizer``; every rank reads for itself.
 
+    A ``DataParallel`` goes on counting its declared steps, which key the random numbers, where it was saved.
     Without any checkpoint nothing is touched and ``step`` is 0. CheckpointRejected if none verifies, or if it
     is of another model or optimizer; then nothing has been changed either.
     """
@@ -92,6 +98,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
     state.unwrapped(model).load_state_dict(weights)
     if (optimizer is None) == (rest is None):
         _require_hash(found, model, optimizer)
+    if isinstance(model, DataParallel):
+        model.next_step = found.manifest.step
     return Resumed(
         step=found.manifest.step,
         data_cursor=found.manifest.data_cursor,

@@ -2,8 +2,8 @@
 
 On a GPU a kernel is only *issued* when Python moves on. A bucket is therefore handed to the lane with an
 event recorded on the computing stream; the lane works on a stream of its own that first waits for the
-event, and the computing stream waits for the lane's event before it reads the result. On a CPU what has
-returned has happened, and all of this is nothing.
+event, and its thread returns when that stream has come to its end. On a CPU what has returned has happened,
+and all of this is nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ class Waitable(Protocol):
     def is_completed(self) -> bool: ...
 
 
-def choose(local_rank: int, backend: str | None = None) -> torch.device:
-    """The device of this rank: its own GPU where there is one, unless the backend is gloo."""
-    if backend == "gloo" or not torch.cuda.is_available():
+def choose(local_rank: int, num_local: int, backend: str | None = None) -> torch.device:
+    """The device of this rank: a GPU if all ``num_local`` ranks of the host have one, else the CPU.
+
+    Raises:
+        ValueError: NCCL is asked for, which needs a GPU per rank, and there are fewer.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "nccl" and num_gpus < num_local:
+        raise ValueError(f"nccl needs a GPU per rank, got {num_gpus} GPUs for {num_local} rank(s): use gloo")
+    if backend == "gloo" or num_gpus < num_local:
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -48,14 +55,18 @@ def complete(backend: str) -> str:
 
 
 def add_backends(
-    pg: dist.ProcessGroup, store: dist.Store, rank: int, size: int, timeout: timedelta, backend: str
+    pg: dist.ProcessGroup, store: dist.Store, rank: int, size: int, timeout: timedelta, config: str
 ) -> None:
-    """Give ``pg`` gloo for CPU tensors, and NCCL for GPU tensors if ``backend`` names it."""
+    """Give ``pg`` gloo for CPU tensors, and for GPU tensors what ``config`` ("cpu:gloo,cuda:nccl") has."""
     kinds = dist.ProcessGroup.BackendType
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
     pg._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     pg._set_default_backend(kinds.GLOO)
-    if "nccl" in backend:
+    if not torch.cuda.is_available():
+        return
+    if "gloo" in config and "nccl" not in config:
+        pg._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
+    else:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), rank, size, options)
@@ -96,7 +107,7 @@ class Stream:
 
     def computed(self) -> Event | None:
         """Mark what the caller has computed so far."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
     def after(self, event: Event | None) -> Iterator[None]:

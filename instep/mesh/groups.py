@@ -37,12 +37,13 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def from_store(store: Store, rank: int, timeout_s: float) -> MakeGroup:
+def from_store(store: Store, rank: int, timeout_s: float, like: ProcessGroup | None = None) -> MakeGroup:
     """Make groups that only their maker knows, over ``store``; they end when they are dropped.
 
-    Collective over their ranks, each of which makes as many groups of a name as the others.
+    They have the backends of ``like``, by default torch's default group, and gloo for CPU tensors. Collective
+    over their ranks, each of which makes as many groups of a name as the others.
     """
-    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    config = str(dist.get_backend_config(like)) if dist.is_initialized() else "cpu:gloo"
 
     def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
         members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
@@ -50,7 +51,7 @@ def from_store(store: Store, rank: int, timeout_s: float) -> MakeGroup:
         # The store outlives groups and meshes: never the same keys twice.
         own = dist.PrefixStore(f"{key}/{store.add(f'{key}/rank {rank}', 1)}", store)
         pg = dist.ProcessGroup(own, ranks.index(rank), len(ranks))
-        device.add_backends(pg, own, ranks.index(rank), len(ranks), backend_timeout(timeout_s), backend)
+        device.add_backends(pg, own, ranks.index(rank), len(ranks), backend_timeout(timeout_s), config)
         return pg
 
     return make

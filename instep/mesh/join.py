@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from instep.mesh import current, device
+from instep.mesh.axes import resolve
 from instep.mesh.groups import backend_timeout, default_store
 from instep.mesh.mesh import Mesh, build
 from instep.mesh.place import Place, detect
@@ -48,7 +49,8 @@ def init(
         rank, world_size, joins = dist.get_rank(), dist.get_world_size(), False
     else:
         rank, world_size, joins = place.rank, place.world_size, place.world_size > 1
-    on_device = device.choose(place.local_rank, backend)
+    resolve(world_size, dp=dp, pp=pp, tp=tp)  # before anybody is waited for
+    on_device = device.choose(place.local_rank, place.local_world_size, backend)
     if on_device.type == "cpu":
         torch.set_num_threads(threads)
     if joins:
@@ -71,6 +73,12 @@ def init(
     return mesh
 
 
+def unjoined() -> Place | None:
+    """Where this process was started in a world of several that nobody has joined yet, or None."""
+    place = detect(os.environ)
+    return place if place.world_size > 1 and not dist.is_initialized() else None
+
+
 def _join(place: Place, backend: str, timeout_s: float) -> None:
     """Make torch's default group out of ``place``."""
     timeout = timedelta(seconds=timeout_s)
@@ -86,6 +94,7 @@ def _join(place: Place, backend: str, timeout_s: float) -> None:
             place.world_size,
             is_master=place.rank == 0 and place.source != "torchrun",
             timeout=timeout,
+            multi_tenant=True,  # a world that is joined again may find the store of the last one
         )
     # A world that is restarted, or joined again, must not read what its predecessor wrote.
     again = store.add(f"instep/joined/{place.restart_count}/rank {place.rank}", 1)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Axis:
     """The ranks that differ from this one along one axis (or all of them, for the whole world).
 
-    ``pg`` is the user's process group, None where there is one rank; ``group`` wraps it for the thread
-    that runs the training loop. ``duplicate()`` makes a group of one's own over the same ranks.
+    ``pg`` is the user's process group, None where there is one rank. ``duplicate()`` makes a group of one's
+    own over the same ranks; ``group`` is the one for the thread that runs the training loop.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Axis:
         self._store = store
         self._num_duplicates = 0
         self.pg = None if self.size == 1 else shared(name, self.ranks)
-        self.group = self._wrap(self.pg, name)
+        self.group = self.duplicate()
 
     def duplicate(self) -> Group:
         """A new group over the same ranks, for one user in one thread. Collective over the axis."""
@@ -56,7 +56,7 @@ class Axis:
 
     def _wrap(self, pg: ProcessGroup | None, name: str) -> Group:
         rank = self.ranks[self.rank]
-        board = Board(self._store, f"{name}/{self.ranks[0]}", rank)
+        board = Board(self._store, f"{name}/{'-'.join(map(str, self.ranks))}", rank)
         return Group(pg, self.ranks, rank, self.timeout_s, board)
 
 

@@ -124,7 +124,12 @@ class Peers:
         where = f"rank {self.me.rank} waited {waited:.1f} s in {operation}"
         if dead:
             names = ", ".join(_name(peer) for peer in self.table if peer.rank in dead)
-            return PeerLost(f"{names} died: {where}", ranks=dead, operation=operation)
+            return PeerLost(
+                f"{names} died: {where}. If it ended without an error, it had fewer batches or left the loop "
+                "early: give every rank the same number, or use model.micro_batches(G)",
+                ranks=dead,
+                operation=operation,
+            )
         if error is not None:
             reason = str(error).splitlines()[0][:200]
             return PeerLost(

@@ -11,6 +11,7 @@ from instep.mesh.board import Board
 from instep.mesh.current import registered
 from instep.mesh.group import Group
 from instep.mesh.groups import default_store, from_store
+from instep.mesh.join import unjoined
 from instep.mesh.mesh import Mesh
 
 TIMEOUT_S = 300.0
@@ -42,6 +43,11 @@ def _find(process_group: Mesh | ProcessGroup | None, timeout_s: float | None) ->
         mesh = process_group if process_group.is_view else process_group["dp"]
         return mesh.whole.duplicate(), mesh.recorder
     timeout_s = timeout_s or TIMEOUT_S
+    if process_group is None and (place := unjoined()) is not None:
+        raise ValueError(
+            f"this process is rank {place.rank} of {place.world_size} ({place.source}), but joined no "
+            "group: call instep.init() first, or every rank would train a model of its own"
+        )
     if process_group is None and not dist.is_initialized():
         return Group(None, [0], 0, timeout_s), Recorder(0)
     pg = process_group or dist.group.WORLD
@@ -54,5 +60,5 @@ def _duplicate(pg: ProcessGroup, timeout_s: float) -> Group:
     if len(ranks) == 1:
         return Group(None, ranks, rank, timeout_s)
     store = default_store()
-    made = from_store(store, rank, timeout_s)("duplicate", ranks)
-    return Group(made, ranks, rank, timeout_s, Board(store, f"duplicate/{ranks[0]}", rank))
+    made = from_store(store, rank, timeout_s, pg)("duplicate", ranks)
+    return Group(made, ranks, rank, timeout_s, Board(store, f"duplicate/{'-'.join(map(str, ranks))}", rank))

@@ -116,11 +116,11 @@ class DataParallel(nn.Module):
             "seed": seed,
             "timeout_s": timeout_s,
         }
-        caps = bucket_cap_mb_list or bucket_cap_mb or 25
+        caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
         self._options = Options(find(strategy), caps, ordered, find_unused_parameters)
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
         self._seed = seed
-        self._next_step = 0
+        self.next_step = 0
         self.register_load_state_dict_pre_hook(accept_own_names)
         self._bind(device_mesh.get_group() if device_mesh is not None else process_group, timeout_s)
         if warning and self.group.rank == 0:
@@ -153,6 +153,7 @@ class DataParallel(nn.Module):
     def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
         self._unbind()
+        self._arguments |= {"process_group": process_group, "device_mesh": None, "timeout_s": timeout_s}
         self._bind(process_group, timeout_s)
 
     @property
@@ -182,9 +183,9 @@ class DataParallel(nn.Module):
             raise ValueError(f"micro_batches({num_leaves}): expected at least one micro-batch")
         self._check_open()
         self._backward.contract = "declared"
-        step = self._next_step if step is None else step
+        step = self.next_step if step is None else step
         yield from self._declared.run(num_leaves, step)
-        self._next_step = step + 1
+        self.next_step = step + 1
         guard.reduced(self._reducer)
 
     @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,6 +29,16 @@ from instep.train.optimizers import learning_rate, make_optimizer, set_learning_
 from instep.train.progress import Display
 from instep.train.together import on_every_rank, require_same
 
+# Variables by which libraries choose other kernels, with other bits.
+KERNEL_SWITCHES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+)
 HASH_EVERY = 50  # steps between two entries of the whole state's hash in the ledger
 
 
@@ -67,9 +79,8 @@ class Trainer:
     def numerical(self) -> dict[str, Any]:
         """All that the bits of this run may depend on."""
         fields = {**numerical(self.config), "data.sha256": self.text.train.sha256}
-        return contract.describe(
-            config=fields, threads=self.config.parallel.threads, device=str(self.mesh.device)
-        )
+        fields |= {f"environment.{name}": os.environ.get(name, "") for name in KERNEL_SWITCHES}
+        return contract.describe(config=fields, threads=torch.get_num_threads(), device=str(self.mesh.device))
 
     def state_sha256(self) -> str:
         """The hash of weights, moments and step."""

@@ -12,7 +12,7 @@ import torch
 
 from instep.checkpoint import contract, load, save, state, tensors
 from instep.checkpoint.manifest import Manifest
-from instep.errors import ContractBroken
+from instep.errors import CheckpointRejected, ContractBroken
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
@@ -176,7 +176,7 @@ def _resume(trainer: Trainer, path: Path, display: Display) -> None:
     state.restore_optimizer(trainer.module, trainer.optimizer, moments, answer["rest"])
     trainer.steps_done = answer["step"]
     if trainer.state_sha256() != answer["hash"]:
-        raise ContractBroken(
+        raise CheckpointRejected(
             f"rank {trainer.mesh.rank}: the state after loading does not have the hash that was saved with it"
         )
 

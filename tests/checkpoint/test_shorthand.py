@@ -16,6 +16,7 @@ from instep.checkpoint.shorthand import Resumed, load, save
 from instep.checkpoint.state import optimizer_state, restore_optimizer, unwrapped
 from instep.errors import CheckpointRejected
 from instep.ordered.hash import state_entries, state_sha256
+from instep.replicate.wrapper import DataParallel
 from tests.checkpoint.states import all_bits, bits
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
@@ -237,3 +238,22 @@ def test_rejected_newer_checkpoints_are_reported(tmp_path: Path) -> None:
     resumed = load(tmp_path, model)
     assert resumed.step == 1
     assert "step-00000002/manifest.json: cannot be read" in resumed.rejected[0]
+
+
+def test_a_wrapped_model_goes_on_with_the_random_numbers_of_its_step(tmp_path: Path) -> None:
+    def trained(steps: int, *, saved: bool) -> Tensor:
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        model, optimizer = DataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(load(tmp_path, model, optimizer).step if saved else 0, steps):
+            for _ in model.micro_batches(2):
+                model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if saved:
+                save(tmp_path, model, optimizer, step=step + 1)
+        model.close()
+        return module[0].weight.detach()
+
+    trained(2, saved=True)
+    assert torch.equal(trained(4, saved=True), trained(4, saved=False))

@@ -14,19 +14,27 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 def test_a_rank_without_a_gpu_or_with_gloo_computes_on_the_cpu(monkeypatch):
-    assert choose(0, "gloo") == CPU
+    assert choose(0, 1, "gloo") == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose(3) == CPU
+    assert choose(3, 4) == CPU
 
 
-@pytest.mark.parametrize(("local_rank", "index"), [(0, 0), (1, 1), (2, 0), (5, 1)])
-def test_ranks_of_a_host_take_its_gpus_in_turn(local_rank, index, monkeypatch):
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_every_rank_of_a_host_has_a_gpu_of_its_own(local_rank, monkeypatch):
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert choose(local_rank) == torch.device("cuda", index)
-    assert chosen == [torch.device("cuda", index)]
+    assert choose(local_rank, 2) == torch.device("cuda", local_rank)
+    assert chosen == [torch.device("cuda", local_rank)]
+
+
+def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_or_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose(0, 3) == CPU
+    with pytest.raises(ValueError, match=r"nccl needs a GPU per rank, got 2 GPUs for 3 rank\(s\)"):
+        choose(0, 3, "nccl")
 
 
 def test_gpus_get_nccl_with_gloo_beside_it_for_headers():

@@ -166,7 +166,7 @@ def test_a_dead_rank_ends_the_wait_long_before_the_deadline():
         with pytest.raises(PeerLost) as lost:
             a_table(absent(2), peer, timeout_s=1000).wait(Work(float("inf")), OPERATION)
     assert str(lost.value).startswith(f"rank 1 (pid {process.pid} on {ME.host}) died: rank 0 waited 0.")
-    assert str(lost.value).endswith(OPERATION)
+    assert f" in {OPERATION}. If it ended without an error, it had fewer batches" in str(lost.value)
     assert (lost.value.ranks, lost.value.operation) == ((1,), OPERATION)
 
 

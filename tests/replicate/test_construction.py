@@ -305,3 +305,11 @@ def one_backward() -> nn.Module:
     module = filled(Dense())
     square(module, 0).backward()
     return module
+
+
+def test_a_rank_that_has_joined_nothing_is_told_to(monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"rank 1 of 2 .* joined no group: call instep.init\(\) first"):
+        DataParallel(nn.Linear(2, 2))

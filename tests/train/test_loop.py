@@ -168,3 +168,10 @@ def test_the_ledger_has_the_bits_of_every_step(data, tmp_path):
     metrics = [line for line in read_lines(tmp_path / METRICS) if line["step"]]
     assert [float.fromhex(line["loss"]) for line in steps] == [line["loss"] for line in metrics]
     assert [float.fromhex(line["grad_norm"]) for line in steps] == [line["norm"] for line in metrics]
+
+
+def test_a_switch_that_chooses_other_kernels_is_part_of_the_configuration(data: Path, monkeypatch) -> None:
+    trainer = Trainer(config(data), world_of_one())
+    before = trainer.numerical()
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert {k for k, v in trainer.numerical().items() if v != before[k]} == {"environment.MKL_CBWR"}
