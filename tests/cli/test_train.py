@@ -15,7 +15,7 @@ from instep.train import recipes
 from instep.train.config import Config
 from instep.train.toml import to_toml
 
-# DESIGN's words, each with a value and what it becomes.
+# The command's words, each with a value and what it becomes.
 FLAGS = [
     ("-n 3", "ranks", 3),
     ("--ranks 3", "ranks", 3),

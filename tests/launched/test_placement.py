@@ -15,7 +15,7 @@ from instep.train.folder import CHECKPOINTS, CONFIG, LEDGER, METRICS, SUMMARY, W
 from tests.launched.command import INSTEP, TORCHRUN, read_until, run, started, steps_of, train
 from tests.launched.conftest import STEPS
 
-# DESIGN's fields of summary.json.
+# What others read in summary.json.
 FIELDS = {
     "state_sha256",
     "steps",
