@@ -93,8 +93,9 @@ class Exchange:
     def _ordered(
         self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str
     ) -> None:
-        nodes = [node for own in leaves for node in roots(own, num_leaves)]
-        values = self._slices(bucket, [len(roots(own, num_leaves)) for own in leaves], name)
+        by_rank = [roots(own, num_leaves) for own in leaves]
+        nodes = [node for own in by_rank for node in own]
+        values = self._slices(bucket, [len(own) for own in by_rank], name)
         for left, right in adds(nodes, num_leaves):
             torch.add(values[left], values[right], out=values[left])
         root = values[nodes.index(min(nodes))]

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from instep.ordered.blocks import BLOCK_ELEMENTS
+from instep.ordered.buckets import flat_real
 
 
 def block_square_sums(x: Tensor) -> Tensor:
     """Sum of squares of every block of ``x``, in order: (ceil(numel / 4096),) float64 on ``x``'s device."""
-    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    flat = flat_real(x)
     whole = flat.numel() - flat.numel() % BLOCK_ELEMENTS
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK_ELEMENTS), dim=1, dtype=torch.float64)
     if whole == flat.numel():

@@ -203,10 +203,6 @@ class Reducer:
         self.steps += 1
         self.exchanges = 0
 
-    def close(self) -> None:
-        """End the lane."""
-        self.lane.close()
-
     def _make_buckets(self, order: list[int]) -> None:
         self._order = order
         self._next_order: list[int] | None = None

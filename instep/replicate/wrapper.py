@@ -103,12 +103,13 @@ class DataParallel(nn.Module):
         if others.get("static_graph") and find_unused_parameters is False:
             find_unused_parameters = True
         self.module = module
+        caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
         self._arguments = {
             "process_group": process_group,
             "device_mesh": device_mesh,
             "init_sync": init_sync,
             "strategy": strategy,
-            "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
+            "bucket_cap_mb": caps,
             "ordered": ordered,
             "find_unused_parameters": find_unused_parameters,
             "broadcast_buffers": broadcast_buffers,
@@ -116,7 +117,6 @@ class DataParallel(nn.Module):
             "seed": seed,
             "timeout_s": timeout_s,
         }
-        caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
         self._options = Options(find(strategy), caps, ordered, find_unused_parameters)
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
         self._seed = seed

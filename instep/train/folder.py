@@ -92,7 +92,6 @@ class Lines:
         kept = [line for line in read_lines(path) if line.get("step", 0) <= until_step]
         if path.exists():
             _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.num_kept = len(kept)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, **fields: Any) -> None:
