@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from instep.errors import PeerLost
 
@@ -24,6 +24,8 @@ class Work:
         self.operation = operation
         self.error: BaseException | None = None
         self.finished = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
     def done(self) -> bool:
         return self.finished.is_set()
@@ -39,12 +41,30 @@ class Work:
         if self.error is not None:
             raise self.error
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the work has ended: now, or in the thread that does it."""
+        with self._lock:
+            if not self.done():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The work has ended; whoever waits goes on."""
+        with self._lock:
+            self.error = error
+            self.finished.set()
+        for callback in self._callbacks:
+            callback()
+        self._callbacks.clear()
+
 
 @dataclass
 class _State:
     """What a lane's functions share, so that they need not know the lane."""
 
     failed: BaseException | None = None
+    running: threading.Lock = field(default_factory=threading.Lock)
 
 
 Item = tuple[Work, Callable[[], None], _State]
@@ -84,6 +104,18 @@ class Lane:
         self._queue.put((work, function, self._state))
         return work
 
+    def run(self, operation: str, function: Callable[[], None]) -> Work:
+        """Execute ``function`` here if nothing is queued, else in its turn; it has ended on return."""
+        if self._is_idle():
+            with self._state.running:
+                if self._is_idle():
+                    work = self._last = Work(operation)
+                    _run(work, function, self._state)
+                    return work
+        work = self.submit(operation, function)
+        work.finished.wait()
+        return work
+
     def reset(self) -> None:
         """Accept work again after a failure, once what was queued has been refused."""
         self.drain()
@@ -93,6 +125,9 @@ class Lane:
         """Block until everything submitted has ended, whether it failed or not."""
         if self._last is not None:
             self._last.finished.wait()
+
+    def _is_idle(self) -> bool:
+        return self._last is None or self._last.done()
 
     def close(self) -> None:
         """End the thread after what is queued."""
@@ -110,12 +145,12 @@ def _run(work: Work, function: Callable[[], None], state: _State) -> None:
             function()
         except BaseException as error:
             state.failed = error
-    work.error = state.failed
-    work.finished.set()  # last: who has waited finds the lane failed, and resets it for good
+    work.end(state.failed)  # last: who has waited finds the lane failed, and resets it for good
 
 
 def _serve(pending: queue.SimpleQueue[Item | None]) -> None:
     while (item := pending.get()) is not None:
-        _run(*item)
+        with item[2].running:
+            _run(*item)
         # The function, or the traceback of its error, holds the lane's owner, which must be free to go.
         del item

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from instep.mesh.exits import ErrorRecord, Exit, root_cause
 from instep.mesh.groups import MakeGroup, backend_timeout
 from instep.mesh.mesh import Mesh, build
+from instep.shm import connect
 from tests.pool import Job, run_in_pool
 
 
@@ -51,7 +52,7 @@ def world(
 
     Args:
         by: "thread" or "process".
-        backend: of the processes' default group; threads always have gloo.
+        backend: "gloo" or "shm"; of the processes' default group, or of the threads' groups.
         timeout_s: of the mesh, the deadline of every wait in the body.
         deadline_s: of the whole test; past it every rank's stack is shown.
         axes: sizes for ``build``, e.g. ``dp=2, tp=2``.
@@ -69,7 +70,7 @@ def world(
         def test(**params: Any) -> None:
             __tracebackhide__ = True
             if by == "thread":
-                _Threads(size, timeout_s, axes).run(body, params, deadline_s)
+                _Threads(size, backend, timeout_s, axes).run(body, params, deadline_s)
             else:
                 job = Job(body.__module__, body.__qualname__, params, axes, timeout_s)
                 run_in_pool(size, backend, job, deadline_s)
@@ -95,6 +96,7 @@ class _Threads:
     """A world of threads that lives for one test."""
 
     size: int
+    backend: str
     timeout_s: float
     axes: dict[str, int]
     store: dist.Store = field(default_factory=dist.HashStore)
@@ -135,7 +137,7 @@ class _Threads:
         self.ends.put(end)
 
     def _mesh(self, rank: int) -> Mesh:
-        make = _raw_groups(self.store, rank, backend_timeout(self.timeout_s))
+        make = _raw_groups(self.backend, self.store, rank, backend_timeout(self.timeout_s))
         return build(self.store, rank, self.size, timeout_s=self.timeout_s, make_group=make, **self.axes)
 
     def _collect(self, deadline_s: float) -> dict[int, _End]:
@@ -167,14 +169,18 @@ class _Threads:
         return blamed.error
 
 
-def _raw_groups(store: dist.Store, rank: int, timeout: timedelta) -> MakeGroup:
-    """gloo groups for one thread, without the default group that a process can have only one of."""
+def _raw_groups(backend: str, store: dist.Store, rank: int, timeout: timedelta) -> MakeGroup:
+    """Groups for one thread, without the default group that a process can have only one of."""
     made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def make(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         key = name, tuple(ranks)
         prefix = dist.PrefixStore(f"{key}/{made[key]}", store)
         made[key] += 1
+        if backend == "shm":
+            group = connect(prefix, ranks.index(rank), len(ranks), timeout, ranks)
+            assert isinstance(group, dist.ProcessGroup), "the ranks of a test share a host"
+            return group
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]

@@ -8,16 +8,19 @@ and all of this is nothing.
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 Event = torch.cuda.Event
+# Backends that stand above this file, by the module that registers them: found by name, as others' would be.
+OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
 
 
@@ -37,40 +40,68 @@ def choose(local_rank: int, num_local: int, backend: str | None = None) -> torch
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and num_gpus < num_local:
         raise ValueError(f"nccl needs a GPU per rank, got {num_gpus} GPUs for {num_local} rank(s): use gloo")
-    if backend == "gloo" or num_gpus < num_local:
+    if backend in ("gloo", *OURS) or num_gpus < num_local:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def default_backend(device: torch.device) -> str:
-    """The torch.distributed backend for ``device``."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def default_backend(device: torch.device, *, one_host: bool) -> str:
+    """The torch.distributed backend for ``device``, on a world that shares a host or does not."""
+    if device.type == "cuda":
+        return "nccl"
+    return "shm" if one_host else "gloo"
 
 
 def complete(backend: str) -> str:
-    """``backend`` with one for CPU tensors beside it: NCCL has none, and headers are in CPU memory."""
+    """What to call torch.distributed with for ``backend``, which is made known if it is one of ours.
+
+    NCCL gets gloo beside it, because it has nothing for CPU tensors, and headers are in CPU memory.
+    """
+    if backend in OURS:
+        importlib.import_module(OURS[backend])
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
-def add_backends(
-    pg: dist.ProcessGroup, store: dist.Store, rank: int, size: int, timeout: timedelta, config: str
-) -> None:
-    """Give ``pg`` gloo for CPU tensors, and for GPU tensors what ``config`` ("cpu:gloo,cuda:nccl") has."""
+def make_group(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, config: str
+) -> dist.ProcessGroup:
+    """A process group over ``ranks`` that torch's registry does not know; this one is ``ranks[rank]``.
+
+    ``config`` is a backend, or one per device as in "cpu:gloo,cuda:nccl"; CPU tensors always have one.
+    """
+    own = next((name for name in OURS if name in config), None)
+    backend = _plugin(own, store, rank, ranks, timeout) if own else None
+    if isinstance(backend, dist.ProcessGroup):
+        return backend
+    pg = dist.ProcessGroup(store, rank, len(ranks))
     kinds = dist.ProcessGroup.BackendType
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
+    gloo = backend or dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, len(ranks), timeout)
     pg._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     pg._set_default_backend(kinds.GLOO)
     if not torch.cuda.is_available():
-        return
-    if "gloo" in config and "nccl" not in config:
+        return pg
+    if "nccl" not in config:
         pg._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
     else:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), rank, size, options)
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), rank, len(ranks), options)
         pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    return pg
+
+
+def _plugin(name: str, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
+    """What a backend that is registered with torch.distributed makes: a process group, or a part of one."""
+    complete(name)
+    options = torch._C._distributed_c10d._DistributedBackendOptions()
+    options.store = dist.PrefixStore(name, store)
+    options.group_rank = rank
+    options.group_size = len(ranks)
+    options.timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    return dist.Backend._plugins[name.upper()].creator_fn(options, None)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
@@ -89,7 +120,7 @@ def done_within(work: Waitable, seconds: float, *, on_gpu: bool) -> bool:
     if not on_gpu:
         try:
             return work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
+        except (RuntimeError, TimeoutError):
             return work.is_completed() and work.wait()
     until = time.monotonic() + seconds
     while not work.is_completed():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from instep.memory import Segment, allocate
 from instep.mesh.board import Board
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, myself
 
@@ -49,7 +50,9 @@ class Group:
         board = board or Board()
         self.peers = Peers((me,), me, timeout_s, board)
         if pg is not None:
-            self.peers = Peers(self._meet(me), me, timeout_s, board)
+            known = getattr(pg, "peers", None)  # some groups have met already
+            self.peers = Peers(self._meet(me), me, timeout_s, board) if known is None else known
+            self.peers.timeout_s = timeout_s
 
     @property
     def global_rank(self) -> int:
@@ -60,7 +63,8 @@ class Group:
         if self.pg is None:
             out.copy_(x)
         else:
-            self._wait(self.pg._allgather_base(out, x, AllgatherOptions()), x, operation)
+            options = self._named(AllgatherOptions(), operation)
+            self._wait(self.pg._allgather_base(out, x, options), x, operation)
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], operation: str
@@ -69,13 +73,14 @@ class Group:
         if self.pg is None:
             out.copy_(x)
         else:
-            work = self.pg.alltoall_base(out, x, list(out_splits), list(in_splits), dist.AllToAllOptions())
+            options = self._named(dist.AllToAllOptions(), operation)
+            work = self.pg.alltoall_base(out, x, list(out_splits), list(in_splits), options)
             self._wait(work, x, operation)
 
     def broadcast(self, x: Tensor, operation: str, *, root: int = 0) -> None:
         """``x`` of group rank ``root`` overwrites everybody's."""
         if self.pg is not None:
-            options = dist.BroadcastOptions()
+            options = self._named(dist.BroadcastOptions(), operation)
             options.rootRank = root
             options.rootTensor = 0
             self._wait(self.pg.broadcast([x], options), x, operation)
@@ -83,9 +88,32 @@ class Group:
     def all_reduce(self, x: Tensor, operation: str) -> None:
         """``x`` becomes the sum over ranks, in whatever order the backend adds."""
         if self.pg is not None:
-            options = dist.AllreduceOptions()
+            options = self._named(dist.AllreduceOptions(), operation)
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
             self._wait(self.pg.allreduce([x], options), x, operation)
+
+    def expose(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
+        """Every rank's ``tensors``, flat, by group rank, in memory that this rank can read and write.
+
+        None, on every rank, unless the backend has such memory and all of them lie in it (``allocate``). The
+        tensors are the ranks' to share until they have come to ``barrier``.
+        """
+        if self._shared is None:
+            return None
+        self._shared.label = operation
+        return self._shared.expose(tensors)
+
+    def barrier(self, operation: str) -> None:
+        """Nobody returns before all have come."""
+        if self.pg is not None:
+            options = self._named(dist.BarrierOptions(), operation)
+            self._wait(self.pg.barrier(options), torch.empty(0), operation)
+
+    def allocate(self, nbytes: int, align: int, device: torch.device) -> Segment:
+        """Memory for ``expose`` where the backend has such for ``device``, else memory of this process."""
+        if self._shared is None or device.type != "cpu":
+            return allocate(nbytes, align, device)
+        return self._shared.allocate(nbytes, align)
 
     def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
         """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes.
@@ -112,6 +140,18 @@ class Group:
         self.all_gather(out, _bytes_tensor(me.to_bytes()), "the exchange of addresses")
         rows = out.view(self.size, RECORD_BYTES).numpy()
         return [Peer.from_bytes(row.tobytes()) for row in rows]
+
+    @property
+    def _shared(self) -> Any:
+        """The backend, if its ranks can read each other's memory; else None."""
+        return self.pg if hasattr(self.pg, "expose") else None
+
+    def _named(self, options: Any, operation: str) -> Any:
+        """``options`` of an operation that is waited for at once."""
+        if self._shared is not None:
+            self._shared.label = operation
+            options.asyncOp = False  # in this thread, which has nothing else to do
+        return options
 
     def _wait(self, work: Any, x: Tensor, operation: str) -> None:
         self.peers.wait(work, operation, on_gpu=x.is_cuda)

@@ -40,7 +40,7 @@ def default_store() -> Store:
 def from_store(store: Store, rank: int, timeout_s: float, like: ProcessGroup | None = None) -> MakeGroup:
     """Make groups that only their maker knows, over ``store``; they end when they are dropped.
 
-    They have the backends of ``like``, by default torch's default group, and gloo for CPU tensors. Collective
+    They have the backends of ``like``, by default torch's default group, and one for CPU tensors. Collective
     over their ranks, each of which makes as many groups of a name as the others.
     """
     config = str(dist.get_backend_config(like)) if dist.is_initialized() else "cpu:gloo"
@@ -50,9 +50,7 @@ def from_store(store: Store, rank: int, timeout_s: float, like: ProcessGroup | N
         key = f"instep/groups/{name}/{members}"
         # The store outlives groups and meshes: never the same keys twice.
         own = dist.PrefixStore(f"{key}/{store.add(f'{key}/rank {rank}', 1)}", store)
-        pg = dist.ProcessGroup(own, ranks.index(rank), len(ranks))
-        device.add_backends(pg, own, ranks.index(rank), len(ranks), backend_timeout(timeout_s), config)
-        return pg
+        return device.make_group(own, ranks.index(rank), ranks, backend_timeout(timeout_s), config)
 
     return make
 

@@ -36,7 +36,8 @@ def init(
 
     Args:
         dp, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size.
-        backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else gloo.
+        backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else shm where all
+            ranks share a host, else gloo.
         timeout_s: the deadline of every wait, in seconds.
         threads: intra-op threads of a CPU rank. The same number for one rank as for many, because the
             number of threads changes the order of sums inside some kernels.
@@ -54,7 +55,9 @@ def init(
     if on_device.type == "cpu":
         torch.set_num_threads(threads)
     if joins:
-        _join(place, device.complete(backend or device.default_backend(on_device)), timeout_s)
+        one_host = place.local_world_size == place.world_size
+        name = backend or device.default_backend(on_device, one_host=one_host)
+        _join(place, device.complete(name), timeout_s)
     mesh = build(
         default_store() if dist.is_initialized() else None,
         rank,

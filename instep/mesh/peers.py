@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,37 +91,63 @@ class Peers:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
         return [peer.rank for peer in self.table if lives(peer) is False]
 
-    def wait(self, work: device.Waitable, operation: str, *, on_gpu: bool = False) -> None:
+    def wait(
+        self,
+        work: device.Waitable,
+        operation: str,
+        *,
+        on_gpu: bool = False,
+        missing: Callable[[], Collection[int]] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Block until ``work`` is done.
 
+        ``missing()`` are the places in the table of those who have not come, where that is known: then a
+        rank that came and ended is not a lost one.
+
         Raises:
-            PeerLost: a rank died, the backend failed, or ``timeout_s`` passed.
+            PeerLost: a rank died, the backend failed, or ``timeout_s`` (by default the table's) passed.
         """
         began = time.monotonic()
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         posted = False
-        while not self._slice(work, operation, began, on_gpu):
+        while not self._slice(work, operation, began + limit_s, on_gpu):
             if self.given_up:
                 raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
-            if self.dead() or time.monotonic() - began > self.timeout_s:
-                raise self._lost(operation, began, None)
+            dead = self.dead()
+            absent = None if missing is None else [self.table[i] for i in missing()]
+            if absent is not None:  # asked after their processes: what a dead rank has done is final
+                dead = [peer.rank for peer in absent if peer.rank in dead]
+            waited_s = time.monotonic() - began
+            if dead or (waited_s > limit_s and absent != []):
+                raise self._lost(operation, waited_s, limit_s, None, dead, absent)
             if not posted:
                 self.board.post(self.me.rank, operation, waiting=True)
             posted = True
         if posted:
             self.board.post(self.me.rank, operation, waiting=False)
 
-    def _slice(self, work: device.Waitable, operation: str, began: float, on_gpu: bool) -> bool:
-        left_s = began + self.timeout_s - time.monotonic()
+    def _slice(self, work: device.Waitable, operation: str, deadline: float, on_gpu: bool) -> bool:
+        left_s = deadline - time.monotonic()
         try:
             return device.done_within(work, max(min(SLICE_S, left_s), 0.001), on_gpu=on_gpu)
+        except PeerLost:
+            raise
         except RuntimeError as error:
-            raise self._lost(operation, began, error) from error
+            waited_s = self.timeout_s - left_s
+            raise self._lost(operation, waited_s, self.timeout_s, error, self._confirm(), None) from error
 
-    def _lost(self, operation: str, began: float, error: Exception | None) -> PeerLost:
+    def _lost(
+        self,
+        operation: str,
+        waited_s: float,
+        limit_s: float,
+        error: Exception | None,
+        dead: Sequence[int],
+        absent: Sequence[Peer] | None,
+    ) -> PeerLost:
         """The error to raise; ``error`` is what the backend said, None if it said nothing."""
-        dead = self._confirm() if error is not None else self.dead()
-        waited = time.monotonic() - began
-        where = f"rank {self.me.rank} waited {waited:.1f} s in {operation}"
+        where = f"rank {self.me.rank} waited {waited_s:.1f} s in {operation}"
         if dead:
             names = ", ".join(_name(peer) for peer in self.table if peer.rank in dead)
             return PeerLost(
@@ -135,13 +161,13 @@ class Peers:
             return PeerLost(
                 f"a rank left {operation}: {where}, then the backend said: {reason}", operation=operation
             )
-        absent = [
-            peer for peer in self.table if peer.rank != self.me.rank and not self._came(peer, operation)
-        ]
+        if absent is None:
+            others = [peer for peer in self.table if peer.rank != self.me.rank]
+            absent = [peer for peer in others if not self._came(peer, operation)]
         names = "; ".join(f"{_name(peer)}, {self._whereabouts(peer)}" for peer in absent) or "some rank"
         return PeerLost(
             f"{where}, and never came: {names}. Look for a rank with other code or fewer steps, or raise "
-            f"timeout_s ({self.timeout_s:g} s)",
+            f"timeout_s ({limit_s:g} s)",
             ranks=[peer.rank for peer in absent],
             operation=operation,
         )

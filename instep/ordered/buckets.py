@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from instep.memory import align_bytes, allocate
+from instep.memory import Segment, align_bytes, allocate
 from instep.mesh.slices import round_up, slice_length
 from instep.ordered.counter import Counter
 
 MEBIBYTE = 1 << 20
 Caps = float | Sequence[float] | Callable[[Sequence[int]], Sequence[float]]
+Allocate = Callable[[int, int, torch.device], Segment]
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -99,6 +100,7 @@ class Bucket:
     device: torch.device
     num_ranks: int
     ordered: bool = True
+    allocate: Allocate = allocate
     pending: int = 0
     leaf: Tensor | None = None
     launched: bool = False
@@ -151,7 +153,7 @@ class Bucket:
             slot.present = False
 
     def _buffer(self) -> Tensor:
-        segment = allocate(self.nbytes, align_bytes(self.device), self.device)
+        segment = self.allocate(self.nbytes, align_bytes(self.device), self.device)
         buffer = segment.elements(self.dtype).fill_(-0.0)
         self._views[buffer.data_ptr()] = [self.view(slot, buffer) for slot in self.slots]
         return buffer
@@ -162,9 +164,17 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Sequence[Tensor], groups: Sequence[Sequence[int]], num_ranks: int, *, ordered: bool
+    parameters: Sequence[Tensor],
+    groups: Sequence[Sequence[int]],
+    num_ranks: int,
+    *,
+    ordered: bool,
+    allocate: Allocate = allocate,
 ) -> list[Bucket]:
-    """Buckets for ``groups`` of positions in ``parameters``, every parameter on an aligned address."""
+    """Buckets for ``groups`` of positions in ``parameters``, every parameter on an aligned address.
+
+    ``allocate(nbytes, align, device)`` gives them memory, which an exchange may be able to reach into.
+    """
     buckets = []
     for index, group in enumerate(groups):
         first = parameters[group[0]]
@@ -175,5 +185,5 @@ def make_buckets(
             parameter = parameters[position]
             slots.append(Slot(position, offset, num_real(parameter), parameter.shape, parameter.is_complex()))
             offset = round_up(offset + num_real(parameter), granule)
-        buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered))
+        buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered, allocate))
     return buckets

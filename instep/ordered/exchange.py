@@ -34,6 +34,10 @@ from instep.ordered.header import Header, disagreement, header_length, pack, unp
 from instep.ordered.tree import adds, roots
 
 
+# What is added stays in the processor's second-level cache until it is in every home.
+PIECE_ELEMENTS = 1 << 15
+
+
 class Exchange:
     """Reduces buckets over ``group``, one after the other, always from the same thread.
 
@@ -95,6 +99,8 @@ class Exchange:
     ) -> None:
         by_rank = [roots(own, num_leaves) for own in leaves]
         nodes = [node for own in by_rank for node in own]
+        if self._in_place(bucket, nodes, num_leaves, scale, name):
+            return
         values = self._slices(bucket, [len(own) for own in by_rank], name)
         for left, right in adds(nodes, num_leaves):
             torch.add(values[left], values[right], out=values[left])
@@ -103,6 +109,34 @@ class Exchange:
             root.mul_(scale)
         if self.group.size > 1:
             self.group.all_gather(bucket.home, root, name)
+
+    def _in_place(
+        self, bucket: Bucket, nodes: Sequence[tuple[int, int]], num_leaves: int, scale: float, name: str
+    ) -> bool:
+        """The same sums, where every rank can reach into the buckets of the others; False where not.
+
+        A rank adds its slice of everybody's roots, and writes the sum into everybody's home: nothing is sent.
+        """
+        shown = self.group.expose([*(root for _, root in bucket.counter.roots), bucket.home], name)
+        if shown is None:
+            return False
+        every_root = [root for tensors in shown for root in tensors[:-1]]
+        homes = [tensors[-1] for tensors in shown]
+        plan = list(adds(nodes, num_leaves))
+        result = nodes.index(min(nodes))
+        first = self.group.rank * bucket.slice_length
+        for start in range(first, first + bucket.slice_length, PIECE_ELEMENTS):
+            piece = slice(start, min(start + PIECE_ELEMENTS, first + bucket.slice_length))
+            values = [root[piece] for root in every_root]
+            for left, right in plan:
+                torch.add(values[left], values[right], out=values[left])
+            if scale != 1.0:
+                values[result].mul_(scale)
+            for home in homes:
+                if home.data_ptr() != every_root[result].data_ptr():
+                    home[piece].copy_(values[result])
+        self.group.barrier(name)
+        return True
 
     def _slices(self, bucket: Bucket, counts: Sequence[int], name: str) -> Sequence[Tensor]:
         """This rank's slice of every root, by sender; ``counts[r]`` roots come from rank r."""

@@ -207,7 +207,13 @@ class Reducer:
         self._order = order
         self._next_order: list[int] | None = None
         groups = self.strategy.group(self.parameters, order, self.options.caps)
-        self.buckets = make_buckets(self.parameters, groups, self.group.size, ordered=self.options.ordered)
+        self.buckets = make_buckets(
+            self.parameters,
+            groups,
+            self.group.size,
+            ordered=self.options.ordered,
+            allocate=self.group.allocate,
+        )
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
 
     def _close(self, bucket: Bucket) -> None:

@@ -38,9 +38,13 @@ def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_or_are_refused(monkeypa
 
 
 def test_gpus_get_nccl_with_gloo_beside_it_for_headers():
-    assert (default_backend(CPU), default_backend(GPU)) == ("gloo", "nccl")
+    assert [default_backend(GPU, one_host=one_host) for one_host in (True, False)] == ["nccl", "nccl"]
     assert complete("gloo") == "gloo"
     assert complete("nccl") == "cpu:gloo,cuda:nccl"
+
+
+def test_ranks_of_one_host_get_shared_memory_and_others_get_gloo():
+    assert [default_backend(CPU, one_host=one_host) for one_host in (True, False)] == ["shm", "gloo"]
 
 
 def test_a_forward_on_the_cpu_draws_from_its_default_generator():

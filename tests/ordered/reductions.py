@@ -93,7 +93,9 @@ def filled_bucket(
 ) -> Bucket:
     """A bucket of parameters of ``SHAPES`` whose counter holds the leaves of this rank."""
     parameters = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in SHAPES]
-    (bucket,) = make_buckets(parameters, [range(len(SHAPES))], group.size, ordered=ordered)
+    (bucket,) = make_buckets(
+        parameters, [range(len(SHAPES))], group.size, ordered=ordered, allocate=group.allocate
+    )
     bucket.begin(num_leaves, 0)
     for leaf, gradient in own.items():
         buffer = bucket.counter.open()

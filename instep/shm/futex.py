@@ -1,0 +1,88 @@
+"""Sleeping in the kernel until another process changes a word of shared memory.
+
+A flag that is polled costs nothing to set and burns a core to wait for; with more ranks than cores the burnt
+core is the one that the awaited rank needs. Here a waiter polls for some microseconds and then sleeps on the
+address of the word. The kernel compares the word once more before it lets the waiter sleep, so a change in
+between is never missed. The writer always wakes: to ask first whether anybody sleeps would need a fence
+between its store and that question, and Python has none.
+
+Words have one writer each and only grow. That is enough on x86-64, whose stores become visible in the order
+in which they were made; data written before a word is there when the word is. No other platform is served.
+
+Linux, ``futex(2)``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import time
+
+_SYS_FUTEX = 202  # on x86-64
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without the flag that would make them private to one process
+_EVERYBODY = 0x7FFFFFFF
+_LOW_HALF = 0xFFFFFFFF
+_NS = 1_000_000_000
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+def available() -> bool:
+    """Whether this platform is the one that all of this is written for."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+class Words:
+    """``memory`` (writable, at ``address``) as 64-bit words; ``words[i]`` is one atomic load or store.
+
+    A word's own cache line is the caller's care.
+    """
+
+    def __init__(self, memory: memoryview, address: int) -> None:
+        self._words = memory.cast("q")
+        self._address = address
+        self._futex = ctypes.CDLL(None, use_errno=False).syscall
+
+    def __getitem__(self, i: int) -> int:
+        return self._words[i]
+
+    def post(self, i: int, value: int) -> None:
+        """Store ``value`` in word i and wake whoever sleeps on it."""
+        self._words[i] = value
+        self.wake(i)
+
+    def wake(self, i: int) -> None:
+        """Let whoever sleeps on word i look again."""
+        self._futex(
+            _SYS_FUTEX, ctypes.c_void_p(self._address + 8 * i), _FUTEX_WAKE, _EVERYBODY, None, None, 0
+        )
+
+    def spin(self, i: int, target: int, seconds: float) -> bool:
+        """Poll word i until it is at least ``target``, for ``seconds`` at most; whether it is."""
+        words = self._words
+        if words[i] >= target:
+            return True
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            if words[i] >= target:
+                return True
+        return words[i] >= target
+
+    def sleep(self, i: int, target: int, seconds: float) -> None:
+        """Sleep until word i changes or is woken, ``seconds`` at most; not at all if it is ``target`` already."""
+        value = self._words[i]
+        if value >= target or seconds <= 0:
+            return
+        limit = _Timespec(int(seconds), int(seconds % 1 * _NS))
+        self._futex(
+            _SYS_FUTEX,
+            ctypes.c_void_p(self._address + 8 * i),
+            _FUTEX_WAIT,
+            ctypes.c_uint32(value & _LOW_HALF),  # the half at the address, on a little-endian machine
+            ctypes.byref(limit),
+            None,
+            0,
+        )

@@ -1,0 +1,259 @@
+"""Messages from one rank to another, told apart by tags.
+
+A message is sent when its receiver has taken it, and a receiver takes messages while it waits for any from
+that sender: those that it did not ask for yet are kept until it does, so tags may be asked for in any order.
+Every sender and every receiver of a pair has a thread, from its first message on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from instep.errors import Desync
+from instep.mesh.peers import Peers
+from instep.shm import segment
+from instep.shm.channel import READ, WRITTEN, Channel, Head
+from instep.shm.futex import Words
+from instep.shm.room import FAILED, LINE, Room
+from instep.shm.rounds import Arrival
+from instep.shm.tensors import check, flat_bytes
+from instep.work import Lane, Work
+
+
+class Request:
+    """Somebody waits for a message for ``x``, from any of ``sources``; ``source`` is who sent it."""
+
+    def __init__(self, x: Tensor, sources: Sequence[int], tag: int, label: str) -> None:
+        self.x = x
+        self.sources = sources
+        self.tag = tag
+        self.work = Work(label)
+        self.source = -1
+        self.claimed = False
+
+
+class Mail:
+    """What one rank sends to, and receives from, the others of its room."""
+
+    def __init__(self, room: Room, ranks: Sequence[int], peers: Peers) -> None:
+        self.room = room
+        self.ranks = ranks
+        self.peers = peers
+        self.lock = threading.Condition()
+        self.closed = False
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+
+    def send(self, x: Tensor, destination: int, tag: int) -> Work:
+        """Send ``x``; it must not be changed before the work has ended."""
+        check(x)
+        self._require(destination)
+        with self.lock:
+            if destination not in self._outboxes:
+                self._outboxes[destination] = Outbox(self, destination)
+        return self._outboxes[destination].send(x, tag)
+
+    def receive(self, x: Tensor, sources: Sequence[int], tag: int) -> Request:
+        """Receive into ``x`` the next message with ``tag`` from one of ``sources``."""
+        check(x)
+        for source in sources:
+            self._require(source)
+        names = " or ".join(str(self.ranks[source]) for source in sources)
+        request = Request(x, sources, tag, f"receive from rank {names}, tag {tag}")
+        for source in sources:
+            with self.lock:
+                if source not in self._inboxes:
+                    self._inboxes[source] = Inbox(self, source)
+            self._inboxes[source].ask(request)
+        return request
+
+    def close(self) -> None:
+        """End all threads, once they see it."""
+        with self.lock:
+            self.closed = True
+            self.lock.notify_all()
+        for outbox in self._outboxes.values():
+            outbox.lane.close()
+        for inbox in self._inboxes.values():
+            inbox.thread.join()
+
+    def wait(self, words: Words, rank: int, word: int, value: int, label: str) -> None:
+        """Block until a word of ``rank`` is at least ``value``."""
+        if words[word] < value:
+            arrival = Arrival(self.room, self.ranks, words, {rank: word}, value, label)
+            self.peers.wait(arrival, label, missing=arrival.missing)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has left, and why."""
+        self.room.leave(FAILED, f"{error.__class__.__name__}: {error}")
+
+    def _require(self, rank: int) -> None:
+        if not 0 <= rank < self.room.size or rank == self.room.rank:
+            raise ValueError(
+                f"rank {self.room.rank} of a group of {self.room.size}: expected another rank, got {rank}"
+            )
+
+
+class Outbox:
+    """The way from this rank to ``destination``."""
+
+    def __init__(self, mail: Mail, destination: int) -> None:
+        self._mail = mail
+        self._destination = destination
+        self._channel: Channel | None = None
+        self._label = f"send to rank {mail.ranks[destination]}"
+        self.lane = Lane(f"instep shm {self._label}")
+
+    def send(self, x: Tensor, tag: int) -> Work:
+        """Queue a message."""
+
+        def run() -> None:
+            if self._channel is None:
+                self._open()
+            assert self._channel is not None
+            head = Head.of(x, tag)
+            self._channel.write(torch.frombuffer(bytearray(head.to_bytes()), dtype=torch.uint8))
+            self._channel.write(flat_bytes(x.detach().contiguous()))
+            self._channel.flush()
+
+        return self.lane.submit(f"{self._label}, tag {tag}", run)
+
+    def _open(self) -> None:
+        room = self._mail.room
+        channel = Channel.create(self._wait)
+        self._channel = channel
+        room.words.post(room.mail(room.rank, self._destination), channel.fd + 1)
+
+    def _wait(self, word: int, value: int) -> None:
+        assert self._channel is not None
+        self._mail.wait(self._channel.words, self._destination, word, value, self._label)
+
+
+class Inbox:
+    """The way from ``source`` to this rank, who waits for what comes on it, and what nobody waits for yet."""
+
+    def __init__(self, mail: Mail, source: int) -> None:
+        self._mail = mail
+        self._source = source
+        self._channel: Channel | None = None
+        self._requests: list[Request] = []
+        self._kept: list[tuple[Head, Tensor]] = []
+        self._failed: BaseException | None = None
+        self._label = f"receive from rank {mail.ranks[source]}"
+        self.thread = threading.Thread(target=self._serve, name=f"instep shm {self._label}", daemon=True)
+        self.thread.start()
+
+    def ask(self, request: Request) -> None:
+        """Give ``request`` what was kept for it, or keep it in mind."""
+        with self._mail.lock:
+            kept = next((item for item in self._kept if item[0].tag == request.tag), None)
+            if request.claimed or (kept is None and self._failed is None):
+                self._requests.append(request)
+                self._mail.lock.notify_all()
+                return
+            request.claimed = True
+            if kept is not None:
+                self._kept.remove(kept)
+        if kept is None:
+            request.work.end(self._failed)
+        else:
+            self._give(request, *kept)
+
+    def _serve(self) -> None:
+        while (first := self._oldest()) is not None:
+            try:
+                self._take(first)
+            except BaseException as error:
+                self._mail.fail(error)
+                with self._mail.lock:
+                    self._failed = error
+                    waiting = [request for request in self._requests if not request.claimed]
+                    for request in waiting:
+                        request.claimed = True
+                for request in waiting:
+                    request.work.end(error)
+                return
+
+    def _oldest(self) -> Request | None:
+        """The first request that nobody serves; None when the group is closed."""
+        with self._mail.lock:
+            while not self._mail.closed:
+                self._requests = [request for request in self._requests if not request.claimed]
+                if self._requests:
+                    return self._requests[0]
+                self._mail.lock.wait()
+        return None
+
+    def _take(self, first: Request) -> None:
+        """Read one message, for whoever asked for it; nothing if another source serves ``first`` before."""
+        if self._channel is None:
+            room = self._mail.room
+            word = room.mail(self._source, room.rank)
+            if not self._await(first, room.words, word, 1):
+                return
+            pid = self._mail.peers.table[self._source].pid
+            self._channel = Channel(segment.attach(pid, room.words[word] - 1), self._wait)
+        words = self._channel.words
+        if not self._await(first, words, WRITTEN, words[READ] + 1):
+            return
+        data = bytearray(LINE)
+        self._channel.read(torch.frombuffer(data, dtype=torch.uint8))
+        head = Head.from_bytes(bytes(data))
+        request = self._claim(head, None)
+        if request is not None and head.fits(request.x) and request.x.is_contiguous():
+            self._channel.read(flat_bytes(request.x.detach()))
+            self._give(request, head, None)
+            return
+        message = torch.empty(head.count, dtype=getattr(torch, head.dtype))
+        self._channel.read(flat_bytes(message))
+        request = request or self._claim(head, message)
+        if request is not None:
+            self._give(request, head, message)
+
+    def _claim(self, head: Head, message: Tensor | None) -> Request | None:
+        """Who asked for a message with this tag; a ``message`` that nobody asked for is kept."""
+        with self._mail.lock:
+            for request in self._requests:
+                if request.tag == head.tag and not request.claimed:
+                    request.claimed = True
+                    return request
+            if message is not None:
+                self._kept.append((head, message))
+        return None
+
+    def _give(self, request: Request, head: Head, message: Tensor | None) -> None:
+        """``message`` goes to its receiver; None: it is there already."""
+        request.source = self._source
+        ranks = self._mail.ranks
+        if not head.fits(request.x):
+            error = Desync(
+                f"rank {ranks[self._source]} sends {head}, rank {ranks[self._mail.room.rank]} receives "
+                f"{Head.of(request.x, request.tag)}: give both the same shape and dtype"
+            )
+            self._mail.fail(error)
+            request.work.end(error)
+            return
+        if message is not None:
+            request.x.detach().copy_(message.view(request.x.shape))
+        request.work.end()
+
+    def _await(self, first: Request, words: Words, word: int, value: int) -> bool:
+        """Wait for the word of this source on behalf of ``first``; False if that is served meanwhile."""
+        mail = self._mail
+
+        def cancelled() -> bool:
+            return first.claimed or mail.closed
+
+        label, awaited = first.work.operation, {self._source: word}
+        arrival = Arrival(mail.room, mail.ranks, words, awaited, value, label, cancelled)
+        mail.peers.wait(arrival, label, missing=arrival.missing)
+        return words[word] >= value and not cancelled()
+
+    def _wait(self, word: int, value: int) -> None:
+        """In the middle of a message."""
+        assert self._channel is not None
+        self._mail.wait(self._channel.words, self._source, word, value, self._label)

@@ -1,0 +1,159 @@
+"""Rounds: everybody writes, everybody comes, everybody reads; all collectives are made of these.
+
+In round k a rank fills its half number k % 2, counts itself in, waits until all have, and reads what it needs
+from the halves of the others. Two halves make one wait per round enough: who comes to round k + 1 has read
+all of round k, so when round k + 1 is complete, half k % 2 is free again.
+
+    rank 0   fill half 1 | post 1 . . . wait | read halves 1, fill half 0 | post 2 . . wait | read halves 0 ...
+    rank 1   fill half 1 . . . . | post 1    | read halves 1, fill half 0 . . . | post 2    | read halves 0 ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+from torch import Tensor
+
+from instep.errors import Desync, PeerLost
+from instep.mesh.board import Board
+from instep.mesh.peers import Peer, Peers
+from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
+from instep.shm.futex import Words
+from instep.shm.room import FAILED, HERE, Room
+
+# Longer than two awake ranks need for a round (2 us), shorter than it takes to fall asleep and wake (17 us).
+SPIN_S = 15e-6
+
+
+class Rounds:
+    """A group's rounds, as its group rank ``room.rank`` goes through them; one thread at a time.
+
+    Raises, from everything that waits: ``PeerLost``, if a rank is gone, has left the group or does not come.
+    """
+
+    def __init__(self, room: Room, table: Sequence[Peer], timeout_s: float, num_cores: int) -> None:
+        self.room = room
+        self.rank = room.rank
+        self.size = room.size
+        self.ranks = [peer.rank for peer in table]
+        self.peers = Peers(table, table[room.rank], timeout_s, _LastSeen(room, self.ranks))
+        self.number = room.words[room.posted(room.rank)]  # rounds so far
+        self._spin_s = SPIN_S if room.size <= num_cores else 0.0
+        # Each begins with its neighbour, so that not all sleep on one word.
+        self._others = [(room.rank + i) % room.size for i in range(1, room.size)]
+
+    def mine(self) -> Tensor:
+        """This rank's half for the round that comes; uint8, ``HALF_BYTES``."""
+        return self.room.halves[self.rank][(self.number + 1) & 1]
+
+    def theirs(self, rank: int) -> Tensor:
+        """The half of group rank ``rank`` in the round that has just been met; not to be written to."""
+        return self.room.halves[rank][self.number & 1]
+
+    def meet(self, label: str, timeout_s: float | None = None) -> None:
+        """Come to the next round and wait for all others; ``label`` names the operation in errors."""
+        room, words = self.room, self.room.words
+        self.number += 1
+        words.post(room.posted(self.rank), self.number)
+        for other in self._others:
+            if not words.spin(room.posted(other), self.number, self._spin_s):
+                awaited = {other: room.posted(other) for other in self._others}
+                arrival = Arrival(room, self.ranks, words, awaited, self.number, label)
+                self.peers.wait(arrival, label, missing=arrival.missing, timeout_s=timeout_s)
+                return
+
+    def agree(
+        self, call: Call, label: str, location: Location = NOWHERE, timeout_s: float | None = None
+    ) -> list[Location]:
+        """The first round of an operation: compare calls, and tell each other where the tensors lie.
+
+        Raises:
+            Desync: the calls differ; raised on every rank alike.
+        """
+        self.room.name(label)
+        self.room.write_slot(self.number + 1, call.to_bytes() + location.to_bytes())
+        self.meet(label, timeout_s)
+        slots = [self.room.slot(rank, self.number) for rank in range(self.size)]
+        mine = slots[self.rank][:CALL_BYTES]
+        if any(slot[:CALL_BYTES] != mine for slot in slots):
+            raise Desync(disagreement([Call.from_bytes(slot) for slot in slots], self.ranks))
+        return [Location.from_bytes(slot[CALL_BYTES:]) for slot in slots]
+
+
+class Arrival:
+    """Words of other ranks reaching ``target``, in the form of a backend's work.
+
+    ``awaited[rank]`` is the word of a group rank. ``cancelled()`` ends the waiting early, and well.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        ranks: Sequence[int],
+        words: Words,
+        awaited: Mapping[int, int],
+        target: int,
+        label: str,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._room = room
+        self._ranks = ranks
+        self._words = words
+        self._awaited = awaited
+        self._target = target
+        self._label = label
+        self._cancelled = cancelled
+
+    def missing(self) -> list[int]:
+        """The group ranks that have not come."""
+        return [rank for rank, word in self._awaited.items() if self._words[word] < self._target]
+
+    def is_completed(self) -> bool:
+        """Whether waiting is over, one way or the other."""
+        missing = self.missing()
+        gone = any(self._room.state(rank) != HERE for rank in missing)
+        return not missing or gone or self._cancelled()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        """Sleep until all have come; ``TimeoutError`` after a while."""
+        until = time.monotonic() + timeout.total_seconds()
+        while (missing := self.missing()) and not self._cancelled():
+            for rank in missing:
+                if self._room.state(rank) != HERE and rank in self.missing():
+                    raise gone(self._room, rank, self._ranks, self._label)
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._words.sleep(self._awaited[missing[0]], self._target, left_s)
+        return True
+
+
+def gone(room: Room, rank: int, ranks: Sequence[int], label: str) -> PeerLost:
+    """What to raise in ``label`` when group rank ``rank`` says itself that it will not come any more."""
+    how = "failed" if room.state(rank) == FAILED else "left the group"
+    return PeerLost(
+        f"rank {ranks[room.rank]} waits in {label} for rank {ranks[rank]}, which {how}: {room.reason(rank)}",
+        ranks=[ranks[rank]],
+        operation=label,
+    )
+
+
+class _LastSeen(Board):
+    """The notice board that a room is by itself: every rank's last slot has the label of its operation."""
+
+    def __init__(self, room: Room, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._room = room
+        self._ranks = ranks
+
+    def post(self, rank: int, operation: str, *, waiting: bool) -> None:
+        """Nothing to do: it is written down before every round."""
+
+    def read(self, rank: int) -> tuple[str, bool] | None:
+        """The last operation that global rank ``rank`` began, and whether it waits for somebody there."""
+        place = self._ranks.index(rank)
+        posted = [self._room.words[self._room.posted(r)] for r in range(self._room.size)]
+        label = self._room.label(place)
+        return (label, min(posted) < posted[place]) if label else None
