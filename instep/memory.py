@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 ALIGN_BYTES = {"cpu": 64, "cuda": 256}
+# Long sums over several buffers are made in pieces of this size, which a core's second-level cache holds, so
+# that a partial sum never goes to main memory; much smaller ones only cost calls.
+PIECE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Segment:
 
     def elements(self, dtype: torch.dtype) -> Tensor:
         """The whole segment as a flat tensor of ``dtype``."""
-        return self.tensor.view(dtype)
+        with torch.inference_mode(False):  # it outlives what it is made in
+            return self.tensor.view(dtype)
 
 
 def align_bytes(device: torch.device) -> int:

@@ -140,12 +140,15 @@ class Lane:
 
 def _run(work: Work, function: Callable[[], None], state: _State) -> None:
     """Call ``function``, or refuse to, and keep what it raised for whoever waits."""
-    if state.failed is None:
+    error = state.failed
+    if error is None:
         try:
             function()
-        except BaseException as error:
-            state.failed = error
-    work.end(state.failed)  # last: who has waited finds the lane failed, and resets it for good
+        except Exception as raised:
+            error = state.failed = raised
+        except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
+            error, state.failed = raised, RuntimeError(f"{work.operation} was interrupted: {raised!r}")
+    work.end(error)  # last: who has waited finds the lane failed, and resets it for good
 
 
 def _serve(pending: queue.SimpleQueue[Item | None]) -> None:

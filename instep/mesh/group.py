@@ -107,7 +107,7 @@ class Group:
         """Nobody returns before all have come."""
         if self.pg is not None:
             options = self._named(dist.BarrierOptions(), operation)
-            self._wait(self.pg.barrier(options), torch.empty(0), operation)
+            self._wait(self.pg.barrier(options), torch.empty(0, device="cpu"), operation)
 
     def allocate(self, nbytes: int, align: int, device: torch.device) -> Segment:
         """Memory for ``expose`` where the backend has such for ``device``, else memory of this process."""
@@ -121,8 +121,8 @@ class Group:
         Raises:
             ValueError: a rank has more; raised on every rank alike, before anything is sent.
         """
-        out = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather(out, torch.tensor([len(data)]), operation)
+        out = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self.all_gather(out, torch.tensor([len(data)], device="cpu"), operation)
         lengths = out.tolist()
         width = max(lengths)
         if width > limit:
@@ -130,13 +130,13 @@ class Group:
             raise ValueError(
                 f"{operation}: rank {rank} has {width} bytes, more than the {limit} that a rank may send"
             )
-        out = torch.empty(self.size * width, dtype=torch.uint8)
+        out = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
         self.all_gather(out, _bytes_tensor(data.ljust(width)), operation)
         rows = out.view(self.size, width).numpy()
         return [rows[i, :length].tobytes() for i, length in enumerate(lengths)]
 
     def _meet(self, me: Peer) -> list[Peer]:
-        out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8)
+        out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8, device="cpu")
         self.all_gather(out, _bytes_tensor(me.to_bytes()), "the exchange of addresses")
         rows = out.view(self.size, RECORD_BYTES).numpy()
         return [Peer.from_bytes(row.tobytes()) for row in rows]
@@ -158,4 +158,4 @@ class Group:
 
 
 def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")

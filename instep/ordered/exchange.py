@@ -27,15 +27,11 @@ from torch import Tensor
 
 from instep.errors import Desync
 from instep.events import Recorder
-from instep.memory import align_bytes, allocate
+from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.group import Group
 from instep.ordered.buckets import Bucket
 from instep.ordered.header import Header, disagreement, header_length, pack, unpack
 from instep.ordered.tree import adds, roots
-
-
-# What is added stays in the processor's second-level cache until it is in every home.
-PIECE_ELEMENTS = 1 << 15
 
 
 class Exchange:
@@ -79,12 +75,12 @@ class Exchange:
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
         length = self.header_length
-        out = torch.empty(self.group.size * length, dtype=torch.int64)
+        out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
         self.group.all_gather(out, pack(replace(header, left=1), (), length), name)
 
     def _agree(self, bucket: Bucket, header: Header, name: str) -> list[Header]:
         length = self.header_length
-        out = torch.empty(self.group.size * length, dtype=torch.int64)
+        out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
         mine = pack(header, [slot.present for slot in bucket.slots], length)
         self.group.all_gather(out, mine, name)
         headers, presence = unpack(out.view(self.group.size, length), len(bucket.slots))
@@ -124,9 +120,9 @@ class Exchange:
         homes = [tensors[-1] for tensors in shown]
         plan = list(adds(nodes, num_leaves))
         result = nodes.index(min(nodes))
-        first = self.group.rank * bucket.slice_length
-        for start in range(first, first + bucket.slice_length, PIECE_ELEMENTS):
-            piece = slice(start, min(start + PIECE_ELEMENTS, first + bucket.slice_length))
+        first, most = self.group.rank * bucket.slice_length, PIECE_BYTES // bucket.dtype.itemsize
+        for start in range(first, first + bucket.slice_length, most):
+            piece = slice(start, min(start + most, first + bucket.slice_length))
             values = [root[piece] for root in every_root]
             for left, right in plan:
                 torch.add(values[left], values[right], out=values[left])

@@ -61,7 +61,7 @@ def pack(header: Header, present: Sequence[bool], length: int) -> Tensor:
     words = [*astuple(header)]
     for start in range(0, len(present), BITS):
         words.append(sum(bit << i for i, bit in enumerate(present[start : start + BITS])))
-    return torch.tensor(words + [0] * (length - len(words)), dtype=torch.int64)
+    return torch.tensor(words + [0] * (length - len(words)), dtype=torch.int64, device="cpu")
 
 
 def unpack(rows: Tensor, num_parameters: int) -> tuple[list[Header], list[list[bool]]]:

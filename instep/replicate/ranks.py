@@ -28,10 +28,11 @@ def find_ranks(process_group: Mesh | ProcessGroup | None, timeout_s: float | Non
     """
     try:
         return _find(process_group, timeout_s)
-    except dist.DistError as error:
+    except (dist.DistError, PeerLost) as error:
         raise PeerLost(
             "wrapping a model makes a group of its ranks, and one of them never came: wrap it on every rank, "
             f"as often and in the same order. The store said: {error}",
+            ranks=getattr(error, "ranks", ()),
             operation="the making of a group",
         ) from error
 

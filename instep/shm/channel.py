@@ -64,7 +64,7 @@ Wait = Callable[[int, int], None]  # until word i of the channel is at least n
 
 
 class Channel:
-    """One end of the pipe in ``mapping``; ``wait(i, n)`` blocks until the other end's word i is at least n."""
+    """One end of the pipe in ``mapping``; ``wait(i, n)`` blocks until the other end's word i is >= n."""
 
     def __init__(self, mapping: Mapping, wait: Wait) -> None:
         self.words = mapping.words()

@@ -111,7 +111,7 @@ def all_to_all(turn: Turn, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None
     """
     rounds, size = turn.rounds, turn.rounds.size
     parts, results = [flat_bytes(x) for x in xs], [flat_bytes(out) for out in outs]
-    lengths = torch.tensor([[x.numel() for x in parts], [x.numel() for x in results]])
+    lengths = torch.tensor([[x.numel() for x in parts], [x.numel() for x in results]], device="cpu")
     start_of_data = 2 * size * WORD
     most = (HALF_BYTES - start_of_data) // size // LINE * LINE
     longest, start = 0, 0
@@ -219,6 +219,6 @@ def _require_equal(sent: Tensor, expected: Tensor, ranks: Sequence[int]) -> None
         source, destination = wrong[0]
         raise Desync(
             f"all_to_all: rank {ranks[source]} sends {sent[source, destination]} bytes to rank "
-            f"{ranks[destination]}, which expects {expected[source, destination]}: the input splits of a rank "
-            "must be the output splits of the others. Nothing was written"
+            f"{ranks[destination]}, which expects {expected[source, destination]}: what is an input split on "
+            "one rank is an output split on another. Nothing was written"
         )

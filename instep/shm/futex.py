@@ -72,7 +72,7 @@ class Words:
         return words[i] >= target
 
     def sleep(self, i: int, target: int, seconds: float) -> None:
-        """Sleep until word i changes or is woken, ``seconds`` at most; not at all if it is ``target`` already."""
+        """Sleep until word i changes or is woken, ``seconds`` at most; not at all if it is at ``target``."""
         value = self._words[i]
         if value >= target or seconds <= 0:
             return

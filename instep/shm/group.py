@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,29 +19,42 @@ from torch import Tensor
 
 from instep.memory import Segment
 from instep.mesh.peers import Peer
-from instep.shm import collectives, in_place
+from instep.shm import collectives, in_place, sparse
 from instep.shm.call import NOWHERE, Call, Location
 from instep.shm.collectives import Turn
 from instep.shm.heap import Heap
 from instep.shm.mail import Mail
-from instep.shm.room import HERE, LEFT, Room
+from instep.shm.room import LEFT, Room
 from instep.shm.rounds import Rounds
-from instep.shm.sparse import all_reduce as all_reduce_sparse
-from instep.shm.tensors import check, contiguous, dtype_name, on_flat, reduction_of, require_parts, split
+from instep.shm.tensors import (
+    among,
+    check,
+    dtype_name,
+    on_flat,
+    plain,
+    reduction_of,
+    require_list,
+    require_parts,
+    require_splits,
+    split,
+    writable,
+)
 from instep.shm.work import ShmWork
 from instep.work import Lane
 
 NAME = "shm"
 # Its stub has overloads that only the C++ methods take.
 ProcessGroup: Any = dist.ProcessGroup
+_AT_ONCE = dist.BarrierOptions()
+_AT_ONCE.asyncOp = False
 
 
 class ShmGroup(ProcessGroup):
     """A group of ranks that are in one ``room``; ``table[r]`` is the process of group rank r.
 
-    Beyond torch's methods: ``allocate`` gives memory that the peers map, in which ``allreduce`` copies nothing;
-    ``expose`` shows such memory to the others; ``monitored_barrier``. ``peers`` and ``label`` are for who uses
-    the group through instep: the liveness of its ranks, and the name of what comes next in errors.
+    Beyond torch's methods: ``allocate`` gives memory that the peers map, in which ``allreduce`` copies
+    nothing; ``expose`` shows such memory to the others; ``monitored_barrier``. ``peers`` and ``label`` are
+    for who uses the group through instep: the liveness of its ranks, and the name of what comes next.
 
     After an error every further operation raises it again: what follows would meet something else. Errors are
     ``PeerLost``, ``Desync``, and ``TypeError`` or ``ValueError`` for arguments, before anything is sent.
@@ -103,21 +117,20 @@ class ShmGroup(ProcessGroup):
         """
         found: list[list[list[Tensor]] | None] = []
         turn = self._turn("expose", tensors[0])
-        self._lane.run(turn.label, lambda: found.append(in_place.expose(turn, self._heap, tensors))).wait()
+        self._do(turn, lambda: found.append(in_place.expose(turn, self._heap, tensors)), [], _AT_ONCE)
         return found[0]
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come; here they all do, and name all of them."""
         turn = self._turn("barrier", timeout=timeout)
-        self._lane.run(turn.label, turn.meet).wait()
+        self._do(turn, turn.meet, [], _AT_ONCE)
 
     def barrier(self, opts: Any = None) -> ShmWork:
         turn = self._turn("barrier", opts=opts)
         return self._do(turn, turn.meet, [], opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
-        root = opts.rootRank if opts is not None else 0
-        x = tensors[opts.rootTensor if opts is not None else 0]
+        root, x = _root(opts), tensors[opts.rootTensor if opts is not None else 0]
         turn = self._turn("broadcast", x, root=root, opts=opts)
         return self._do(turn, on_flat(x, lambda flat: collectives.broadcast(turn, flat, root)), tensors, opts)
 
@@ -127,16 +140,19 @@ class ShmGroup(ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
-        x, root = tensors[0], opts.rootRank if opts is not None else 0
+        x, root = tensors[0], _root(opts)
         how = reduction_of(x, opts)
         turn = self._turn("reduce", x, how, root, opts)
-        return self._do(
-            turn, on_flat(x, lambda flat: collectives.all_reduce(turn, flat, how, root)), tensors, opts
-        )
+        run = on_flat(x, lambda flat: collectives.all_reduce(turn, flat, how, root))
+        return self._do(turn, run, tensors, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ShmWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._do_each([self._all_gather(outs, x, opts) for outs, x in pairs], outputs, opts)
+        turns = []
+        for outs, x in zip(outputs, inputs, strict=True):
+            require_parts(outs, x, self.getSize(), "output")
+            turn = self._turn("all_gather", x, opts=opts)
+            turns.append((turn, partial(_gather, turn, outs, x)))
+        return self._do_each(turns, outputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> ShmWork:
         return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
@@ -147,18 +163,22 @@ class ShmGroup(ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        turns = [
-            self._all_gather(split(output, self.getSize()), x, opts)
-            for output, x in zip(outputs, inputs, strict=True)
-        ]
+        turns = []
+        for output, x in zip(outputs, inputs, strict=True):
+            self._require_whole(output, x, "output")
+            turn = self._turn("all_gather", x, opts=opts)
+            turns.append((turn, partial(_gather_single, turn, output, x)))
         return self._do_each(turns, outputs, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> ShmWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._do_each([self._reduce_scatter(out, xs, opts) for out, xs in pairs], outputs, opts)
+        turns = []
+        for out, xs in zip(outputs, inputs, strict=True):
+            require_parts(xs, out, self.getSize(), "input")
+            turns.append(self._reduce_scatter(out, [plain(x).view(-1) for x in xs], opts))
+        return self._do_each(turns, outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None) -> ShmWork:
         return self.reduce_scatter_single_coalesced([output], [x], opts)
@@ -166,46 +186,56 @@ class ShmGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        turns = [
-            self._reduce_scatter(output, split(x, self.getSize()), opts)
-            for output, x in zip(outputs, inputs, strict=True)
-        ]
+        turns = []
+        for output, x in zip(outputs, inputs, strict=True):
+            self._require_whole(x, output, "input")
+            turns.append(self._reduce_scatter(output, split(plain(x), self.getSize()), opts))
         return self._do_each(turns, outputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ShmWork:
-        root = opts.rootRank if opts is not None else 0
-        outs = outputs[0] if self.getRank() == root else []
+        root, outs = _root(opts), []
+        if self.getRank() == root:
+            outs = outputs[0]
+            require_parts(outs, inputs[0], self.getSize(), "output")
         turn = self._turn("gather", inputs[0], root=root, opts=opts)
         return self._do(turn, lambda: _gather(turn, outs, inputs[0]), outputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> ShmWork:
-        root = opts.rootRank if opts is not None else 0
-        xs = [x.contiguous() for x in inputs[0]] if self.getRank() == root else []
+        root, xs = _root(opts), []
+        if self.getRank() == root:
+            require_parts(inputs[0], outputs[0], self.getSize(), "input")
+            xs = [plain(x) for x in inputs[0]]
         turn = self._turn("scatter", outputs[0], root=root, opts=opts)
-
-        def run(flat: Tensor) -> None:
-            collectives.scatter(turn, flat, xs, root)
-
-        return self._do(turn, on_flat(outputs[0], run), outputs, opts)
+        run = on_flat(outputs[0], lambda flat: collectives.scatter(turn, flat, xs, root))
+        return self._do(turn, run, outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
-        turn = self._turn("all_to_all", inputs[0].new_empty(0), opts=opts)
-        xs = [x.contiguous() for x in inputs]
+        require_list(inputs, self.getSize(), "input")
+        require_list(outputs, self.getSize(), "output")
+        turn = self._turn("all_to_all", _same_dtype(outputs[0], inputs[0]), opts=opts)
 
         def run() -> None:
-            with contiguous(outputs) as outs:
-                collectives.all_to_all(turn, outs, xs)
+            with writable(outputs) as outs:
+                collectives.all_to_all(turn, outs, [plain(x) for x in inputs])
 
         return self._do(turn, run, outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> ShmWork:
-        outs = split(output, self.getSize(), out_splits)
-        return self.alltoall(outs, split(x, self.getSize(), in_splits), opts)
+        size = self.getSize()
+        require_splits(output, size, out_splits)
+        require_splits(x, size, in_splits)
+        turn = self._turn("all_to_all", _same_dtype(output, x), opts=opts)
+
+        def run() -> None:
+            with writable([output]) as (whole,):
+                collectives.all_to_all(turn, split(whole, size, out_splits), split(plain(x), size, in_splits))
+
+        return self._do(turn, run, [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -242,10 +272,10 @@ class ShmGroup(ProcessGroup):
         return Turn(self._rounds, call, self.label or operation, location, seconds)
 
     def _all_reduce(self, x: Tensor, opts: Any) -> tuple[Turn, Callable[[], None]]:
-        if x.is_sparse:
-            turn = self._turn("all_reduce_sparse", x, reduction_of(x, opts), opts=opts)
-            return turn, lambda: all_reduce_sparse(turn, x)
         how = reduction_of(x, opts)
+        if x.is_sparse:
+            turn = self._turn("all_reduce_sparse", x, how, opts=opts)
+            return turn, lambda: sparse.all_reduce(turn, x)
         turn = self._turn("all_reduce", x, how, opts=opts, location=self._heap.locate(x))
 
         def run() -> None:
@@ -258,17 +288,18 @@ class ShmGroup(ProcessGroup):
 
         return turn, run
 
-    def _all_gather(self, outs: list[Tensor], x: Tensor, opts: Any) -> tuple[Turn, Callable[[], None]]:
-        require_parts(outs, x, self.getSize(), "output")
-        turn = self._turn("all_gather", x, opts=opts)
-        return turn, lambda: _gather(turn, outs, x)
-
     def _reduce_scatter(self, out: Tensor, xs: list[Tensor], opts: Any) -> tuple[Turn, Callable[[], None]]:
-        require_parts(xs, out, self.getSize(), "input")
         how = reduction_of(out, opts)
         turn = self._turn("reduce_scatter", out, how, opts=opts)
-        parts = [x.reshape(-1) for x in xs]
-        return turn, on_flat(out, lambda flat: collectives.reduce_scatter(turn, flat, parts, how))
+        return turn, on_flat(out, lambda flat: collectives.reduce_scatter(turn, flat, xs, how))
+
+    def _require_whole(self, whole: Tensor, part: Tensor, kind: str) -> None:
+        """Raise ``ValueError`` unless ``whole`` is as long as the ``part`` of every rank together."""
+        if whole.numel() != part.numel() * self.getSize() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{kind}: expected {self.getSize()} x {part.numel()} elements of {part.dtype}, "
+                f"got {whole.numel()} of {whole.dtype}"
+            )
 
     def _do_each(
         self, turns: Sequence[tuple[Turn, Callable[[], None]]], outputs: list[Any], opts: Any
@@ -277,17 +308,21 @@ class ShmGroup(ProcessGroup):
             for _, function in turns:
                 function()
 
-        return self._do(turns[0][0], run, outputs, opts)
+        return self._do(turns[0][0] if turns else self._turn("barrier"), run, outputs, opts)
 
     def _do(self, turn: Turn, function: Callable[[], None], outputs: list[Any], opts: Any) -> ShmWork:
         """Here, if the caller waits for it anyway, else in the group's own thread."""
+        inference = any(x.is_inference() for x in among(outputs))
+        room = self._rounds.room
 
         def run() -> None:
-            with torch.no_grad():
+            room.require()
+            # Tensors that were made in inference mode can only be written to in it.
+            with torch.inference_mode() if inference else torch.no_grad():
                 try:
                     function()
                 except BaseException as error:
-                    self._mail.fail(error)
+                    room.fail(error)
                     raise
 
         if getattr(opts, "asyncOp", True):
@@ -297,14 +332,31 @@ class ShmGroup(ProcessGroup):
         return work
 
 
+def _root(opts: Any) -> int:
+    return opts.rootRank if opts is not None else 0
+
+
+def _same_dtype(output: Tensor, x: Tensor) -> Tensor:
+    """No elements of the dtype of both."""
+    if output.dtype != x.dtype:
+        raise ValueError(f"expected an output of {x.dtype} as the input, got {output.dtype}")
+    return plain(x).view(-1)[:0]
+
+
 def _gather(turn: Turn, outs: Sequence[Tensor], x: Tensor) -> None:
-    with contiguous(outs) as flat:
-        collectives.all_gather(turn, flat, x.detach().contiguous())
+    with writable(outs) as plain_outs:
+        collectives.all_gather(turn, plain_outs, plain(x))
+
+
+def _gather_single(turn: Turn, out: Tensor, x: Tensor) -> None:
+    with writable([out]) as (whole,):
+        collectives.all_gather(turn, split(whole, turn.rounds.size), plain(x))
 
 
 def _close(room: Room, lane: Lane, mail: Mail, ranks: Sequence[int]) -> None:
+    if not room.is_own():
+        return  # a child process; its parent goes on
     mail.peers.given_up = True  # nothing that is under way may outlast the group
+    room.leave(LEFT, f"rank {ranks[room.rank]} has no more use for it")
     lane.close()
     mail.close()
-    if room.state(room.rank) == HERE:
-        room.leave(LEFT, f"rank {ranks[room.rank]} has no more use for it")

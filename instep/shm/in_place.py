@@ -3,8 +3,8 @@
     rank 0's tensor   | slice 0 | slice 1 |        rank 0 reads slice 0 of both, adds, writes it to both;
     rank 1's tensor   | slice 0 | slice 1 |        rank 1 does the same with slice 1
 
-Nothing is copied in or out: S bytes per rank, W ranks, W S are read and W S written, in all. That is the least
-there is for a result that every rank holds. Two rounds: "my numbers are there", "my slice is done".
+Nothing is copied in or out: S bytes per rank, W ranks, W S are read and W S written, in all. That is the
+least there is for a result that every rank holds. Two rounds: "my numbers are there", "my slice is done".
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from instep.memory import PIECE_BYTES
 from instep.shm.call import LOCATION_BYTES, NOWHERE, Location
 from instep.shm.collectives import Turn, pieces
 from instep.shm.heap import Heap
 from instep.shm.room import LINE
 from instep.shm.sums import combine
-
-# What is added stays in the processor's second-level cache until it has been written everywhere.
-PIECE_BYTES = 128 << 10
 
 
 def all_reduce(turn: Turn, heap: Heap, dtype: torch.dtype, reduction: str) -> None:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.errors import Desync
+from instep.errors import Desync, PeerLost
 from instep.mesh.peers import Peers
 from instep.shm import segment
 from instep.shm.channel import READ, WRITTEN, Channel, Head
 from instep.shm.futex import Words
-from instep.shm.room import FAILED, LINE, Room
+from instep.shm.room import LEFT, LINE, Room
 from instep.shm.rounds import Arrival
-from instep.shm.tensors import check, flat_bytes
+from instep.shm.tensors import check, flat_bytes, plain
 from instep.work import Lane, Work
 
 
@@ -29,7 +29,7 @@ class Request:
 
     def __init__(self, x: Tensor, sources: Sequence[int], tag: int, label: str) -> None:
         self.x = x
-        self.sources = sources
+        self.sources = set(sources)
         self.tag = tag
         self.work = Work(label)
         self.source = -1
@@ -62,8 +62,13 @@ class Mail:
         check(x)
         for source in sources:
             self._require(source)
+        if not sources:
+            raise ValueError("there is no other rank in this group to receive from")
         names = " or ".join(str(self.ranks[source]) for source in sources)
         request = Request(x, sources, tag, f"receive from rank {names}, tag {tag}")
+        if self.room.error is not None or self.closed:
+            request.work.end(self.room.error or self.left(request.work.operation))
+            return request
         for source in sources:
             with self.lock:
                 if source not in self._inboxes:
@@ -79,7 +84,8 @@ class Mail:
         for outbox in self._outboxes.values():
             outbox.lane.close()
         for inbox in self._inboxes.values():
-            inbox.thread.join()
+            if inbox.thread is not threading.current_thread():  # which may be collecting the group
+                inbox.thread.join()
 
     def wait(self, words: Words, rank: int, word: int, value: int, label: str) -> None:
         """Block until a word of ``rank`` is at least ``value``."""
@@ -87,9 +93,9 @@ class Mail:
             arrival = Arrival(self.room, self.ranks, words, {rank: word}, value, label)
             self.peers.wait(arrival, label, missing=arrival.missing)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has left, and why."""
-        self.room.leave(FAILED, f"{error.__class__.__name__}: {error}")
+    def left(self, label: str) -> PeerLost:
+        """What an operation ends with that was under way when this rank left."""
+        return PeerLost(f"rank {self.ranks[self.room.rank]} left the group during {label}", operation=label)
 
     def _require(self, rank: int) -> None:
         if not 0 <= rank < self.room.size or rank == self.room.rank:
@@ -112,13 +118,18 @@ class Outbox:
         """Queue a message."""
 
         def run() -> None:
+            self._mail.room.require()
             if self._channel is None:
                 self._open()
             assert self._channel is not None
-            head = Head.of(x, tag)
-            self._channel.write(torch.frombuffer(bytearray(head.to_bytes()), dtype=torch.uint8))
-            self._channel.write(flat_bytes(x.detach().contiguous()))
-            self._channel.flush()
+            try:
+                head = Head.of(x, tag)
+                self._channel.write(torch.frombuffer(bytearray(head.to_bytes()), dtype=torch.uint8))
+                self._channel.write(flat_bytes(plain(x)))
+                self._channel.flush()
+            except BaseException as error:
+                self._mail.room.fail(error)
+                raise
 
         return self.lane.submit(f"{self._label}, tag {tag}", run)
 
@@ -142,7 +153,7 @@ class Inbox:
         self._channel: Channel | None = None
         self._requests: list[Request] = []
         self._kept: list[tuple[Head, Tensor]] = []
-        self._failed: BaseException | None = None
+        self._ended: BaseException | None = None
         self._label = f"receive from rank {mail.ranks[source]}"
         self.thread = threading.Thread(target=self._serve, name=f"instep shm {self._label}", daemon=True)
         self.thread.start()
@@ -151,32 +162,44 @@ class Inbox:
         """Give ``request`` what was kept for it, or keep it in mind."""
         with self._mail.lock:
             kept = next((item for item in self._kept if item[0].tag == request.tag), None)
-            if request.claimed or (kept is None and self._failed is None):
+            if request.claimed:
+                return
+            if kept is None:
                 self._requests.append(request)
                 self._mail.lock.notify_all()
-                return
-            request.claimed = True
-            if kept is not None:
+            else:
+                request.claimed = True
                 self._kept.remove(kept)
-        if kept is None:
-            request.work.end(self._failed)
-        else:
+        if kept is not None:
             self._give(request, *kept)
+        elif self._ended is not None:
+            self._give_up(self._ended)
 
     def _serve(self) -> None:
-        while (first := self._oldest()) is not None:
+        error: BaseException | None = None
+        while error is None and (first := self._oldest()) is not None:
             try:
                 self._take(first)
-            except BaseException as error:
-                self._mail.fail(error)
-                with self._mail.lock:
-                    self._failed = error
-                    waiting = [request for request in self._requests if not request.claimed]
-                    for request in waiting:
-                        request.claimed = True
-                for request in waiting:
-                    request.work.end(error)
-                return
+            except BaseException as raised:
+                error = raised
+        self._ended = error or self._mail.left(self._label)
+        self._give_up(self._ended)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Nothing comes from this source any more: a request without another one ends with ``error``."""
+        mail = self._mail
+        with mail.lock:
+            waiting, self._requests = [r for r in self._requests if not r.claimed], []
+            for request in waiting:
+                request.sources.discard(self._source)
+            lost = [request for request in waiting if not request.sources or mail.closed]
+            for request in lost:
+                request.claimed = True
+        # A rank that has taken its leave is missed only by those who wait for it alone.
+        if not mail.closed and (lost or mail.room.state(self._source) != LEFT):
+            mail.room.fail(error)
+        for request in lost:
+            request.work.end(error)
 
     def _oldest(self) -> Request | None:
         """The first request that nobody serves; None when the group is closed."""
@@ -204,11 +227,16 @@ class Inbox:
         self._channel.read(torch.frombuffer(data, dtype=torch.uint8))
         head = Head.from_bytes(bytes(data))
         request = self._claim(head, None)
-        if request is not None and head.fits(request.x) and request.x.is_contiguous():
-            self._channel.read(flat_bytes(request.x.detach()))
+        if (
+            request is not None
+            and head.fits(request.x)
+            and plain(request.x).data_ptr() == request.x.data_ptr()
+        ):
+            with torch.inference_mode(request.x.is_inference()):
+                self._channel.read(flat_bytes(request.x.detach()))
             self._give(request, head, None)
             return
-        message = torch.empty(head.count, dtype=getattr(torch, head.dtype))
+        message = torch.empty(head.count, dtype=getattr(torch, head.dtype), device="cpu")
         self._channel.read(flat_bytes(message))
         request = request or self._claim(head, message)
         if request is not None:
@@ -234,11 +262,12 @@ class Inbox:
                 f"rank {ranks[self._source]} sends {head}, rank {ranks[self._mail.room.rank]} receives "
                 f"{Head.of(request.x, request.tag)}: give both the same shape and dtype"
             )
-            self._mail.fail(error)
+            self._mail.room.fail(error)
             request.work.end(error)
             return
         if message is not None:
-            request.x.detach().copy_(message.view(request.x.shape))
+            with torch.inference_mode(request.x.is_inference()):
+                request.x.detach().copy_(message.view(request.x.shape))
         request.work.end()
 
     def _await(self, first: Request, words: Words, word: int, value: int) -> bool:

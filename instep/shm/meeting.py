@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import PeerLost
 from instep.mesh.peers import Peer, lives, myself
 from instep.shm import segment
 from instep.shm.futex import available
 from instep.shm.room import TOKEN_BYTES, Room
-from instep.shm.segment import Mapping
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 ROOM, VERDICT = "room", "verdict"
+BLIND = "cannot see the process of rank"
 
 
 @dataclass(frozen=True)
@@ -46,83 +47,96 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Met
         PeerLost: a rank did not come.
     """
     me = myself(ranks[rank])
-    room, problem, mapping = _open(store, rank, ranks, timeout_s)
-    store.set(f"here/{rank}", json.dumps({"token": room.token.hex() if room else "", "problem": problem}))
+    room, problem = _open(store, rank, ranks, timeout_s)
+    store.set(_here(rank), json.dumps({"token": room.token.hex() if room else "", "problem": problem}))
     if rank == 0:
-        store.set(VERDICT, _judge(store, room, ranks, timeout_s))
+        store.set(VERDICT, json.dumps(_judge(store, room, ranks, timeout_s)))
     _wait(store, [VERDICT], ranks, timeout_s)
-    reason = store.get(VERDICT).decode()
-    if reason or room is None:
-        return Met(None, (), reason or "no room")
+    verdict = json.loads(store.get(VERDICT))
+    if verdict["absent"]:
+        raise _absent(verdict["absent"], timeout_s)
+    if verdict["problem"] or room is None:
+        return Met(None, (), verdict["problem"])
     room.introduce(me)
-    table = [me] * len(ranks)
     _everybody(room, 1, ranks, timeout_s)
-    for other in range(len(ranks)):
-        table[other] = room.peer(other)
+    table = tuple(room.peer(other) for other in range(len(ranks)))
     strangers = [peer.rank for peer in table if lives(peer) is not True]
-    room.name("the meeting" if not strangers else f"cannot see the process of rank {strangers[0]}")
+    room.name(f"{BLIND} {strangers[0]}" if strangers else "the meeting")
     _everybody(room, 2, ranks, timeout_s)
-    views = [room.label(other) for other in range(len(ranks))]
-    blind = [f"rank {ranks[other]} {view}" for other, view in enumerate(views) if view.startswith("cannot")]
-    del mapping  # everybody has the room now
-    return Met(None, (), blind[0]) if blind else Met(room, tuple(table))
+    views = [(ranks[other], room.label(other)) for other in range(len(ranks))]
+    blind = [f"rank {other} {view}" for other, view in views if view.startswith(BLIND)]
+    return Met(None, (), blind[0]) if blind else Met(room, table)
 
 
-def _open(
-    store: Store, rank: int, ranks: Sequence[int], timeout_s: float
-) -> tuple[Room | None, str, Mapping | None]:
-    """Make the room or enter it; the mapping keeps it open for those who come later."""
-    if rank == 0:
-        if not available():
-            store.set(ROOM, json.dumps({"problem": "needs Linux on x86-64"}))
-            return None, "needs Linux on x86-64", None
-        room, mapping = Room.create(len(ranks), secrets.token_bytes(TOKEN_BYTES))
-        store.set(ROOM, json.dumps({"pid": myself(0).pid, "fd": mapping.fd}))
-        return room, "", mapping
-    _wait(store, [ROOM], ranks, timeout_s)
-    where = json.loads(store.get(ROOM))
-    if not available() or "problem" in where:
-        return None, where.get("problem", "needs Linux on x86-64"), None
+def _open(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> tuple[Room | None, str]:
+    """Make the room or enter it, or say why not."""
+    if rank != 0:
+        _wait(store, [ROOM], ranks, timeout_s)
+        where = json.loads(store.get(ROOM))
     try:
-        mapping = segment.attach(int(where["pid"]), int(where["fd"]))
-        return Room(mapping, rank, len(ranks)), "", mapping
+        if not available():
+            raise OSError("it needs Linux on x86-64")
+        if rank == 0:
+            room, fd = Room.create(len(ranks), secrets.token_bytes(TOKEN_BYTES))
+            store.set(ROOM, json.dumps({"pid": myself(0).pid, "fd": fd}))
+            return room, ""
+        if not where:
+            return None, ""  # rank 0 says why
+        return Room(segment.attach(int(where["pid"]), int(where["fd"])), rank, len(ranks)), ""
     except (OSError, ValueError) as error:
-        return None, f"cannot open the memory of rank {ranks[0]}: {error.__class__.__name__}", None
+        if rank == 0:
+            store.set(ROOM, json.dumps({}))
+            return None, f"cannot make shared memory: {error}"
+        return None, f"cannot open the memory of rank {ranks[0]}: {error}"
 
 
-def _judge(store: Store, room: Room | None, ranks: Sequence[int], timeout_s: float) -> str:
-    """Rank 0 reads what all have seen; empty if all are in the same room."""
-    _wait(store, [f"here/{rank}" for rank in range(len(ranks))], ranks, timeout_s)
-    for rank in range(len(ranks)):
-        told = json.loads(store.get(f"here/{rank}"))
+def _judge(store: Store, room: Room | None, ranks: Sequence[int], timeout_s: float) -> dict[str, Any]:
+    """Rank 0 reads what all have seen: who did not come, or why they cannot be in one room."""
+    try:
+        _wait(store, [_here(rank) for rank in range(len(ranks))], ranks, timeout_s)
+    except PeerLost as lost:
+        return {"absent": lost.ranks, "problem": ""}
+    problem = ""
+    for rank in reversed(range(len(ranks))):
+        told = json.loads(store.get(_here(rank)))
         if told["problem"]:
-            return f"rank {ranks[rank]} {told['problem']}"
-        if room is not None and told["token"] != room.token.hex():
-            return f"rank {ranks[rank]} opened other memory than that of rank {ranks[0]}"
-    return ""
+            problem = f"rank {ranks[rank]} {told['problem']}"
+        elif room is not None and told["token"] != room.token.hex():
+            problem = f"rank {ranks[rank]} opened other memory than that of rank {ranks[0]}"
+    return {"absent": [], "problem": problem}
 
 
 def _wait(store: Store, keys: Sequence[str], ranks: Sequence[int], timeout_s: float) -> None:
+    """Wait until ``keys`` are there; else name the ranks that have not been here."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        late = [ranks[i] for i, key in enumerate(keys) if len(keys) > 1 and not store.check([key])]
-        raise _absent(late or [ranks[0]], timeout_s) from error
+        late = [other for i, other in enumerate(ranks) if i and not store.check([_here(i)])]
+        if keys[0] == ROOM or not late:
+            late = [ranks[0]]
+        raise _absent(late, timeout_s) from error
 
 
 def _everybody(room: Room, count: int, ranks: Sequence[int], timeout_s: float) -> None:
     """The plainest of rounds, before there is a table of peers."""
     room.words.post(room.posted(room.rank), count)
+    until = time.monotonic() + timeout_s
     for other in range(room.size):
-        room.words.sleep(room.posted(other), count, timeout_s)
-        if room.words[room.posted(other)] < count:
-            raise _absent([ranks[other]], timeout_s)
+        word = room.posted(other)
+        while room.words[word] < count:  # a signal may end a sleep
+            if time.monotonic() > until:
+                raise _absent([ranks[other]], timeout_s)
+            room.words.sleep(word, count, until - time.monotonic())
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
 
 
 def _absent(ranks: Sequence[int], timeout_s: float) -> PeerLost:
-    names = ", ".join(map(str, ranks))
     return PeerLost(
-        f"rank {names} did not come to the meeting of a shared-memory group within {timeout_s:g} s",
+        f"rank {', '.join(map(str, ranks))} did not come to the meeting of a shared-memory group within "
+        f"{timeout_s:g} s",
         ranks=ranks,
         operation="the meeting of a group",
     )

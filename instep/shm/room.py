@@ -1,7 +1,7 @@
 """The memory in which the ranks of a group meet: one segment, made by its first rank, mapped by all.
 
-    | title | a block per rank                                | a word per pair | two halves per rank ...    |
-            | posted | state | peer | reason | two slots       | mail s -> d     | half 0 | half 1 | half 0 ...
+    | title | a block per rank                           | a word per pair | two halves per rank     |
+            | posted | state | peer | reason | two slots | mail s -> d     | half 0 | half 1 | half 0 |
 
 A block is written by its rank alone, and so are its halves. *posted* counts the rounds that the rank has come
 to; slot and half number k % 2 belong to round k. Every word that others wait for has a cache line of its own.
@@ -9,6 +9,8 @@ Halves are only address space until somebody writes to them.
 """
 
 from __future__ import annotations
+
+import os
 
 from torch import Tensor
 
@@ -33,11 +35,17 @@ _SLOTS, _SLOT_STRIDE = 2048, 128
 
 
 class Room:
-    """The segment of a group of ``size`` ranks, as its group rank ``rank`` sees it."""
+    """The segment of a group of ``size`` ranks, as its group rank ``rank`` sees it.
+
+    ``error`` is what this rank failed with; after that nothing of the group works any more. A child process
+    that inherits the room is not in it: what it does to it has no effect.
+    """
 
     def __init__(self, mapping: Mapping, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.error: Exception | None = None
+        self._pid = os.getpid()
         self.words = mapping.words()
         self._bytes = memoryview(mapping.memory)
         nbytes = size * 2 * HALF_BYTES
@@ -45,12 +53,12 @@ class Room:
         self.halves: list[list[Tensor]] = [[halves[r, k] for k in (0, 1)] for r in range(size)]
 
     @staticmethod
-    def create(size: int, token: bytes) -> tuple[Room, Mapping]:
-        """A new room, as its first rank sees it; ``token`` is what the others have to read back."""
+    def create(size: int, token: bytes) -> tuple[Room, int]:
+        """A new room, as its first rank sees it, and its descriptor; the others read ``token`` back."""
         mapping = segment.create(room_bytes(size))
         room = Room(mapping, 0, size)
         room._write(0, TITLE + token)
-        return room, mapping
+        return room, mapping.fd
 
     @property
     def token(self) -> bytes:
@@ -66,8 +74,26 @@ class Room:
         """HERE, LEFT or FAILED."""
         return self.words[(_block(rank) + _STATE) // WORD]
 
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on; whoever waits for it is told why. The first reason counts."""
+        if self.error is None:
+            told = f"{error.__class__.__name__}: {error}"
+            self.error = error if isinstance(error, Exception) else RuntimeError(f"interrupted by {told}")
+            self.leave(FAILED, told)
+
+    def require(self) -> None:
+        """Raise what this rank failed with before, if it did: nothing would meet its counterpart now."""
+        if self.error is not None:
+            raise self.error
+
+    def is_own(self) -> bool:
+        """Whether this process entered it, and is not a child that inherited it."""
+        return os.getpid() == self._pid
+
     def leave(self, state: int, reason: str) -> None:
-        """Tell whoever waits for this rank that it will not come any more, and why."""
+        """Tell whoever waits for this rank that it will not come any more, and why. The first time counts."""
+        if not self.is_own() or self.state(self.rank) != HERE:
+            return
         data = reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES)
         self._write(_block(self.rank) + _REASON, data)
         self.words.post((_block(self.rank) + _STATE) // WORD, state)  # after the reason

@@ -31,8 +31,9 @@ class Mapping:
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of it, with a storage of their own."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self.memory, dtype=torch.uint8, offset=offset, count=nbytes)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):  # it outlives what it is made in
+            return torch.frombuffer(self.memory, dtype=torch.uint8, offset=offset, count=nbytes)
 
     def words(self) -> Words:
         """All of it as 64-bit words."""

@@ -17,7 +17,7 @@ def all_reduce(turn: Turn, x: Tensor) -> None:
     """
     own = x.detach().coalesce()
     size = turn.rounds.size
-    counts = _gather(turn, torch.tensor([own._nnz()]), size)
+    counts = _gather(turn, torch.tensor([own._nnz()], device="cpu"), size)
     longest = max(int(count) for count in counts)
 
     def padded(part: Tensor) -> Tensor:

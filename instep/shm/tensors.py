@@ -37,13 +37,18 @@ def flat_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
+def plain(x: Tensor) -> Tensor:
+    """``x`` without a graph, as memory in the order of its elements: itself where it is that, else a copy."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
 @contextmanager
-def contiguous(xs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """``xs``, with copies in place of those that are not contiguous; what the block writes gets into ``xs``."""
-    copies = [x.detach() if x.is_contiguous() else x.detach().contiguous() for x in xs]
+def writable(xs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """``xs`` as plain memory; what the block writes there gets into ``xs``."""
+    copies = [plain(x) for x in xs]
     yield copies
     for x, copied in zip(xs, copies, strict=True):
-        if not x.is_contiguous():
+        if x.data_ptr() != copied.data_ptr() or x.is_conj() or x.is_neg():
             x.detach().copy_(copied)
 
 
@@ -51,36 +56,51 @@ def on_flat(x: Tensor, function: Callable[[Tensor], None]) -> Callable[[], None]
     """``function`` of ``x`` as a flat tensor that it may write to."""
 
     def run() -> None:
-        with contiguous([x]) as (copied,):
+        with writable([x]) as (copied,):
             function(copied.view(-1))
 
     return run
 
 
 def split(x: Tensor, size: int, lengths: Sequence[int] = ()) -> list[Tensor]:
-    """``x`` cut along its first dimension for ``size`` ranks: equal parts, or rows as ``lengths`` say.
+    """Plain memory, cut along its first dimension for ``size`` ranks: equally, or as ``lengths`` say."""
+    return list(x.split(list(lengths))) if lengths else list(x.view(size, -1))
 
-    Raises:
-        ValueError: it cannot be cut so, or not be written to in parts.
-    """
-    if lengths:
-        if len(lengths) != size or sum(lengths) != x.shape[0]:
-            raise ValueError(
-                f"expected {size} splits that sum to {x.shape[0]} rows, got {list(lengths)}, sum {sum(lengths)}"
-            )
-        return list(x.split(list(lengths)))
-    if x.numel() % size:
+
+def require_splits(x: Tensor, size: int, lengths: Sequence[int] = ()) -> None:
+    """Raise ``ValueError`` for what ``split`` cannot cut."""
+    rows = x.shape[0] if x.dim() else 1
+    if lengths and (len(lengths) != size or sum(lengths) != rows):
+        raise ValueError(f"expected {size} splits that sum to {rows} rows, got {list(lengths)}")
+    if not lengths and x.numel() % size:
         raise ValueError(f"expected a number of elements that {size} ranks divide, got {x.numel()}")
-    flat = x.reshape(-1) if not x.is_contiguous() else x.view(-1)
-    return list(flat.view(size, -1))
+
+
+def require_list(xs: Sequence[Tensor], size: int, kind: str) -> None:
+    """Raise unless there is one tensor per rank that this backend carries, all of one dtype."""
+    if len(xs) != size:
+        raise ValueError(f"expected {size} {kind} tensors, one per rank, got {len(xs)}")
+    for i, x in enumerate(xs):
+        check(x)
+        if x.dtype != xs[0].dtype:
+            raise ValueError(f"{kind} tensor {i}: expected {xs[0].dtype} as the first one, got {x.dtype}")
 
 
 def require_parts(parts: Sequence[Tensor], x: Tensor, size: int, kind: str) -> None:
     """Raise ``ValueError`` unless there is one part per rank, each with as many elements as ``x``."""
-    if len(parts) != size:
-        raise ValueError(f"expected {size} {kind} tensors, one per rank, got {len(parts)}")
+    require_list(parts, size, kind)
     for i, part in enumerate(parts):
         if part.numel() != x.numel() or part.dtype != x.dtype:
             raise ValueError(
-                f"{kind} tensor {i}: expected {x.numel()} elements of {x.dtype}, got {part.numel()} of {part.dtype}"
+                f"{kind} tensor {i}: expected {x.numel()} elements of {x.dtype}, "
+                f"got {part.numel()} of {part.dtype}"
             )
+
+
+def among(xs: Any) -> Iterator[Tensor]:
+    """The tensors in a tensor, or in lists of lists of them."""
+    if isinstance(xs, Tensor):
+        yield xs
+    else:
+        for x in xs:
+            yield from among(x)
