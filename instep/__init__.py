@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from instep.mesh.current import get
     from instep.mesh.join import init
     from instep.ordered.norm import clip_grad_norm_
+    from instep.replicate.server import ParameterServer
+    from instep.replicate.threads import ThreadedReplicas
     from instep.replicate.wrapper import DataParallel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DataParallel",
+    "ParameterServer",
+    "ThreadedReplicas",
     "__version__",
     "clip_grad_norm_",
     "errors",
@@ -32,6 +36,8 @@ __all__ = [
 
 _HOMES = {
     "DataParallel": "instep.replicate.wrapper",
+    "ParameterServer": "instep.replicate.server",
+    "ThreadedReplicas": "instep.replicate.threads",
     "clip_grad_norm_": "instep.ordered.norm",
     "get": "instep.mesh.current",
     "init": "instep.mesh.join",

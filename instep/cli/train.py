@@ -91,7 +91,7 @@ def main(args: Sequence[str]) -> int:
         config = parse(args, quiet=not speaks)
         speaks = True
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
-        if config.ranks != 1 and place.source == "single":
+        if config.ranks != 1 and config.parallel.strategy != "threads" and place.source == "single":
             from instep.mesh.launch import warm
 
             warm()  # the process that ranks are forked from loads torch while this one does

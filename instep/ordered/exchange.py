@@ -12,7 +12,8 @@
 No collective that does arithmetic takes part, so neither the backend's algorithm nor the number of ranks
 can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots: (r + 1) S (W-1)/W; with
 one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
-the headers.
+the headers. Where ranks can reach into each other's buckets (backend "shm") nothing is sent: each adds its
+slices where they lie.
 
 G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 """
@@ -31,7 +32,7 @@ from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.group import Group
 from instep.ordered.buckets import Bucket
 from instep.ordered.header import Header, disagreement, header_length, pack, unpack
-from instep.ordered.tree import adds, roots
+from instep.ordered.tree import Sum, plan_sum
 
 
 class Exchange:
@@ -93,22 +94,19 @@ class Exchange:
     def _ordered(
         self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str
     ) -> None:
-        by_rank = [roots(own, num_leaves) for own in leaves]
-        nodes = [node for own in by_rank for node in own]
-        if self._in_place(bucket, nodes, num_leaves, scale, name):
+        plan = plan_sum(tuple(map(tuple, leaves)), num_leaves)
+        if self._in_place(bucket, plan, scale, name):
             return
-        values = self._slices(bucket, [len(own) for own in by_rank], name)
-        for left, right in adds(nodes, num_leaves):
+        values = self._slices(bucket, plan.counts, name)
+        for left, right in plan.adds:
             torch.add(values[left], values[right], out=values[left])
-        root = values[nodes.index(min(nodes))]
+        root = values[plan.root]
         if scale != 1.0:
             root.mul_(scale)
         if self.group.size > 1:
             self.group.all_gather(bucket.home, root, name)
 
-    def _in_place(
-        self, bucket: Bucket, nodes: Sequence[tuple[int, int]], num_leaves: int, scale: float, name: str
-    ) -> bool:
+    def _in_place(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> bool:
         """The same sums, where every rank can reach into the buckets of the others; False where not.
 
         A rank adds its slice of everybody's roots, and writes the sum into everybody's home: nothing is sent.
@@ -118,19 +116,17 @@ class Exchange:
             return False
         every_root = [root for tensors in shown for root in tensors[:-1]]
         homes = [tensors[-1] for tensors in shown]
-        plan = list(adds(nodes, num_leaves))
-        result = nodes.index(min(nodes))
         first, most = self.group.rank * bucket.slice_length, PIECE_BYTES // bucket.dtype.itemsize
         for start in range(first, first + bucket.slice_length, most):
             piece = slice(start, min(start + most, first + bucket.slice_length))
             values = [root[piece] for root in every_root]
-            for left, right in plan:
+            for left, right in plan.adds:
                 torch.add(values[left], values[right], out=values[left])
             if scale != 1.0:
-                values[result].mul_(scale)
+                values[plan.root].mul_(scale)
             for home in homes:
-                if home.data_ptr() != every_root[result].data_ptr():
-                    home[piece].copy_(values[result])
+                if home.data_ptr() != every_root[plan.root].data_ptr():
+                    home[piece].copy_(values[plan.root])
         self.group.barrier(name)
         return True
 

@@ -23,6 +23,7 @@ G: number of leaves. W: number of ranks. A node is a half-open range (lo, hi).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -81,6 +82,27 @@ def adds(nodes: Sequence[Node], num_leaves: int) -> list[tuple[int, int]]:
     if [node for node, _ in stack] != [(0, num_leaves)]:
         raise ValueError(f"nodes {sorted(nodes)} do not cover the {num_leaves} leaves of the tree once each")
     return plan
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How the ranks' roots become the root of the tree; roots are numbered through, rank by rank.
+
+    ``counts[r]`` roots are rank r's; ``adds`` are those of ``adds``; the sum ends up in number ``root``.
+    """
+
+    counts: tuple[int, ...]
+    adds: tuple[tuple[int, int], ...]
+    root: int
+
+
+@lru_cache(maxsize=64)
+def plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
+    """The sum over all ranks, of which rank r holds ``leaves[r]``; kept, because every bucket asks anew."""
+    by_rank = [roots(own, num_leaves) for own in leaves]
+    nodes = [node for own in by_rank for node in own]
+    counts = tuple(len(own) for own in by_rank)
+    return Sum(counts, tuple(adds(nodes, num_leaves)), nodes.index(min(nodes)))
 
 
 def round_major(num_leaves: int, num_ranks: int) -> list[list[int]]:

@@ -1,1 +1,1 @@
-"""Data parallelism with a whole model on every rank: one wrapper, two contracts, four strategies."""
+"""Data parallelism with a whole model on every rank or thread: four strategies, a server, and threads."""

@@ -284,7 +284,9 @@ class Reducer:
         """Adopt the order in which rank 0 saw the gradients, once, for the steps to come."""
         self._reordered = True
         seen = set(self._seen)
-        order = torch.tensor(self._seen + [i for i in self._order if i not in seen], dtype=torch.int64, device="cpu")
+        order = torch.tensor(
+            self._seen + [i for i in self._order if i not in seen], dtype=torch.int64, device="cpu"
+        )
         work = self.lane.submit(
             "the broadcast of the bucket order",
             lambda: self.group.broadcast(order, "the broadcast of the bucket order"),

@@ -14,9 +14,17 @@ STRATEGIES: dict[str, type[Naive]] = {
     "bucketed": Bucketed,
 }
 
+# Forms of data parallelism in which not every rank ends with the gradient: they wrap in another way.
+WRAPPERS = {
+    "server": "instep.ParameterServer(module, optimizer)",
+    "threads": "instep.ThreadedReplicas(module, num_replicas)",
+}
+
 
 def find(name: str) -> type[Naive]:
     """The strategy called ``name``."""
+    if name in WRAPPERS:
+        raise ValueError(f"strategy {name!r} is a wrapper of its own: use {WRAPPERS[name]}")
     if name not in STRATEGIES:
         raise ValueError(f"strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

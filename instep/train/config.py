@@ -107,14 +107,16 @@ class Optim:
 class Parallel:
     """How the ranks share a step. Only ordered and threads may change the bits."""
 
-    strategy: Literal["naive", "flat", "overlap", "bucketed"] = "bucketed"
-    """How gradients get from the micro-batches to every rank."""
+    strategy: Literal["naive", "flat", "overlap", "bucketed", "server", "threads"] = "bucketed"
+    """How gradients get from the micro-batches to every rank. With server, rank 0 gets them and sends new
+    weights; with threads, --ranks are threads of one process."""
     bucket_mb: float = 25.0
     """Size of a bucket of the bucketed strategy, in 2**20 bytes."""
     ordered: bool = True
     """Add in the order of the fixed tree; off: the backend's all-reduce, in whatever order it adds."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What carries messages; auto takes nccl where every rank has a GPU, else gloo."""
+    backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
+    """What carries messages; auto takes nccl where every rank has a GPU, else shm where all ranks share a
+    host, else gloo."""
     threads: int = 1
     """Threads per rank on a CPU."""
 
@@ -144,8 +146,8 @@ class Config:
     """A whole run."""
 
     ranks: int = 0
-    """Ranks to start on this host; 0: one per core, but no more than micro-batches. Where torchrun, Slurm or
-    mpirun has started them, their number holds."""
+    """Ranks to start on this host, or threads with that strategy; 0: one per core, but no more than
+    micro-batches. Where torchrun, Slurm or mpirun has started them, their number holds."""
     steps: int
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
     seed: int = 0
@@ -217,17 +219,45 @@ def validate(config: Config) -> None:
             f"batch.global_size {size} is no multiple of batch.micro_size {micro}: "
             f"use {f'{below} or ' if below else ''}{below + micro}, or another micro-batch"
         )
+    _check_strategy(config)
     if config.ranks:
         check_ranks(config, config.ranks)
 
 
-def check_ranks(config: Config, world_size: int) -> None:
-    """Raise ``ValueError`` where some of ``world_size`` data-parallel ranks would have no micro-batch."""
-    if world_size > config.num_leaves:
+def check_ranks(config: Config, num_ranks: int) -> None:
+    """Raise ``ValueError`` where some of ``num_ranks`` data-parallel ranks would have no micro-batch."""
+    if num_ranks > config.num_leaves:
+        what = "threads" if config.parallel.strategy == "threads" else "ranks"
         raise ValueError(
-            f"{world_size} ranks, but only {config.num_leaves} micro-batches "
+            f"{num_ranks} {what}, but only {config.num_leaves} micro-batches "
             f"(global {config.batch.global_size} / micro {config.batch.micro_size}): use at most "
             f"{config.num_leaves} ranks, a smaller batch.micro_size or a larger batch.global_size"
+        )
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Raise ``ValueError`` unless ``world_size`` processes can make this run."""
+    if config.parallel.strategy != "threads":
+        check_ranks(config, world_size)
+    elif world_size > 1:
+        raise ValueError(
+            f"parallel.strategy threads is one process, but a launcher has started {world_size}: start one, "
+            "or use another strategy"
+        )
+
+
+def _check_strategy(config: Config) -> None:
+    """Raise ``ValueError`` for settings that the strategy does not go with."""
+    strategy, dropout = config.parallel.strategy, config.model.dropout
+    if strategy in ("server", "threads") and not config.parallel.ordered:
+        raise ValueError(
+            f"parallel.ordered false with parallel.strategy {strategy}, which always adds in the order of "
+            "the tree: leave it on, or use another strategy"
+        )
+    if strategy == "threads" and dropout:
+        raise ValueError(
+            f"model.dropout {dropout:g} with parallel.strategy threads, which share torch's random "
+            "generator: set model.dropout 0, or use another strategy"
         )
 
 

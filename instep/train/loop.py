@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.checkpoint import contract
@@ -20,12 +20,12 @@ from instep.mesh.mesh import Mesh
 from instep.models.transformer import GPT, GPTConfig
 from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.keys import initialize
-from instep.ordered.norm import clip_grad_norm_, grad_norm
-from instep.replicate.wrapper import DataParallel
+from instep.replicate.leaves import Leaf
 from instep.train.config import Config, numerical
 from instep.train.folder import LEDGER, METRICS, Lines
 from instep.train.losses import held_out_loss, mean_loss, text_loss
 from instep.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from instep.train.parallel import parallel
 from instep.train.progress import Display
 from instep.train.together import on_every_rank, require_same
 
@@ -60,15 +60,7 @@ class Trainer:
         initialize(self.module, config.seed)
         self.module.to(mesh.device)
         self.optimizer: Optimizer = make_optimizer(self.module.parameters(), config.optim)
-        self.model = DataParallel(
-            self.module,
-            process_group=mesh["dp"],
-            strategy=config.parallel.strategy,
-            bucket_cap_mb=config.parallel.bucket_mb,
-            ordered=config.parallel.ordered,
-            find_unused_parameters=False,
-            seed=config.seed,
-        )
+        self.parallel = parallel(config, mesh, self.module, self.optimizer)
         self.steps_done = 0
 
     @property
@@ -87,23 +79,17 @@ class Trainer:
         return state_sha256(state_entries(self.module, self.optimizer), self.steps_done)
 
     def step(self) -> dict[str, float]:
-        """One optimizer step; its figures, the same on every rank but for the times."""
+        """One optimizer step; its figures, the same on every rank but for the times.
+
+        (With a parameter server, only rank 0 knows the norm.)
+        """
         config, recorder = self.config, self.mesh.recorder
         began = time.monotonic()
         recorder.step = self.steps_done
         rate = learning_rate(config.optim, self.steps_done, config.steps)
         set_learning_rate(self.optimizer, rate)
-        losses: dict[int, Tensor] = {}
-        for leaf in self.model.micro_batches(config.num_leaves, step=self.steps_done):
-            with recorder.span("data", lane="data", leaf=leaf.index):
-                windows = self._windows(leaf.index)
-            loss = text_loss(self.model, windows, device=self.mesh.device, autocast=config.autocast)
-            loss.backward()
-            losses[leaf.index] = loss.detach()
-        with recorder.span("update", lane="compute"):
-            norm = self._clip()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        losses = self.parallel.gradients(self.steps_done, self._loss)
+        norm = self.parallel.update()
         loss_value = mean_loss({i: x.item() for i, x in losses.items()}, config.num_leaves, self.group)
         exposed_s = recorder.seconds("exposed", self.steps_done)
         self.steps_done += 1
@@ -135,6 +121,11 @@ class Trainer:
         data, context, world = self.config.data, self.config.model.context, self.mesh.world.group
         return on_every_rank(world, "reading the text", lambda: open_text(data, context))
 
+    def _loss(self, model: nn.Module, leaf: Leaf) -> Tensor:
+        with self.mesh.recorder.span("data", lane="data", leaf=leaf.index):
+            windows = self._windows(leaf.index)
+        return text_loss(model, windows, device=self.mesh.device, autocast=self.config.autocast)
+
     def _windows(self, leaf: int) -> Tensor:
         indices = micro_batch_indices(
             len(self.text.train),
@@ -145,11 +136,6 @@ class Trainer:
             seed=self.config.seed,
         )
         return self.text.train.windows(indices)
-
-    def _clip(self) -> float:
-        if self.config.optim.clip:
-            return clip_grad_norm_(self.module.parameters(), self.config.optim.clip).item()
-        return grad_norm(p.grad for p in self.module.parameters() if p.grad is not None)
 
 
 class Books:

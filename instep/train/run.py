@@ -18,7 +18,7 @@ from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
 from instep.mesh.place import detect
 from instep.train import folder, summary
-from instep.train.config import Config, check_ranks, local_ranks, validate
+from instep.train.config import Config, check_world, local_ranks, validate
 from instep.train.folder import CHECKPOINTS, LEDGER, METRICS
 from instep.train.loop import Books, Trainer, run_steps
 from instep.train.progress import Display
@@ -42,7 +42,7 @@ def run(config: Config) -> int:
     config = replace(config, run_dir=path)
     ranks = local_ranks(config, len(os.sched_getaffinity(0)))
     try:
-        if ranks == 1:
+        if ranks == 1 or config.parallel.strategy == "threads":
             return run_rank(config, claimed=True)
         launch(run_rank, (config, True), ranks=ranks, threads=config.parallel.threads)
         return _code(config, folder.read_lines(path / LEDGER)[-1]["step"])
@@ -58,7 +58,7 @@ def run_rank(config: Config, claimed: bool = False) -> int:
     path = config.run_dir if claimed else None
 
     def claim() -> str:
-        check_ranks(config, world.size)
+        check_world(config, world.size)
         return str(folder.claim(config))
 
     try:
@@ -101,9 +101,9 @@ def _code(config: Config, steps_done: int) -> int:
 
 def _announce(display: Display, config: Config, mesh: Mesh, trainer: Trainer, path: Path) -> None:
     size = sum(p.numel() for p in trainer.module.parameters())
-    batch = config.batch
+    batch, where = config.batch, summary.where(config.parallel.strategy, trainer.parallel.num_replicas)
     display.say(
-        f"{size / 1e6:.2f} M parameters on {mesh.axes.world_size} rank(s) of {mesh.device.type}, "
+        f"{size / 1e6:.2f} M parameters on {where} of {mesh.device.type}, "
         f"{config.parallel.threads} thread(s) each; global batch {batch.global_size} = {config.num_leaves} "
         f"micro-batches of {batch.micro_size}; strategy {config.parallel.strategy}"
         f"{'' if config.parallel.ordered else ', not ordered'}; deadline {config.timeout_s:g} s"
@@ -179,6 +179,7 @@ def _resume(trainer: Trainer, path: Path, display: Display) -> None:
         raise CheckpointRejected(
             f"rank {trainer.mesh.rank}: the state after loading does not have the hash that was saved with it"
         )
+    trainer.parallel.keep_own_state()
 
 
 def _require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> None:
@@ -211,9 +212,10 @@ def _summary(trainer: Trainer, path: Path, first_step: int, restarts: int) -> di
         "steps": trainer.steps_done,
         "first_step": first_step,
         "world_size": trainer.mesh.axes.world_size,
+        "num_replicas": trainer.parallel.num_replicas,
         "strategy": config.parallel.strategy,
         "ordered": config.parallel.ordered,
-        "contract": trainer.model.contract,
+        "contract": trainer.parallel.contract,
         **summary.figures(folder.read_lines(path / METRICS), first_step, tokens_per_step),
         "restarts": restarts,
         "fingerprint": contract.fingerprint(trainer.numerical()),

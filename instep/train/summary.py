@@ -34,6 +34,11 @@ def figures(lines: Sequence[Mapping[str, Any]], first_step: int, tokens_per_step
     }
 
 
+def where(strategy: str, num_replicas: int) -> str:
+    """How many compute, and what they are."""
+    return f"{num_replicas} {'replica thread' if strategy == 'threads' else 'rank'}(s)"
+
+
 def show(summary: Mapping[str, Any], path: Path) -> None:
     """The result, on stdout."""
 
@@ -42,7 +47,8 @@ def show(summary: Mapping[str, Any], path: Path) -> None:
 
     rows = {
         "run": str(path),
-        "steps": f"{summary['steps']} on {summary['world_size']} rank(s), {summary['strategy']}",
+        "steps": f"{summary['steps']} on {where(summary['strategy'], summary['num_replicas'])}, "
+        f"{summary['strategy']}",
         "loss": f"{number('held_out_loss', '.3f')} nats per byte held out, from "
         f"{number('held_out_loss_first', '.3f')} (training {number('loss_last', '.3f')})",
         "speed": f"{number('tokens_per_s', ',.0f')} tokens/s, {number('step_ms_median', '.0f')} ms a step "

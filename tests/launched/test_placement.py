@@ -137,6 +137,29 @@ def test_killed_in_the_middle_and_resumed_on_other_ranks_gives_the_run_that_noth
     assert_every_sample_once(path)
 
 
+def test_a_server_stopped_on_two_ranks_and_resumed_on_three_gives_the_hash_of_one(
+    recipe, undisturbed, tmp_path
+):
+    server = (*recipe, "--parallel.strategy", "server", "--run-dir", "run")
+    ended = train(*server, "-n", 2, "--stop-after", STEPS // 2, cwd=tmp_path)
+    assert ended.code == 75, ended.err
+    ended = train(*server, "-n", 3, "--resume", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "run", undisturbed)
+    assert summary(tmp_path / "run")["strategy"] == "server"
+
+
+def test_threads_give_the_hash_of_one_rank_where_nothing_is_random(recipe, tmp_path):
+    for strategy, ranks in (("bucketed", 1), ("threads", 3)):
+        same = (*recipe, "--model.dropout", 0, "--steps", 6, "--run-dir", strategy)
+        ended = train(*same, "--parallel.strategy", strategy, "-n", ranks, cwd=tmp_path)
+        assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "threads", tmp_path / "bucketed")
+    found = summary(tmp_path / "threads")
+    assert (found["strategy"], found["num_replicas"], found["world_size"]) == ("threads", 3, 1)
+    assert "steps  6 on 3 replica thread(s), threads\n" in ended.out
+
+
 def test_torchrun_gives_the_same_hash(recipe, undisturbed, tmp_path):
     command = [*TORCHRUN[:-1], "--nproc-per-node", 2, TORCHRUN[-1]]
     ended = run(

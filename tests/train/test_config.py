@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.replicate.strategies import STRATEGIES
+from instep.replicate.strategies import STRATEGIES, WRAPPERS
 from instep.train import config as config_module
 from instep.train import recipes
 from instep.train.config import (
@@ -18,6 +18,7 @@ from instep.train.config import (
     Config,
     Parallel,
     check_ranks,
+    check_world,
     flatten,
     local_ranks,
     numerical,
@@ -55,7 +56,20 @@ def test_recipes_are_valid(recipe):
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas: expected a number from 0 to below 1, got 1.0"),
         ({"optim": {"min_lr_ratio": 1.5}}, "optim.min_lr_ratio: expected a number from 0 to 1, got 1.5"),
         ({"checkpoint": {"keep": 1}}, "checkpoint.keep: expected 2 or more, got 1"),
-        ({"parallel": {"strategy": "flatt"}}, "expected one of naive, flat, overlap, bucketed, got 'flatt'"),
+        ({"parallel": {"strategy": "flatt"}}, "bucketed, server, threads, got 'flatt'"),
+        (
+            {"parallel": {"strategy": "server", "ordered": False}},
+            "parallel.ordered false with parallel.strategy server, which always adds in the order",
+        ),
+        (
+            {"parallel": {"strategy": "threads", "ordered": False}},
+            "parallel.ordered false with parallel.strategy threads",
+        ),
+        (
+            {"parallel": {"strategy": "threads"}, "model": {"dropout": 0.1}},
+            "model.dropout 0.1 with parallel.strategy threads, .* set model.dropout 0, or use another",
+        ),
+        ({"parallel": {"strategy": "threads"}, "ranks": 9}, "9 threads, but only 8 micro-batches"),
         ({"autocast": "fp16"}, "autocast: expected one of off, bf16, got 'fp16'"),
     ],
 )
@@ -74,9 +88,10 @@ def test_every_number_outside_the_model_has_a_range():
 
 
 def test_the_strategies_are_those_that_exist():
-    for name in STRATEGIES:
+    names = [*STRATEGIES, *WRAPPERS]
+    for name in names:
         validate(changed(parallel={"strategy": name}))
-    with pytest.raises(ValueError, match=f"expected one of {', '.join(STRATEGIES)},"):
+    with pytest.raises(ValueError, match=f"expected one of {', '.join(names)}, got"):
         validate(changed(parallel={"strategy": "none of them"}))
 
 
@@ -86,6 +101,16 @@ def test_ranks_are_at_most_the_micro_batches():
         check_ranks(config, world_size)
     with pytest.raises(ValueError, match="9 ranks, but only 8 micro-batches"):
         check_ranks(config, 9)
+
+
+def test_threads_are_one_process():
+    threads = changed(parallel={"strategy": "threads"}, ranks=8)
+    check_world(threads, 1)
+    check_world(changed(), 8)
+    with pytest.raises(ValueError, match="threads is one process, but a launcher has started 2: start one"):
+        check_world(threads, 2)
+    with pytest.raises(ValueError, match="9 ranks, but only 8 micro-batches"):
+        check_world(changed(), 9)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +161,7 @@ def random_config(draw: random.Random) -> Config:
         resume=draw.choice([True, False]),
         run_dir="".join(draw.choices("a/\\\"'\t\x7fé🙂 #=", k=9)),
         optim={"lr": 10.0 ** draw.randrange(-9, 17), "betas": [draw.random(), draw.random()]},
-        parallel={"strategy": draw.choice(list(STRATEGIES))},
+        parallel={"strategy": draw.choice([*STRATEGIES, *WRAPPERS])},
     )
 
 

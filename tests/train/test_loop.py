@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from instep.models.transformer import GPT, GPTConfig
 from instep.ordered.hash import state_entries
 from instep.ordered.keys import initialize
 from instep.train import recipes
-from instep.train.config import Batch, Config
+from instep.train.config import Batch, Config, Parallel
 from instep.train.folder import LEDGER, METRICS, read_lines
 from instep.train.loop import Books, Trainer, run_steps
 from instep.train.progress import Display
@@ -91,6 +92,57 @@ def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path, changes: dict
     assert alone.evaluate() == together.evaluate()
     assert alone.state_sha256() == together.state_sha256()
     assert alone.numerical() == together.numerical()
+
+
+def with_strategy(data: Path, strategy: str, **changes: object) -> Config:
+    return config(data, parallel=Parallel(strategy=strategy), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@world(3)
+def test_a_server_makes_the_steps_of_one_rank_and_holds_all_the_moments(
+    mesh: Mesh, data: Path, clip: float
+) -> None:
+    optim = replace(recipes.tiny().optim, clip=clip)
+    alone = Trainer(config(data, optim=optim), world_of_one())
+    together = Trainer(with_strategy(data, "server", optim=optim), mesh)
+    for _ in range(STEPS):
+        one, three = alone.step(), together.step()
+        assert [one[name] for name in ("loss", "rate")] == [three[name] for name in ("loss", "rate")]
+        assert three["norm"] == one["norm"] if mesh.rank == 0 else math.isnan(three["norm"])
+    weights = state_entries(together.module)
+    assert_same_bits(weights, state_entries(alone.module))
+    assert bool(together.optimizer.state) == (mesh.rank == 0)
+    if mesh.rank == 0:
+        assert alone.state_sha256() == together.state_sha256()
+    assert alone.evaluate() == together.evaluate()
+    assert together.parallel.contract == "declared"
+
+
+@pytest.mark.parametrize("changes", [{}, {"autocast": "bf16"}], ids=["as it is", "bf16"])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads_make_the_steps_of_one_rank(data: Path, changes: dict, num_threads: int) -> None:
+    alone = Trainer(config(data, **changes), world_of_one())
+    threads = Trainer(with_strategy(data, "threads", ranks=num_threads, **changes), world_of_one())
+    for _ in range(STEPS):
+        one, several = alone.step(), threads.step()
+        assert [one[name] for name in ("loss", "norm", "rate")] == [
+            several[name] for name in ("loss", "norm", "rate")
+        ]
+    assert alone.state_sha256() == threads.state_sha256()
+    assert alone.numerical() == threads.numerical()
+    assert threads.parallel.num_replicas == num_threads
+    threads.parallel.model.close()
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "server"])
+@world(2)
+def test_moments_that_were_loaded_stay_where_they_are_used(mesh: Mesh, data: Path, strategy: str) -> None:
+    trainer = Trainer(with_strategy(data, strategy), mesh)
+    moment = torch.ones(1)
+    trainer.optimizer.state[next(trainer.module.parameters())] = {"exp_avg": moment}
+    trainer.parallel.keep_own_state()
+    assert bool(trainer.optimizer.state) == (strategy == "bucketed" or mesh.rank == 0)
 
 
 @pytest.fixture

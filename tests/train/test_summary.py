@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.train.summary import figures, show
+from instep.train.summary import figures, show, where
 
 LOSSES = [5.5, 5.0, 4.0, 3.0, 2.5, 2.0]
 
@@ -44,7 +44,7 @@ def test_a_part_without_a_step_has_no_speed(lines):
 
 
 def test_what_is_shown_is_the_summary(tmp_path, capsys):
-    rest = {"steps": 6, "world_size": 2, "strategy": "flat", "state_sha256": "abc"}
+    rest = {"steps": 6, "num_replicas": 2, "strategy": "flat", "state_sha256": "abc"}
     show({**figures([START, *map(line, range(1, 7))], 0, 100), **rest}, tmp_path)
     said = capsys.readouterr()
     assert said.err == ""
@@ -58,6 +58,11 @@ def test_what_is_shown_is_the_summary(tmp_path, capsys):
 
 
 def test_what_is_not_known_is_a_dash(tmp_path, capsys):
-    rest = {"steps": 0, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
+    rest = {"steps": 0, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc"}
     show({**figures([], 0, 100), **rest}, tmp_path)
     assert "loss   - nats per byte held out, from - (training -)\n" in capsys.readouterr().out
+
+
+def test_threads_are_not_called_ranks():
+    assert where("threads", 3) == "3 replica thread(s)"
+    assert where("server", 3) == "3 rank(s)"

@@ -1,0 +1,132 @@
+"""Point-to-point messages between the ranks of one group: all that the collectives of this folder use.
+
+An algorithm says who sends what to whom; this file is what it says it to. A test puts a simulated network
+in its place, a benchmark reads its counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from instep.comm.cuts import lengths
+from instep.errors import InstepError, PeerLost
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Messages:
+    """Sends and receives over ``pg``, and counts what this rank sends.
+
+    ``pg`` None is a world of one. ``ranks[i]`` is the global rank of group rank i, for errors; everything
+    else here is a group rank. Two messages between the same ranks arrive in the order in which they were
+    sent, so the group must have no other user, and one thread.
+
+    Both sides name the number of bytes, and the backend does not check that they agree. A message of no
+    bytes is not sent and not waited for. A wait ends at the deadline of ``pg``.
+    """
+
+    def __init__(self, pg: ProcessGroup | None, ranks: Sequence[int] | None = None, *, tag: int = 0) -> None:
+        self.pg = pg
+        self.rank = 0 if pg is None else pg.rank()
+        self.size = 1 if pg is None else pg.size()
+        self.ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)
+        self.tag = tag
+        self.num_messages = 0
+        self.bytes_sent = 0
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send ``x`` to rank ``to``; returns when ``x`` may be overwritten."""
+        self.together([(x, to)], [])
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite ``x`` with what rank ``source`` sends, and return it."""
+        self.together([], [(x, source)])
+        return x
+
+    def exchange(self, x: Tensor, to: int, out: Tensor, source: int) -> Tensor:
+        """Send ``x`` to one rank while ``out`` is received from another; returns ``out``.
+
+        A ring in which everybody sends first and then receives waits for itself: hence both at once.
+        """
+        self.together([(x, to)], [(out, source)])
+        return out
+
+    def together(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        """Begin all of (tensor, rank), then wait for all.
+
+        Raises:
+            ValueError: a tensor whose memory is not its content in a row, or not on the CPU; a message to
+                oneself.
+            PeerLost: a rank did not come before the deadline, or its connection closed.
+        """
+        for x, _ in [*sends, *receives]:
+            flat(x)
+        begun: list[tuple[Any, int, str]] = []
+        for x, source in receives:
+            if x.numel():
+                with self._reaching(source, "from"):
+                    begun.append((self._pg.recv([x], source, self.tag), source, "from"))
+        for x, to in sends:
+            if x.numel():
+                with self._reaching(to, "to"):
+                    begun.append((self._pg.send([x], to, self.tag), to, "to"))
+                self.num_messages += 1
+                self.bytes_sent += x.numel() * x.element_size()
+        for work, other, direction in begun:
+            with self._reaching(other, direction):
+                work.wait()  # not in slices: gloo closes the connection of a wait that times out
+
+    @property
+    def _pg(self) -> ProcessGroup:
+        if self.pg is None:
+            raise ValueError("expected a process group to send messages over, got a world of one rank")
+        return self.pg
+
+    @contextmanager
+    def _reaching(self, other: int, direction: str) -> Iterator[None]:
+        """Turns what a backend raises into ``PeerLost``; what is one of ours already knows more."""
+        if other == self.rank:
+            raise ValueError(f"expected a message between two ranks, got one {direction} rank {other} itself")
+        try:
+            yield
+        except InstepError:
+            raise
+        except RuntimeError as error:
+            rank = self.ranks[other]
+            operation = f"a message {direction} rank {rank}"
+            raise PeerLost(
+                f"rank {self.ranks[self.rank]} waited in vain for {operation}; the backend said: "
+                f"{str(error).splitlines()[0][:200]}",
+                ranks=[rank],
+                operation=operation,
+            ) from error
+
+
+def flat(x: Tensor) -> Tensor:
+    """``x`` as one row, sharing its memory.
+
+    Raises:
+        ValueError: the bytes of ``x`` in memory are not its elements in order, or not in CPU memory.
+    """
+    if x.device.type != "cpu":
+        raise ValueError(
+            f"expected a tensor in CPU memory, got one on {x.device}: use the group's collectives"
+        )
+    if not x.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous tensor, got shape {tuple(x.shape)} with strides {x.stride()}: "
+            "pass x.contiguous()"
+        )
+    if x.is_conj() or x.is_neg():
+        raise ValueError("expected a tensor that is stored as it reads: pass x.resolve_conj().resolve_neg()")
+    return x.view(-1)
+
+
+def chunks(x: Tensor, parts: int) -> list[Tensor]:
+    """``x`` cut into ``parts`` flat views of nearly equal length."""
+    return list(flat(x).split(lengths(x.numel(), parts)))

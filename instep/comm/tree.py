@@ -1,0 +1,58 @@
+"""Collectives along a binomial tree: whoever has the data helps to spread it, so W-1 steps become log2 W.
+
+     step 1      step 2      step 3        broadcast, W = 6
+     0 -> 4      0 -> 2      0 -> 1
+                 4 -> 5*     2 -> 3        * as soon as it has it
+
+Reduce runs the same tree upwards. W ranks, x of S bytes, L = ceil(log2 W):
+
+    operation     steps     bytes the busiest rank sends     time
+    broadcast     L         L S                              L (alpha + S beta)
+    reduce        L         S                                L (alpha + S beta)
+    all_reduce    2L        L S                              2 L (alpha + S beta)
+
+Best for small x. For a large one S L beta is too much: the root sends all of x L times, though nobody
+needs it more than once. Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
+Operations in MPICH", IJHPCA 19(1), 2005, on broadcast and reduce.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from instep.comm.binomial import children, parent
+from instep.comm.messages import Messages
+
+
+def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
+    """``x`` of rank ``root`` overwrites everybody's."""
+    size = messages.size
+    v = (messages.rank - root) % size
+    if v:
+        messages.recv(x, (parent(v) + root) % size)
+    for child in children(v, size):
+        messages.send(x, (child + root) % size)
+
+
+def reduce(x: Tensor, messages: Messages, root: int = 0) -> None:
+    """``x`` of rank ``root`` becomes the sum over ranks; the others' ``x`` is left with partial sums.
+
+    Adds neighbours, then pairs of neighbours, and so on, the lower one always on the left and counted from
+    the root: W = 5, root 0 is ((x0 + x1) + (x2 + x3)) + x4, the left-complete binary tree over ranks.
+    Needs S bytes of scratch on ranks that have children.
+    """
+    size = messages.size
+    v = (messages.rank - root) % size
+    below = children(v, size)
+    received = torch.empty_like(x) if below else x
+    for child in reversed(below):
+        x.add_(messages.recv(received, (child + root) % size))
+    if v:
+        messages.send(x, (parent(v) + root) % size)
+
+
+def all_reduce(x: Tensor, messages: Messages) -> None:
+    """``x`` becomes the sum over ranks in the order of ``reduce``: the same bits on every rank."""
+    reduce(x, messages)
+    broadcast(x, messages)

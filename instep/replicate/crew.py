@@ -1,0 +1,93 @@
+"""A crew: threads that compute at once, each as the thread that asked them would have."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from instep.events import Recorder
+from instep.work import Lane
+
+T = TypeVar("T")
+
+
+class Ambient:
+    """What torch keeps per thread, as the caller has it: grad mode, inference mode, autocast.
+
+    The cache of autocast is off inside. All threads share it, and the first that leaves an autocast block
+    empties it for the others, who would then cast a weight twice, or not, as it happens.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted({"cpu", device.type})
+            if torch.is_autocast_enabled(kind)
+        ]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this thread is as the caller's was."""
+        before = [(kind, torch.is_autocast_enabled(kind)) for kind, _ in self.autocast]
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            for kind, dtype in self.autocast:
+                torch.set_autocast_enabled(kind, True)
+                torch.set_autocast_dtype(kind, dtype)
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+                yield
+        finally:
+            for kind, enabled in before:
+                torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_cache_enabled(cached)
+
+
+class Crew:
+    """``size`` threads, made when they are first needed; alone, the caller's thread is the crew."""
+
+    def __init__(self, size: int, recorder: Recorder) -> None:
+        self.size = size
+        self.recorder = recorder
+        self._lanes = [Lane(f"instep replica {r}", inline=size == 1) for r in range(size)]
+        self._end = weakref.finalize(self, _close, self._lanes)
+
+    def run(self, name: str, functions: Sequence[Callable[[], T]], ambient: Ambient) -> list[T]:
+        """What ``functions`` return, each called in a thread of its own with ``ambient``.
+
+        Returns when all have ended. Of several errors, the first in the order of ``functions`` is raised.
+        """
+        found: dict[int, T] = {}
+
+        def call(r: int, function: Callable[[], T]) -> None:
+            with self.recorder.span(f"{name} of replica {r}", lane="compute"), ambient.entered():
+                found[r] = function()
+
+        lanes = self._lanes[: len(functions)]
+        works = [
+            lane.submit(name, partial(call, r, function))
+            for r, (lane, function) in enumerate(zip(lanes, functions, strict=True))
+        ]
+        for lane in lanes:
+            lane.reset()  # which waits for what it has: the caller goes on with memory that all have used
+        for r, work in enumerate(works):
+            if work.error is not None:
+                work.error.add_note(f"in replica {r} of {self.size}")
+                raise work.error
+        return [found[r] for r in range(len(functions))]
+
+    def close(self) -> None:
+        """End the threads. Also happens when the crew is collected."""
+        self._end()
+
+
+def _close(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.close()

@@ -1,0 +1,120 @@
+"""Messages arrive, are counted, and end in an error that says what to do."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from instep.comm.messages import Messages, chunks, flat
+from instep.errors import PeerLost
+from tests.comm.inputs import bits, drawn
+from tests.world import world
+
+
+@world(2)
+def test_two_ranks_send_to_each_other_at_once_and_count_it(mesh):
+    messages = Messages(mesh.world.pg)
+    other = 1 - messages.rank
+    for num_elements in (0, 1, 1000, 1 << 20):
+        found = messages.exchange(drawn(messages.rank, num_elements), other, torch.empty(num_elements), other)
+        assert bits(found) == bits(drawn(other, num_elements))
+    assert messages.num_messages == 3
+    assert messages.bytes_sent == 4 * (1 + 1000 + (1 << 20))
+
+
+@world(2)
+def test_messages_arrive_in_the_order_in_which_they_were_sent(mesh):
+    messages = Messages(mesh.world.pg)
+    if messages.rank == 0:
+        messages.together([(torch.tensor([k]), 1) for k in range(5)], [])
+    else:
+        found = [messages.recv(torch.empty(1, dtype=torch.int64), 0).item() for _ in range(5)]
+        assert found == list(range(5))
+
+
+@world(2, dp=1, pp=2)
+def test_ranks_are_those_of_the_group(mesh):
+    axis = mesh.along["pp"]
+    messages = Messages(axis.pg, axis.ranks)
+    assert (messages.rank, messages.size, messages.ranks) == (axis.rank, 2, axis.ranks)
+
+
+@world(4, dp=2, pp=2)
+def test_an_error_names_global_ranks(mesh):
+    """Rank 3 leaves without a message."""
+    axis = mesh.along["dp"]
+    assert axis.ranks in [(0, 1), (2, 3)]
+    messages = Messages(axis.pg, axis.ranks)
+    if mesh.rank == 2:
+        operation = "a message from rank 3"
+        with pytest.raises(
+            PeerLost, match=f"rank 2 waited in vain for {operation}; the backend said: "
+        ) as caught:
+            messages.recv(torch.empty(3), 1)
+        assert caught.value.ranks == (3,) and caught.value.operation == operation
+
+
+@world(2, backend="shm")
+def test_an_error_of_a_backend_of_ours_stays_as_it_is(mesh):
+    messages = Messages(mesh.world.pg)
+    if messages.rank == 0:
+        with pytest.raises(PeerLost, match="rank 1, which left the group"):
+            messages.recv(torch.empty(3), 1)
+
+
+@world(2)
+def test_nobody_sends_to_itself(mesh):
+    messages = Messages(mesh.world.pg)
+    with pytest.raises(ValueError, match=f"between two ranks, got one to rank {messages.rank} itself"):
+        messages.send(torch.ones(1), messages.rank)
+
+
+def test_a_message_that_never_comes_ends_at_the_deadline():
+    world(2, timeout_s=0.1)(waits_in_vain)(gave_up=threading.Event())
+
+
+def waits_in_vain(mesh, gave_up: threading.Event):
+    messages = Messages(mesh.world.pg)
+    if messages.rank == 1:
+        assert gave_up.wait(20)
+        return
+    try:
+        with pytest.raises(PeerLost, match="rank 0 waited in vain for a message from rank 1"):
+            messages.recv(torch.empty(1), 1)
+    finally:
+        gave_up.set()
+
+
+def test_a_world_of_one_sends_nothing():
+    messages = Messages(None)
+    assert (messages.rank, messages.size) == (0, 1)
+    messages.together([], [])
+    with pytest.raises(ValueError, match="a world of one rank"):
+        messages.send(torch.ones(1), 1)
+    assert (messages.num_messages, messages.bytes_sent) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.ones(2, 3).t(), r"shape \(3, 2\) with strides \(1, 3\): pass x.contiguous\(\)"),
+        (torch.ones(6)[::2], r"pass x.contiguous\(\)"),
+        (torch.ones(1).expand(3), r"pass x.contiguous\(\)"),
+        (torch.ones(3, dtype=torch.complex64).conj(), r"pass x.resolve_conj\(\)"),
+        (torch.ones(3, device="meta"), "got one on meta"),
+    ],
+)
+def test_memory_that_is_not_the_tensor_is_refused(x, words):
+    messages = Messages(None)
+    for use in (flat, lambda x: chunks(x, 2), lambda x: messages.send(x, 0), lambda x: messages.recv(x, 0)):
+        with pytest.raises(ValueError, match=words):
+            use(x)
+
+
+def test_chunks_share_the_memory_of_the_whole():
+    x = torch.zeros(2, 5)
+    for k, chunk in enumerate(chunks(x, 4)):
+        chunk.fill_(k)
+    assert x.view(-1).tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
