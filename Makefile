@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 STAMP := $(VENV)/installed
 ARGS ?=
 
-.PHONY: env train test check
+.PHONY: env train test check bench
 
 env: $(STAMP)
 
@@ -32,3 +32,7 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Each writes its own folder's results, charts and tables. One after the other: they measure.
+bench: env
+	set -e; for run in benchmarks/*/run.py; do echo "$$run"; $(BIN)/python $$run $(ARGS); done

@@ -24,8 +24,6 @@ class Work:
         self.operation = operation
         self.error: BaseException | None = None
         self.finished = threading.Event()
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
 
     def done(self) -> bool:
         return self.finished.is_set()
@@ -41,22 +39,10 @@ class Work:
         if self.error is not None:
             raise self.error
 
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the work has ended: now, or in the thread that does it."""
-        with self._lock:
-            if not self.done():
-                self._callbacks.append(callback)
-                return
-        callback()
-
     def end(self, error: BaseException | None = None) -> None:
         """The work has ended; whoever waits goes on."""
-        with self._lock:
-            self.error = error
-            self.finished.set()
-        for callback in self._callbacks:
-            callback()
-        self._callbacks.clear()
+        self.error = error
+        self.finished.set()
 
 
 @dataclass

@@ -44,6 +44,9 @@ PURE = (
     "instep.mesh.exits",
     "instep.mesh.place",
     "instep.mesh.slices",
+    "instep.comm.binomial",
+    "instep.comm.cost",
+    "instep.comm.cuts",
     "instep.ordered.tree",
     "instep.data.order",
     "instep.data.shards",
@@ -53,6 +56,11 @@ PURE = (
     "instep.train.config",
     "instep.train.recipes",
     "instep.train.toml",
+    "instep.bench.alphabeta",
+    "instep.bench.bandwidth",
+    "instep.bench.options",
+    "instep.bench.words",
+    "instep.cli.bench",
     "instep.cli.main",
     "instep.cli.train",
 )
@@ -60,7 +68,7 @@ PURE = (
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TOO_LONG: set[str] = set()  # "path", or "path:function"
-LAZY_IMPORTS = {"instep/cli/train.py"}  # torch, after --help and usage errors
+LAZY_IMPORTS = {"instep/cli/bench.py", "instep/cli/train.py"}  # torch, after --help and usage errors
 
 ANYWHERE = {
     r"pickle\.loads?\(": "bytes from elsewhere are never unpickled",

@@ -12,6 +12,7 @@ from instep.cli.exits import DONE, USAGE
 
 COMMANDS = {
     "train": "train a small GPT on text, with the same bits on any number of ranks",
+    "bench": "measure collectives, strategies and bucket sizes on this machine",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -69,8 +70,15 @@ class ShmWork(dist.Work):
             began: torch.futures.Future[Any] = torch.futures.Future()
             # An exception that is set from Python is a value to C++; one that a callback raises is an error.
             self._future = began.then(self._value)
-            self._work.on_end(lambda: began.set_result(None))
+            # Callbacks may use the group and wait for it, so they run in no thread that its work needs.
+            threading.Thread(
+                target=self._set, args=(began,), name="instep shm callbacks", daemon=True
+            ).start()
         return self._future
+
+    def _set(self, began: torch.futures.Future[Any]) -> None:
+        self._work.finished.wait()
+        began.set_result(None)
 
     def _value(self, _: torch.futures.Future[Any]) -> list[Any]:
         if self._work.error is not None:
