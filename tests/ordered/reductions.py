@@ -10,7 +10,7 @@ from torch import Tensor
 
 from instep.events import Recorder
 from instep.mesh.group import Group
-from instep.ordered.buckets import Bucket, flat_real, make_buckets
+from instep.ordered.buckets import Allocate, Bucket, flat_real, make_buckets
 from instep.ordered.exchange import Exchange
 from instep.ordered.header import VERSION, Header
 from tests.ordered.trees import tree_sum
@@ -89,12 +89,21 @@ def _gathered(group: Group, x: Tensor) -> list[Tensor]:
 
 
 def filled_bucket(
-    group: Group, own: dict[int, Tensor], num_leaves: int, *, ordered: bool = True, dtype: str = "float32"
+    group: Group,
+    own: dict[int, Tensor],
+    num_leaves: int,
+    *,
+    ordered: bool = True,
+    dtype: str = "float32",
+    memory: Allocate | None = None,
 ) -> Bucket:
-    """A bucket of parameters of ``SHAPES`` whose counter holds the leaves of this rank."""
+    """A bucket of parameters of ``SHAPES`` whose counter holds the leaves of this rank.
+
+    ``memory`` allocates, by default what the group can share.
+    """
     parameters = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in SHAPES]
     (bucket,) = make_buckets(
-        parameters, [range(len(SHAPES))], group.size, ordered=ordered, allocate=group.allocate
+        parameters, [range(len(SHAPES))], group.size, ordered=ordered, allocate=memory or group.allocate
     )
     bucket.begin(num_leaves, 0)
     for leaf, gradient in own.items():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instep.errors import Desync
 from instep.events import Recorder
+from instep.memory import allocate
 from instep.mesh.group import Group
 from instep.ordered.buckets import Bucket
 from instep.ordered.exchange import Exchange
@@ -51,9 +52,10 @@ def placements(num_ranks: int) -> list[Leaves]:
     ]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_placement_gives_the_bits_of_one_process(size):
-    world(size)(every_placement_has_the_bits_of_one_process)()
+def test_every_placement_gives_the_bits_of_one_process(size, backend):
+    world(size, backend=backend)(every_placement_has_the_bits_of_one_process)()
 
 
 def every_placement_has_the_bits_of_one_process(mesh):
@@ -97,6 +99,26 @@ def exchanged(group: Group, leaves: Leaves, weights: list[int] | None = None, **
     exchange = Exchange(group, Recorder(), ordered=how.get("ordered", True), max_parameters=len(SHAPES))
     exchange.run(bucket, header_for(bucket, leaves, weight), leaves)
     return bucket
+
+
+@pytest.mark.parametrize("num_private", [0, 1, 3])
+@pytest.mark.parametrize("leaves", [rank_major(3, 3), rank_major(8, 3), [[], range(7), []]])
+def test_buckets_in_shared_memory_are_reduced_where_they_lie(leaves, num_private):
+    world(3, backend="shm")(reduces_where_buckets_lie)(leaves=leaves, num_private=num_private)
+
+
+def reduces_where_buckets_lie(mesh, leaves: Leaves, num_private: int):
+    """The same bits if some ranks' buckets are private memory, but then they have to be sent."""
+    group = mesh.world.group
+    num_leaves = sum(map(len, leaves))
+    gradients = drawn_gradients(num_leaves)
+    own = {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}
+    memory = allocate if group.rank < num_private else group.allocate
+    bucket = filled_bucket(group, own, num_leaves, memory=memory)
+    exchange = Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
+    assert content(bucket).numpy().tobytes() == one_process(gradients, num_leaves).tobytes()
+    assert bool(exchange._scratch) is (num_private > 0)
 
 
 @world(3)

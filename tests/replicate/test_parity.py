@@ -69,6 +69,13 @@ def test_five_ranks_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
     all_strategies_give_the_bits_of_one(mesh, num_leaves)
 
 
+@pytest.mark.parametrize("name", WITHOUT_RANDOM)
+@world(3, backend="shm")
+def test_three_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, name: str) -> None:
+    for strategy in STRATEGIES:
+        assert_bits_of_one(mesh, WITHOUT_RANDOM[name], strategy=strategy, bucket_cap_mb=TINY_MB)
+
+
 @pytest.mark.parametrize("num_leaves", [1, 2])
 @world(3)
 def test_ranks_without_a_micro_batch_take_part(mesh: Mesh, num_leaves: int) -> None:

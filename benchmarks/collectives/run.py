@@ -1,0 +1,82 @@
+"""All-reduce against message size, number of ranks and way to do it, with table and chart.
+
+python benchmarks/collectives/run.py            writes results.json, results.csv, chart.svg, chart.png and the
+                                                tables in README.md beside it; about twenty minutes
+python benchmarks/collectives/run.py --quick    the same of small messages, in a minute, to see that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.bench import charts, tables
+from instep.bench.collectives import CHART_BACKENDS, beside_the_bound, measure, subtitle
+from instep.bench.options import Collectives, sizes_of
+from instep.bench.tables import Row
+from instep.bench.words import duration_text, size_text
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/collectives/run.py"
+RANKS = (2, 3, 4, 6)
+IN_CHART = (2, 4)
+QUICK = {"ranks": (2,), "sizes": ("1KB,64KB,1MB",), "samples": 5}
+
+
+def by_size(rows: Sequence[Row], sizes: Sequence[int]) -> list[Row]:
+    """A row per number of ranks and backend, a column for each of ``sizes``: the median time.
+
+    A message of W equal parts may be a few bytes shorter than what was asked for.
+    """
+    table: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["ranks"], row["backend"]
+        mine = table.setdefault(key, {"ranks": key[0], "backend": key[1]})
+        asked = min(sizes, key=lambda size: abs(size - row["size(B)"]))
+        mine[size_text(asked)] = duration_text(row["time(us)"])
+    return list(table.values())
+
+
+def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
+    """The tables and what they were made on."""
+    found = results["environment"]
+    parts = [tables.markdown(by_size(results["rows"], sizes))]
+    for ranks, memory in results["memory_bytes_per_s"].items():
+        ratios, note = beside_the_bound([r for r in results["rows"] if r["ranks"] == int(ranks)], memory)
+        if ratios:
+            parts += [f"{ranks} ranks, times as long as the memory allows:", tables.markdown(ratios), note]
+    wrong = sum(row["#wrong"] for row in results["rows"])
+    parts.append(
+        f"Median of up to {results['samples']} samples; {wrong} wrong elements. Made by `{found['command']}` "
+        f"on {found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}, in "
+        f"{results['minutes']:g} minutes."
+    )
+    parts += [f"Skipped: {reason}." for reason in results["skipped"]]
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    began = time.monotonic()
+    options = Collectives(**QUICK) if quick else Collectives(ranks=RANKS, full=True, samples=20)  # type: ignore[arg-type]
+    command = COMMAND + (" --quick" if quick else "")
+    results = {"environment": tables.environment(command), **measure(options)}
+    results["minutes"] = round((time.monotonic() - began) / 60, 1)
+    tables.write_json(HERE / "results.json", results, command=command)
+    tables.write_csv(HERE / "results.csv", results["rows"])
+    drawn = [r for r in results["rows"] if r["ranks"] in IN_CHART and r["backend"] in CHART_BACKENDS]
+    charts.against_size(drawn, HERE / "chart.svg", title="All-reduce on one host", subtitle=subtitle(drawn))
+    text = block(results, sizes_of(options))
+    tables.write_between(HERE / "README.md", "collectives", text)
+    print(text)
+    return 1 if any(row["#wrong"] for row in results["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Every strategy on one host in two settings: measures the steps, and writes tables, charts and results anew.
+
+python benchmarks/steps/run.py                              some forty minutes; writes into this folder
+python benchmarks/steps/run.py --params 2M --samples 3 --out DIR     a trial, which leaves this folder alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from instep.bench.options import Steps
+from instep.bench.settings import setting
+from instep.bench.steps import Found, chart, measure, report, table
+from instep.bench.tables import environment, write_between, write_csv, write_json
+from instep.bench.words import parse_count
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/steps/run.py"
+SETTINGS = ("communication", "compute")
+
+
+def main() -> int:
+    wanted = arguments()
+    began = time.monotonic()
+    options = Steps(ranks=wanted.ranks, samples=wanted.samples, params=wanted.params)
+    params = parse_count(wanted.params) if wanted.params else None
+    found = [measure(setting(name, params), options) for name in SETTINGS]
+    for one in found:
+        table(one)
+    write(found, wanted.out, wanted.ranks, (time.monotonic() - began) / 60)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", "--ranks", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--params", default="")
+    parser.add_argument("--out", type=Path, default=HERE)
+    return parser.parse_args()
+
+
+def write(found: list[Found], folder: Path, ranks: int, minutes: float) -> None:
+    """Results, table and charts into ``folder``, and a README with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() != HERE:
+        shutil.copy(HERE / "README.md", folder)
+    write_json(
+        folder / "results.json",
+        {"ranks": ranks, "settings": [one.as_json() for one in found]},
+        command=COMMAND,
+    )
+    write_csv(folder / "results.csv", [row for one in found for row in one.rows])
+    for one in found:
+        chart(one, folder / f"{one.setting.name}.svg", ranks)
+        text = f"{one.setting.text}; {ranks} ranks.\n\n{report(one.as_json())}"
+        write_between(folder / "README.md", f"{one.setting.name} table", text)
+    made = environment(COMMAND)
+    write_between(
+        folder / "README.md",
+        "environment",
+        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
+        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""``instep bench buckets``: step time against bucket size, and the size that arithmetic would have chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.bench import charts, tables
+from instep.bench.alphabeta import Link, best_bucket, exposed_s, fit
+from instep.bench.options import Buckets
+from instep.bench.ranks import merge, on_ranks
+from instep.bench.sweep import WARM_UP, body
+from instep.bench.words import parse_count
+from instep.models.config import GPTConfig, num_parameters
+
+MIB = 1 << 20
+WIDTHS = (64, 128, 256, 384, 512, 768)
+HIDDEN = ("low(ms)", "high(ms)")  # in files and in the chart only
+
+
+def run(options: Buckets) -> None:
+    """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for.
+
+    Raises:
+        ValueError: a size or number that cannot be.
+        RankFailed: a rank failed.
+    """
+    results = measure(options)
+    shown = [{name: value for name, value in row.items() if name not in HIDDEN} for row in results["rows"]]
+    tables.show(shown, title_of(results), notes=notes(results))
+    if options.json is not None:
+        tables.write_json(options.json, results)
+    if options.csv is not None:
+        tables.write_csv(options.csv, results["rows"])
+    if options.chart is not None:
+        draw(results, options.chart)
+
+
+def measure(options: Buckets) -> dict[str, Any]:
+    """A row per bucket size, and the model: its link, its inputs, its choice."""
+    options.check()
+    config = gpt_of(parse_count(options.params), options.tokens)
+    model = {name: getattr(config, name) for name in ("context", "layers", "width", "heads")}
+    told = {
+        "model": model,
+        "sizes": options.sizes,
+        "tokens": options.tokens,
+        "ordered": options.ordered,
+        "backend": options.backend,
+        "samples": options.samples,
+        "rounds": options.rounds,
+    }
+    by_rank = on_ranks(body, told, ranks=options.ranks)
+    return {
+        **told,
+        "model": {**model, "parameters": num_parameters(config)},
+        "ranks": options.ranks,
+        "warm_up": WARM_UP,
+        **summarise(by_rank, options.sizes),
+    }
+
+
+def gpt_of(parameters: int, context: int) -> GPTConfig:
+    """The GPT on bytes whose number of parameters is nearest to ``parameters``; of equals the wider."""
+    shapes = [
+        GPTConfig(context=context, layers=layers, width=width, heads=width // 64)
+        for width in reversed(WIDTHS)
+        for layers in range(1, 13)
+    ]
+    return min(shapes, key=lambda shape: abs(num_parameters(shape) - parameters))
+
+
+def summarise(by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> dict[str, Any]:
+    """The rows and the model, of what every rank has measured."""
+
+    def slowest(size: float, *phases: str) -> list[float]:
+        return merge([[sum(s[p] for p in phases) for s in rank["turns"][str(size)]] for rank in by_rank])
+
+    def median(samples: Sequence[float]) -> float:
+        return tables.quantiles(samples).median
+
+    forward_s, backward_s = median(slowest(0, "forward")), median(slowest(0, "backward"))
+    link_s = {
+        int(size): median(merge([rank["link"][size] for rank in by_rank])) for size in by_rank[0]["link"]
+    }
+    link = fit(list(link_s), list(link_s.values()))
+    total = by_rank[0]["gradient_bytes"]
+    rows = []
+    for size in sizes:
+        steps = [1e3 * s for s in slowest(size, "forward", "backward")]
+        of_steps = tables.quantiles(steps)
+        calls = int(by_rank[0]["turns"][str(size)][0]["calls"])
+        # A parameter is never cut, so buckets are larger than their cap: the model is asked about these.
+        model_s = forward_s + backward_s + exposed_s(total / calls, total, backward_s, link)
+        rows.append(
+            {
+                "bucket(MiB)": size,
+                "calls": calls,
+                "call(ms)": 1e3 * median(slowest(size, "busy")) / calls,
+                "step(ms)": of_steps.median,
+                "min(ms)": of_steps.min,
+                "p99(ms)": of_steps.p99,
+                "low(ms)": tables.quantile(steps, 0.25),
+                "high(ms)": tables.quantile(steps, 0.75),
+                "exposed(ms)": of_steps.median - 1e3 * (forward_s + backward_s),
+                "model(ms)": 1e3 * model_s,
+            }
+        )
+    return {
+        "gradient_bytes": total,
+        "forward_ms": 1e3 * forward_s,
+        "backward_ms": 1e3 * backward_s,
+        "alpha_us": 1e6 * link.latency_s,
+        "beta_ns_per_byte": 1e9 * link.s_per_byte,
+        "link_us": {str(size): 1e6 * s for size, s in link_s.items()},
+        "best_measured_mib": min(rows, key=lambda row: row["step(ms)"])["bucket(MiB)"],
+        "best_of_these_by_model_mib": min(rows, key=lambda row: row["model(ms)"])["bucket(MiB)"],
+        "best_predicted_mib": best_bucket(total, backward_s, link) / MIB,
+        "rows": rows,
+    }
+
+
+def title_of(results: Mapping[str, Any]) -> str:
+    """What was measured, in one line."""
+    return (
+        f"Bucket size, {results['ranks']} ranks, {results['backend']}, "
+        f"GPT of {results['model']['parameters'] / 1e6:.1f} M parameters"
+    )
+
+
+def notes(results: Mapping[str, Any]) -> list[str]:
+    """What has to be known to read the table."""
+    link = Link(results["alpha_us"] * 1e-6, results["beta_ns_per_byte"] * 1e-9)
+    total_ms = 1e3 * link.s_per_byte * results["gradient_bytes"]
+    bound = "communication-bound" if total_ms > results["backward_ms"] else "compute-bound"
+    way = "in the fixed order" if results["ordered"] else "by the backend's all-reduce"
+    return [
+        f"step: forward, backward and exchange, the slowest rank's; median of {results['samples']} after "
+        f"{results['warm_up']} of warm-up, sizes in turns.",
+        f"call: one bucket's exchange on the lane, {way}, waiting for the other ranks included.",
+        f"without exchange: forward {results['forward_ms']:.0f} ms, backward {results['backward_ms']:.0f} "
+        "ms.",
+        f"fitted: alpha {results['alpha_us']:.0f} us, beta {results['beta_ns_per_byte']:.3f} ns/byte, so "
+        f"{total_ms:.0f} ms for all {results['gradient_bytes'] / 1e6:.0f} MB of gradients: {bound}.",
+        f"best measured: {results['best_measured_mib']:g} MiB; the model's choice of these: "
+        f"{results['best_of_these_by_model_mib']:g} MiB, of all: {results['best_predicted_mib']:.3g} MiB.",
+    ]
+
+
+def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:
+    """Step time over bucket size, measured and by the model."""
+    found = tables.environment()
+    return charts.sweep(
+        results["rows"],
+        path,
+        title="Step time against bucket size",
+        subtitle=f"GPT of {results['model']['parameters'] / 1e6:.0f} M parameters, {results['ranks']} ranks "
+        f"on {found['cores']} cores ({found['cpu']}), {results['backend']}; median of {results['samples']} "
+        "steps, band: quartiles; model: alpha-beta, fitted in the same run",
+        x="bucket(MiB)",
+        y="step(ms)",
+        low="low(ms)",
+        high="high(ms)",
+        predicted="model(ms)",
+        predicted_best=results["best_predicted_mib"],
+        x_label="bucket size, MiB",
+        y_label="step time, ms",
+        x_unit="MiB",
+        y_unit="ms",
+    )

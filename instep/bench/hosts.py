@@ -1,0 +1,202 @@
+"""Several hosts out of one: network namespaces that reach each other through links of a chosen rate.
+
+On one host a message costs a few copies in memory, and the same cores that compute make them, so there all
+strategies look much alike. What they were invented for is a network: slower than memory, and working by
+itself. A namespace has interfaces, addresses and ports of its own, so a process in it sees what it would see
+on another machine, and the kernel's token bucket lets through as many bytes per second as a cable would:
+
+    host 0   eth0 10.77.0.1 ──── port0 ┐
+    host 1   eth0 10.77.0.2 ──── port1 ├ bridge          both ends of every link send at most ``rate``
+    host 2   eth0 10.77.0.3 ──── port2 ┘
+
+A bridge is a switch: two pairs of hosts do not disturb each other, and who talks to all has one link for it.
+What this is not: the hosts share their cores and their memory. It needs Linux, root, ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PREFIX = "instep"
+INTERFACE = "eth0"
+FIRST_PORT = 29500
+# A packet that segmentation offload has put together has up to 64 KiB; a bucket below that would cut it up,
+# one far above would let the beginning of every message through at the speed of memory.
+BURST = "128kb"
+# How long a packet may queue: longer than TCP needs to keep the link busy.
+QUEUE = "50ms"
+KILL_S = 10.0
+UNIT_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Host:
+    """One namespace while it exists; ``popen`` starts a process in it."""
+
+    name: str
+    address: str
+    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
+
+    def popen(
+        self, args: Sequence[object], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """``subprocess.Popen(args)`` on this host; ``env`` is added to this process's environment.
+
+        The process is killed when the host goes, and, where ``setpriv`` is there, when this process does.
+        """
+        bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        command = ["ip", "netns", "exec", self.name, *bound, *map(str, args)]
+        process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **options)
+        self.processes.append(process)
+        return process
+
+
+@dataclass(frozen=True)
+class Network:
+    """The hosts of one ``network``, and the variables by which one rank on each finds the others."""
+
+    hosts: list[Host]
+    bytes_per_s: float
+    ports: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_PORT))
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.hosts)
+
+    def environments(self) -> list[dict[str, str]]:
+        """What torchrun would set for one rank per host, and gloo's interface; a new world at each call.
+
+        Nobody else is in the namespace of rank 0, so every port of it is free that was not given before.
+        """
+        port = next(self.ports)
+        world = {
+            "WORLD_SIZE": len(self.hosts),
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_ADDR": self.hosts[0].address,
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+        texts = {name: str(value) for name, value in world.items()}
+        return [{**texts, "RANK": str(rank)} for rank in range(len(self.hosts))]
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot have a ``network``, or None; makes a small one and removes it."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    if os.geteuid() != 0:
+        return f"network namespaces need root, and this is user {os.geteuid()}: use sudo"
+    try:
+        with network(1):
+            return None
+    except RuntimeError as error:
+        return str(error)
+
+
+@contextmanager
+def network(num_hosts: int = 2, *, rate: str = "1gbit") -> Iterator[Network]:
+    """``num_hosts`` hosts on one switch, whose links carry ``rate`` in each direction.
+
+    Whatever way the block ends, its processes and namespaces end too. What a killed process left behind is
+    removed by the next one.
+
+    Args:
+        rate: as ``tc`` has it, e.g. "1gbit" or "100mbit".
+
+    Raises:
+        ValueError: no rate.
+        RuntimeError: the machine refuses; ``obstacle`` asks beforehand.
+    """
+    bytes_per_s = _bits(rate) / 8
+    _sweep()
+    own = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
+    hosts: list[Host] = []
+    try:
+        switch = _namespace(f"{own}-switch")
+        _ip(switch, "link add bridge type bridge")
+        _ip(switch, "link set bridge up")
+        for i in range(num_hosts):
+            name = _namespace(f"{own}-{i}")
+            host = Host(name, f"10.77.0.{i + 1}")
+            hosts.append(host)
+            _ip(name, f"link add {INTERFACE} type veth peer name port{i} netns {switch}")
+            _ip(name, f"addr add {host.address}/24 dev {INTERFACE}")
+            _ip(name, f"link set {INTERFACE} up")
+            _ip(switch, f"link set port{i} master bridge up")
+            for namespace, interface in ((name, INTERFACE), (switch, f"port{i}")):
+                shape = f"root tbf rate {rate} burst {BURST} latency {QUEUE}"
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *shape.split())
+        yield Network(hosts, bytes_per_s)
+    finally:
+        _remove(f"{own}-")
+        for process in itertools.chain.from_iterable(host.processes for host in hosts):
+            process.wait()
+
+
+def _bits(rate: str) -> float:
+    digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = rate[len(digits) :]
+    if unit not in UNIT_BITS or not digits.replace(".", "", 1).isdecimal():
+        raise ValueError(f"rate {rate!r}: expected a number with kbit, mbit or gbit, such as 1gbit")
+    return float(digits) * UNIT_BITS[unit]
+
+
+def _namespace(name: str) -> str:
+    _run("ip", "netns", "add", name)
+    _ip(name, "link set lo up")
+    return name
+
+
+def _ip(namespace: str, words: str) -> None:
+    _run("ip", "-n", namespace, *words.split())
+
+
+def _run(*command: str) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {ended.stderr.strip() or f'exit code {ended.returncode}'}")
+    return ended.stdout
+
+
+def _names() -> list[str]:
+    listed = _run("ip", "netns", "list") if shutil.which("ip") else ""
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"{PREFIX}-")]
+
+
+def _sweep() -> None:
+    """Remove the namespaces of processes that are gone."""
+    for owner in {name.split("-")[1] for name in _names()}:
+        if not Path("/proc", owner).exists():
+            _remove(f"{PREFIX}-{owner}-")
+
+
+def _remove(prefix: str) -> None:
+    """End what runs in the namespaces of this prefix, then remove them; their links go with them."""
+    for name in [name for name in _names() if name.startswith(prefix)]:
+        for pid in map(int, _run("ip", "netns", "pids", name).split()):
+            with suppress(ProcessLookupError):
+                _kill(pid)
+        _run("ip", "netns", "delete", name)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process, a child of ours or not, and wait until it has left its namespace."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [], KILL_S)
+    finally:
+        os.close(pidfd)

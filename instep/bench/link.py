@@ -1,0 +1,178 @@
+"""``instep bench steps --link``: strategies where they differ, on hosts with 1 Gbit/s between them.
+
+On one host communication takes time from the cores that compute, so overlapping the two gains little. Over a
+link the bytes travel by themselves: what a strategy hides under backward is gone from the step. The table has
+what arithmetic predicts beside what was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.bench.answers import NOT_STEPS, Answers
+from instep.bench.charts import bars
+from instep.bench.contestants import (
+    BUCKET_MB,
+    DDP,
+    LATENCY,
+    LINK,
+    NONE,
+    NUM_LATENCIES,
+    WIRE,
+    Contestant,
+    choose,
+)
+from instep.bench.hosts import network, obstacle
+from instep.bench.options import Steps
+from instep.bench.remote import on_hosts
+from instep.bench.settings import Setting, setting
+from instep.bench.tables import markdown, show, write_csv, write_json
+from instep.bench.theory import Link
+from instep.bench.words import parse_count, words
+from instep.models.transformer import GPT
+from instep.replicate.strategies import STRATEGIES
+
+RATE, RATE_TEXT = "1gbit", "1 Gbit/s"
+DDP_FIRST_MB = 1.0  # torch's first bucket, where nobody chose a size
+
+
+@dataclass(frozen=True)
+class Found:
+    """One network, measured."""
+
+    setting: Setting
+    num_hosts: int
+    rows: list[dict[str, Any]]
+    notes: list[str]
+    link: Link
+    samples: dict[str, list[float]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "setting": asdict(self.setting),
+            "hosts": self.num_hosts,
+            "rate": RATE,
+            "link": asdict(self.link),
+            "rows": self.rows,
+            "notes": self.notes,
+            "ms": self.samples,
+        }
+
+
+def run(options: Steps) -> int:
+    """Measure over links, print the table, write the files; 0, or an exception."""
+    params = parse_count(options.params) if options.params else None
+    found = measure(setting("link", params), options.ranks, words(options.strategies), options.samples)
+    print()
+    show(found.rows, title(found), notes=found.notes)
+    if options.json:
+        write_json(options.json, found.as_json())
+    if options.csv:
+        write_csv(options.csv, found.rows)
+    if options.chart:
+        chart(found, options.chart)
+    return 0
+
+
+def measure(chosen: Setting, num_hosts: int, strategies: Sequence[str], samples: int) -> Found:
+    """The contestants of a link, on ``num_hosts`` hosts with one rank each.
+
+    Raises:
+        RuntimeError: this machine cannot have several hosts, or a rank failed.
+    """
+    if num_hosts < 2:
+        raise ValueError(f"a link has two ends, got {num_hosts} rank: pass -n 2 or more")
+    if (reason := obstacle()) is not None:
+        raise RuntimeError(f"no second host to be had: {reason}")
+    contestants = choose(LINK, strategies)
+    print(f"{chosen.text}; {num_hosts} hosts", file=sys.stderr, flush=True)
+    told = {
+        "setting": asdict(chosen),
+        "contestants": [asdict(one) for one in contestants],
+        "samples": samples,
+    }
+    with network(num_hosts, rate=RATE) as made:
+        answers = Answers(on_hosts(made, told))
+        rate = made.bytes_per_s
+    link = Link(
+        compute_s=statistics.median(answers.steps(NONE.name)),
+        wire_s=statistics.median(answers.steps(WIRE.name)),
+        latency_s=statistics.median(answers.steps(LATENCY.name)) / NUM_LATENCIES,
+        bytes_per_s=rate,
+        num_ranks=num_hosts,
+    )
+    rows = [_row(one, chosen, answers, link) for one in contestants if one.name not in NOT_STEPS]
+    ms = {name: [step * 1e3 for step in answers.steps(name)] for name in answers.names}
+    return Found(chosen, num_hosts, rows, _notes(chosen, answers, link), link, ms)
+
+
+def bucket_bytes(one: Contestant, chosen: Setting) -> list[int]:
+    """The sizes of the messages that ``one`` cuts its gradients into, in the order in which they leave."""
+    with torch.device("meta"):
+        parameters = list(GPT(chosen.config).parameters())
+    caps = [one.bucket_mb] if one.bucket_mb else [BUCKET_MB]
+    if one == DDP:
+        caps = [DDP_FIRST_MB, BUCKET_MB]
+    name = {"DDP": "bucketed", "server": "flat"}.get(one.strategy, one.strategy)
+    groups = STRATEGIES[name].group(parameters, list(reversed(range(len(parameters)))), caps)
+    return [sum(parameters[i].nbytes for i in group) for group in groups]
+
+
+def title(found: Found) -> str:
+    """What the table is about."""
+    return f"{found.num_hosts} hosts, {RATE_TEXT} between them; {found.setting.text}"
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """Table and notes, as ``as_json`` gives them, in Markdown."""
+    notes = "\n".join(f"- {note}" for note in found["notes"])
+    return f"{markdown(found['rows'])}\n\n{notes}"
+
+
+def chart(found: Found, path: Path) -> list[Path]:
+    """Bars of step time with their quartiles, and the bound of computation and link as a line."""
+    bound = max(found.link.compute_s, found.link.wire_s) * 1e3
+    longer = "computation" if found.link.compute_s > found.link.wire_s else "link"
+    return bars(
+        found.rows, path,
+        title=f"A training step on {found.num_hosts} hosts with {RATE_TEXT} between them",
+        subtitle=f"{found.setting.text}; median and quartiles of {len(found.samples[NONE.name])} steps",
+        label="strategy", value="step(ms)", low="q25(ms)", high="q75(ms)", unit="ms",
+        reference=bound, reference_text=f"the {longer} alone",
+    )  # fmt: skip
+
+
+def _row(one: Contestant, chosen: Setting, answers: Answers, link: Link) -> dict[str, Any]:
+    figures = answers.row(one)
+    names = ("strategy", "step(ms)", "q25(ms)", "q75(ms)")
+    row = {name: figures[name] for name in names}
+    predicted = link.compute_s if one == NONE else link.predict(one.strategy, bucket_bytes(one, chosen))
+    return {
+        **row,
+        "theory(ms)": predicted * 1e3,
+        "x max(compute, wire)": figures["step(ms)"] / 1e3 / max(link.compute_s, link.wire_s),
+        "exposed(ms)": figures["exposed(ms)"],
+        "x DDP": figures["x DDP"],
+        "into rank 0(MB)": answers.received_bytes(one.name) / 1e6,
+    }
+
+
+def _notes(chosen: Setting, answers: Answers, link: Link) -> list[str]:
+    forward_s = statistics.median(answers.slowest(NONE.name, "forward_s"))
+    around_s, megabytes = link.around_s(chosen.gradient_bytes), chosen.gradient_bytes / 1e6
+    least_s = forward_s + max(link.compute_s - forward_s, link.wire_s)
+    return [
+        f"compute: {link.compute_s * 1e3:.0f} ms, of which forward {forward_s * 1e3:.0f} ms",
+        f"wire: {megabytes:.1f} MB of gradients in one all-reduce {link.wire_s * 1e3:.0f} ms, "
+        f"{100 * around_s / link.wire_s:.0f} % of the line rate's {around_s * 1e3:.0f} ms; "
+        f"4 bytes {link.latency_s * 1e6:.0f} µs",
+        f"nothing can hide under forward, so no step is shorter than forward + max(backward, wire) = "
+        f"{least_s * 1e3:.0f} ms",
+    ]

@@ -1,0 +1,140 @@
+"""What can be asked of ``instep bench``: the options of its three measurements, with a sentence per field.
+
+1 KB is 1000 bytes here, as in GB/s; KiB is 1024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from instep.bench.words import parse_count, parse_size, words
+
+__all__ = ["Buckets", "Collectives", "Files", "Steps", "parse_count", "sizes_of", "words"]
+
+SIZES = ("1KB", "8KB", "64KB", "512KB", "4MB", "32MB", "100MB")
+MORE_SIZES = ("256MB", "1GB")
+Collective = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "gather",
+    "scatter",
+]
+
+Ranks = Annotated[tuple[int, ...], tyro.conf.arg(aliases=["-n"], metavar="N [N ...]")]
+Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="WORD[,WORD ...]")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Where the results go, beside the table on stdout."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the results with their environment to this file."""
+    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the table to this file, a line per row."""
+    chart: Annotated[Path | None, tyro.conf.arg(metavar="FILE.svg")] = None
+    """Draw the results: this file, and a PNG beside it."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured; where that takes no torch to find out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives(Files):
+    """Time of a collective against its size, on several backends in one run."""
+
+    ranks: Ranks = (2,)
+    """Numbers of ranks; each has a world of its own."""
+    collective: Collective = "all_reduce"
+    """What to measure."""
+    backends: Words = ()
+    """Ways to do it, timed alternately; all that are there, if none is named."""
+    sizes: Words = ()
+    """Message sizes, such as 1KB,64KB,4MB; 1KB to 100MB if none is named."""
+    full: bool = False
+    """Go on to 256MB and 1GB."""
+    samples: int = 20
+    """Samples of each; a sample of a small message is the mean of several calls."""
+    budget_s: float = 60.0
+    """Seconds for the samples of one size; large messages get fewer samples, though at least 3."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        _check_ranks(*self.ranks)
+        if self.samples < 2:
+            raise ValueError(f"expected at least 2 samples, got {self.samples}")
+        sizes_of(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets(Files):
+    """Step time against bucket size, and the size that the alpha-beta model would have chosen."""
+
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
+    """Number of ranks."""
+    sizes: Annotated[tuple[float, ...], tyro.conf.arg(metavar="MIB [MIB ...]")] = (1.0, 10.0, 100.0, 1000.0)
+    """Bucket sizes in MiB."""
+    params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "70M"
+    """About how many parameters the model has."""
+    tokens: int = 64
+    """Tokens that each rank computes in a step; fewer make the network matter more."""
+    ordered: bool = True
+    """Sum in the fixed order, as training does; without, by the backend's all-reduce."""
+    backend: str = "gloo"
+    """What the ranks talk through."""
+    samples: int = 10
+    """Samples of each size."""
+    rounds: int = 2
+    """Turns in which the samples of each size are taken, so that all sizes meet the same disturbances."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        _check_ranks(self.ranks)
+        if self.samples < 2 or self.rounds < 1 or self.tokens < 1:
+            raise ValueError(
+                f"expected at least 2 samples, 1 round and 1 token, got samples={self.samples}, "
+                f"rounds={self.rounds}, tokens={self.tokens}"
+            )
+        if not self.sizes or min(self.sizes) <= 0:
+            raise ValueError(f"expected positive bucket sizes in MiB, got {self.sizes}")
+        parse_count(self.params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Files):
+    """Time of a training step by strategy."""
+
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
+    """Number of ranks."""
+    setting: Literal["communication", "compute", "both"] = "both"
+    """What takes most of the step: a model that is large for its batch, or the other way round."""
+    strategies: Words = ()
+    """Strategies to compare, measured alternately; all, if none is named."""
+    samples: int = 20
+    """Steps of each strategy that are timed."""
+    params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
+    """About how many parameters the model has: 70M, or 20M over a link, if nothing is said."""
+    memory: bool = True
+    """Measure the peak memory of each strategy too, in ranks of its own."""
+    link: bool = False
+    """Put the ranks on two hosts: network namespaces with a link of 1 Gbit/s between them."""
+
+
+def _check_ranks(*numbers: int) -> None:
+    for ranks in numbers:
+        if ranks < 2:
+            raise ValueError(f"expected at least 2 ranks, got {ranks}: one has nobody to talk to")
+
+
+def sizes_of(options: Collectives) -> tuple[int, ...]:
+    """The message sizes in bytes that ``options`` ask for."""
+    named = words(options.sizes) or SIZES
+    return tuple(parse_size(text) for text in (*named, *(MORE_SIZES if options.full else ())))

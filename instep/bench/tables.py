@@ -1,0 +1,201 @@
+"""What a measurement leaves: samples become figures, rows become tables, and files say where they were made.
+
+A row is a flat dictionary from column name to text or number; all rows of a table have their columns in the
+same order. Files hold the numbers as they are, tables round them to three digits.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from instep.checkpoint.contract import describe
+
+Row = Mapping[str, Any]
+
+COLUMNS = 100
+WIDEST = 10_000
+
+
+class Quantiles(NamedTuple):
+    """Of the samples of one thing, in their unit."""
+
+    min: float
+    median: float
+    p99: float
+
+
+class Ratio(NamedTuple):
+    """Of the pairs a[i] / b[i]: the median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The value that ``share`` of the ``samples`` do not exceed, interpolated between neighbours.
+
+    Raises:
+        ValueError: there are no samples, or ``share`` is not within [0, 1].
+    """
+    if not samples or not 0 <= share <= 1:
+        raise ValueError(f"expected samples and a share in [0, 1], got {len(samples)} samples, share {share}")
+    ordered = sorted(samples)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def quantiles(samples: Sequence[float]) -> Quantiles:
+    """The least, the median and the 99th percentile; with few samples that is nearly the greatest."""
+    return Quantiles(min(samples), statistics.median(samples), quantile(samples, 0.99))
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """How many times ``b`` is in ``a``, where a[i] and b[i] were measured right after each other.
+
+    What disturbs the machine for longer than a sample disturbs both members of a pair, so their ratio is
+    steadier than either time.
+
+    Raises:
+        ValueError: unequal numbers of samples.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"expected pairs, got {len(a)} and {len(b)} samples: interleave them one to one")
+    ratios = [x / y for x, y in zip(a, b, strict=True)]
+    return Ratio(statistics.median(ratios), quantile(ratios, 0.25), quantile(ratios, 0.75))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The mean for ratios: that of 2 and 1/2 is 1."""
+    return statistics.geometric_mean(values)
+
+
+def environment(command: str | None = None) -> dict[str, Any]:
+    """Where and how a measurement was made, without names of hosts or folders."""
+    known = describe(config={}, threads=1, device="cpu")
+    return {
+        "cpu": known["cpu.kind"],
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": known["torch"],
+        "python": known["python"],
+        "command": _command_line(sys.argv) if command is None else command,
+        "date": date.today().isoformat(),
+    }
+
+
+def _command_line(argv: Sequence[str]) -> str:
+    """``argv`` as it can be typed anywhere: of every path only the last part."""
+    names = [Path(word).name if os.sep in word else word for word in argv]
+    return " ".join(["instep" if names[0] == "__main__.py" else names[0], *names[1:]])
+
+
+def write_json(path: str | Path, payload: Mapping[str, Any], *, command: str | None = None) -> None:
+    """``payload`` with an ``environment`` before it; ``command`` is the process's unless it is given."""
+    whole = {"environment": environment(command), **payload}
+    Path(path).write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
+    """A line of column names, then one per row; columns that a row lacks are empty."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=_columns(rows), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table, numbers to the right, without a newline at the end."""
+    columns = _columns(rows)
+    rules = ["---:" if _is_numeric(rows, column) else "---" for column in columns]
+    lines = [columns, rules, *([cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def show(rows: Sequence[Row], title: str, *, notes: Sequence[str] = ()) -> None:
+    """The rows as an aligned table on stdout, under ``title`` and over ``notes``; no row is folded.
+
+    A table that would be wider than ``COLUMNS`` is set more tightly.
+    """
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True, width=WIDEST)
+    table = _table(rows, tight=False)
+    if console.measure(table).maximum > COLUMNS:
+        table = _table(rows, tight=True)
+    with suppress(BrokenPipeError):
+        console.print(title, style="bold")
+        console.print()
+        console.print(table)
+        console.print()
+        for note in [*notes, ""] if notes else ():
+            console.print(note)
+
+
+def write_between(path: str | Path, name: str, text: str) -> None:
+    """Put ``text`` into a Markdown file, between its lines ``<!-- name -->`` and ``<!-- end of name -->``.
+
+    Raises:
+        ValueError: there is not exactly one such place.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    whole = Path(path).read_text(encoding="utf-8")
+    head, *rest = whole.split(begin)
+    if len(rest) != 1 or rest[0].count(end) != 1:
+        raise ValueError(f"{path}: expected one line {begin.strip()!r} and after it one {end!r}")
+    Path(path).write_text(f"{head}{begin}{text}\n{end}{rest[0].partition(end)[2]}", encoding="utf-8")
+
+
+def _table(rows: Sequence[Row], *, tight: bool) -> Table:
+    columns = _columns(rows)
+    gap = (0, 0) if tight else (0, 1)
+    digits = 4 if tight else 6
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=gap)
+    for column in columns:
+        name = column.replace("(", "\n(") if tight else column
+        table.add_column(name, justify="right" if _is_numeric(rows, column) else "left", no_wrap=True)
+    for row in rows:
+        values = [cell(row.get(column), digits) for column in columns]
+        table.add_row(*([value.replace(",", "") for value in values] if tight else values))
+    return table
+
+
+def cell(value: Any, most: int = 6) -> str:
+    """A value as people read it: three digits that count, thousands apart, nothing for None.
+
+    ``most`` is the number of digits after the point that a small number may have.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return str(value)
+        digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{min(digits, most)}f}"
+    return str(value)
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _is_numeric(rows: Sequence[Row], column: str) -> bool:
+    found = [row[column] for row in rows if row.get(column) is not None]
+    return bool(found) and all(isinstance(value, int | float) for value in found)

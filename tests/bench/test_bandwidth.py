@@ -1,0 +1,54 @@
+"""The columns of nccl-tests: factors, counts, and what has to reach another rank."""
+
+import pytest
+
+from instep.bench.bandwidth import FACTORS, MESSAGES, bus_factor, bytes_moved, figures, whole_count
+
+
+@pytest.mark.parametrize(
+    ("collective", "of_two", "of_four"),
+    [
+        ("all_reduce", 1.0, 1.5),
+        ("all_gather", 0.5, 0.75),
+        ("reduce_scatter", 0.5, 0.75),
+        ("all_to_all", 0.5, 0.75),
+        ("broadcast", 1.0, 1.0),
+        ("reduce", 1.0, 1.0),
+    ],
+)
+def test_bus_factors_are_those_of_nccl_tests(collective, of_two, of_four):
+    assert bus_factor(collective, 2) == of_two
+    assert bus_factor(collective, 4) == of_four
+
+
+def test_one_rank_has_no_bus():
+    assert all(bus_factor(collective, 1) == 0 for collective in FACTORS)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(num_ranks):
+    halves = ("reduce_scatter", "all_gather")
+    assert bus_factor("all_reduce", num_ranks) == sum(bus_factor(half, num_ranks) for half in halves)
+    assert bytes_moved("all_reduce", 1000, num_ranks) == sum(
+        bytes_moved(half, 1000, num_ranks) for half in halves
+    )
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_where_all_ranks_send_alike_effective_bandwidth_is_that_of_all_links(collective):
+    assert MESSAGES[collective](4) == pytest.approx(4 * FACTORS[collective](4))
+
+
+def test_a_gigabyte_in_a_second_is_a_gigabyte_per_second():
+    found = figures("all_reduce", 10**9, 4, 1e6)
+    assert found == {"algbw(GB/s)": 1.0, "busbw(GB/s)": 1.5, "effbw(GB/s)": 6.0}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("size", [1, 1000, 64_000, 10**8])
+def test_messages_are_whole_parts_and_not_larger_than_asked(size, num_ranks):
+    count = whole_count(size, num_ranks)
+    assert count % num_ranks == 0
+    assert count >= num_ranks
+    assert 4 * count <= max(size, 4 * num_ranks)
+    assert 4 * (count + num_ranks) > size

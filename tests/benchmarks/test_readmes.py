@@ -1,0 +1,23 @@
+"""Every README of a benchmark has a place for each table that its command writes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from instep.bench.tables import write_between
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        *(("steps", name) for name in ("communication table", "compute table", "environment")),
+        *(("link", name) for name in ("link table", "hosts table", "environment")),
+    ],
+)
+def test_the_place_is_there_once(folder, name, tmp_path):
+    readme = Path(shutil.copy(BENCHMARKS / folder / "README.md", tmp_path))
+    write_between(readme, name, "what was measured")
+    assert readme.read_text().count(f"<!-- {name} -->\nwhat was measured\n<!-- end of {name} -->") == 1

@@ -1,0 +1,135 @@
+"""The lab's hosts: a link at its rate, ranks that train over it, and nothing left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.bench.hosts import INTERFACE, network
+from instep.ordered.hash import state_entries, state_sha256
+from tests.lab import two_hosts
+
+ROOT = Path(__file__).parent.parent
+PATIENCE_S = 60
+G = 4
+NUM_BYTES = 16_000_000
+RECEIVE = f"""
+import socket
+server = socket.create_server(("", 5000))
+print("ready", flush=True)
+connection, _ = server.accept()
+for _ in range(4):
+    left = {NUM_BYTES}
+    while left:
+        left -= len(connection.recv(min(left, 1 << 20)))
+    connection.sendall(b"!")
+"""
+SEND = f"""
+import socket, time
+connection = socket.create_connection(("10.77.0.2", 5000))
+for _ in range(4):
+    began = time.perf_counter()
+    connection.sendall(bytes({NUM_BYTES}))
+    connection.recv(1)
+    print(time.perf_counter() - began)
+"""
+
+
+def train() -> dict[str, object]:
+    """One declared step in whatever world this process is in: the hash, and the bytes sent meanwhile."""
+    mesh = instep.init(timeout_s=PATIENCE_S)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16))
+    model = instep.DataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(G, 8, 64)
+    before = sent_bytes()
+    for leaf in model.micro_batches(G):
+        model(x[leaf.index]).square().mean().backward()
+    optimizer.step()
+    sent = sent_bytes() - before
+    mesh.close()
+    return {"sha256": state_sha256(state_entries(module, optimizer), 1), "sent": sent}
+
+
+def sent_bytes() -> int:
+    """What has left this host through its link."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return sum(int(line.split()[9]) for line in lines if line.split(":")[0].strip() == INTERFACE)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    return out
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_two_ranks_on_two_hosts_give_the_bits_of_one():
+    with two_hosts() as lab:
+        ranks = [
+            host.popen([sys.executable, __file__], env={**env, "PYTHONPATH": str(ROOT)}, **PIPES)
+            for host, env in zip(lab, lab.environments(), strict=True)
+        ]
+        reports = [json.loads(said(rank)) for rank in ranks]
+    assert [report["sha256"] for report in reports] == [train()["sha256"]] * 2
+    gradients = 4 * (64 * 128 + 128 + 128 * 16 + 16)
+    assert all(gradients < report["sent"] < 2 * gradients for report in reports)
+
+
+def test_a_link_carries_nine_tenths_of_its_rate_and_no_more_than_that():
+    with two_hosts(rate="1gbit") as (a, b):
+        receiver = b.popen([sys.executable, "-c", RECEIVE], **PIPES)
+        assert receiver.stdout.readline() == "ready\n"
+        sender = a.popen([sys.executable, "-c", SEND], **PIPES)
+        least = min(map(float, said(sender).split()))
+        said(receiver)
+    line_rate = NUM_BYTES / 125e6
+    assert line_rate < least < line_rate / 0.9
+
+
+def test_hosts_and_their_processes_go_with_a_block_that_fails():
+    began = []
+
+    def fail_between_two_hosts():
+        with two_hosts() as (a, _):
+            began.append((a.name, a.popen(["cat"], stdin=subprocess.PIPE)))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_between_two_hosts()
+    [(name, process)] = began
+    process.stdin.close()
+    assert process.returncode != 0
+    assert name not in namespaces()
+
+
+def test_hosts_of_a_process_that_was_killed_go_with_the_next_ones():
+    with two_hosts():
+        pass
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = f"instep-{gone.pid}-0-switch"
+    subprocess.run(["ip", "netns", "add", left], check=True)
+    with two_hosts():
+        assert left not in namespaces()
+
+
+@pytest.mark.parametrize("rate", ["fast", "10", "gbit", "1 gbit"])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(ValueError, match="expected a number with kbit, mbit or gbit"), network(rate=rate):
+        pass
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+if __name__ == "__main__":
+    print(json.dumps(train()))
