@@ -158,4 +158,4 @@ class Group:
 
 
 def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]

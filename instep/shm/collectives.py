@@ -57,6 +57,10 @@ class Turn:
         """Whether all ranks' tensors lie in memory that the others can map."""
         return NOWHERE not in self.locations
 
+    def all_private(self) -> bool:
+        """Whether none of them does."""
+        return all(place == NOWHERE for place in self.locations)
+
 
 def pieces(length: int, most: int) -> Iterator[tuple[int, int]]:
     """Cut ``length`` into (start, end) no longer than ``most``; one empty piece if there is nothing."""
@@ -140,12 +144,12 @@ def reduce_scatter(turn: Turn, out: Tensor, xs: Sequence[Tensor], reduction: str
     rounds, dtype = turn.rounds, out.dtype
     most = _share(rounds.size) // dtype.itemsize
     for start, end in pieces(out.numel(), most):
-        mine = rounds.mine().view(dtype)
+        mine = rounds.mine(dtype)
         for rank, x in enumerate(xs):
             mine[rank * most :][: end - start].copy_(x[start:end])
         turn.meet()
         place = slice(rounds.rank * most, rounds.rank * most + end - start)
-        addends = [rounds.theirs(r).view(dtype)[place] for r in range(rounds.size)]
+        addends = [rounds.theirs(r, dtype)[place] for r in range(rounds.size)]
         combine(addends, reduction, out[start:end])
 
 
@@ -164,12 +168,12 @@ def _reduce_at_once(turn: Turn, x: Tensor, reduction: str, root: int | None, beg
     """Every rank adds everything. False: nothing was done, because a rank came without data."""
     rounds, dtype = turn.rounds, x.dtype
     for start, end in pieces(x.numel(), HALF_BYTES // dtype.itemsize):
-        rounds.mine().view(dtype)[: end - start].copy_(x[start:end])
+        rounds.mine(dtype)[: end - start].copy_(x[start:end])
         turn.meet()
-        if begins and any(place != NOWHERE for place in turn.locations):
+        if begins and not turn.all_private():
             return False
         if root in (None, rounds.rank):
-            addends = [rounds.theirs(r).view(dtype)[: end - start] for r in range(rounds.size)]
+            addends = [rounds.theirs(r, dtype)[: end - start] for r in range(rounds.size)]
             combine(addends, reduction, x[start:end])
     return True
 
@@ -180,31 +184,34 @@ def _reduce_by_slices(turn: Turn, x: Tensor, reduction: str, root: int | None, b
     Both share a round: piece k is written beside the sums of piece k - 1. False: as above.
     """
     rounds, dtype = turn.rounds, x.dtype
-    granule = LINE * rounds.size
-    slice_bytes = HALF_BYTES // (rounds.size + 1) // granule * granule
-    most, length = slice_bytes * rounds.size // dtype.itemsize, slice_bytes // dtype.itemsize
-    before: tuple[int, int] | None = None
-    for piece in [*pieces(x.numel(), most), None]:
+    ranks = range(rounds.size)
+    slice_bytes = HALF_BYTES // (rounds.size + 1) // LINE * LINE
+    length, most = slice_bytes // dtype.itemsize, slice_bytes * rounds.size // dtype.itemsize
+    before: list[Tensor] | None = None  # piece k - 1, by slice
+    for start in range(0, x.numel() + most, most):
+        piece = _slices(x[start : start + most], rounds.size, length) if start < x.numel() else None
         if piece is not None:
-            rounds.mine().view(dtype)[: piece[1] - piece[0]].copy_(x[slice(*piece)])
+            for rank in ranks:
+                if rank != rounds.rank:
+                    rounds.mine(dtype)[rank * length :][: len(piece[rank])].copy_(piece[rank])
         turn.meet()
-        if begins and any(place != NOWHERE for place in turn.locations):
+        if begins and not turn.all_private():
             return False
         if before is not None and root in (None, rounds.rank):
-            for rank in range(rounds.size):
-                target = _slice(before, rank, length)
-                x[target].copy_(rounds.theirs(rank).view(dtype)[most:][: target.stop - target.start])
+            for rank in ranks:
+                before[rank].copy_(rounds.theirs(rank, dtype)[most:][: len(before[rank])])
         if piece is not None:
-            own = _slice((0, piece[1] - piece[0]), rounds.rank, length)
-            addends = [rounds.theirs(r).view(dtype)[own] for r in range(rounds.size)]
-            combine(addends, reduction, rounds.mine().view(dtype)[most:][: own.stop - own.start])
+            own = piece[rounds.rank]
+            place = slice(rounds.rank * length, rounds.rank * length + len(own))
+            addends = [own if rank == rounds.rank else rounds.theirs(rank, dtype)[place] for rank in ranks]
+            combine(addends, reduction, rounds.mine(dtype)[most:][: len(own)])
         before = piece
     return True
 
 
-def _slice(piece: tuple[int, int], rank: int, length: int) -> slice:
-    start = min(piece[0] + rank * length, piece[1])
-    return slice(start, min(start + length, piece[1]))
+def _slices(piece: Tensor, size: int, length: int) -> list[Tensor]:
+    """``size`` slices of ``length``, of which the last ones may be shorter, or empty."""
+    return [piece[rank * length : (rank + 1) * length] for rank in range(size)]
 
 
 def _share(size: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor
 
 from instep.mesh.peers import RECORD_BYTES, Peer
@@ -49,8 +50,8 @@ class Room:
         self.words = mapping.words()
         self._bytes = memoryview(mapping.memory)
         nbytes = size * 2 * HALF_BYTES
-        halves = mapping.tensor(room_bytes(size) - nbytes, nbytes).view(size, 2, HALF_BYTES)
-        self.halves: list[list[Tensor]] = [[halves[r, k] for k in (0, 1)] for r in range(size)]
+        self._memory = mapping.tensor(room_bytes(size) - nbytes, nbytes)
+        self._halves: dict[torch.dtype, list[list[Tensor]]] = {}
 
     @staticmethod
     def create(size: int, token: bytes) -> tuple[Room, int]:
@@ -73,6 +74,14 @@ class Room:
     def state(self, rank: int) -> int:
         """HERE, LEFT or FAILED."""
         return self.words[(_block(rank) + _STATE) // WORD]
+
+    def halves(self, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Both halves of every rank as flat tensors of ``dtype``."""
+        if dtype not in self._halves:
+            with torch.inference_mode(False):  # they outlive what they are made in
+                halves = self._memory.view(dtype).view(self.size, 2, -1)
+                self._halves[dtype] = [[halves[rank, k] for k in (0, 1)] for rank in range(self.size)]
+        return self._halves[dtype]
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on; whoever waits for it is told why. The first reason counts."""

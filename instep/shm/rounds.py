@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 
 from instep.errors import Desync, PeerLost
@@ -44,13 +45,13 @@ class Rounds:
         # Each begins with its neighbour, so that not all sleep on one word.
         self._others = [(room.rank + i) % room.size for i in range(1, room.size)]
 
-    def mine(self) -> Tensor:
-        """This rank's half for the round that comes; uint8, ``HALF_BYTES``."""
-        return self.room.halves[self.rank][(self.number + 1) & 1]
+    def mine(self, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """This rank's half for the round that comes, ``HALF_BYTES`` in all."""
+        return self.room.halves(dtype)[self.rank][(self.number + 1) & 1]
 
-    def theirs(self, rank: int) -> Tensor:
+    def theirs(self, rank: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """The half of group rank ``rank`` in the round that has just been met; not to be written to."""
-        return self.room.halves[rank][self.number & 1]
+        return self.room.halves(dtype)[rank][self.number & 1]
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Come to the next round and wait for all others; ``label`` names the operation in errors."""
