@@ -135,7 +135,7 @@ class Peers:
             raise
         except RuntimeError as error:
             waited_s = self.timeout_s - left_s
-            raise self._lost(operation, waited_s, self.timeout_s, error, self._confirm(), None) from error
+            raise self._lost(operation, waited_s, self.timeout_s, error, self.confirm(), None) from error
 
     def _lost(
         self,
@@ -149,7 +149,7 @@ class Peers:
         """The error to raise; ``error`` is what the backend said, None if it said nothing."""
         where = f"rank {self.me.rank} waited {waited_s:.1f} s in {operation}"
         if dead:
-            names = ", ".join(_name(peer) for peer in self.table if peer.rank in dead)
+            names = ", ".join(told(peer) for peer in self.table if peer.rank in dead)
             return PeerLost(
                 f"{names} died: {where}. If it ended without an error, it had fewer batches or left the loop "
                 "early: give every rank the same number, or use model.micro_batches(G)",
@@ -164,7 +164,7 @@ class Peers:
         if absent is None:
             others = [peer for peer in self.table if peer.rank != self.me.rank]
             absent = [peer for peer in others if not self._came(peer, operation)]
-        names = "; ".join(f"{_name(peer)}, {self._whereabouts(peer)}" for peer in absent) or "some rank"
+        names = "; ".join(f"{told(peer)}, {self._whereabouts(peer)}" for peer in absent) or "some rank"
         return PeerLost(
             f"{where}, and never came: {names}. Look for a rank with other code or fewer steps, or raise "
             f"timeout_s ({limit_s:g} s)",
@@ -185,7 +185,7 @@ class Peers:
             case (other, False):
                 return f"{lives_here}, last waited in {other}"
 
-    def _confirm(self) -> list[int]:
+    def confirm(self) -> list[int]:
         """Dead ranks, giving a peer that has just hung up a moment to be gone."""
         until = time.monotonic() + CONFIRM_S
         while not (dead := self.dead()) and time.monotonic() < until:
@@ -193,7 +193,8 @@ class Peers:
         return dead
 
 
-def _name(peer: Peer) -> str:
+def told(peer: Peer) -> str:
+    """How errors name it."""
     return f"rank {peer.rank} (pid {peer.pid} on {peer.host})"
 
 

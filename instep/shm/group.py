@@ -130,7 +130,7 @@ class ShmGroup(ProcessGroup):
         return self._do(turn, turn.meet, [], opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
-        root, x = _root(opts), tensors[opts.rootTensor if opts is not None else 0]
+        root, x = self._root(opts), tensors[opts.rootTensor if opts is not None else 0]
         turn = self._turn("broadcast", x, root=root, opts=opts)
         return self._do(turn, on_flat(x, lambda flat: collectives.broadcast(turn, flat, root)), tensors, opts)
 
@@ -140,7 +140,7 @@ class ShmGroup(ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
-        x, root = tensors[0], _root(opts)
+        x, root = tensors[0], self._root(opts)
         how = reduction_of(x, opts)
         turn = self._turn("reduce", x, how, root, opts)
         run = on_flat(x, lambda flat: collectives.all_reduce(turn, flat, how, root))
@@ -196,18 +196,19 @@ class ShmGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ShmWork:
-        root, outs = _root(opts), []
+        root, outs = self._root(opts), []
         if self.getRank() == root:
-            outs = outputs[0]
+            outs = outputs[0] if outputs else []
             require_parts(outs, inputs[0], self.getSize(), "output")
         turn = self._turn("gather", inputs[0], root=root, opts=opts)
         return self._do(turn, lambda: _gather(turn, outs, inputs[0]), outputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> ShmWork:
-        root, xs = _root(opts), []
+        root, xs = self._root(opts), []
         if self.getRank() == root:
-            require_parts(inputs[0], outputs[0], self.getSize(), "input")
-            xs = [plain(x) for x in inputs[0]]
+            xs = inputs[0] if inputs else []
+            require_parts(xs, outputs[0], self.getSize(), "input")
+            xs = [plain(x) for x in xs]
         turn = self._turn("scatter", outputs[0], root=root, opts=opts)
         run = on_flat(outputs[0], lambda flat: collectives.scatter(turn, flat, xs, root))
         return self._do(turn, run, outputs, opts)
@@ -293,6 +294,12 @@ class ShmGroup(ProcessGroup):
         turn = self._turn("reduce_scatter", out, how, opts=opts)
         return turn, on_flat(out, lambda flat: collectives.reduce_scatter(turn, flat, xs, how))
 
+    def _root(self, opts: Any) -> int:
+        root: int = opts.rootRank if opts is not None else 0
+        if not 0 <= root < self.getSize():
+            raise ValueError(f"root: expected a rank of a group of {self.getSize()}, got {root}")
+        return root
+
     def _require_whole(self, whole: Tensor, part: Tensor, kind: str) -> None:
         """Raise ``ValueError`` unless ``whole`` is as long as the ``part`` of every rank together."""
         if whole.numel() != part.numel() * self.getSize() or whole.dtype != part.dtype:
@@ -330,10 +337,6 @@ class ShmGroup(ProcessGroup):
         work = ShmWork(self._lane.run(turn.label, run), outputs)
         work.wait()
         return work
-
-
-def _root(opts: Any) -> int:
-    return opts.rootRank if opts is not None else 0
 
 
 def _same_dtype(output: Tensor, x: Tensor) -> Tensor:

@@ -19,13 +19,14 @@ from instep.shm.call import LOCATION_BYTES, NOWHERE, Location
 from instep.shm.collectives import Turn, pieces
 from instep.shm.heap import Heap
 from instep.shm.room import LINE
+from instep.shm.rounds import reaching
 from instep.shm.sums import combine
 
 
 def all_reduce(turn: Turn, heap: Heap, dtype: torch.dtype, reduction: str) -> None:
     """The tensors at ``turn.locations`` become their sum; the ranks have met once already."""
     rank, size = turn.rounds.rank, turn.rounds.size
-    tensors = [heap.resolve(r, place).view(dtype) for r, place in enumerate(turn.locations)]
+    tensors = [_reach(turn, heap, r, place, dtype) for r, place in enumerate(turn.locations)]
     for piece in own_pieces(tensors[0].numel(), dtype.itemsize, rank, size):
         parts = [x[piece] for x in tensors]
         combine(parts, reduction, parts[0])
@@ -57,10 +58,13 @@ def expose(turn: Turn, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tenso
     everybody = [_read(rounds.theirs(r)) for r in range(rounds.size)]
     if any(place == NOWHERE for places in everybody for place in places):
         return None
-    return [
-        [heap.resolve(r, place).view(tensors[0].dtype) for place in places]
-        for r, places in enumerate(everybody)
-    ]
+    dtype = tensors[0].dtype
+    return [[_reach(turn, heap, r, place, dtype) for place in places] for r, places in enumerate(everybody)]
+
+
+def _reach(turn: Turn, heap: Heap, rank: int, place: Location, dtype: torch.dtype) -> Tensor:
+    with reaching(turn.rounds.room, turn.rounds.peers, rank, turn.label):
+        return heap.resolve(rank, place).view(dtype)
 
 
 def _read(half: Tensor) -> list[Location]:

@@ -19,7 +19,7 @@ from instep.shm import segment
 from instep.shm.channel import READ, WRITTEN, Channel, Head
 from instep.shm.futex import Words
 from instep.shm.room import LEFT, LINE, Room
-from instep.shm.rounds import Arrival
+from instep.shm.rounds import Arrival, reaching
 from instep.shm.tensors import check, flat_bytes, plain
 from instep.work import Lane, Work
 
@@ -218,8 +218,10 @@ class Inbox:
             word = room.mail(self._source, room.rank)
             if not self._await(first, room.words, word, 1):
                 return
-            pid = self._mail.peers.table[self._source].pid
-            self._channel = Channel(segment.attach(pid, room.words[word] - 1), self._wait)
+            peers = self._mail.peers
+            with reaching(room, peers, self._source, first.work.operation):
+                mapping = segment.attach(peers.table[self._source].pid, room.words[word] - 1)
+            self._channel = Channel(mapping, self._wait)
         words = self._channel.words
         if not self._await(first, words, WRITTEN, words[READ] + 1):
             return
@@ -227,6 +229,17 @@ class Inbox:
         self._channel.read(torch.frombuffer(data, dtype=torch.uint8))
         head = Head.from_bytes(bytes(data))
         request = self._claim(head, None)
+        try:
+            self._read(head, request)
+        except BaseException as error:
+            self._mail.room.fail(error)
+            if request is not None:  # which is nobody else's by now
+                request.work.end(error)
+            raise
+
+    def _read(self, head: Head, request: Request | None) -> None:
+        """The rest of a message, into the tensor of ``request`` if there is one and it fits."""
+        assert self._channel is not None
         if (
             request is not None
             and head.fits(request.x)

@@ -11,7 +11,8 @@ all of round k, so when round k + 1 is complete, half k % 2 is free again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from instep.errors import Desync, PeerLost
 from instep.mesh.board import Board
-from instep.mesh.peers import Peer, Peers
+from instep.mesh.peers import Peer, Peers, told
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
 from instep.shm.room import FAILED, HERE, Room
@@ -109,7 +110,7 @@ class Arrival:
 
     def missing(self) -> list[int]:
         """The group ranks that have not come."""
-        return [rank for rank, word in self._awaited.items() if self._words[word] < self._target]
+        return sorted(rank for rank, word in self._awaited.items() if self._words[word] < self._target)
 
     def is_completed(self) -> bool:
         """Whether waiting is over, one way or the other."""
@@ -139,6 +140,23 @@ def gone(room: Room, rank: int, ranks: Sequence[int], label: str) -> PeerLost:
         ranks=[ranks[rank]],
         operation=label,
     )
+
+
+@contextmanager
+def reaching(room: Room, peers: Peers, rank: int, label: str) -> Iterator[None]:
+    """The block maps memory of group rank ``rank``; if that is gone because the rank is, ``PeerLost``."""
+    try:
+        yield
+    except OSError as error:
+        if peers.table[rank].rank in peers.confirm():
+            raise PeerLost(
+                f"{told(peers.table[rank])} died: rank {peers.me.rank} waited in {label} to map its memory",
+                ranks=[peers.table[rank].rank],
+                operation=label,
+            ) from error
+        if room.state(rank) != HERE:
+            raise gone(room, rank, [peer.rank for peer in peers.table], label) from error
+        raise
 
 
 class _LastSeen(Board):

@@ -70,7 +70,7 @@ def split(x: Tensor, size: int, lengths: Sequence[int] = ()) -> list[Tensor]:
 def require_splits(x: Tensor, size: int, lengths: Sequence[int] = ()) -> None:
     """Raise ``ValueError`` for what ``split`` cannot cut."""
     rows = x.shape[0] if x.dim() else 1
-    if lengths and (len(lengths) != size or sum(lengths) != rows):
+    if lengths and (len(lengths) != size or sum(lengths) != rows or min(lengths) < 0):
         raise ValueError(f"expected {size} splits that sum to {rows} rows, got {list(lengths)}")
     if not lengths and x.numel() % size:
         raise ValueError(f"expected a number of elements that {size} ranks divide, got {x.numel()}")
