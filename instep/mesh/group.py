@@ -9,7 +9,9 @@ Bytes are what one rank sends, W ranks, x of S bytes: broadcast S, all_gather S(
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.memory import Segment, allocate
 from instep.mesh.board import Board
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, myself
+from instep.work import Lane, Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +48,7 @@ class Group:
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
+        self._lane: Lane | None = None
         me = myself(rank)
         # Until the table is there, a lost peer can only be found by the deadline.
         board = board or Board()
@@ -109,6 +113,24 @@ class Group:
             options = self._named(dist.BarrierOptions(), operation)
             self._wait(self.pg.barrier(options), torch.empty(0, device="cpu"), operation)
 
+    @property
+    def sends_best(self) -> bool:
+        """Whether messages from rank to rank (``run``) are faster than the backend's own data movement.
+
+        gloo's all-to-all and all-gather use a link in one direction at a time, its messages in both.
+        """
+        return self.pg is not None and self._shared is None
+
+    def run(self, function: Callable[[], None], operation: str) -> None:
+        """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
+
+        It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
+        its connection along.
+        """
+        if self._lane is None:
+            self._lane = Lane(f"instep messages, rank {self.rank}")
+        self.peers.wait(_Running(self._lane.submit(operation, function)), operation)
+
     def allocate(self, nbytes: int, align: int, device: torch.device) -> Segment:
         """Memory for ``expose`` where the backend has such for ``device``, else memory of this process."""
         if self._shared is None or device.type != "cpu":
@@ -155,6 +177,25 @@ class Group:
 
     def _wait(self, work: Any, x: Tensor, operation: str) -> None:
         self.peers.wait(work, operation, on_gpu=x.is_cuda)
+
+
+class _Running:
+    """Work of a lane in the form of a backend's."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.done()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        """``TimeoutError`` after a while; the backend's own error, if that is why it failed."""
+        if not self._work.finished.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
+            raise TimeoutError
+        error = self._work.error
+        if error is not None:
+            raise error.__cause__ or error
+        return True
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

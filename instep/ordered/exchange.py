@@ -22,10 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from instep.comm import direct
+from instep.comm.messages import Messages
 from instep.errors import Desync
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
@@ -104,7 +107,7 @@ class Exchange:
         if scale != 1.0:
             root.mul_(scale)
         if self.group.size > 1:
-            self.group.all_gather(bucket.home, root, name)
+            self._gather(bucket, root, name)
 
     def _in_place(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> bool:
         """The same sums, where every rank can reach into the buckets of the others; False where not.
@@ -139,8 +142,29 @@ class Exchange:
         received = self._receive(bucket, sum(counts) * length)
         message = _by_owner(own_roots, size, length, bucket.home)
         splits = [count * length for count in counts]
-        self.group.all_to_all(received, message, splits, [len(own_roots) * length] * size, name)
+        own_splits = [len(own_roots) * length] * size
+        if self._by_messages(bucket):
+            parts, out = message.split(own_splits), received.split(splits)
+            self.group.run(lambda: direct.all_to_all(parts, self._messages, out), name)
+        else:
+            self.group.all_to_all(received, message, splits, own_splits, name)
         return list(received.view(-1, length))
+
+    def _gather(self, bucket: Bucket, root: Tensor, name: str) -> None:
+        """Everybody's slice of the sum, into the home of ``bucket``."""
+        if self._by_messages(bucket):
+            parts = bucket.home.split(bucket.slice_length)
+            parts[self.group.rank].copy_(root)
+            self.group.run(lambda: direct.all_gather(parts, self._messages), name)
+        else:
+            self.group.all_gather(bucket.home, root, name)
+
+    def _by_messages(self, bucket: Bucket) -> bool:
+        return self.group.sends_best and bucket.device.type == "cpu"
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return Messages(self.group.pg, self.group.ranks)
 
     def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
         """The plain all-reduce, whose order is the backend's; here to be compared with."""

@@ -30,6 +30,7 @@ from instep.shm.tensors import (
     among,
     check,
     dtype_name,
+    flat,
     on_flat,
     plain,
     reduction_of,
@@ -177,7 +178,7 @@ class ShmGroup(ProcessGroup):
         turns = []
         for out, xs in zip(outputs, inputs, strict=True):
             require_parts(xs, out, self.getSize(), "input")
-            turns.append(self._reduce_scatter(out, [plain(x).view(-1) for x in xs], opts))
+            turns.append(self._reduce_scatter(out, [flat(plain(x)) for x in xs], opts))
         return self._do_each(turns, outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None) -> ShmWork:
@@ -343,7 +344,7 @@ def _same_dtype(output: Tensor, x: Tensor) -> Tensor:
     """No elements of the dtype of both."""
     if output.dtype != x.dtype:
         raise ValueError(f"expected an output of {x.dtype} as the input, got {output.dtype}")
-    return plain(x).view(-1)[:0]
+    return flat(plain(x))[:0]
 
 
 def _gather(turn: Turn, outs: Sequence[Tensor], x: Tensor) -> None:

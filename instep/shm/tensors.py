@@ -32,9 +32,14 @@ def reduction_of(x: Tensor, opts: Any) -> str:
     return reduction_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM, x.dtype)
 
 
+def flat(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor in one row; a dimension of length 1 may have had any stride."""
+    return x.as_strided((x.numel(),), (1,))
+
+
 def flat_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as bytes."""
-    return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    return flat(x).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
 def plain(x: Tensor) -> Tensor:
@@ -57,7 +62,7 @@ def on_flat(x: Tensor, function: Callable[[Tensor], None]) -> Callable[[], None]
 
     def run() -> None:
         with writable([x]) as (copied,):
-            function(copied.view(-1))
+            function(flat(copied))
 
     return run
 
