@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench import charts, tables
-from instep.bench.collectives import CHART_BACKENDS, beside_the_bound, measure, subtitle
+from instep.bench.collectives import (
+    CHART_BACKENDS,
+    PAIRS,
+    beside_gloo,
+    beside_the_bound,
+    measure,
+    subtitle,
+)
 from instep.bench.options import Collectives, sizes_of
 from instep.bench.tables import Row
 from instep.bench.words import duration_text, size_text
@@ -45,6 +52,9 @@ def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
     """The tables and what they were made on."""
     found = results["environment"]
     parts = [tables.markdown(by_size(results["rows"], sizes))]
+    for ranks in dict.fromkeys(row["ranks"] for row in results["rows"]):
+        faster = beside_gloo([row for row in results["rows"] if row["ranks"] == ranks])
+        parts += [f"{ranks} ranks, times as fast as gloo. {PAIRS}", tables.markdown(faster)]
     for ranks, memory in results["memory_bytes_per_s"].items():
         ratios, note = beside_the_bound([r for r in results["rows"] if r["ranks"] == int(ranks)], memory)
         if ratios:

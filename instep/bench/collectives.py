@@ -23,7 +23,19 @@ from instep.bench.words import size_text, words
 
 # Those that tell the story in a chart; it would have ten lines otherwise.
 CHART_BACKENDS = ("gloo", "ring", "direct", "naive", "shm", "shm-in-place", "nccl")
-HIDDEN = ("ranks", "bound(us)", "time/bound", "calls", "samples")  # in files only
+BASELINE = "gloo"
+PAIRS = "Median (and quartiles) of the ratios of samples taken right after each other; the mean is geometric."
+SUMMARY_SIZES = (1_000_000, 10_000_000, 100_000_000)  # the geometric mean is over these
+HIDDEN = (
+    "x gloo",
+    "x gloo q25",
+    "x gloo q75",
+    "ranks",
+    "bound(us)",
+    "time/bound",
+    "calls",
+    "samples",
+)  # in files only
 
 
 def run(options: Collectives) -> None:
@@ -51,6 +63,9 @@ def _show(rows: Sequence[Row], results: dict[str, Any], ranks: int) -> None:
     memory = results["memory_bytes_per_s"].get(str(ranks))
     speed = [] if memory is None else [f"memory: {memory / 1e9:.1f} GB/s when all ranks copy."]
     tables.show(shown, f"{results['collective']} on {ranks} ranks", notes=[*notes(rows, results), *speed])
+    faster = beside_gloo(rows)
+    if faster:
+        tables.show(faster, "Times as fast as gloo", notes=[PAIRS])
     if memory is not None:
         ratios, note = beside_the_bound(rows, memory)
         if ratios:
@@ -107,8 +122,9 @@ def _rows(
     rows = []
     for parts in zip(*(rank["sizes"] for rank in by_rank), strict=True):
         size, count = parts[0]["size"], parts[0]["count"]
+        slowest = {name: merge([part["times"][name] for part in parts]) for name in ways}
         for name in ways:
-            times = tables.quantiles([1e6 * s for s in merge([part["times"][name] for part in parts])])
+            times = tables.quantiles([1e6 * s for s in slowest[name]])
             row = {
                 "ranks": ranks,
                 "backend": name,
@@ -125,6 +141,9 @@ def _rows(
                 "calls": parts[0]["calls"][name],
                 "samples": len(parts[0]["times"][name]),
             }
+            if BASELINE in slowest:
+                ratio = tables.paired_ratio(slowest[BASELINE], slowest[name])
+                row |= {"x gloo": ratio.median, "x gloo q25": ratio.low, "x gloo q75": ratio.high}
             memory = by_rank[0]["memory"]
             if memory is not None and applies(size, ranks):
                 row["bound(us)"] = 1e6 * bound_s(size, ranks, memory)
@@ -163,6 +182,25 @@ def beside_the_bound(rows: Sequence[Row], memory: float) -> tuple[list[Row], str
     least = ", ".join(f"{bound:,.0f} us for {size}" for size, bound in bounds.items())
     note = f"bound: 2 W S / {memory / 1e9:.1f} GB/s, which all ranks reach when they copy; {least}."
     return [{"backend": name, **ratios} for name, ratios in table.items()], note
+
+
+def beside_gloo(rows: Sequence[Row]) -> list[Row]:
+    """How many times as fast as gloo each backend is, with quartiles: a column per size, and the mean."""
+    found: list[Row] = []
+    for name in dict.fromkeys(row["backend"] for row in rows):
+        mine = [row for row in rows if row["backend"] == name and "x gloo" in row]
+        if not mine or name == BASELINE:
+            continue
+        columns: dict[str, Any] = {"backend": name}
+        for row in mine:
+            columns[size_text(row["size(B)"])] = (
+                f"{row['x gloo']:.2f} ({row['x gloo q25']:.2f}-{row['x gloo q75']:.2f})"
+            )
+        averaged = [row["x gloo"] for row in mine if row["size(B)"] in SUMMARY_SIZES]
+        if len(averaged) == len(SUMMARY_SIZES):
+            columns["mean of 1, 10, 100 MB"] = round(tables.geometric_mean(averaged), 2)
+        found.append(columns)
+    return found
 
 
 def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:

@@ -15,8 +15,8 @@ from instep.bench.words import parse_count, parse_size, words
 
 __all__ = ["Buckets", "Collectives", "Files", "Steps", "parse_count", "sizes_of", "words"]
 
-SIZES = ("1KB", "8KB", "64KB", "512KB", "4MB", "32MB", "100MB")
-MORE_SIZES = ("256MB", "1GB")
+SIZES = ("1KB", "10KB", "100KB", "1MB", "10MB", "100MB")
+MORE_SIZES = ("1GB",)
 Collective = Literal[
     "all_reduce",
     "all_gather",
