@@ -68,6 +68,7 @@ class Lane:
         self.name = name
         self.inline = inline
         self._state = _State()
+        self._lock = threading.Lock()  # of the order: what was submitted last
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Work | None = None
@@ -79,25 +80,25 @@ class Lane:
 
     def submit(self, operation: str, function: Callable[[], None]) -> Work:
         """Queue ``function``; it begins when everything before it has ended."""
-        work = self._last = Work(operation)
-        if self.inline:
-            _run(work, function, self._state)
-            return work
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-        self._queue.put((work, function, self._state))
+        with self._lock:
+            work = self._last = Work(operation)
+            if not self.inline:
+                self._begin()
+                self._queue.put((work, function, self._state))
+                return work
+        _run(work, function, self._state)
         return work
 
     def run(self, operation: str, function: Callable[[], None]) -> Work:
         """Execute ``function`` here if nothing is queued, else in its turn; it has ended on return."""
-        if self._is_idle():
+        with self._lock:
+            idle = self._last is None or self._last.done()
+            if idle:
+                work = self._last = Work(operation)
+        if idle:
             with self._state.running:
-                if self._is_idle():
-                    work = self._last = Work(operation)
-                    _run(work, function, self._state)
-                    return work
+                _run(work, function, self._state)
+            return work
         work = self.submit(operation, function)
         work.finished.wait()
         return work
@@ -112,8 +113,11 @@ class Lane:
         if self._last is not None:
             self._last.finished.wait()
 
-    def _is_idle(self) -> bool:
-        return self._last is None or self._last.done()
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
 
     def close(self) -> None:
         """End the thread after what is queued."""

@@ -178,6 +178,79 @@ def test_a_closed_lane_ends_its_thread_after_what_is_queued_and_can_be_used_agai
     assert done == ["last", "again"]
 
 
+def test_what_is_run_in_an_idle_lane_runs_here_and_has_ended_on_return(lane):
+    before = threading.enumerate()
+    seen: list[threading.Thread] = []
+    for _ in range(3):
+        work = lane.run("here", lambda: seen.append(threading.current_thread()))
+        assert work.done() and work.error is None
+    assert seen == [threading.current_thread()] * 3
+    assert threading.enumerate() == before
+
+
+def test_what_is_run_comes_after_what_was_submitted(threaded):
+    gate, done = Gate(), []
+    threaded.submit("the gate", gate)
+    threaded.submit("first", lambda: done.append("first"))
+    threading.Timer(0, gate.open).start()
+    threaded.run("second", lambda: done.append("second"))
+    assert done == ["first", "second"]
+    threaded.run("third", lambda: done.append(threading.current_thread()))
+    assert done[2] is threading.current_thread()  # the queue is empty again
+
+
+def test_what_threads_run_in_one_lane_never_overlaps(threaded):
+    inside, overlaps, ended = [0], [], []
+
+    def count() -> None:
+        inside[0] += 1
+        overlaps.append(inside[0] > 1)
+        inside[0] -= 1
+
+    def use() -> None:
+        for n in range(200):
+            (threaded.run if n % 3 else threaded.submit)("counting", count)
+        ended.append(True)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    threaded.drain()
+    assert ended == [True] * 4
+    assert overlaps == [False] * 800
+
+
+def test_a_failure_of_what_is_run_is_kept_for_whoever_waits(lane):
+    error = LookupError()
+    work = lane.run("a search", lambda: fail(error))
+    assert work.error is lane.failed is error
+    with pytest.raises(LookupError):
+        work.wait()
+    done: list[str] = []
+    refused = [lane.run("after", lambda: done.append("after")), lane.submit("after", nothing)]
+    for work in refused:
+        with pytest.raises(LookupError):
+            work.wait()
+    lane.reset()
+    lane.run("again", lambda: done.append("again")).wait()
+    assert done == ["again"]
+
+
+def test_an_interrupt_is_raised_to_whoever_waits_and_what_follows_is_refused_as_interrupted(lane):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lane.run("a long search", interrupt).wait()
+    for work in (lane.run("after", nothing), lane.submit("after", nothing)):
+        with pytest.raises(RuntimeError, match="a long search was interrupted: KeyboardInterrupt"):
+            work.wait()
+    lane.reset()
+    lane.run("again", nothing).wait()
+
+
 class Owner:
     """Owns a lane, as a reducer does, and submits functions that hold it."""
 

@@ -37,6 +37,7 @@ from instep.shm.tensors import (
     require_list,
     require_parts,
     require_splits,
+    require_writable,
     split,
     writable,
 )
@@ -320,6 +321,8 @@ class ShmGroup(ProcessGroup):
 
     def _do(self, turn: Turn, function: Callable[[], None], outputs: list[Any], opts: Any) -> ShmWork:
         """Here, if the caller waits for it anyway, else in the group's own thread."""
+        for x in among(outputs):
+            require_writable(x)
         inference = any(x.is_inference() for x in among(outputs))
         room = self._rounds.room
 

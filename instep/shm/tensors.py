@@ -27,6 +27,12 @@ def check(x: Tensor) -> None:
         raise TypeError(f"shm: dtype {x.dtype} is none of {', '.join(DTYPES[1:])}")
 
 
+def require_writable(x: Tensor) -> None:
+    """Raise ``ValueError`` for an expanded tensor: several of its elements are one place in memory."""
+    if x.layout is torch.strided and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"shape {tuple(x.shape)} is expanded, strides {x.stride()}: pass x.contiguous()")
+
+
 def reduction_of(x: Tensor, opts: Any) -> str:
     """The name of the reduction in ``opts``, by default a sum."""
     return reduction_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM, x.dtype)

@@ -1,0 +1,270 @@
+"""Operations go on beside the computation, in the order of their issue in a group, and end as torch's do."""
+
+from __future__ import annotations
+
+import random
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from instep.errors import Desync
+from instep.shm import ShmGroup, connect
+from tests.shm import calls
+from tests.shm.calls import PATIENCE_S, group_of
+from tests.world import world
+
+LONG = 3 << 20
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def join(store: dist.Store, name: str, ranks: list[int], rank: int) -> ShmGroup:
+    """A group of these ranks, which are threads."""
+    pg: Any = connect(
+        dist.PrefixStore(name, store), ranks.index(rank), len(ranks), timedelta(seconds=PATIENCE_S), ranks
+    )
+    assert isinstance(pg, ShmGroup)
+    return pg
+
+
+@world(3, backend="shm")
+def test_many_operations_of_all_kinds_are_in_flight_and_waited_for_in_any_order(mesh):
+    pg, me = group_of(mesh), mesh.rank
+    checks = []
+    for n in range(60):
+        length = [0, 1, 33, 20_000][n % 4]
+        x = torch.full((3 * length,), n + me, dtype=torch.int64)
+        share, whole = x.new_zeros(length), x.new_zeros(9 * length)
+        match n % 6:
+            case 0:
+                checks.append((calls.all_reduce(pg, x, now=False), x, [3 * n + 3] * 3))
+            case 1:
+                checks.append((calls.broadcast(pg, x, n % 3, now=False), x, [n + n % 3] * 3))
+            case 2:
+                work = calls.all_gather_single(pg, whole, x, now=False)
+                checks.append((work, whole, [n + rank for rank in range(3) for _ in range(3)]))
+            case 3:
+                work = calls.reduce_scatter_single(pg, share, x, now=False)
+                checks.append((work, share, [3 * n + 3]))
+            case 4:
+                out = torch.zeros_like(x)
+                checks.append((calls.all_to_all_single(pg, out, x, now=False), out, [n, n + 1, n + 2]))
+            case 5:
+                checks.append((calls.barrier(pg, now=False), x, [n + me] * 3))
+    random.Random(me).shuffle(checks)
+    for work, found, expected in checks:
+        assert work.wait()
+        blocks = found.view(len(expected), -1)
+        assert all(set(block.tolist()) <= {value} for block, value in zip(blocks, expected, strict=True))
+
+
+@world(2, backend="shm")
+def test_a_synchronous_operation_comes_after_those_that_were_issued_before(mesh):
+    pg = group_of(mesh)
+    x = torch.ones(LONG)
+    works = [calls.all_reduce(pg, x, now=False) for _ in range(3)]
+    calls.broadcast(pg, x, 0)
+    assert set(x.tolist()) == {8.0}
+    assert all(work.is_completed() and work.is_success() for work in works)
+
+
+@pytest.fixture
+def event() -> threading.Event:
+    return threading.Event()
+
+
+@world(2, backend="shm")
+def test_an_operation_goes_on_while_its_caller_computes(mesh, event):
+    pg, x = group_of(mesh), torch.ones(LONG)
+    if mesh.rank == 0:
+        calls.all_reduce(pg, x, now=True)
+        event.set()
+        return
+    work, y = calls.all_reduce(pg, x, now=False), torch.ones(8, 8)
+    while not event.is_set():  # rank 0 has come through all rounds, and this thread in none of them
+        y = (y @ y).clamp(0, 1)
+    work.wait()
+    assert x[-1] == 2
+
+
+@world(2, backend="shm")
+def test_an_operation_goes_on_while_its_caller_waits_for_what_follows_it(mesh, store):
+    """Rank 0 waits for a message that rank 1 sends after an operation that rank 0 has only begun."""
+    pg, other = group_of(mesh), join(store, "other", [0, 1], mesh.rank)
+    for carrier in (pg, other):
+        x, message = torch.ones(LONG), torch.zeros(1)
+        if mesh.rank == 0:
+            work = calls.all_reduce(pg, x, now=False)
+            carrier.recv([message], 1, 0).wait()
+            work.wait()
+        else:
+            calls.all_reduce(pg, x, now=True)
+            carrier.send([message], 0, 0).wait()
+        assert x[-1] == 2
+
+
+@world(2, backend="shm")
+def test_groups_do_not_wait_for_each_other(mesh, store):
+    """Each rank begins with another one of the groups; on one group this would be a mistake."""
+    groups = [join(store, f"group {n}", [0, 1], mesh.rank) for n in range(3)]
+    for times in range(20):
+        xs = [torch.full((LONG if times == 0 else 5,), n + 1.0) for n in range(3)]
+        order = [0, 1, 2] if mesh.rank == 0 else [2, 0, 1]
+        works = [calls.all_reduce(groups[n], xs[n], now=False) for n in order]
+        for work in reversed(works):
+            work.wait()
+        assert [x[0].item() for x in xs] == [2, 4, 6]
+        assert [x[-1].item() for x in xs] == [2, 4, 6]
+
+
+@world(4, backend="shm")
+def test_groups_overlap(mesh, store):
+    members = [[0, 1, 2, 3], [0, 2], [1, 2, 3], [3, 0], [2]]
+    groups = {
+        n: join(store, f"group {n}", ranks, mesh.rank)
+        for n, ranks in enumerate(members)
+        if mesh.rank in ranks
+    }
+    begun = []
+    for times in range(10):
+        for n, pg in groups.items():
+            x = torch.full((10 * times,), 1 << mesh.rank)
+            begun.append((calls.all_reduce(pg, x, now=False), x, sum(1 << rank for rank in members[n])))
+    for work, x, expected in begun:
+        work.wait()
+        assert set(x.tolist()) <= {expected}
+
+
+@world(2, backend="shm")
+def test_a_work_tells_how_it_is_and_a_future_has_the_tensors(mesh, event):
+    pg = group_of(mesh)
+    x = torch.ones(3)
+    if mesh.rank == 1:
+        assert event.wait(PATIENCE_S)
+    work = calls.all_reduce(pg, x, now=False)
+    future = work.get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    if mesh.rank == 0:
+        assert not (work.is_completed() or work.is_success() or future.done())
+        with pytest.raises(RuntimeError, match=r"all_reduce did not end within 0\.01 s"):
+            work.wait(timedelta(milliseconds=10))
+        event.set()
+    (found,) = future.wait()
+    assert found is x and found.tolist() == [2, 2, 2]
+    assert doubled.wait().tolist() == [4, 4, 4]
+    assert work.wait() and work.wait(timedelta(seconds=PATIENCE_S))
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert work.result()[0] is x
+    assert work.get_future().wait()[0] is x
+    assert calls.barrier(pg, now=False).get_future().wait() == []
+
+
+@world(2, backend="shm")
+def test_a_future_of_what_failed_raises_it(mesh):
+    pg = group_of(mesh)
+    work = calls.all_reduce(pg, torch.ones(3 + mesh.rank), now=False)
+    future = work.get_future()
+    later = future.then(lambda done: done.value())
+    for failed in (future, later):
+        with pytest.raises(RuntimeError, match=r"rank 0 calls all_reduce .* of 3 float32"):
+            failed.wait()
+    with pytest.raises(Desync):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), Desync)
+
+
+@world(2, backend="shm", deadline_s=10)
+def test_a_callback_may_use_the_group(mesh):
+    """As torch's PowerSGD does: it reduces, in a callback of a reduction, and waits there."""
+    pg = group_of(mesh)
+    x = torch.ones(2)
+
+    def sync(done):
+        calls.all_reduce(pg, done.value()[0], now=True)
+        return done.value()
+
+    def future(done):
+        return calls.all_reduce(pg, done.value()[0], now=False).get_future().wait()
+
+    def work(done):
+        calls.all_reduce(pg, done.value()[0], now=False).wait()
+        return done.value()
+
+    first = calls.all_reduce(pg, x, now=False).get_future()
+    first.then(sync).then(future).then(work).wait()
+    assert x.tolist() == [16, 16]
+    calls.barrier(pg).wait()
+
+
+@world(2, backend="shm")
+def test_a_callback_that_raises_harms_nobody_else(mesh):
+    pg = group_of(mesh)
+
+    def divide(done):
+        return 1 / 0
+
+    works = [calls.all_reduce(pg, torch.ones(3), now=False) for _ in range(3)]
+    failing = [work.get_future().then(divide) for work in works]
+    for work, future in zip(works, failing, strict=True):
+        work.wait()
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            future.wait()
+    calls.barrier(pg).wait()
+
+
+@world(2, backend="shm")
+def test_tensors_that_nobody_else_holds_live_as_long_as_their_operation(mesh):
+    pg = group_of(mesh)
+    works = []
+    for n in range(100):
+        works.append(calls.all_reduce(pg, torch.full((1000,), n), now=False))
+        outs = [torch.zeros(10, dtype=torch.int64) for _ in range(2)]
+        works.append(calls.all_gather(pg, outs, torch.full((10,), n + mesh.rank), now=False))
+        del outs
+    for n in range(100):
+        works[2 * n].wait()
+        works[2 * n + 1].wait()
+        assert set(works[2 * n].result()[0].tolist()) == {2 * n}
+        assert [out[-1].item() for out in works[2 * n + 1].result()[0]] == [n, n + 1]
+
+
+@world(3, backend="shm")
+def test_threads_of_a_rank_share_a_group_when_what_they_do_is_the_same(mesh):
+    """Their operations pair up in whatever order they come, and none is lost."""
+    pg = group_of(mesh)
+    found: list[Any] = []
+
+    def use() -> None:
+        try:
+            for _ in range(60):
+                x = torch.ones(3)
+                calls.all_reduce(pg, x).wait()
+                found.append(x.tolist())
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[3, 3, 3]] * 180
+
+
+@world(40, backend="shm", timeout_s=20)
+def test_forty_ranks_meet(mesh):
+    pg = group_of(mesh)
+    x = torch.full((700,), mesh.rank)
+    calls.all_reduce(pg, x, now=mesh.rank % 2 == 0).wait()
+    assert set(x.tolist()) == {780}
+    out = torch.zeros(40, dtype=torch.int64)
+    calls.all_to_all_single(pg, out, torch.full((40,), mesh.rank)).wait()
+    assert out.tolist() == list(range(40))

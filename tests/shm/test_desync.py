@@ -1,0 +1,253 @@
+"""Ranks that come with different operations are told so, all of them, with both sides; nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from instep.errors import Desync, InstepError
+from tests.shm import calls
+from tests.shm.calls import group_of
+from tests.shm.numbers import op
+from tests.world import world
+
+Tensors = list[torch.Tensor]
+Use = Callable[[Any, Tensors, bool], Any]  # of a group and twelve ones, thrice
+
+
+REDUCE: Use = lambda pg, x, now: calls.all_reduce(pg, x[0], now=now)  # noqa: E731
+# What ranks 0 and 1 do, what rank 2 does, and how each is told.
+PAIRS: dict[str, tuple[Use, Use, str, str]] = {
+    "length": (
+        REDUCE,
+        lambda pg, x, now: calls.all_reduce(pg, x[0][:11], now=now),
+        "all_reduce (sum) of 12 float32",
+        "all_reduce (sum) of 11 float32",
+    ),
+    "nothing": (
+        REDUCE,
+        lambda pg, x, now: calls.all_reduce(pg, x[0][:0], now=now),
+        "all_reduce (sum) of 12 float32",
+        "all_reduce (sum) of 0 float32",
+    ),
+    "dtype": (
+        REDUCE,
+        lambda pg, x, now: calls.all_reduce(pg, x[0].view(torch.int32), now=now),
+        "all_reduce (sum) of 12 float32",
+        "all_reduce (sum) of 12 int32",
+    ),
+    "reduction": (
+        REDUCE,
+        lambda pg, x, now: calls.all_reduce(pg, x[0], op("max"), now=now),
+        "all_reduce (sum) of 12 float32",
+        "all_reduce (max) of 12 float32",
+    ),
+    "operation": (
+        REDUCE,
+        lambda pg, x, now: calls.broadcast(pg, x[0], 1, now=now),
+        "all_reduce (sum) of 12 float32",
+        "broadcast of 12 float32 with root 1",
+    ),
+    "barrier": (
+        REDUCE,
+        lambda pg, x, now: calls.barrier(pg, now=now),
+        "all_reduce (sum) of 12 float32",
+        "barrier",
+    ),
+    "root of a broadcast": (
+        lambda pg, x, now: calls.broadcast(pg, x[0], 0, now=now),
+        lambda pg, x, now: calls.broadcast(pg, x[0], 2, now=now),
+        "broadcast of 12 float32 with root 0",
+        "broadcast of 12 float32 with root 2",
+    ),
+    "root of a reduction": (
+        lambda pg, x, now: calls.reduce(pg, x[0], 0, now=now),
+        lambda pg, x, now: calls.reduce(pg, x[0], 2, now=now),
+        "reduce (sum) of 12 float32 with root 0",
+        "reduce (sum) of 12 float32 with root 2",
+    ),
+    "root of a gathering": (
+        lambda pg, x, now: calls.gather(pg, x if pg.getRank() == 0 else [], x[0], 0, now=now),
+        lambda pg, x, now: calls.gather(pg, x, x[0], 2, now=now),
+        "gather of 12 float32 with root 0",
+        "gather of 12 float32 with root 2",
+    ),
+    "length of a part": (
+        lambda pg, x, now: calls.all_gather(pg, x, x[0], now=now),
+        lambda pg, x, now: calls.all_gather(pg, [y[:6] for y in x], x[0][:6], now=now),
+        "all_gather of 12 float32",
+        "all_gather of 6 float32",
+    ),
+    "length of a share": (
+        lambda pg, x, now: calls.reduce_scatter(pg, x[0], x, now=now),
+        lambda pg, x, now: calls.reduce_scatter(pg, x[0][:4], [y[:4] for y in x], now=now),
+        "reduce_scatter (sum) of 12 float32",
+        "reduce_scatter (sum) of 4 float32",
+    ),
+    "scattering and gathering": (
+        lambda pg, x, now: calls.scatter(pg, x[0], x if pg.getRank() == 0 else [], 0, now=now),
+        lambda pg, x, now: calls.gather(pg, [], x[0], 0, now=now),
+        "scatter of 12 float32 with root 0",
+        "gather of 12 float32 with root 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("now", [True, False], ids=["at once", "async"])
+@world(3, backend="shm")
+def test_two_sides_are_told_on_every_rank_and_nothing_is_written(mesh, pair, now):
+    pg = group_of(mesh)
+    pg.set_timeout(timedelta(seconds=3))
+    ours, theirs, our_words, their_words = PAIRS[pair]
+    xs = [torch.full((12,), 5.0 + mesh.rank) for _ in range(3)]
+    with pytest.raises(Desync) as told:
+        (theirs if mesh.rank == 2 else ours)(pg, xs, now).wait()
+    text = str(told.value)
+    assert f"different operations: ranks 0, 1 call {our_words}; rank 2 calls {their_words}. " in text
+    assert all(set(x.tolist()) == {5.0 + mesh.rank} for x in xs)
+    # The group has come to its end: the next operation would meet something else.
+    with pytest.raises(InstepError, match="different operations"):
+        calls.barrier(pg).wait()
+
+
+@pytest.mark.parametrize("private", [0, 1, None])
+@world(2, backend="shm")
+def test_shared_memory_is_not_written_to_either(mesh, private):
+    pg = group_of(mesh)
+    xs = [pg.allocate(4 * length).elements(torch.float32).fill_(7.0) for length in (12, 13)]
+    x = xs[mesh.rank].clone() if mesh.rank == private else xs[mesh.rank]
+    with pytest.raises(Desync, match=r"rank 0 calls .* of 12 float32; rank 1 calls .* of 13 float32"):
+        calls.all_reduce(pg, x).wait()
+    assert all(set(tensor.tolist()) == {7.0} for tensor in (*xs, x))
+
+
+@world(3, backend="shm")
+def test_splits_that_do_not_fit_are_told_with_both_lengths(mesh):
+    pg = group_of(mesh)
+    x, out = torch.ones(6), torch.zeros(7 if mesh.rank == 2 else 6)
+    expected = [2, 3, 2] if mesh.rank == 2 else [2, 2, 2]
+    with pytest.raises(Desync, match="rank 1 sends 8 bytes to rank 2, which expects 12") as told:
+        calls.all_to_all_single(pg, out, x, expected, [2, 2, 2]).wait()
+    assert "Nothing was written" in str(told.value)
+    assert not out.any()
+
+
+@world(4, backend="shm", tp=2)
+def test_ranks_of_a_subgroup_are_told_by_their_global_numbers(mesh):
+    pg = mesh.along["dp"].pg
+    mine, other = (mesh.rank % 2, mesh.rank % 2 + 2)
+    with pytest.raises(
+        Desync, match=f"rank {mine} calls .* of 1 float32; rank {other} calls .* of 2 float32"
+    ):
+        calls.all_reduce(pg, torch.ones(1 + mesh.rank // 2)).wait()
+
+
+@world(2, backend="shm")
+def test_the_operation_before_is_done_and_those_behind_it_are_refused(mesh):
+    pg = group_of(mesh)
+    xs = [torch.ones(3) for _ in range(4)]
+    works = [calls.all_reduce(pg, x, now=False) for x in xs[:1]]
+    works.append(calls.all_reduce(pg, xs[1] if mesh.rank else xs[1][:2], now=False))
+    works += [calls.all_reduce(pg, x, now=False) for x in xs[2:]]
+    works[0].wait()
+    for work in works[1:]:
+        with pytest.raises(Desync, match="of 2 float32"):
+            work.wait()
+    assert [x.tolist() for x in xs] == [[2, 2, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+
+
+MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "too few outputs": (
+        lambda pg: calls.all_gather(pg, [torch.ones(3)], torch.ones(3)),
+        "expected 2 output tensors, one per rank, got 1",
+    ),
+    "outputs too short": (
+        lambda pg: calls.all_gather(pg, [torch.ones(2)] * 2, torch.ones(3)),
+        r"output tensor 0: expected 3 elements of torch.float32, got 2 of torch.float32",
+    ),
+    "outputs of another dtype": (
+        lambda pg: calls.all_gather(pg, [torch.ones(3).int()] * 2, torch.ones(3)),
+        r"output tensor 0: expected 3 elements of torch.float32, got 3 of torch.int32",
+    ),
+    "a single output too short": (
+        lambda pg: calls.all_gather_single(pg, torch.ones(5), torch.ones(3)),
+        "6|3",
+    ),
+    "too few inputs": (
+        lambda pg: calls.reduce_scatter(pg, torch.ones(3), [torch.ones(3)]),
+        "expected 2 input tensors, one per rank, got 1",
+    ),
+    "a single input too long": (
+        lambda pg: calls.reduce_scatter_single(pg, torch.ones(3), torch.ones(8)),
+        "expected",
+    ),
+    "what cannot be divided": (
+        lambda pg: calls.all_to_all_single(pg, torch.ones(3), torch.ones(3)),
+        "2 ranks",
+    ),
+    "splits of another sum": (
+        lambda pg: calls.all_to_all_single(pg, torch.ones(3), torch.ones(3), [1, 1], [1, 2]),
+        r"expected 2 splits that sum to 3 rows, got \[1, 1\]",
+    ),
+    "splits for another number of ranks": (
+        lambda pg: calls.all_to_all_single(pg, torch.ones(3), torch.ones(3), [1, 2], [3]),
+        r"expected 2 splits that sum to 3 rows, got \[3\]",
+    ),
+    "negative splits": (
+        lambda pg: calls.all_to_all_single(pg, torch.ones(3), torch.ones(3), [4, -1], [1, 2]),
+        "splits",
+    ),
+    "lists of other lengths": (
+        lambda pg: calls.all_to_all(pg, [torch.ones(1)], [torch.ones(1)] * 2),
+        "expected 2 output tensors, one per rank, got 1",
+    ),
+    "two dtypes": (
+        lambda pg: calls.all_to_all(pg, [torch.ones(1).int()] * 2, [torch.ones(1)] * 2),
+        r"expected an output of torch.float32",
+    ),
+    "too few to scatter": (
+        lambda pg: calls.scatter(pg, torch.ones(3), [torch.ones(3)], pg.getRank()),
+        "expected 2 input tensors, one per rank, got 1",
+    ),
+    "nothing to scatter": (lambda pg: calls.scatter(pg, torch.ones(3), [], pg.getRank()), "expected"),
+    "too few to gather into": (
+        lambda pg: calls.gather(pg, [torch.ones(3)], torch.ones(3), pg.getRank()),
+        "expected 2 output tensors, one per rank, got 1",
+    ),
+    "nothing to gather into": (lambda pg: calls.gather(pg, [], torch.ones(3), pg.getRank()), "expected"),
+    "no such root": (lambda pg: calls.broadcast(pg, torch.ones(3), 2), "2"),
+    "a negative root": (lambda pg: calls.reduce(pg, torch.ones(3), -1), "-1"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@world(2, backend="shm")
+def test_a_mistake_in_a_call_is_told_before_anything_is_sent_and_the_group_lives_on(mesh, mistake):
+    pg = group_of(mesh)
+    pg.set_timeout(timedelta(seconds=2))
+    call, words = MISTAKES[mistake]
+    if mesh.rank == 0:
+        with pytest.raises(ValueError, match=words):
+            call(pg).wait()
+    x = torch.ones(3)
+    calls.all_reduce(pg, x).wait()
+    assert x.tolist() == [2, 2, 2]
+
+
+@world(2, backend="shm")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("band", torch.float32), ("min", torch.complex64), ("avg", torch.bool), ("bxor", torch.complex64)],
+)
+def test_reductions_that_are_not_defined_are_refused(mesh, name, dtype):
+    pg = group_of(mesh)
+    with pytest.raises(TypeError, match=f"{name}|{str(dtype).removeprefix('torch.')}"):
+        calls.all_reduce(pg, torch.ones(3, dtype=dtype), op(name))
+    with pytest.raises(TypeError, match="expected a reduction out of sum, avg, product"):
+        calls.all_reduce(pg, torch.ones(3), torch.distributed._make_nccl_premul_sum(2.0))
+    calls.barrier(pg).wait()

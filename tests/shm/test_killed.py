@@ -1,0 +1,216 @@
+"""A process that is killed, stopped or interrupted in the middle of an operation is named to all who wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import instep
+from instep.errors import PeerLost
+from instep.mesh.exits import RankFailed
+from instep.mesh.launch import launch
+from instep.shm import collectives, in_place
+from instep.shm.futex import Words
+from instep.shm.heap import Heap
+from tests.shm.calls import PATIENCE_S
+
+SOON_S = 1.5  # one slice of a wait, and a machine that is busy with other things
+LONG = 5 << 20
+
+
+def dies_in(module: Any, name: str, at_call: int = 1) -> None:
+    """This process is killed by its ``at_call``-th call of a function of ``module``."""
+    original, times = getattr(module, name), [0]
+
+    def deadly(*args: Any) -> Any:
+        times[0] += 1
+        if times[0] == at_call:
+            die()
+        return original(*args)
+
+    setattr(module, name, deadly)
+
+
+def die() -> None:
+    Path("died").write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def private(mesh: Any) -> None:
+    if mesh.rank == 1:
+        dies_in(collectives, "combine", at_call=3)
+    dist.all_reduce(torch.ones(LONG))
+
+
+def asynchronous(mesh: Any) -> None:
+    if mesh.rank == 1:
+        dies_in(collectives, "combine", at_call=3)
+    works = [dist.all_reduce(torch.ones(LONG), async_op=True) for _ in range(3)]
+    for work in reversed(works):
+        work.wait()
+
+
+def shared(mesh: Any) -> None:
+    if mesh.rank == 1:
+        dies_in(in_place, "combine")
+    dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
+
+
+def before_mapping(mesh: Any) -> None:
+    """Rank 1 has told where its memory is, and takes it along before anybody has seen it."""
+    if mesh.rank == 1:
+        dies_in(Heap, "resolve")
+    else:
+        original = Heap.resolve
+
+        def late(heap: Heap, rank: int, location: Any) -> torch.Tensor:
+            wait_for(Path("died"))
+            while lives(mesh, 1):
+                pass
+            return original(heap, rank, location)
+
+        Heap.resolve = late  # type: ignore[method-assign]
+    dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
+
+
+def barrier(mesh: Any) -> None:
+    if mesh.rank == 1:
+        die()
+    dist.barrier()
+
+
+def receive(mesh: Any) -> None:
+    if mesh.rank == 1:
+        die()
+    dist.recv(torch.ones(3), src=1)
+
+
+def half_a_message(mesh: Any) -> None:
+    if mesh.rank == 1:
+        dies_in(Words, "post", at_call=6)
+        for rank in (0, 2):
+            dist.isend(torch.ones(LONG), rank)
+        signal.pause()
+    dist.recv(torch.ones(LONG), src=1)
+
+
+def send(mesh: Any) -> None:
+    if mesh.rank == 1:
+        die()
+    dist.send(torch.ones(LONG), 1)
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not path.exists() and time.monotonic() < until:
+        pass
+
+
+def lives(mesh: Any, rank: int) -> bool:
+    return rank not in mesh.world.group.peers.dead()
+
+
+CASES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "private": (private, "all_reduce"),
+    "asynchronous": (asynchronous, "all_reduce"),
+    "shared": (shared, "all_reduce"),
+    "before mapping": (before_mapping, "all_reduce"),
+    "barrier": (barrier, "barrier"),
+    "receive": (receive, "receive from rank 1"),
+    "half a message": (half_a_message, "receive from rank 1"),
+    "send": (send, "send to rank 1"),
+}
+
+
+def survive(directory: Path, case: str) -> None:
+    """A rank's life: meet, be killed, or write down how one learns of it."""
+    os.chdir(directory)
+    mesh = instep.init(backend="shm", timeout_s=PATIENCE_S)
+    dist.barrier()
+    try:
+        CASES[case][0](mesh)
+    except PeerLost as lost:
+        told = time.monotonic()
+        with pytest.raises(PeerLost) as again:
+            dist.barrier()
+        facts = {"told": told, "text": str(lost), "ranks": lost.ranks, "operation": lost.operation}
+        Path(f"rank {mesh.rank}").write_text(json.dumps({**facts, "again": again.value.ranks}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case):
+    pids: list[int] = []
+    with pytest.raises(RankFailed, match=r"rank 1 of 3 .* was killed by SIGKILL"):
+        launch(survive, (tmp_path, case), ranks=3, on_start=pids.extend, grace_s=PATIENCE_S)
+    died = float((tmp_path / "died").read_text())
+    for rank in (0, 2):
+        facts = json.loads((tmp_path / f"rank {rank}").read_text())
+        assert facts["ranks"] == facts["again"] == [1]
+        assert facts["operation"].startswith(CASES[case][1])
+        assert facts["text"].startswith(f"rank 1 (pid {pids[1]} on ")
+        assert f" died: rank {rank} waited " in facts["text"]
+        assert facts["told"] - died < SOON_S
+
+
+def stop_and_be_missed(directory: Path) -> None:
+    os.chdir(directory)
+    mesh = instep.init(backend="shm", timeout_s=0.5)
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    dist.broadcast(torch.ones(1), 0)
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        dist.all_reduce(torch.ones(2))
+    except PeerLost as lost:
+        Path("told").write_text(str(lost))
+        os.kill(mesh.world.group.peers.table[1].pid, signal.SIGKILL)
+
+
+def test_a_process_that_is_stopped_is_alive_and_named_by_the_deadline(tmp_path):
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        launch(stop_and_be_missed, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("rank 0 waited 0.5 s in all_reduce, and never came: rank 1 (pid ")
+    assert ", alive, last waited in broadcast. " in told
+
+
+def be_interrupted(directory: Path) -> None:
+    os.chdir(directory)
+    mesh = instep.init(backend="shm", timeout_s=PATIENCE_S)
+    if mesh.rank == 0:
+
+        def interrupt(number: int, frame: Any) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            dist.broadcast(torch.ones(2), 1)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            dist.barrier()
+        Path("died").write_text(str(time.monotonic()))
+        signal.pause()
+    wait_for(Path("died"))
+    dist.broadcast(torch.ones(2), 1)  # where rank 0 has been, and is found
+    with pytest.raises(PeerLost) as lost:
+        dist.barrier()
+    Path("told").write_text(json.dumps([str(lost.value), time.monotonic()]))
+    os.kill(mesh.world.group.peers.table[0].pid, signal.SIGKILL)
+
+
+def test_an_interrupt_ends_a_wait_and_the_others_are_told(tmp_path):
+    with pytest.raises(RankFailed, match=r"rank 0 of 2 .* was killed by SIGKILL"):
+        launch(be_interrupted, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
+    text, told = json.loads((tmp_path / "told").read_text())
+    assert "rank 0, which failed: KeyboardInterrupt" in text
+    assert told - float((tmp_path / "died").read_text()) < SOON_S

@@ -1,0 +1,366 @@
+"""What torch builds on a process group gives on shm the numbers that it gives on gloo.
+
+There are two ranks, so that every sum has one order only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep.mesh.exits import RankFailed
+from instep.mesh.launch import launch
+from tests.shm.numbers import same_bits
+from tests.world import world
+
+PATIENCE_S = 20
+STEPS = 3
+Numbers = dict[str, Tensor]
+
+
+def gives_what_gloo_gives(run: Callable[..., Numbers], **kwargs: Any) -> Numbers:
+    """``run`` on a group of each backend: the same tensors, in every bit."""
+    found = {}
+    for backend in ("gloo", "shm"):
+        torch.manual_seed(7)
+        found[backend] = run(dist.new_group(backend=backend), **kwargs)
+    assert found["gloo"].keys() == found["shm"].keys() != set()
+    for name, expected in found["gloo"].items():
+        assert same_bits(found["shm"][name], expected), name
+    return found["shm"]
+
+
+class Net(nn.Module):
+    """With a statistic, and a layer that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, *, skip: bool = False) -> Tensor:
+        x = self.norm(self.first(x)).relu()
+        return self.last(x if skip else self.second(x).relu())
+
+
+def batches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(5, 8, generator=generator) for _ in range(STEPS)]
+
+
+def state(module: nn.Module) -> Numbers:
+    grads = {f"{name}.grad": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return {**{name: x.clone() for name, x in module.state_dict().items()}, **grads}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, skip: bool = False) -> None:
+    for n, x in enumerate(batches(dist.get_rank())):
+        optimizer.zero_grad()
+        model(x, **({"skip": n % 2 == 0} if skip else {})).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": 0.0005},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+        {"find_unused_parameters": True},
+        {"static_graph": True, "broadcast_buffers": False},
+    ],
+    ids=lambda options: ", ".join(options) or "default",
+)
+@world(2, by="process", backend="shm")
+def test_distributed_data_parallel(mesh, options):
+    gives_what_gloo_gives(data_parallel, **options)
+
+
+def data_parallel(pg, **options):
+    torch.manual_seed(dist.get_rank())  # the constructor makes them equal
+    model = DistributedDataParallel(Net(), process_group=pg, **options)
+    train(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        skip="find_unused_parameters" in options,
+    )
+    return state(model)
+
+
+@world(2, by="process", backend="shm")
+def test_accumulation_without_synchronisation(mesh):
+    gives_what_gloo_gives(accumulates)
+
+
+def accumulates(pg):
+    model = DistributedDataParallel(Net(), process_group=pg)
+    first, second, _ = batches(dist.get_rank())
+    with model.no_sync():
+        model(first).sum().backward()
+    local = {f"local {name}": x for name, x in state(model).items()}
+    model(second).sum().backward()
+    return {**local, **state(model)}
+
+
+HOOKS: dict[str, Callable[[Any], tuple[Any, Callable[..., Any]]]] = {
+    "allreduce": lambda pg: (pg, default_hooks.allreduce_hook),
+    "float16": lambda pg: (pg, default_hooks.fp16_compress_hook),
+    "PowerSGD": lambda pg: (
+        powerSGD_hook.PowerSGDState(pg, start_powerSGD_iter=2, min_compression_rate=0.5),
+        powerSGD_hook.powerSGD_hook,
+    ),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@world(2, by="process", backend="shm", deadline_s=30)
+def test_communication_hooks(mesh, hook):
+    gives_what_gloo_gives(hooked, hook=hook)
+
+
+def hooked(pg, hook):
+    # One bucket: what the callbacks of several would issue first differs from rank to rank, on gloo too.
+    model = DistributedDataParallel(Net(), process_group=pg)
+    model.register_comm_hook(*HOOKS[hook](pg))
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+    return state(model)
+
+
+def die_in_backward(directory: Path) -> None:
+    mesh = instep.init(backend="shm", timeout_s=PATIENCE_S)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.0005)
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+    if mesh.rank == 1:
+        model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        model(batches(0)[0]).sum().backward()
+    except RuntimeError as error:
+        (directory / "told").write_text(json.dumps([str(error), mesh.world.group.peers.table[1].pid]))
+
+
+def test_the_death_of_a_rank_in_backward_is_told_by_data_parallel(tmp_path):
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        launch(die_in_backward, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
+    text, pid = json.loads((tmp_path / "told").read_text())
+    assert "PeerLost" in text
+    assert f"rank 1 (pid {pid} on " in text and " died: rank 0 waited " in text
+    assert "in all_reduce" in text
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
+@world(2, by="process", backend="shm")
+def test_fully_shard(mesh, mixed):
+    gives_what_gloo_gives(fully_sharded, mixed=mixed)
+
+
+def fully_sharded(pg, mixed):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    own = DeviceMesh.from_group(pg, "cpu")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=own, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    norms = []
+    for x in batches(dist.get_rank()):
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(norm.full_tensor())
+        optimizer.step()
+    whole = {name: x.full_tensor() for name, x in model.state_dict().items()}
+    return {**whole, "norms": torch.stack(norms)}
+
+
+@world(2, by="process", backend="shm")
+def test_meshes_of_two_axes(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    for shape in ((2, 1), (1, 2)):
+        grid = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        assert {dist.get_backend(grid.get_group(axis)) for axis in ("replicate", "shard")} == {"shm"}
+        torch.manual_seed(3)
+        model = nn.Linear(8, 4, bias=False)
+        expected = copy.deepcopy(model)
+        fully_shard(model, mesh=grid)
+        for x in batches(dist.get_rank()):
+            model(x).sum().backward()
+        for rank in range(2):
+            for x in batches(rank):
+                (expected(x).sum() / 2).backward()
+        grad: Any = model.weight.grad
+        torch.testing.assert_close(grad.full_tensor(), expected.weight.grad)
+
+
+@world(2, by="process", backend="shm")
+def test_distributed_tensors(mesh):
+    gives_what_gloo_gives(distributes)
+
+
+def distributes(pg):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    own = DeviceMesh.from_group(pg, "cpu")
+    whole = torch.arange(35.0).view(7, 5)
+    rows, columns = (distribute_tensor(whole, own, [Shard(dim)]) for dim in (0, 1))
+    assert same_bits(rows.full_tensor(), whole) and same_bits(columns.full_tensor(), whole)
+    partial = DTensor.from_local(whole * (dist.get_rank() + 1), own, [Partial()])
+    return {
+        "product": (rows @ columns.t().contiguous().redistribute(own, [Replicate()])).full_tensor(),
+        "across": rows.redistribute(own, [Shard(1)]).to_local().clone(),
+        "sum": partial.redistribute(own, [Replicate()]).to_local().clone(),
+        "share": partial.redistribute(own, [Shard(0)]).to_local().clone(),
+        "norm": rows.norm().full_tensor(),
+    }
+
+
+@world(2, by="process", backend="shm")
+def test_functional_collectives(mesh):
+    gives_what_gloo_gives(functions)
+
+
+def functions(pg):
+    x = torch.arange(12.0).view(6, 2) * (dist.get_rank() + 1)
+    pairs = [x, x[:2] + 1]
+    found = {
+        "all_reduce": functional.all_reduce(x, "sum", pg),
+        "average": functional.all_reduce(x, "avg", pg),
+        "broadcast": functional.broadcast(x, 1, pg),
+        "gathered": functional.all_gather_tensor(x, 0, pg),
+        "gathered aside": functional.all_gather_tensor(x, 1, pg),
+        "share": functional.reduce_scatter_tensor(x, "sum", 0, pg),
+        "exchanged": functional.all_to_all_single(x, [4 - 2 * dist.get_rank()] * 2, [4, 2], pg),
+    }
+    lists = {
+        "coalesced": functional.all_reduce_coalesced(pairs, "sum", pg),
+        "gathered coalesced": functional.all_gather_into_tensor_coalesced(pairs, pg),
+        "shares": functional.reduce_scatter_tensor_coalesced(pairs, "sum", [0, 0], pg),
+    }
+    found |= {f"{name} {i}": part for name, parts in lists.items() for i, part in enumerate(parts)}
+    return {name: functional.wait_tensor(part).clone() for name, part in found.items()}
+
+
+@world(2, by="process", backend="shm")
+def test_functional_collectives_have_gradients(mesh):
+    from torch.distributed.nn import functional as differentiable
+
+    x = torch.full((4,), mesh.rank + 1.0, requires_grad=True)
+    (differentiable.all_reduce(x) * (mesh.rank + 1)).sum().backward()
+    assert x.grad.tolist() == [3.0] * 4
+    x.grad = None
+    (torch.cat(differentiable.all_gather(x)) * torch.arange(8.0)).sum().backward()
+    assert x.grad.tolist() == [2.0 * (4 * mesh.rank + i) for i in range(4)]
+
+
+@world(2, by="process", backend="shm")
+def test_the_zero_redundancy_optimizer(mesh):
+    gives_what_gloo_gives(shards_an_optimizer)
+
+
+def shards_an_optimizer(pg):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
+    model = DistributedDataParallel(Net(), process_group=pg)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.Adam, process_group=pg, lr=0.01
+    )
+    train(model, optimizer)
+    optimizer.consolidate_state_dict(0)
+    return state(model)
+
+
+@world(2, by="process", backend="shm")
+def test_checkpoints_of_torch(mesh, tmp_path):
+    """Its planning goes through the collectives of objects."""
+    from torch.distributed import checkpoint
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    own = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    saved = {
+        "sharded": distribute_tensor(torch.arange(20.0).view(5, 4), own, [Shard(0)]),
+        "whole": torch.ones(3),
+    }
+    checkpoint.save(saved, checkpoint_id=tmp_path)
+    loaded = {name: torch.zeros_like(x) for name, x in saved.items()}
+    checkpoint.load(loaded, checkpoint_id=tmp_path)
+    assert same_bits(loaded["sharded"].to_local(), saved["sharded"].to_local())
+    assert loaded["whole"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@world(2, by="process", backend="shm")
+def test_pipelines(mesh, schedule):
+    gives_what_gloo_gives(pipelines, schedule=schedule)
+
+
+def pipelines(pg, schedule):
+    from torch.distributed import pipelining
+
+    layers = [nn.Linear(8, 6), nn.Linear(6, 3)]
+    own = layers[dist.get_rank()]
+    stage = pipelining.PipelineStage(own, dist.get_rank(), 2, torch.device("cpu"), group=pg)
+    steps = getattr(pipelining, schedule)(stage, 4, loss_fn=lambda y, target: (y - target).square().sum())
+    x, target = torch.randn(8, 8), torch.zeros(8, 3)
+    steps.step(*((x,) if dist.get_rank() == 0 else ()), **({"target": target} if dist.get_rank() else {}))
+    return state(own)
+
+
+@world(3, by="process", backend="shm")
+def test_every_function_of_torch_distributed(mesh):
+    """On three ranks and integers, where no order can show."""
+    gives_what_gloo_gives(every_function)
+
+
+def every_function(pg):
+    me, count = dist.get_rank(), 3
+    x = torch.arange(12) * (me + 2)
+    found: Numbers = {}
+
+    def empty(n: int = count) -> list[Tensor]:
+        return [torch.zeros_like(x) for _ in range(n)]
+
+    for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        found[name] = x.clone()
+        dist.all_reduce(found[name], getattr(dist.ReduceOp, name), group=pg)
+    found["broadcast"] = x.clone()
+    dist.broadcast(found["broadcast"], 2, group=pg)
+    reduced = x.clone()
+    dist.reduce(reduced, 1, group=pg)
+    if me == 1:
+        found["reduce"] = reduced
+    parts = empty()
+    dist.all_gather(parts, x, group=pg)
+    found["all_gather"] = torch.cat(parts)
+    found["all_gather_into_tensor"] = torch.cat(empty())
+    dist.all_gather_into_tensor(found["all_gather_into_tensor"], x, group=pg)
+    gathered = empty() if me == 0 else None
+    dist.gather(x, gathered, 0, group=pg)
+    found["gather"] = torch.cat(gathered or empty())
+    found["scatter"] = torch.zeros_like(x)
+    dist.scatter(found["scatter"], gathered, 0, group=pg)
+    found["reduce_scatter_tensor"] = torch.zeros(4, dtype=torch.int64)
+    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], x, group=pg)
+    found["reduce_scatter"] = torch.zeros_like(x)
+    dist.reduce_scatter(found["reduce_scatter"], [x + n for n in range(count)], group=pg)
+    found["all_to_all_single"] = torch.zeros_like(x)
+    dist.all_to_all_single(found["all_to_all_single"], x, group=pg)
+    dist.barrier(group=pg)
+    return found
