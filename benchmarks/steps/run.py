@@ -10,16 +10,20 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from instep.bench.options import Steps
 from instep.bench.settings import setting
-from instep.bench.steps import Found, chart, measure, report, table
-from instep.bench.tables import environment, write_between, write_csv, write_json
+from instep.bench.steps import Found, chart, measure, report, short, table
+from instep.bench.tables import environment, markdown, write_between, write_csv, write_json
 from instep.bench.words import parse_count
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+HEADLINE = (("none", ""), ("DDP", "gloo"), ("DDP", "shm"), ("bucketed", "gloo"), ("bucketed", "shm"))
 COMMAND = "python benchmarks/steps/run.py"
 # Where a step is mostly computation, the older forms differ little: time is better spent on more samples.
 SETTINGS = {"communication": (), "compute": ("none,DDP,flat,bucketed,unordered",)}
@@ -51,6 +55,23 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def headline(settings: Sequence[Mapping[str, Any]]) -> str:
+    """What the project's README has of it: torch's DDP, the default strategy, and no exchange at all."""
+    rows = []
+    for one in settings:
+        for row in one["rows"]:
+            if (row["strategy"], row["over"]) in HEADLINE:
+                shown = short(row)
+                figures = {name: shown[name] for name in ("step(ms)", "x DDP", "gap closed(%)")}
+                who = {"model": one["setting"]["text"], "strategy": row["strategy"], "over": row["over"]}
+                rows.append({**who, **figures})
+    made = environment(COMMAND)
+    return (
+        f"{markdown(rows)}\n\n`none` exchanges nothing. Made by `{COMMAND}` on {made['cores']} cores "
+        f"({made['cpu']}), torch {made['torch']}."
+    )
+
+
 def write(found: list[Found], folder: Path, ranks: int, minutes: float) -> None:
     """Results, table and charts into ``folder``, and a README with them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +87,9 @@ def write(found: list[Found], folder: Path, ranks: int, minutes: float) -> None:
         chart(one, folder / f"{one.setting.name}.svg", ranks)
         text = f"{one.setting.text}; {ranks} ranks.\n\n{report(one.as_json())}"
         write_between(folder / "README.md", f"{one.setting.name} table", text)
+    if folder.resolve() == HERE:
+        text = headline([one.as_json() for one in found])
+        write_between(ROOT / "README.md", "steps table", text)
     made = environment(COMMAND)
     write_between(
         folder / "README.md",
