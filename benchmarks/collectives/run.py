@@ -34,7 +34,8 @@ COMMAND = "python benchmarks/collectives/run.py"
 WAYS = {"shm": "of ordinary tensors", "shm-in-place": "in place, in shared buckets"}
 FULL = [
     Collectives(ranks=(2,), full=True, samples=20, budget_s=30),
-    Collectives(ranks=(3, 4, 6), samples=20, budget_s=45),
+    Collectives(ranks=(4,), samples=20, budget_s=60),
+    Collectives(ranks=(3, 6), samples=20, budget_s=15),
 ]
 IN_CHART = (2, 4)
 QUICK = {"ranks": (2,), "sizes": ("1KB,64KB,1MB",), "samples": 5}
