@@ -49,7 +49,7 @@ def main() -> int:
         options = (
             Buckets(sizes=SIZES, params="5M", samples=4, backend=backend)
             if quick
-            else Buckets(sizes=SIZES, samples=20, rounds=4, backend=backend)
+            else Buckets(sizes=SIZES, samples=20, rounds=2, backend=backend)
         )
         runs.append(measure(options))
         draw(runs[-1], HERE / f"chart-{backend}.svg")
