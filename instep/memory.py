@@ -1,8 +1,8 @@
-"""The one place where instep gets memory that outlives an operation.
+"""Private memory that outlives an operation.
 
-Buckets and scratch come from here and nowhere else, so that another kind of memory (segments that the
-other ranks of a host can map) changes one function. Every address is aligned: some matrix kernels choose
-another code path, and so other bits, when an operand is not on a vector boundary.
+Scratch comes from here, and so do buckets where the backend has no memory that all ranks can map;
+``mesh.group.Group.allocate`` decides. Every address is aligned: some matrix kernels choose another code path,
+and so other bits, when an operand is not on a vector boundary.
 """
 
 from __future__ import annotations

@@ -90,14 +90,27 @@ class Lane:
         return work
 
     def run(self, operation: str, function: Callable[[], None]) -> Work:
-        """Execute ``function`` here if nothing is queued, else in its turn; it has ended on return."""
+        """Execute ``function`` here if nothing is queued, else in its turn; it has ended on return.
+
+        Raises:
+            RuntimeError: called by a function of the lane, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                f"{operation} was called by what runs on {self.name!r}: it cannot wait for itself"
+            )
         with self._lock:
             idle = self._last is None or self._last.done()
             if idle:
+                self._state.running.acquire()  # free at once: what was last has ended
                 work = self._last = Work(operation)
         if idle:
-            with self._state.running:
+            try:
                 _run(work, function, self._state)
+            finally:
+                self._state.running.release()
+                if not work.done():  # interrupted before it began
+                    work.end(RuntimeError(f"{operation} was interrupted"))
             return work
         work = self.submit(operation, function)
         work.finished.wait()
@@ -119,11 +132,12 @@ class Lane:
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
 
-    def close(self) -> None:
-        """End the thread after what is queued."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread after what is queued; without ``wait`` whenever that may be."""
         if self._thread is not None:
             self._queue.put(None)
-            if self._thread is not threading.current_thread():  # which may be collecting the lane's owner
+            # The current thread may be the lane's own, collecting the lane's owner.
+            if wait and self._thread is not threading.current_thread():
                 self._thread.join()
             self._thread = None
 

@@ -251,6 +251,16 @@ def test_an_interrupt_is_raised_to_whoever_waits_and_what_follows_is_refused_as_
     lane.run("again", nothing).wait()
 
 
+def test_what_runs_on_a_lane_cannot_wait_for_the_lane():
+    lane = Lane("a lane")
+    work = lane.submit("outer", lambda: lane.run("inner", nothing).wait())
+    with pytest.raises(
+        RuntimeError, match="inner was called by what runs on 'a lane': it cannot wait for itself"
+    ):
+        work.wait(time.monotonic() + PATIENCE_S)
+    lane.close()
+
+
 class Owner:
     """Owns a lane, as a reducer does, and submits functions that hold it."""
 

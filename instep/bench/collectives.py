@@ -24,7 +24,7 @@ from instep.bench.words import size_text, words
 # Those that tell the story in a chart; it would have ten lines otherwise.
 CHART_BACKENDS = ("gloo", "ring", "direct", "naive", "shm", "shm-in-place", "nccl")
 BASELINE = "gloo"
-PAIRS = "Median (and quartiles) of the ratios of samples taken right after each other; the mean is geometric."
+PAIRS = "Median (and quartiles) of the ratios of samples of the same turn; the mean is geometric."
 SUMMARY_SIZES = (1_000_000, 10_000_000, 100_000_000)  # the geometric mean is over these
 HIDDEN = (
     "x gloo",

@@ -60,7 +60,7 @@ class Collectives(Files):
     sizes: Words = ()
     """Message sizes, such as 1KB,64KB,4MB; 1KB to 100MB if none is named."""
     full: bool = False
-    """Go on to 256MB and 1GB."""
+    """Go on to 1GB."""
     samples: int = 20
     """Samples of each; a sample of a small message is the mean of several calls."""
     budget_s: float = 60.0

@@ -49,7 +49,7 @@ def _measure(
 def fits(collective: str, names: list[str], size: int, num_ranks: int) -> bool:
     """Whether all ranks together have memory for messages of ``size`` bytes.
 
-    Two buffers in private memory, two that are shared, and two for what a way needs on top.
+    One buffer per kind of memory (two where it is not in place), and two for what a way needs on top.
     """
     one = whole_count(size, num_ranks) * 4
     buffers = (1 if collective == "all_reduce" else 2) * (2 if IN_PLACE in names else 1) + 2

@@ -113,6 +113,15 @@ class Group:
             options = self._named(dist.BarrierOptions(), operation)
             self._wait(self.pg.barrier(options), torch.empty(0, device="cpu"), operation)
 
+    def close(self) -> None:
+        """End the group: what is under way gives up, and what follows is that of a world of one."""
+        self.peers.given_up = True
+        if self._lane is not None:
+            self._lane.close(wait=False)  # a thread that waits inside gloo ends at its deadline
+        if self._shared is not None:
+            self._shared.shutdown()
+        self.pg = None
+
     @property
     def sends_best(self) -> bool:
         """Whether messages from rank to rank (``run``) are faster than the backend's own data movement.

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -145,7 +144,8 @@ class Exchange:
         own_splits = [len(own_roots) * length] * size
         if self._by_messages(bucket):
             parts, out = message.split(own_splits), received.split(splits)
-            self.group.run(lambda: direct.all_to_all(parts, self._messages, out), name)
+            messages = Messages(self.group.pg, self.group.ranks)
+            self.group.run(lambda: direct.all_to_all(parts, messages, out), name)
         else:
             self.group.all_to_all(received, message, splits, own_splits, name)
         return list(received.view(-1, length))
@@ -155,16 +155,13 @@ class Exchange:
         if self._by_messages(bucket):
             parts = bucket.home.split(bucket.slice_length)
             parts[self.group.rank].copy_(root)
-            self.group.run(lambda: direct.all_gather(parts, self._messages), name)
+            messages = Messages(self.group.pg, self.group.ranks)
+            self.group.run(lambda: direct.all_gather(parts, messages), name)
         else:
             self.group.all_gather(bucket.home, root, name)
 
     def _by_messages(self, bucket: Bucket) -> bool:
         return self.group.sends_best and bucket.device.type == "cpu"
-
-    @cached_property
-    def _messages(self) -> Messages:
-        return Messages(self.group.pg, self.group.ranks)
 
     def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
         """The plain all-reduce, whose order is the backend's; here to be compared with."""

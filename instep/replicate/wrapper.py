@@ -267,7 +267,7 @@ def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
         hook.remove()
     group.peers.given_up = True  # a program that ends after an error must not wait for its peers
     lane.close()
-    group.pg = None  # which ends it
+    group.close()
 
 
 def _sparse(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:

@@ -68,7 +68,7 @@ class Channel:
 
     def __init__(self, mapping: Mapping, wait: Wait) -> None:
         self.words = mapping.words()
-        self.fd = mapping.fd
+        self.fd, self.inode = mapping.fd, mapping.inode
         self._mapping = mapping
         self._ring = mapping.tensor(PAGE, RING_BYTES)
         self._wait = wait

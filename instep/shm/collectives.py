@@ -5,7 +5,7 @@ memory stays in the processors' caches and only the tensors themselves travel to
 
 Bytes written to and read from the room by one rank, W ranks, x of S bytes: broadcast S at the root, S read by
 each other one; all-gather S, WS; all-to-all S, S; reduce-scatter S, S; all-reduce S, WS at once, or
-S (1 + 1/W), 2S by slices, which is less from three ranks on.
+S, (2 - 1/W) S by slices, which takes a round more.
 
 Tensors are flat and contiguous. Lists have one entry per group rank.
 """

@@ -24,7 +24,7 @@ from instep.shm.call import NOWHERE, Call, Location
 from instep.shm.collectives import Turn
 from instep.shm.heap import Heap
 from instep.shm.mail import Mail
-from instep.shm.room import LEFT, Room
+from instep.shm.room import FAILED, LEFT, Room
 from instep.shm.rounds import Rounds
 from instep.shm.tensors import (
     among,
@@ -67,7 +67,7 @@ class ShmGroup(ProcessGroup):
         self.label: str | None = None
         self._rounds = Rounds(room, table, timeout.total_seconds(), len(os.sched_getaffinity(0)))
         self.peers = self._rounds.peers
-        self._heap = Heap(table, room.rank)
+        self._heap = Heap(room, table)
         self._lane = Lane(f"instep shm group, rank {table[room.rank].rank}")
         self._mail = Mail(room, self._rounds.ranks, self.peers)
         self._names = {"name": "", "desc": ""}
@@ -105,6 +105,7 @@ class ShmGroup(ProcessGroup):
     def abort(self) -> None:
         """End what is under way with ``PeerLost``, and leave."""
         self.peers.given_up = True
+        self._rounds.room.leave(FAILED, "it has aborted the group")
         self._close()
 
     def allocate(self, nbytes: int, align: int = 64) -> Segment:
@@ -134,7 +135,7 @@ class ShmGroup(ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         root, x = self._root(opts), tensors[opts.rootTensor if opts is not None else 0]
         turn = self._turn("broadcast", x, root=root, opts=opts)
-        return self._do(turn, on_flat(x, lambda flat: collectives.broadcast(turn, flat, root)), tensors, opts)
+        return self._do(turn, on_flat(x, lambda row: collectives.broadcast(turn, row, root)), tensors, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         return self._do_each([self._all_reduce(x, opts) for x in tensors], tensors, opts)
@@ -145,7 +146,7 @@ class ShmGroup(ProcessGroup):
         x, root = tensors[0], self._root(opts)
         how = reduction_of(x, opts)
         turn = self._turn("reduce", x, how, root, opts)
-        run = on_flat(x, lambda flat: collectives.all_reduce(turn, flat, how, root))
+        run = on_flat(x, lambda row: collectives.all_reduce(turn, row, how, root))
         return self._do(turn, run, tensors, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ShmWork:
@@ -212,7 +213,7 @@ class ShmGroup(ProcessGroup):
             require_parts(xs, outputs[0], self.getSize(), "input")
             xs = [plain(x) for x in xs]
         turn = self._turn("scatter", outputs[0], root=root, opts=opts)
-        run = on_flat(outputs[0], lambda flat: collectives.scatter(turn, flat, xs, root))
+        run = on_flat(outputs[0], lambda row: collectives.scatter(turn, row, xs, root))
         return self._do(turn, run, outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
@@ -287,14 +288,14 @@ class ShmGroup(ProcessGroup):
                 if turn.all_shared():
                     in_place.all_reduce(turn, self._heap, x.dtype, how)
                     return
-            on_flat(x, lambda flat: collectives.all_reduce(turn, flat, how))()
+            on_flat(x, lambda row: collectives.all_reduce(turn, row, how))()
 
         return turn, run
 
     def _reduce_scatter(self, out: Tensor, xs: list[Tensor], opts: Any) -> tuple[Turn, Callable[[], None]]:
         how = reduction_of(out, opts)
         turn = self._turn("reduce_scatter", out, how, opts=opts)
-        return turn, on_flat(out, lambda flat: collectives.reduce_scatter(turn, flat, xs, how))
+        return turn, on_flat(out, lambda row: collectives.reduce_scatter(turn, row, xs, how))
 
     def _root(self, opts: Any) -> int:
         root: int = opts.rootRank if opts is not None else 0
@@ -347,7 +348,7 @@ def _same_dtype(output: Tensor, x: Tensor) -> Tensor:
     """No elements of the dtype of both."""
     if output.dtype != x.dtype:
         raise ValueError(f"expected an output of {x.dtype} as the input, got {output.dtype}")
-    return flat(plain(x))[:0]
+    return x.detach().new_empty(0)
 
 
 def _gather(turn: Turn, outs: Sequence[Tensor], x: Tensor) -> None:

@@ -7,6 +7,7 @@ Small requests share a slab, because every mapping costs descriptors, of which a
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from instep.mesh.peers import Peer
 from instep.mesh.slices import round_up
 from instep.shm import segment
 from instep.shm.call import NOWHERE, Location
+from instep.shm.room import Room
 from instep.shm.segment import Mapping
+from instep.shm.tensors import is_plain
 
 SLAB_BYTES = 64 << 20
 
@@ -37,30 +40,34 @@ class _Own:
 class Heap:
     """This rank's shared memory, and that of its peers as far as it has seen it."""
 
-    def __init__(self, table: Sequence[Peer], rank: int) -> None:
+    def __init__(self, room: Room, table: Sequence[Peer]) -> None:
+        self._room = room
         self._table = table
-        self._rank = rank
+        self._rank = room.rank
+        self._lock = threading.Lock()
+        self._freed = [0] * room.size  # as last seen
         self._mine: dict[int, _Own] = {}  # by address
         self._slab: tuple[Mapping, int] | None = None  # and its first free byte
         self._theirs: dict[tuple[int, int], tuple[int, Mapping]] = {}  # by rank and descriptor: inode, memory
 
     def allocate(self, nbytes: int, align: int = 64) -> Segment:
         """``nbytes`` of zeros at a multiple of ``align``; free again when the last tensor in it is gone."""
-        if 2 * nbytes >= SLAB_BYTES:
-            mapping = self._create(nbytes)
-            return Segment(mapping.tensor(0, nbytes), mapping.fd)
-        if self._slab is None or round_up(self._slab[1], align) + nbytes > SLAB_BYTES:
-            self._slab = self._create(SLAB_BYTES), 0
-        mapping, free = self._slab
-        start = round_up(free, align)
-        self._slab = mapping, start + max(nbytes, 1)
-        return Segment(mapping.tensor(start, nbytes), mapping.fd)
+        with self._lock:
+            if 2 * nbytes >= SLAB_BYTES:
+                mapping = self._create(nbytes)
+                return Segment(mapping.tensor(0, nbytes), mapping.fd)
+            if self._slab is None or round_up(self._slab[1], align) + nbytes > SLAB_BYTES:
+                self._slab = self._create(SLAB_BYTES), 0
+            mapping, free = self._slab
+            start = round_up(free, align)
+            self._slab = mapping, start + max(nbytes, 1)
+            return Segment(mapping.tensor(start, nbytes), mapping.fd)
 
     def locate(self, x: Tensor) -> Location:
         """Where ``x`` lies, if it is contiguous and in memory of this heap; else ``NOWHERE``."""
         address, nbytes = x.data_ptr(), x.numel() * x.dtype.itemsize
         for base, own in list(self._mine.items()):
-            if base <= address and address + nbytes <= base + own.nbytes and x.is_contiguous():
+            if base <= address and address + nbytes <= base + own.nbytes and is_plain(x):
                 return Location(own.fd, own.inode, address - base, nbytes)
         return NOWHERE
 
@@ -71,10 +78,12 @@ class Heap:
             OSError: the memory is gone, or is not what it was.
         """
         if rank == self._rank:
-            for own in self._mine.values():
+            for own in list(self._mine.values()):
                 memory = own.memory()
                 if own.inode == location.inode and memory is not None:
                     return Mapping(memory, own.fd, own.inode).tensor(location.offset, location.nbytes)
+        if self._room.freed(rank) != self._freed[rank]:
+            self._let_go(rank)
         inode, mapping = self._theirs.get((rank, location.fd), (None, None))
         if mapping is None or inode != location.inode:
             mapping = self._attach(rank, location)
@@ -84,16 +93,23 @@ class Heap:
         mapping = segment.create(max(nbytes, 1))
         address = mapping.tensor(0, 1).data_ptr()
         self._mine[address] = _Own(weakref.ref(mapping.memory), max(nbytes, 1), mapping.fd, mapping.inode)
-        weakref.finalize(mapping.memory, self._mine.pop, address, None)
+        weakref.finalize(mapping.memory, _forget, self._mine, address, self._room)
         return mapping
 
     def _attach(self, rank: int, location: Location) -> Mapping:
+        mapping = segment.attach(self._table[rank].pid, location.fd, location.inode)
+        self._theirs[rank, location.fd] = location.inode, mapping
+        return mapping
+
+    def _let_go(self, rank: int) -> None:
+        """Unmap what ``rank`` has freed: until then its pages are not."""
+        self._freed[rank] = self._room.freed(rank)
         pid = self._table[rank].pid
         for known, (inode, _) in list(self._theirs.items()):
             if known[0] == rank and segment.inode(pid, known[1]) != inode:
-                del self._theirs[known]  # its owner has freed it
-        mapping = segment.attach(pid, location.fd)
-        if mapping.inode != location.inode:
-            raise OSError(f"descriptor {location.fd} of process {pid} is not the memory that it was")
-        self._theirs[rank, location.fd] = location.inode, mapping
-        return mapping
+                del self._theirs[known]
+
+
+def _forget(entries: dict[int, _Own], address: int, room: Room) -> None:
+    entries.pop(address, None)
+    room.count_freed()

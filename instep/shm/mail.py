@@ -20,8 +20,10 @@ from instep.shm.channel import READ, WRITTEN, Channel, Head
 from instep.shm.futex import Words
 from instep.shm.room import LEFT, LINE, Room
 from instep.shm.rounds import Arrival, reaching
-from instep.shm.tensors import check, flat_bytes, plain
+from instep.shm.tensors import check, flat_bytes, is_plain, plain, require_writable
 from instep.work import Lane, Work
+
+JOIN_S = 1.0  # a thread may hold what the closing one holds too
 
 
 class Request:
@@ -60,6 +62,7 @@ class Mail:
     def receive(self, x: Tensor, sources: Sequence[int], tag: int) -> Request:
         """Receive into ``x`` the next message with ``tag`` from one of ``sources``."""
         check(x)
+        require_writable(x)
         for source in sources:
             self._require(source)
         if not sources:
@@ -85,7 +88,7 @@ class Mail:
             outbox.lane.close()
         for inbox in self._inboxes.values():
             if inbox.thread is not threading.current_thread():  # which may be collecting the group
-                inbox.thread.join()
+                inbox.thread.join(JOIN_S)
 
     def wait(self, words: Words, rank: int, word: int, value: int, label: str) -> None:
         """Block until a word of ``rank`` is at least ``value``."""
@@ -137,7 +140,9 @@ class Outbox:
         room = self._mail.room
         channel = Channel.create(self._wait)
         self._channel = channel
-        room.words.post(room.mail(room.rank, self._destination), channel.fd + 1)
+        word = room.mail(room.rank, self._destination)
+        room.words.post(word + 1, channel.inode)  # a descriptor's number may be another file's some day
+        room.words.post(word, channel.fd + 1)
 
     def _wait(self, word: int, value: int) -> None:
         assert self._channel is not None
@@ -220,7 +225,8 @@ class Inbox:
                 return
             peers = self._mail.peers
             with reaching(room, peers, self._source, first.work.operation):
-                mapping = segment.attach(peers.table[self._source].pid, room.words[word] - 1)
+                pid, inode = peers.table[self._source].pid, room.words[word + 1]
+                mapping = segment.attach(pid, room.words[word] - 1, inode)
             self._channel = Channel(mapping, self._wait)
         words = self._channel.words
         if not self._await(first, words, WRITTEN, words[READ] + 1):
@@ -240,11 +246,7 @@ class Inbox:
     def _read(self, head: Head, request: Request | None) -> None:
         """The rest of a message, into the tensor of ``request`` if there is one and it fits."""
         assert self._channel is not None
-        if (
-            request is not None
-            and head.fits(request.x)
-            and plain(request.x).data_ptr() == request.x.data_ptr()
-        ):
+        if request is not None and head.fits(request.x) and is_plain(request.x):
             with torch.inference_mode(request.x.is_inference()):
                 self._channel.read(flat_bytes(request.x.detach()))
             self._give(request, head, None)

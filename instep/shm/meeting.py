@@ -84,10 +84,11 @@ def _open(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> tu
             return None, ""  # rank 0 says why
         return Room(segment.attach(int(where["pid"]), int(where["fd"])), rank, len(ranks)), ""
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error  # without the path, which differs every time
         if rank == 0:
             store.set(ROOM, json.dumps({}))
-            return None, f"cannot make shared memory: {error}"
-        return None, f"cannot open the memory of rank {ranks[0]}: {error}"
+            return None, f"cannot make shared memory: {reason}"
+        return None, f"cannot open the memory of rank {ranks[0]}: {reason}"
 
 
 def _judge(store: Store, room: Room | None, ranks: Sequence[int], timeout_s: float) -> dict[str, Any]:

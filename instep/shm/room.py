@@ -1,7 +1,8 @@
 """The memory in which the ranks of a group meet: one segment, made by its first rank, mapped by all.
 
     | title | a block per rank                           | a word per pair | two halves per rank     |
-            | posted | state | peer | reason | two slots | mail s -> d     | half 0 | half 1 | half 0 |
+            | posted | state | peer | reason | label |  | mail s -> d     | half 0 | half 1 | half 0 |
+            | two slots                                 |
 
 A block is written by its rank alone, and so are its halves. *posted* counts the rounds that the rank has come
 to; slot and half number k % 2 belong to round k. Every word that others wait for has a cache line of its own.
@@ -28,7 +29,7 @@ TOKEN_BYTES = 16
 HALF_BYTES = 2 << 20
 
 HERE, LEFT, FAILED = 0, 1, 2  # a rank's state
-_POSTED, _STATE, _PEER = 0, LINE, 2 * LINE
+_POSTED, _STATE, _FREED, _PEER = 0, LINE, LINE + WORD, 2 * LINE
 _REASON = _PEER + RECORD_BYTES
 _REASON_BYTES = 1024
 _LABEL, _LABEL_BYTES = 1792, 128
@@ -114,6 +115,15 @@ class Room:
         """What ``rank`` said when it left."""
         return self._read(_block(rank) + _REASON, _REASON_BYTES).rstrip(b" \0").decode(errors="replace")
 
+    def freed(self, rank: int) -> int:
+        """How often ``rank`` has freed memory that others may have mapped."""
+        return self.words[(_block(rank) + _FREED) // WORD]
+
+    def count_freed(self) -> None:
+        """This rank has freed memory."""
+        word = (_block(self.rank) + _FREED) // WORD
+        self.words.post(word, self.words[word] + 1)
+
     def introduce(self, peer: Peer) -> None:
         """Write down who this rank is."""
         self._write(_block(self.rank) + _PEER, peer.to_bytes())
@@ -139,7 +149,7 @@ class Room:
         return self._read(_slot(rank, round_number), SLOT_BYTES)
 
     def mail(self, source: int, destination: int) -> int:
-        """Number of the word in which ``source`` publishes its channel to ``destination``."""
+        """Number of the word in which ``source`` publishes its channel to ``destination``; then its inode."""
         return (PAGE * (1 + self.size) + (source * self.size + destination) * LINE) // WORD
 
     def _write(self, offset: int, data: bytes) -> None:

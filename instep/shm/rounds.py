@@ -23,7 +23,7 @@ from instep.mesh.board import Board
 from instep.mesh.peers import Peer, Peers, told
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
-from instep.shm.room import FAILED, HERE, Room
+from instep.shm.room import HERE, LEFT, Room
 
 # Longer than two awake ranks need for a round (2 us), shorter than it takes to fall asleep and wake (17 us).
 SPIN_S = 15e-6
@@ -107,6 +107,7 @@ class Arrival:
         self._target = target
         self._label = label
         self._cancelled = cancelled
+        self._lost: PeerLost | None = None
 
     def missing(self) -> list[int]:
         """The group ranks that have not come."""
@@ -114,17 +115,18 @@ class Arrival:
 
     def is_completed(self) -> bool:
         """Whether waiting is over, one way or the other."""
-        missing = self.missing()
-        gone = any(self._room.state(rank) != HERE for rank in missing)
-        return not missing or gone or self._cancelled()
+        return self._lost is not None or not self.missing() or self._cancelled()
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         """Sleep until all have come; ``TimeoutError`` after a while."""
+        if self._lost is not None:
+            raise self._lost
         until = time.monotonic() + timeout.total_seconds()
         while (missing := self.missing()) and not self._cancelled():
             for rank in missing:
                 if self._room.state(rank) != HERE and rank in self.missing():
-                    raise gone(self._room, rank, self._ranks, self._label)
+                    self._lost = gone(self._room, rank, self._ranks, self._label)
+                    raise self._lost
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
@@ -134,9 +136,11 @@ class Arrival:
 
 def gone(room: Room, rank: int, ranks: Sequence[int], label: str) -> PeerLost:
     """What to raise in ``label`` when group rank ``rank`` says itself that it will not come any more."""
-    how = "failed" if room.state(rank) == FAILED else "left the group"
+    how = f"failed: {room.reason(rank)}"
+    if room.state(rank) == LEFT:
+        how = "left the group: if it ended without an error, give every rank the same number of calls"
     return PeerLost(
-        f"rank {ranks[room.rank]} waits in {label} for rank {ranks[rank]}, which {how}: {room.reason(rank)}",
+        f"rank {ranks[room.rank]} waits in {label} for rank {ranks[rank]}, which {how}",
         ranks=[ranks[rank]],
         operation=label,
     )
@@ -160,7 +164,7 @@ def reaching(room: Room, peers: Peers, rank: int, label: str) -> Iterator[None]:
 
 
 class _LastSeen(Board):
-    """The notice board that a room is by itself: every rank's last slot has the label of its operation."""
+    """The notice board that a room is by itself: every rank's block has the label of its last operation."""
 
     def __init__(self, room: Room, ranks: Sequence[int]) -> None:
         super().__init__()

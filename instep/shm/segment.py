@@ -8,6 +8,7 @@ user on the same host: to have opened it is the proof of both.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -22,7 +23,10 @@ from instep.shm.futex import Words
 
 @dataclass(frozen=True)
 class Mapping:
-    """Memory that is mapped for as long as a tensor, or ``words``, looks at it; ``fd`` is closed with it."""
+    """Memory that is mapped for as long as a tensor, or ``words``, looks at it.
+
+    ``fd``, by which others attach, is closed with it; it is -1 where the memory is another process's.
+    """
 
     memory: mmap.mmap
     fd: int
@@ -42,27 +46,38 @@ class Mapping:
 
 def create(nbytes: int) -> Mapping:
     """New memory, zeroed; pages are taken when they are first written to."""
-    fd = os.memfd_create("instep", os.MFD_CLOEXEC)
+    try:
+        fd = os.memfd_create("instep", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise OSError(
+            errno.EMFILE, "no descriptor is left for shared memory: raise ulimit -n, or use larger buckets"
+        ) from error
     try:
         os.ftruncate(fd, nbytes)
-        return _map(fd, nbytes)
+        memory = _map(fd, nbytes)
     except BaseException:
         os.close(fd)
         raise
+    weakref.finalize(memory, os.close, fd)
+    return Mapping(memory, fd, os.fstat(fd).st_ino)
 
 
-def attach(pid: int, fd: int) -> Mapping:
-    """The memory that process ``pid`` holds as its descriptor ``fd``.
+def attach(pid: int, fd: int, inode: int | None = None) -> Mapping:
+    """The memory that process ``pid`` holds as its descriptor ``fd``, and that had this ``inode``.
 
     Raises:
-        OSError: it is not there, or belongs to another user or host.
+        OSError: it is not there, or is other memory by now, or belongs to another user or host.
     """
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return _map(own, os.fstat(own).st_size)
-    except BaseException:
+        status = os.fstat(own)
+        if inode not in (None, status.st_ino):
+            raise OSError(f"descriptor {fd} of process {pid} is not the memory that it was")
+        return Mapping(_map(own, status.st_size), -1, status.st_ino)
+    finally:
         os.close(own)
-        raise
 
 
 def inode(pid: int, fd: int) -> int | None:
@@ -73,9 +88,8 @@ def inode(pid: int, fd: int) -> int | None:
         return None
 
 
-def _map(fd: int, nbytes: int) -> Mapping:
+def _map(fd: int, nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(fd, nbytes)
     with suppress(OSError):  # only a wish, and not every kernel knows it
         memory.madvise(mmap.MADV_HUGEPAGE)
-    weakref.finalize(memory, os.close, fd)
-    return Mapping(memory, fd, os.fstat(fd).st_ino)
+    return memory

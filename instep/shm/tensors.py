@@ -24,7 +24,9 @@ def check(x: Tensor) -> None:
     if x.device.type != "cpu":
         raise TypeError(f"shm: expected a tensor on the CPU, got one on {x.device}: use nccl")
     if dtype_name(x) not in DTYPES:
-        raise TypeError(f"shm: dtype {x.dtype} is none of {', '.join(DTYPES[1:])}")
+        raise TypeError(
+            f"shm: expected one of {', '.join(DTYPES[1:])}, got {x.dtype}: view it as one of these"
+        )
 
 
 def require_writable(x: Tensor) -> None:
@@ -48,6 +50,11 @@ def flat_bytes(x: Tensor) -> Tensor:
     return flat(x).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether the memory of ``x`` is its elements in order."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
 def plain(x: Tensor) -> Tensor:
     """``x`` without a graph, as memory in the order of its elements: itself where it is that, else a copy."""
     return x.detach().resolve_conj().resolve_neg().contiguous()
@@ -59,7 +66,7 @@ def writable(xs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     copies = [plain(x) for x in xs]
     yield copies
     for x, copied in zip(xs, copies, strict=True):
-        if x.data_ptr() != copied.data_ptr() or x.is_conj() or x.is_neg():
+        if not is_plain(x):
             x.detach().copy_(copied)
 
 

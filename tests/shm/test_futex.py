@@ -90,7 +90,7 @@ def test_posts_of_two_threads_to_each_other_are_never_missed(words):
 def test_the_memory_of_a_segment_is_one_for_all_who_attach():
     own = segment.create(8192)
     other = segment.attach(os.getpid(), own.fd)
-    assert (other.inode, other.fd == own.fd) == (own.inode, False)
+    assert (other.inode, other.fd) == (own.inode, -1)
     own.words().post(512, 77)
     assert other.words()[512] == 77
     other.tensor(100, 3).fill_(9)

@@ -144,6 +144,37 @@ def test_many_segments_are_in_flight_at_once(mesh):
     assert [set(x.tolist()) for x in xs] == [{3 * n + 3} for n in range(1, 41)]
 
 
+@world(3, backend="shm")
+def test_what_its_owner_has_freed_is_unmapped_at_the_next_operation(mesh):
+    pg = group_of(mesh)
+    kept, freed = (pg.allocate(SLAB_BYTES).elements(torch.float32)[:9].fill_(mesh.rank) for _ in range(2))
+    for x in (freed, kept):
+        calls.all_reduce(pg, x).wait()
+    mapped = pg._heap._theirs
+    assert len(mapped) == 2 * (mesh.world.size - 1)
+    del freed, x
+    calls.barrier(pg).wait()
+    calls.all_reduce(pg, kept).wait()
+    assert len(mapped) == mesh.world.size - 1
+
+
+@world(2, backend="shm")
+def test_memory_that_threads_allocate_at_once_is_apart(mesh):
+    pg, found = group_of(mesh), []
+
+    def allocate() -> None:
+        found.extend(pg.allocate(1000).tensor for _ in range(200))
+
+    threads = [threading.Thread(target=allocate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    starts = sorted(tensor.data_ptr() for tensor in found)
+    assert len(starts) == 800 and all(b - a >= 1000 for a, b in pairwise(starts) if b - a < SLAB_BYTES)
+    assert len(set(starts)) == 800
+
+
 @world(2, backend="shm")
 def test_segments_are_aligned_zeroed_and_apart(mesh):
     pg = group_of(mesh)
