@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench.options import Steps
-from instep.bench.settings import setting
+from instep.bench.settings import Setting, setting
 from instep.bench.steps import Found, chart, measure, report, short, table
 from instep.bench.tables import environment, markdown, write_between, write_csv, write_json
 from instep.bench.words import parse_count
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-HEADLINE = (("none", ""), ("DDP", "gloo"), ("DDP", "shm"), ("bucketed", "gloo"), ("bucketed", "shm"))
+HEADLINE = (
+    ("none", ""),
+    *((strategy, over) for strategy in ("DDP", "flat", "bucketed") for over in ("gloo", "shm")),
+)
 COMMAND = "python benchmarks/steps/run.py"
 # Where a step is mostly computation, the older forms differ little: time is better spent on more samples.
 SETTINGS = {"communication": (), "compute": ("none,DDP,flat,bucketed,unordered",)}
@@ -63,7 +66,11 @@ def headline(settings: Sequence[Mapping[str, Any]]) -> str:
             if (row["strategy"], row["over"]) in HEADLINE:
                 shown = short(row)
                 figures = {name: shown[name] for name in ("step(ms)", "x DDP", "gap closed(%)")}
-                who = {"model": one["setting"]["text"], "strategy": row["strategy"], "over": row["over"]}
+                who = {
+                    "model": Setting(**one["setting"]).text,
+                    "strategy": row["strategy"],
+                    "over": row["over"],
+                }
                 rows.append({**who, **figures})
     made = environment(COMMAND)
     return (
