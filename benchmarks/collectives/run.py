@@ -18,6 +18,7 @@ from instep.bench import charts, tables
 from instep.bench.collectives import (
     CHART_BACKENDS,
     PAIRS,
+    SUMMARY_SIZES,
     beside_gloo,
     beside_the_bound,
     measure,
@@ -59,7 +60,7 @@ def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
     """The tables and what they were made on."""
     found = results["environment"]
     parts = [tables.markdown(by_size(results["rows"], sizes))]
-    for ranks in dict.fromkeys(row["ranks"] for row in results["rows"]):
+    for ranks in IN_CHART:
         faster = beside_gloo([row for row in results["rows"] if row["ranks"] == ranks])
         parts += [f"{ranks} ranks, times as fast as gloo. {PAIRS}", tables.markdown(faster)]
     for ranks, memory in results["memory_bytes_per_s"].items():
@@ -80,7 +81,8 @@ def headline(results: Mapping[str, Any]) -> str:
     """What the project's README has of it: shared memory against gloo, and against the memory's speed."""
     rows: list[Row] = []
     for ranks in (2, 4):
-        mine = [r for r in results["rows"] if r["ranks"] == ranks and r["backend"] in WAYS]
+        here = [r for r in results["rows"] if r["ranks"] == ranks and r["size(B)"] in SUMMARY_SIZES]
+        mine = [r for r in here if r["backend"] in WAYS]
         rows += [
             {"ranks": ranks, "all-reduce": WAYS[row["backend"]], **{k: row[k] for k in row if k != "backend"}}
             for row in beside_gloo(mine)

@@ -10,7 +10,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20
 def size_text(nbytes: float) -> str:
     """1000 -> 1 KB."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if nbytes >= unit:
+        if round(nbytes / unit, 3) >= 1:
             return f"{nbytes / unit:.3g} {name}"
     return f"{nbytes:.3g} B"
 
