@@ -92,8 +92,9 @@ def headline(results: Mapping[str, Any]) -> str:
     speed = " and ".join(f"{1 / r['time/bound']:.0%} on {r['ranks']}" for r in limits if r["ranks"] in (2, 4))
     return (
         f"{tables.markdown(rows)}\n\nTimes as fast as gloo: medians (and quartiles) of {results['samples']} "
-        "interleaved pairs, float32, one thread per rank. 100 MB in place are as fast as the memory allows "
-        f"(all ranks copying) to {speed} ranks. Made by `{COMMAND}` on {found['cores']} cores "
+        "interleaved pairs, float32, one thread per rank. 100 MB in place reach so much of what the memory's "
+        f"speed, measured by copying, allows: {speed} ranks (a copy also loads what it overwrites, so it may be "
+        f"more than all of it). Made by `{COMMAND}` on {found['cores']} cores "
         f"({found['cpu']}), torch {found['torch']}."
     )
 
