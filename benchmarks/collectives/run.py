@@ -93,7 +93,7 @@ def headline(results: Mapping[str, Any]) -> str:
     return (
         f"{tables.markdown(rows)}\n\nTimes as fast as gloo: medians (and quartiles) of {results['samples']} "
         "interleaved pairs, float32, one thread per rank. 100 MB in place reach so much of what the memory's "
-        f"speed, measured by copying, allows: {speed} ranks (a copy also loads what it overwrites, so it may be "
+        f"speed, measured by copying, allows: {speed} ranks (a copy also loads what it overwrites: it may be "
         f"more than all of it). Made by `{COMMAND}` on {found['cores']} cores "
         f"({found['cpu']}), torch {found['torch']}."
     )
