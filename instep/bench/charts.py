@@ -1,6 +1,6 @@
 """Charts of measurements, for a README and for a talk; each is written as SVG and as PNG.
 
-    time_against_size, bandwidth_against_size, against_size     lines, a panel per number of ranks
+    against_size     lines, a panel per number of ranks
     bars                                                        a row per thing, with its spread
     sweep                                                       a curve, its best point and the predicted one
 
@@ -30,25 +30,12 @@ MOST_BANDS = 4  # more of them, one over the other, tell nothing
 DASHES = (0, (4, 3))
 
 
-def time_against_size(rows: Sequence[Row], path: str | Path, *, title: str, subtitle: str = "") -> list[Path]:
-    """Lines of time over message size; see ``against_size``."""
-    return against_size(rows, path, title=title, subtitle=subtitle, measures=("time",))
-
-
-def bandwidth_against_size(
-    rows: Sequence[Row], path: str | Path, *, title: str, subtitle: str = ""
-) -> list[Path]:
-    """Lines of bus bandwidth over message size; see ``against_size``."""
-    return against_size(rows, path, title=title, subtitle=subtitle, measures=("bandwidth",))
-
-
 def against_size(
     rows: Sequence[Row],
     path: str | Path,
     *,
     title: str,
     subtitle: str = "",
-    measures: Sequence[str] = ("time", "bandwidth"),
     series: str = "backend",
     panel: str = "ranks",
     size: str = "size(B)",
@@ -69,12 +56,12 @@ def against_size(
     with style.styled():
         right = 0.5 + 0.105 * max(map(len, colour))
         width = max(0.9 + PANEL[0] * len(worlds) + right, NARROWEST)
-        figure = Figure(figsize=(width, 1.25 + PANEL[1] * len(measures)))
-        grid = figure.subplots(len(measures), len(worlds), squeeze=False, sharex=True, sharey="row")
+        figure = Figure(figsize=(width, 1.25 + PANEL[1] * len(kinds)))
+        grid = figure.subplots(len(kinds), len(worlds), squeeze=False, sharex=True, sharey="row")
         style.head(figure, title, subtitle)
         style.place(figure, left=0.85, right=right, top=1.35, bottom=0.65)
         figure.subplots_adjust(hspace=0.28, wspace=0.1)
-        for across, measure in zip(grid, measures, strict=True):
+        for across, measure in zip(grid, kinds, strict=True):
             column, words, text = kinds[measure]
             ends: dict[str, float] = {}
             for axes, world in zip(across, worlds, strict=True):
