@@ -1,8 +1,8 @@
 """Charts of measurements, for a README and for a talk; each is written as SVG and as PNG.
 
-    against_size     lines, a panel per number of ranks
-    bars                                                        a row per thing, with its spread
-    sweep                                                       a curve, its best point and the predicted one
+    against_size     lines of time and bandwidth, a panel per number of ranks
+    bars             a row per thing, with its spread
+    sweep            a curve, its best point and the predicted one
 
 Rows are those of ``tables``. This file and ``style`` are the only ones that import matplotlib, which takes
 half a second: modules that ranks import must not import it.
