@@ -26,7 +26,7 @@ from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.place import Place, detect
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 ROOT = Path(__file__).parents[2]
 
 
