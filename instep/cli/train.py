@@ -18,7 +18,7 @@ from instep.train import recipes, toml
 from instep.train.config import Config, validate
 
 PROGRAM = "instep train"
-SAID_ANEW = ("ranks", "run_dir", "resume", "stop_after")
+SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
 
@@ -34,7 +34,11 @@ class Arguments(Config):
     """Take the config from this file first; flags override it."""
     preset: Annotated[str | None, tyro.conf.arg(name="model.preset", metavar="|".join(PRESETS))] = None
     """Take layers, width and heads from the usual table of GPT sizes; flags override them."""
-    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0  # with the sentence that Config has
+    # With the sentences that Config has.
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
+    fault: tyro.conf.UseAppendAction[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND:KEY=VALUE,...")]
+    ] = ()
 
 
 def parse(args: Sequence[str], *, quiet: bool = False) -> Config:

@@ -17,7 +17,15 @@ from instep.models.config import GPTConfig
 Scalar = str | int | float | bool
 
 NUMERICAL_TOPICS = ("model", "batch", "optim")
-NUMERICAL_NAMES = ("seed", "steps", "autocast", "parallel.ordered", "parallel.threads")
+NUMERICAL_NAMES = (
+    "seed",
+    "steps",
+    "autocast",
+    "parallel.ordered",
+    "parallel.threads",
+    "checks.spike",
+    "checks.skip_steps",
+)
 
 Range = tuple[str, Callable[[float], bool]]
 ABOVE_0: Range = ("a number above 0", lambda number: number > 0)
@@ -29,6 +37,7 @@ UP_TO_1: Range = ("a number from 0 to 1", lambda number: 0 <= number <= 1)
 # GPTConfig checks the numbers of the model.
 RANGES = {
     "ranks": FROM_0,
+    "min_ranks": FROM_0,
     "steps": ABOVE_0,
     "seed": FROM_0,
     "stop_after": FROM_0,
@@ -48,6 +57,12 @@ RANGES = {
     "checkpoint.keep": FROM_2,
     "eval.every": FROM_0,
     "eval.windows": ABOVE_0,
+    "checks.max_skipped": FROM_0,
+    "checks.spike": FROM_0,
+    "checks.skip_steps": FROM_0,
+    "checks.replicas_every": FROM_0,
+    "checks.leaves_every": FROM_0,
+    "ledger.every": FROM_0,
 }
 
 
@@ -142,6 +157,34 @@ class Eval:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What is watched while the run goes on, and what then happens. spike and skip-steps may change the
+    bits, where they apply."""
+
+    max_skipped: int = 5
+    """Steps in a row that may be skipped because their gradient is not finite; one more ends the run."""
+    spike: float = 0.0
+    """Skip a step whose gradient norm is above the median of the last ones by this many median absolute
+    deviations; 0: never."""
+    skip_steps: tuple[int, ...] = ()
+    """Steps, counted from 0, that read their samples and leave the weights alone."""
+    replicas_every: int = 50
+    """Steps between two comparisons of all ranks' weights and moments; 0: never."""
+    leaves_every: int = 0
+    """Steps between two in which every rank computes a micro-batch of another and compares; 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """What the ledger says beyond a sample of the state's blocks at each step."""
+
+    every: int = 50
+    """Steps between two hashes of the whole state; 0: at the end only."""
+    leaves: bool = False
+    """Write down the hash of every micro-batch's gradient, to tell computing from reducing in compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -156,6 +199,12 @@ class Config:
     """Where the run is recorded; by default a new folder in runs/."""
     resume: bool = False
     """Continue the run in --run-dir, with its config, from its newest checkpoint that verifies."""
+    accept_contract: bool = False
+    """Resume although the settings or the machine have changed; the ledger says where."""
+    min_ranks: int = 0
+    """Go on with as few as this many when a rank dies, until it is back; 0: wait for another in its place."""
+    fault: tuple[str, ...] = ()
+    """Faults to inject, to watch a recovery: kill:rank=1,step=12,phase=exchange"""
     stop_after: int = 0
     """Stop cleanly after this step with a checkpoint, as a time limit would; --resume continues. 0: go on."""
     data: Path | None = None
@@ -170,6 +219,8 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Eval = field(default_factory=Eval)
+    checks: Checks = field(default_factory=Checks)
+    ledger: Ledger = field(default_factory=Ledger)
 
     @property
     def num_leaves(self) -> int:
@@ -197,8 +248,12 @@ def numerical(config: Config) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     for name, _, value in flatten(config):
         if name.partition(".")[0] in NUMERICAL_TOPICS or name in NUMERICAL_NAMES:
-            parts = {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, tuple) else {}
-            found.update(parts or {name: value})
+            parts = (
+                {f"{name}.{i}": part for i, part in enumerate(value)}
+                if isinstance(value, tuple)
+                else {name: value}
+            )
+            found.update(parts)
     return found
 
 

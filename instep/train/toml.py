@@ -93,12 +93,18 @@ def _cast(name: str, value: Any, kind: Any) -> Any:
         return float(value)
     if kind is Path and type(value) is str:
         return Path(value)
-    if get_origin(kind) is tuple and type(value) is list and len(value) == len(get_args(kind)):
-        return tuple(_cast(name, *pair) for pair in zip(value, get_args(kind), strict=True))
+    if get_origin(kind) is tuple and type(value) is list and len(value) == len(_items(kind, value)):
+        return tuple(_cast(name, *pair) for pair in zip(value, _items(kind, value), strict=True))
     # By the exact type: to Python a bool is an int.
     if type(value) is not (str if get_origin(kind) is Literal else kind):
         raise ValueError(f"{name}: expected {_words(kind)}, got {type(value).__name__} {value!r}")
     return value
+
+
+def _items(kind: Any, value: list[Any]) -> tuple[Any, ...]:
+    """The type of each item of ``value`` as a ``kind``, ``tuple[X, Y]`` or ``tuple[X, ...]``."""
+    items = get_args(kind)
+    return items[:1] * len(value) if items[-1] is Ellipsis else items
 
 
 def _words(kind: Any) -> str:
@@ -106,7 +112,9 @@ def _words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        return f"an array of {len(get_args(kind))} {get_args(kind)[0].__name__}s"
+        first, *others = get_args(kind)
+        number = "" if others == [Ellipsis] else f"{1 + len(others)} "
+        return f"an array of {number}{first.__name__}s"
     return "str" if kind is Path else str(kind.__name__)
 
 
