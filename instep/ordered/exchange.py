@@ -89,7 +89,9 @@ class Exchange:
         headers, presence = unpack(out.view(self.group.size, length), len(bucket.slots))
         problem = disagreement(headers, self.group.ranks)
         if problem is not None:
-            raise Desync(problem)
+            # Who has left the step does not compare anything any more.
+            notes = "" if any(h.left for h in headers) else self.group.compare_notes(name)
+            raise Desync(problem + notes)
         bucket.presence = presence
         return headers
 

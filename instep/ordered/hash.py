@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -19,14 +20,26 @@ from torch.optim import Optimizer
 from instep.ordered.blocks import BLOCK_ELEMENTS
 
 Entry = tuple[str, Tensor]
+SHORT = 16  # hex digits of a hash that need not withstand an adversary
+
+
+def canonical_bytes(x: Tensor) -> memoryview:
+    """The bytes of ``x`` in logical order, all NaNs as one: a view where ``x`` is contiguous and on CPU."""
+    x = x.detach().cpu()
+    if x.is_floating_point() and _may_have_nan(x):
+        x = torch.where(torch.isnan(x), torch.nan, x)
+    return x.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _may_have_nan(x: Tensor) -> bool:
+    if x.itemsize == 1:  # float8 has no sum
+        return bool(torch.isnan(x).any())
+    return math.isnan(x.sum().item())  # in a third of the time; so is inf - inf
 
 
 def block_digests(x: Tensor) -> Iterator[bytes]:
     """SHA-256 of every block of ``x`` in logical order; all NaNs count as one."""
-    x = x.detach().cpu()
-    if x.is_floating_point() and bool(torch.isnan(x).any()):
-        x = torch.where(torch.isnan(x), torch.nan, x)
-    data = x.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    data = canonical_bytes(x)
     width = BLOCK_ELEMENTS * x.element_size()
     for start in range(0, len(data), width):
         yield hashlib.sha256(data[start : start + width]).digest()
@@ -57,9 +70,29 @@ def persistent_buffers(module: nn.Module) -> list[Entry]:
 
 def state_sha256(entries: Iterable[Entry], step: int) -> str:
     """Hex digest of ``entries`` after ``step`` optimizer steps."""
-    whole = hashlib.sha256(f"instep state 1 step {step}\n".encode())
+    return state_digests(entries, step)[0]
+
+
+def state_digests(entries: Iterable[Entry], step: int) -> tuple[str, dict[str, str]]:
+    """``state_sha256`` and, by name, what ``entry_digests`` gives: every block is hashed once."""
+    whole, parts = hashlib.sha256(f"instep state 1 step {step}\n".encode()), {}
+    for name, data in _described(entries):
+        whole.update(data)
+        parts[name] = _short(data)
+    return whole.hexdigest(), parts
+
+
+def entry_digests(entries: Iterable[Entry]) -> dict[str, str]:
+    """16 hex digits of each entry's SHA-256, by its name: which part of a state is another."""
+    return {name: _short(data) for name, data in _described(entries)}
+
+
+def _described(entries: Iterable[Entry]) -> Iterator[tuple[str, bytes]]:
+    """Each entry's name and what a hash has to know of it: its description and its blocks' digests."""
     for name, x in entries:
-        whole.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode() + b"\n")
-        for digest in block_digests(x):
-            whole.update(digest)
-    return whole.hexdigest()
+        header = json.dumps([name, str(x.dtype), list(x.shape)]).encode() + b"\n"
+        yield name, b"".join([header, *block_digests(x)])
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:SHORT]

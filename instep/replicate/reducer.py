@@ -85,6 +85,7 @@ class Reducer:
         self.local = [False] * len(self.names)
         self.plan: Plan | None = None
         self.leaf: int | None = None
+        self.observer: Callable[[int, Bucket], None] | None = None  # is shown each leaf in a bucket, whole
         self._seen: list[int] = []  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
@@ -220,6 +221,8 @@ class Reducer:
         """The open leaf is whole: bring it into the bucket and merge it; after the last one, let it go."""
         assert bucket.leaf is not None and self.leaf is not None and self.plan is not None
         self.gradients.land(bucket, bucket.leaf)
+        if self.observer is not None:
+            self.observer(self.leaf, bucket)
         bucket.counter.push(self.leaf, bucket.leaf)
         bucket.leaf = None
         if self.plan.declared:

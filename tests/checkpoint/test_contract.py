@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from instep.checkpoint.contract import describe, differences, fingerprint
 from instep.checkpoint.manifest import canonical, parse_json
@@ -60,3 +61,51 @@ def test_differences_read_like_sentences() -> None:
 
 def test_the_two_sides_have_the_names_that_are_given() -> None:
     assert differences({"a": 1}, {"a": 2}, ("on rank 0", "on rank 3")) == ["a: 1 on rank 0, 2 on rank 3"]
+
+
+SWITCHES = [
+    (torch.set_flush_denormal, "flush_denormal", (True, False)),
+    (torch.backends.cuda.enable_flash_sdp, "attention.flash", (False, True)),
+    (lambda on: torch.set_autocast_enabled("cpu", on), "autocast_by_default", (True, False)),
+    (
+        lambda on: setattr(torch.backends.mkldnn, "deterministic", on),
+        "cpu.onednn_deterministic",
+        (True, False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("switch", "name", "values"), SWITCHES, ids=[name for _, name, _ in SWITCHES])
+def test_a_switch_of_torch_is_a_field_of_its_own(switch: Any, name: str, values: tuple[Any, Any]) -> None:
+    before = describe(config={}, threads=1, device="cpu")
+    switch(values[0])
+    try:
+        after = describe(config={}, threads=1, device="cpu")
+    finally:
+        switch(values[1])
+    assert [line.split(":")[0] for line in differences(before, after)] == [name]
+    assert describe(config={}, threads=1, device="cpu") == before
+
+
+def test_kernel_libraries_are_named_with_their_builds() -> None:
+    fields = describe(config={}, threads=1, device="cpu")
+    assert str(fields["libraries.onednn"])[:1] == "v"
+    assert f"Version {fields['libraries.mkl']}" in torch.__config__.show()
+
+
+def test_a_changed_layer_is_refused_by_name() -> None:
+    def fields(*layers: nn.Module) -> dict[str, Any]:
+        return describe(config={}, threads=1, device="cpu", module=nn.Sequential(*layers))
+
+    before = fields(nn.Linear(3, 4), nn.LayerNorm(4))
+    assert differences(before, fields(nn.Linear(3, 4), nn.LayerNorm(4, eps=1e-6))) == [
+        'model.layer.1: "LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)" in the checkpoint, '
+        '"LayerNorm((4,), eps=1e-06, elementwise_affine=True, bias=True)" now'
+    ]
+
+
+def test_another_implementation_of_an_optimizer_is_refused_by_name() -> None:
+    x = nn.Parameter(torch.ones(3))
+    loop, fused = (torch.optim.AdamW([x], lr=1.0, fused=on, foreach=False) for on in (False, True))
+    fields = [describe(config={}, threads=1, device="cpu", optimizer=o) for o in (loop, fused)]
+    assert differences(*fields) == ["optimizer.fused: false in the checkpoint, true now"]

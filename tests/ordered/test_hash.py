@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.hash import block_digests, state_entries, state_sha256
+from instep.ordered.hash import block_digests, entry_digests, state_digests, state_entries, state_sha256
 
 
 class Tied(nn.Module):
@@ -165,3 +165,28 @@ def test_scalars_and_empty_tensors_have_a_hash():
     assert len(list(block_digests(torch.tensor(3)))) == 1
     assert list(block_digests(torch.empty(0, 4))) == []
     assert state_of(torch.empty(0, 4)) != state_of(torch.empty(4, 0))
+
+
+def test_the_digests_of_entries_name_the_one_that_changed():
+    model, optimizer = trained()
+    entries = state_entries(model, optimizer)
+    before, parts = state_digests(entries, 1)
+    assert before == state_sha256(entries, 1)
+    assert parts == entry_digests(entries) and list(parts) == [name for name, _ in entries]
+    with torch.no_grad():
+        model.head.bias[4] = model.head.bias[4].nextafter(torch.tensor(9.0))
+    after, changed = state_digests(entries, 1)
+    assert after != before
+    assert [name for name in parts if parts[name] != changed[name]] == ["head.bias"]
+
+
+def test_equal_numbers_under_another_shape_or_name_have_another_digest():
+    x = torch.zeros(6)
+    digests = [entry_digests([entry])[entry[0]] for entry in [("a", x), ("b", x), ("a", x.view(2, 3))]]
+    assert len(set(digests)) == 3
+    assert all(len(digest) == 16 for digest in digests)
+
+
+def test_bytes_without_a_sum_are_hashed_too():
+    x = torch.tensor([1.0, torch.nan, 2.0]).to(torch.float8_e4m3fn)
+    assert state_of(x) == state_of(x.clone()) != state_of(x[:2])

@@ -1,0 +1,123 @@
+"""The ledger's lines: what two runs are compared by, bit by bit, and where a run began, moved or was changed.
+
+    {"step": 7, "cursor": 224, "loss": "0x1.2p+2", "grad_norm": "0x1.8p-1", "world_size": 2,
+     "placement": {"dp": 2}, "strategy": "bucketed", "sampled": [["head.weight", 3, "9f0a51c2"], ...]}
+    {"step": 7, "event": "started", "restarts": 1, ...}
+
+``step`` is the number of steps done. Floats are written as hexadecimal: bits, not digits. ``sampled`` has the
+blocks whose turn it is (``ordered.sample``); every so many steps there are ``state_sha256`` and the hash of
+each of its ``entries`` too. After a crash a step may be there twice; the last line of it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LEDGER = "ledger.jsonl"
+LEAVES = "leaves.jsonl"
+SAMPLE_EVERY = 50  # steps until each block of the state has been sampled once
+STARTED, MOVED, ACCEPTED = "started", "placement", "contract accepted"
+
+Whole = tuple[str, Mapping[str, str]]
+"""``state_sha256`` and the short hash of each entry, by name: what ``ordered.hash.state_digests`` gives."""
+Write = Callable[..., None]
+"""Writes its keyword arguments down as one line."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who does the work: the mesh's axes by name, and the strategy among the ranks of ``dp``."""
+
+    axes: Mapping[str, int]
+    strategy: str
+    world_size: int
+
+    def fields(self) -> dict[str, Any]:
+        """As it stands in a line."""
+        return {"world_size": self.world_size, "placement": dict(self.axes), "strategy": self.strategy}
+
+
+class Ledger:
+    """Says what is worth a line; ``write`` puts it down. Only rank 0 has one.
+
+    In time order: ``started``, with ``accepted`` before the first step if the contract is a new one; ``step``
+    after every step, ``moved`` between two when the ranks have become others.
+    """
+
+    def __init__(self, write: Write, placement: Placement, *, every: int) -> None:
+        """``every`` steps the whole state is hashed; 0: at the end only."""
+        self._write = write
+        self.placement = placement
+        self.every = every
+
+    def is_whole(self, step: int, *, last: bool) -> bool:
+        """Whether the line of ``step`` shall have the hash of the whole state."""
+        return last or (self.every > 0 and step % self.every == 0)
+
+    def started(
+        self,
+        step: int,
+        *,
+        restarts: int,
+        fingerprint: str,
+        numerical: Mapping[str, Any],
+        canary: str,
+        state: Whole | None = None,
+        generation: int = 1,
+    ) -> None:
+        """The run begins, or goes on, after ``step``; ``state`` is what it goes on from.
+
+        ``generation`` counts the groups of ranks since the command was given.
+        """
+        self._event(
+            STARTED,
+            step,
+            restarts=restarts,
+            **self.placement.fields(),
+            fingerprint=fingerprint,
+            canary=canary,
+            generation=generation,
+            numerical=dict(numerical),
+            **_whole(state),
+        )
+
+    def accepted(self, step: int, differences: Sequence[str]) -> None:
+        """From ``step`` on the run is under another contract, because the user said so."""
+        self._event(ACCEPTED, step, differences=list(differences))
+
+    def moved(self, step: int, placement: Placement) -> None:
+        """From ``step`` on others do the work."""
+        self.placement = placement
+        self._event(MOVED, step, **placement.fields())
+
+    def step(
+        self,
+        step: int,
+        *,
+        cursor: int,
+        loss: float,
+        norm: float,
+        sampled: Sequence[Sequence[Any]],
+        whole: Whole | None = None,
+        skipped: str = "",
+    ) -> None:
+        """Step number ``step`` is done, with samples up to ``cursor``; ``skipped`` says why not applied."""
+        self._write(
+            step=step,
+            cursor=cursor,
+            loss=float(loss).hex(),
+            grad_norm=float(norm).hex(),
+            **self.placement.fields(),
+            sampled=[list(block) for block in sampled],
+            **_whole(whole),
+            **({"skipped": skipped} if skipped else {}),
+        )
+
+    def _event(self, name: str, step: int, **fields: Any) -> None:
+        self._write(step=step, event=name, **fields)
+
+
+def _whole(state: Whole | None) -> dict[str, Any]:
+    return {} if state is None else {"state_sha256": state[0], "entries": dict(state[1])}

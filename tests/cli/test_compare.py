@@ -1,0 +1,148 @@
+"""``instep compare``: what it says in words, how it ends, and that no file makes it stumble."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.cli.compare import main
+from instep.cli.exits import DONE, FAILED, USAGE
+from instep.cli.train import parse
+from instep.train import recipes
+from instep.train.ledger import LEAVES, LEDGER, Ledger, Placement
+from instep.train.toml import RUN_CONFIG, to_toml
+
+ONE, TWO = Placement({"dp": 1}, "bucketed", 1), Placement({"dp": 2}, "bucketed", 2)
+SIZE = 32
+
+
+def write(path: Path, losses: list[float], placement: Placement = ONE, **numerical: Any) -> Path:
+    """A run of as many steps as it has losses."""
+    path.mkdir()
+    (path / RUN_CONFIG).write_text(to_toml(recipes.default()))
+    with (path / LEDGER).open("w") as file:
+        ledger = Ledger(lambda **fields: file.write(json.dumps(fields) + "\n"), placement, every=2)
+        fields = {"batch.global_size": SIZE, **numerical}
+        ledger.started(0, restarts=0, fingerprint="", numerical=fields, canary="c" * 64)
+        for step, loss in enumerate(losses, start=1):
+            sample = [("head.weight", 3, f"{int(loss * 16):08x}")]
+            ledger.step(step, cursor=step * SIZE, loss=loss, norm=1.0, sampled=sample)
+    return path
+
+
+def leaf_book(path: Path, step: int, leaves: list[tuple[int, str]], reduced: str) -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": step, "leaf": leaf, "rank": rank, "parameters": {"head.weight": digest, "head.bias": "0"}}
+        for leaf, (rank, digest) in enumerate(leaves)
+    ]
+    lines.append({"step": step, "reduced": {"head.weight": reduced, "head.bias": "0"}})
+    (path / LEAVES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """One that parts from the other at its third step."""
+    return write(tmp_path / "a", [4.0, 3.0, 2.5, 2.0]), write(tmp_path / "b", [4.0, 3.0, 2.75, 2.0], TWO)
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: object, code: int) -> str:
+    assert main([str(arg) for arg in args]) == code
+    out, err = capsys.readouterr()
+    return err if code == USAGE else out
+
+
+def test_equal_runs_end_with_0_and_say_how_far_they_are_equal(tmp_path, capsys):
+    a, b = write(tmp_path / "a", [4.0, 3.0]), write(tmp_path / "b", [4.0, 3.0, 2.5], TWO)
+    out = said(capsys, a, b, code=DONE)
+    assert "the same bits in all 2 steps that both have; B goes on to step 3" in out
+    assert f"B  {b}: 3 steps; started after step 0 on dp=2, bucketed; samples 0 to 95" in out
+
+
+def test_a_parting_ends_with_1_and_names_step_field_and_parameter(runs, capsys):
+    out = said(capsys, *runs, code=FAILED)
+    assert "they part at step 3:" in out
+    assert "   loss: 0x1.4000000000000p+1 (2.5) in A, 0x1.6000000000000p+1 (2.75) in B" in out
+    assert "parameter: head.weight (1 of the 1 that the line of step 3 tells of)" in out
+
+
+def test_without_leaves_it_prints_commands_that_the_parser_takes(runs, capsys):
+    out = said(capsys, *runs, code=FAILED)
+    commands = [line.split() for line in out.splitlines() if line.startswith("   instep ")]
+    for command, run in zip(commands, runs, strict=False):
+        config = parse(command[2:])
+        assert (config.stop_after, config.ledger.leaves, config.resume) == (3, True, False)
+        assert config.run_dir == run.with_name(f"{run.name}-leaves")
+    assert commands[2] == ["instep", "compare", f"{runs[0]}-leaves", f"{runs[1]}-leaves"]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "reduced", "expected"),
+    [
+        (
+            [(0, "x"), (1, "z")],
+            "s",
+            "cause: computing: gradients of micro-batches differ, before any was added",
+        ),
+        (
+            [(0, "x"), (1, "y")],
+            "t",
+            "cause: reducing: the gradient of every micro-batch is the same, their sum",
+        ),
+        ([(0, "x"), (1, "y")], "s", "cause: updating: the reduced gradient is the same, what was made of it"),
+        ([(0, "w"), (1, "z")], "s", "cause: came into the step: the gradient of every micro-batch differs"),
+    ],
+    ids=["computing", "reducing", "updating", "before"],
+)
+def test_with_leaves_it_says_what_did_it(runs, capsys, leaves, reduced, expected):
+    leaf_book(runs[0], 3, [(0, "x"), (0, "y")], "s")
+    leaf_book(runs[1], 3, leaves, reduced)
+    out = said(capsys, *runs, code=FAILED)
+    assert expected in out
+    if "computing" in expected:
+        assert "   micro-batch 1, by rank 0 in A and 1 in B: head.weight" in out.splitlines()
+
+
+def test_other_settings_are_said_first(tmp_path, capsys):
+    a, b = write(tmp_path / "a", [4.0], seed=0), write(tmp_path / "b", [3.0], seed=1)
+    out = said(capsys, a, b, code=FAILED)
+    expected = "these runs cannot be expected to have the same bits:\n   seed: 0 in A, 1 in B\n"
+    assert expected in out and out.index(expected) < out.index("they part")
+
+
+def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
+    with (runs[1] / LEDGER).open("a") as file:
+        ledger = Ledger(lambda **fields: file.write(json.dumps(fields) + "\n"), TWO, every=0)
+        ledger.accepted(4, ["threads: 1 in the checkpoint, 2 now"])
+        ledger.moved(4, ONE)
+        ledger.started(4, restarts=1, fingerprint="", numerical={}, canary="")
+        file.write('{"step": 5, "cur')
+    out = said(capsys, *runs, code=FAILED)
+    assert "went on after step 4 on dp=1, bucketed; accepted another contract after step 4" in out
+    assert "placement after step 4: dp=1, bucketed" in out
+    assert f"   warning: {runs[1] / LEDGER}, line 9: torn, and left out" in out
+
+
+def test_json_has_everything(runs, capsys):
+    found = json.loads(said(capsys, *runs, "--json", code=FAILED))
+    assert (found["same"], found["parting"]["step"], found["parting"]["cause"]) == (False, 3, None)
+    assert set(found["notes"]) == {str(run) for run in runs}
+
+
+@pytest.mark.parametrize("content", [b"", b"[]\n", b"\x80\x81\n", b'{"step": 1.5}\n', b"[" * 99_999 + b"\n"])
+def test_a_file_that_is_no_ledger_is_one_line_on_stderr(runs, capsys, content):
+    (runs[1] / LEDGER).write_bytes(content)
+    err = said(capsys, *runs, code=USAGE)
+    assert err.startswith("instep compare: error: ") and err.count("\n") == 1
+    assert str(runs[1]) in err
+
+
+def test_what_is_no_run_is_a_usage_error(runs, tmp_path, capsys):
+    assert "nowhere: expected the directory of a run" in said(
+        capsys, runs[0], tmp_path / "nowhere", code=USAGE
+    )
+    with pytest.raises(SystemExit) as ended:
+        main([str(runs[0])])
+    assert ended.value.code == USAGE

@@ -1,0 +1,85 @@
+"""The ledger's lines have the bits of a step, not its digits, and say where a run moved or was changed."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from instep.train.ledger import Ledger, Placement
+
+ONE = Placement({"dp": 1}, "bucketed", 1)
+
+
+def written(every: int = 5) -> tuple[Ledger, list[dict[str, Any]]]:
+    lines: list[dict[str, Any]] = []
+    return Ledger(lambda **fields: lines.append(fields), ONE, every=every), lines
+
+
+def test_a_step_is_one_line_of_json_with_every_bit() -> None:
+    ledger, lines = written()
+    ledger.step(3, cursor=96, loss=0.1, norm=1 / 3, sampled=[("w", 2, "0badcafe")])
+    assert json.loads(json.dumps(lines)) == [
+        {
+            "step": 3,
+            "cursor": 96,
+            "loss": (0.1).hex(),
+            "grad_norm": (1 / 3).hex(),
+            "world_size": 1,
+            "placement": {"dp": 1},
+            "strategy": "bucketed",
+            "sampled": [["w", 2, "0badcafe"]],
+        }
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.0, 5e-324, 1.0])
+def test_every_float_comes_back(value: float) -> None:
+    ledger, lines = written()
+    ledger.step(1, cursor=1, loss=value, norm=value, sampled=[])
+    back = float.fromhex(json.loads(json.dumps(lines[0]))["loss"])
+    assert (repr(back), math.copysign(1, back)) == (repr(value), math.copysign(1, value))
+
+
+def test_the_whole_state_and_the_reason_of_a_skip_are_there_when_there_are_any() -> None:
+    ledger, lines = written()
+    ledger.step(1, cursor=1, loss=1.0, norm=1.0, sampled=[], whole=("ab", {"w": "cd"}), skipped="not finite")
+    assert (lines[0]["state_sha256"], lines[0]["entries"]) == ("ab", {"w": "cd"})
+    assert lines[0]["skipped"] == "not finite"
+    ledger.step(2, cursor=2, loss=1.0, norm=1.0, sampled=[])
+    assert not {"state_sha256", "entries", "skipped"} & set(lines[1])
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "expected"), [(3, False, [3, 6]), (0, False, []), (0, True, [1, 2, 3, 4, 5, 6])]
+)
+def test_the_whole_state_is_due_every_so_many_steps_and_at_the_last(
+    every: int, last: bool, expected: list[int]
+) -> None:
+    ledger, _ = written(every)
+    assert [step for step in range(1, 7) if ledger.is_whole(step, last=last)] == expected
+
+
+def test_a_start_has_the_contract_and_the_canary() -> None:
+    ledger, lines = written()
+    ledger.started(0, restarts=0, fingerprint="f", numerical={"seed": 0}, canary="c", state=("ab", {}))
+    expected = {"step": 0, "event": "started", "restarts": 0, "fingerprint": "f", "canary": "c"}
+    assert lines == [
+        {**expected, "numerical": {"seed": 0}, **ONE.fields(), "state_sha256": "ab", "entries": {}}
+    ]
+
+
+def test_steps_after_a_move_are_those_of_the_new_placement() -> None:
+    ledger, lines = written()
+    ledger.accepted(4, ["threads: 1 in the checkpoint, 2 now"])
+    ledger.moved(4, Placement({"dp": 2}, "flat", 2))
+    ledger.step(5, cursor=5, loss=1.0, norm=1.0, sampled=[])
+    assert [(line["step"], line.get("event")) for line in lines] == [
+        (4, "contract accepted"),
+        (4, "placement"),
+        (5, None),
+    ]
+    assert lines[0]["differences"] == ["threads: 1 in the checkpoint, 2 now"]
+    assert all((line["world_size"], line["placement"]) == (2, {"dp": 2}) for line in lines[1:])
