@@ -4,6 +4,8 @@
     └── InstepError               everything below; the message names rank, operation, cause and fix
         ├── PeerLost              a rank died, or never came to an operation before the deadline
         ├── Desync                the ranks disagree about what happens next, or who takes part in it
+        ├── ReplicasDiffer        the ranks hold, or compute, numbers that should be the same and are not
+        ├── Diverged              too many steps in a row had a gradient that could not be used
         ├── ContractBroken        the numerical configuration is not the one the run was started with
         └── CheckpointRejected    a checkpoint is missing, incomplete, altered, or of another model
 
@@ -14,7 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointRejected", "ContractBroken", "Desync", "InstepError", "PeerLost"]
+__all__ = [
+    "CheckpointRejected",
+    "ContractBroken",
+    "Desync",
+    "Diverged",
+    "InstepError",
+    "PeerLost",
+    "ReplicasDiffer",
+]
 
 
 class InstepError(RuntimeError):
@@ -37,6 +47,32 @@ class PeerLost(InstepError):
 
 class Desync(InstepError):
     """The ranks came to the same place with different plans; nothing was reduced, no gradient was written."""
+
+
+class ReplicasDiffer(InstepError):
+    """Numbers that are the same on all ranks by construction are not: memory or arithmetic has failed.
+
+    ``ranks`` are the global ranks that are suspected, ``parameters`` what differs, by name. Raised on every
+    rank alike. The weights are not to be trusted, nor are copies made since the last comparison.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.parameters = tuple(parameters)
+
+
+class Diverged(InstepError):
+    """Too many steps in a row had a gradient that is not finite, or far above those before.
+
+    Raised on every rank alike; the weights are those of before these steps. ``ranks`` are the global ranks
+    that computed the first number that is not finite, ``parameter`` is where; both empty if none is known.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), parameter: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.parameter = parameter
 
 
 class ContractBroken(InstepError):

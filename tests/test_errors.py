@@ -29,3 +29,17 @@ def test_a_lost_peer_arrives_whole_in_another_process():
     arrived = ForkingPickler.loads(ForkingPickler.dumps(error))
     assert type(arrived) is errors.PeerLost
     assert (str(arrived), arrived.ranks, arrived.operation) == ("rank 3 died", (3,), "a broadcast")
+
+
+def test_replicas_that_differ_are_told_with_what_differs():
+    error = errors.ReplicasDiffer("rank 2 is odd", ranks=[2], parameters=["weight", "bias"])
+    arrived = ForkingPickler.loads(ForkingPickler.dumps(error))
+    assert (str(arrived), arrived.ranks, arrived.parameters) == ("rank 2 is odd", (2,), ("weight", "bias"))
+    assert errors.ReplicasDiffer("nobody knows").ranks == ()
+
+
+def test_a_run_that_diverged_tells_where_it_began():
+    error = errors.Diverged("nan", ranks=[1], parameter="weight")
+    arrived = ForkingPickler.loads(ForkingPickler.dumps(error))
+    assert (str(arrived), arrived.ranks, arrived.parameter) == ("nan", (1,), "weight")
+    assert (errors.Diverged("nan").ranks, errors.Diverged("nan").parameter) == ((), "")

@@ -1,0 +1,151 @@
+"""Numbers that went bad without an error: what should be the same on several ranks is compared.
+
+    compare_replicas   weights and moments, which all ranks hold      a bit that flipped in memory stays seen
+    compare_leaves     gradients, which any rank can compute          a rank that computes otherwise
+
+A flipped bit in one rank's weights spoils the gradient of all, and no loss curve tells. Replicas have the
+same bits by construction, so one hash per rank shows it. The majority is taken to be right; two ranks have
+none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from instep.errors import ReplicasDiffer
+from instep.mesh.group import Group
+from instep.ordered.hash import Entry, block_digests, state_sha256
+from instep.train.majority import Odd, listed, odd_one_out, ranks_listed
+from instep.train.recompute import Compute
+from instep.train.together import _told, on_every_rank
+
+REPLICAS = "the comparison of replicas"
+LEAVES = "the comparison of micro-batches"
+T = TypeVar("T")  # something that JSON can carry
+
+Digests = dict[str, str]
+"""Half a SHA-256 in hexadecimal, by name."""
+
+
+def compare_replicas(entries: Sequence[Entry], step: int, group: Group) -> str:
+    """The ``state_sha256`` of ``entries`` after ``step`` steps, if all ranks have the same. Collective.
+
+    Pass what every rank holds: with a parameter server, the weights without the moments.
+
+    Raises:
+        ReplicasDiffer: on every rank, naming the odd ranks and what differs.
+    """
+    mine = state_sha256(entries, step)
+    hashes = group.all_gather_bytes(mine.encode(), REPLICAS)
+    if len(set(hashes)) == 1:
+        return mine
+    votes = _gather(group, {"the step": str(step), **digests(entries)}, REPLICAS)
+    error = _hold_different(votes, step)
+    raise _told(error) if group.rank else error
+
+
+def compare_leaves(group: Group, compute: Compute, plan: Sequence[Sequence[int]], step: int) -> None:
+    """Every rank computes the first micro-batch of the next rank, too, and the bits are compared. Collective.
+
+    ``plan[r]`` are the micro-batches of group rank r in ``step``. The owner also computes its own again,
+    since what it has sent is part of a sum by now. So this finds a rank that computes otherwise each time:
+    broken arithmetic, another build, other weights or samples; not a slip in the step itself. If two ranks
+    differ, a third one decides. It must come before the update; ranks have two micro-batches more to
+    compute in such a step.
+
+    Raises:
+        ReplicasDiffer: on every rank, naming micro-batch, parameter, the ranks that computed it, and of
+            three or more ranks the odd one.
+    """
+    if group.size == 1:
+        return
+    owners = {own[0]: rank for rank, own in enumerate(plan) if len(own)}
+    votes: dict[int, dict[int, Digests]] = {leaf: {} for leaf in owners}
+
+    def ask(distance: int, about: Iterable[int]) -> None:
+        """Let the rank that is ``distance`` after its owner compute each of the leaves ``about``."""
+        mine = [leaf for leaf in about if (owners[leaf] + distance) % group.size == group.rank]
+        computed = on_every_rank(
+            group, LEAVES, lambda: {str(leaf): digests(compute(leaf).gradients.items()) for leaf in mine}
+        )
+        for rank, said in _gather(group, computed, LEAVES).items():
+            for leaf, values in said.items():
+                votes[int(leaf)][rank] = values
+
+    ask(0, owners)
+    ask(-1, owners)
+    doubtful = [leaf for leaf in owners if odd_one_out(votes[leaf])]
+    if not doubtful:
+        return
+    if group.size > 2:
+        ask(1, doubtful)
+    error = _compute_different({leaf: votes[leaf] for leaf in doubtful}, step)
+    raise _told(error) if group.rank else error
+
+
+def digests(entries: Iterable[Entry]) -> Digests:
+    """What identifies the dtype, the shape and the bits of each of ``entries``."""
+    found = {}
+    for name, x in entries:
+        whole = hashlib.sha256(json.dumps([str(x.dtype), list(x.shape)]).encode())
+        for digest in block_digests(x.to_dense() if x.is_sparse else x):
+            whole.update(digest)
+        found[name] = whole.hexdigest()[:32]
+    return found
+
+
+def _hold_different(votes: Mapping[int, Digests], step: int) -> ReplicasDiffer:
+    odd = odd_one_out(votes)
+    if odd is None:
+        return ReplicasDiffer(
+            f"after step {step} the ranks' hashes of their states differ, but nothing does when it is hashed "
+            "once more: the memory or the arithmetic of one of the hosts is unreliable",
+            ranks=tuple(votes),
+        )
+    than = "other values than the other ranks" if odd.certain else "different values"
+    verb = "hold" if len(odd.ranks) > 1 else "holds"
+    return ReplicasDiffer(
+        f"after step {step} {ranks_listed(odd.ranks)} {verb} {than} in {listed(odd.names)}: a bit has "
+        f"flipped in memory, or an update was computed otherwise. {_way_out(odd)}",
+        ranks=odd.ranks,
+        parameters=odd.names,
+    )
+
+
+def _compute_different(votes: Mapping[int, Mapping[int, Digests]], step: int) -> ReplicasDiffer:
+    lines: list[str] = []
+    ranks: set[int] = set()
+    names: list[str] = []
+    certain = True
+    for leaf, said in votes.items():
+        odd = odd_one_out(said)
+        assert odd is not None
+        asked = ranks_listed(tuple(sorted(said)))
+        blame = f": {ranks_listed(odd.ranks)} computed otherwise" if odd.certain else ", all that were asked"
+        lines.append(f"  micro-batch {leaf}, by {asked}{blame}: {listed(odd.names)}")
+        ranks.update(odd.ranks)
+        names += odd.names
+        certain = certain and odd.certain
+    whole = Odd(tuple(dict.fromkeys(names)), tuple(sorted(ranks)), certain)
+    table = "\n".join(lines)
+    return ReplicasDiffer(
+        f"in step {step} ranks computed different gradients of one micro-batch:\n{table}\n{_way_out(whole)}",
+        ranks=whole.ranks,
+        parameters=whole.names,
+    )
+
+
+def _way_out(odd: Odd) -> str:
+    again = "resume from a checkpoint of before"
+    if odd.certain:
+        return f"Leave out the host of {ranks_listed(odd.ranks)} and {again}"
+    return f"One of {ranks_listed(odd.ranks)} is wrong and there is no majority to tell which: {again}"
+
+
+def _gather(group: Group, mine: T, operation: str) -> dict[int, T]:
+    """What every rank has passed, by global rank. Collective."""
+    everyone = group.all_gather_bytes(json.dumps(mine).encode(), operation)
+    return {rank: json.loads(data) for rank, data in zip(group.ranks, everyone, strict=True)}
