@@ -98,7 +98,7 @@ class RankFailed(InstepError):
         self.exit = failed
         self.type_name = failed.error.type if failed.error else ""
         self.rank_traceback = failed.error.traceback if failed.error else ""
-        super().__init__(f"rank {failed.rank} of {ranks} (pid {failed.pid}) {_how(failed)}")
+        super().__init__(f"rank {failed.rank} of {ranks} (pid {failed.pid}) {how(failed)}")
 
 
 def root_cause(exits: Sequence[Exit]) -> Exit | None:
@@ -120,7 +120,7 @@ def root_cause(exits: Sequence[Exit]) -> Exit | None:
     return min((end for end in exits if end.code != 0), key=order, default=None)
 
 
-def _how(failed: Exit) -> str:
+def how(failed: Exit) -> str:
     if failed.error is not None:
         return f"failed with {failed.error.type}: {failed.error.message}".removesuffix(": ")
     how = f"exited with code {failed.code}"

@@ -16,8 +16,6 @@ is in a session of its own, so Ctrl-C reaches the launcher only, and its helpers
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -27,24 +25,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from instep.mesh.exits import RECORD_LIMIT_BYTES, ErrorRecord, Exit, RankFailed, root_cause
+from instep.mesh.child import Child, live, read_record
+from instep.mesh.exits import Exit, RankFailed, root_cause
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerProcess
 
-__all__ = ["RankFailed", "launch", "warm"]
+__all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-PR_SET_PDEATHSIG = 1
 
 # Starting the forkserver borrows this process's signal handler and environment for a moment.
 _starting = threading.Lock()
@@ -81,17 +79,22 @@ def launch(
             f"expected at least 1 rank of at least 1 thread, got ranks={ranks}, threads={threads}"
         )
     warm()
+    exits: list[Exit] = []
     with _terminate_unwinds(), tempfile.TemporaryDirectory(prefix="instep-") as directory:
-        world = _World(Path(directory))
+        children = Children()
         try:
+            pids = []
             for rank in range(ranks):
-                world.start(_Seat(rank, ranks, threads, directory, dict(os.environ)), target, args)
+                environ = surroundings(threads, _place(rank, ranks, directory))
+                pids.append(children.start(Child(rank, threads, directory, environ), target, args))
             if on_start is not None:
-                on_start(world.pids)
-            world.watch(grace_s)
-            cause = root_cause(world.exits)
+                on_start(pids)
+            while children.running and not any(end.code for end in exits):
+                exits += children.wait(None)[0]
+            exits += children.wait_all(grace_s)  # after the first failure
         finally:
-            world.stop(grace_s)
+            children.stop(grace_s)
+    cause = root_cause(exits)
     if cause is not None:
         raise RankFailed(cause, ranks)
 
@@ -106,65 +109,66 @@ def warm(*modules: str) -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-class _World:
-    """The processes of one launch: started one by one, watched, then stopped, until none is ``running``."""
+class Children:
+    """The processes of one launcher: started one by one, waited for, stopped, until none is ``running``.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    Nobody is polled: each has a sentinel, a pipe that becomes readable when it ends.
+    """
+
+    def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.running: dict[int, tuple[int, ForkServerProcess]] = {}  # sentinel -> rank, process
-        self.pids: list[int] = []
-        self.exits: list[Exit] = []
+        self.running: dict[int, tuple[Child, ForkServerProcess]] = {}  # sentinel -> child, process
 
-    def start(self, seat: _Seat, target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def start(self, child: Child, target: Callable[..., object], args: tuple[Any, ...] = ()) -> int:
+        """Start ``target(*args)`` in a new process; its process id."""
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
-        process = self.context.Process(target=_rank, args=(seat, target, args), name=f"rank {seat.rank}")
+        process = self.context.Process(target=live, args=(child, target, args), name=f"rank {child.number}")
         process.start()
-        self.running[process.sentinel] = seat.rank, process
+        self.running[process.sentinel] = child, process
         assert process.pid is not None
-        self.pids.append(process.pid)
+        return process.pid
 
-    def watch(self, grace_s: float) -> None:
-        """Wait for all, but for no longer than ``grace_s`` after the first failure."""
-        while self.running and not any(end.code for end in self.exits):
-            self._wait(None)
-        self._wait_all(grace_s)
+    def wait(
+        self, timeout_s: float | None, others: Sequence[Connection] = ()
+    ) -> tuple[list[Exit], list[Connection]]:
+        """Block until a child has ended or one of ``others`` can be read: those that have, and those."""
+        ready = multiprocessing.connection.wait([*self.running, *others], timeout_s)
+        ended = [self._bury(sentinel) for sentinel in ready if isinstance(sentinel, int)]
+        return ended, [other for other in others if other in ready]
 
-    def stop(self, grace_s: float) -> None:
+    def wait_all(self, timeout_s: float | None) -> list[Exit]:
+        """Block until all have ended, or the time is up: those that have."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        exits: list[Exit] = []
+        while self.running:
+            ended, _ = self.wait(None if deadline is None else max(0, deadline - time.monotonic()))
+            exits += ended
+            if not ended:
+                break
+        return exits
+
+    def stop(self, grace_s: float) -> list[Exit]:
         """End what still runs. A second Ctrl-C skips the grace."""
+        exits = []
         try:
-            self._signal(signal.SIGTERM)
-            self._wait_all(grace_s)
+            if grace_s:
+                self._signal(signal.SIGTERM)
+                exits = self.wait_all(grace_s)
         finally:
             self._signal(signal.SIGKILL)
-            self._wait_all(None)
+            exits += self.wait_all(None)
+        return exits
 
-    def _wait_all(self, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.running and self._wait(None if deadline is None else max(0, deadline - time.monotonic())):
-            pass
-
-    def _wait(self, timeout_s: float | None) -> bool:
-        """Block until a rank has ended, and record all that have; False if the time was up before."""
-        ended = multiprocessing.connection.wait(list(self.running), timeout_s)
-        for sentinel in ended:
-            assert isinstance(sentinel, int)
-            rank, process = self.running.pop(sentinel)
-            process.join()
-            assert process.pid is not None
-            assert process.exitcode is not None
-            # Helpers that the rank left behind; at once, while its id cannot be anybody else's.
-            _signal_group(process.pid, signal.SIGKILL)
-            self.exits.append(Exit(rank, process.pid, process.exitcode, self._record(rank)))
-            process.close()
-        return bool(ended)
-
-    def _record(self, rank: int) -> ErrorRecord | None:
-        try:
-            with _record_path(self.directory, rank).open("rb") as file:
-                return ErrorRecord.from_bytes(file.read(RECORD_LIMIT_BYTES))
-        except FileNotFoundError:
-            return None
+    def _bury(self, sentinel: int) -> Exit:
+        child, process = self.running.pop(sentinel)
+        process.join()
+        assert process.pid is not None
+        assert process.exitcode is not None
+        # Helpers that it left behind; at once, while its id cannot be anybody else's.
+        _signal_group(process.pid, signal.SIGKILL)
+        end = Exit(child.number, process.pid, process.exitcode, read_record(child))
+        process.close()
+        return end
 
     def _signal(self, number: signal.Signals) -> None:
         for _, process in self.running.values():
@@ -181,85 +185,26 @@ def _signal_group(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """What a new rank is told."""
-
-    rank: int
-    ranks: int
-    threads: int
-    directory: str
-    environ: dict[str, str]
-
-    def environment(self) -> dict[str, str]:
-        place = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.ranks,
-            "LOCAL_RANK": self.rank,
-            "LOCAL_WORLD_SIZE": self.ranks,
-            "INSTEP_STORE": Path(self.directory) / "store",
-            # gloo listens even when ranks meet in a file: on loopback only.
-            "GLOO_SOCKET_IFNAME": LOOPBACK,
-            "OMP_NUM_THREADS": self.threads,
-            "MKL_NUM_THREADS": self.threads,
-            "OPENBLAS_NUM_THREADS": self.threads,
-        }
-        return self.environ | {name: str(value) for name, value in place.items()}
+def surroundings(threads: int, place: Mapping[str, object]) -> dict[str, str]:
+    """The environment of a rank at ``place``: this process's, with what a rank on this host needs."""
+    needed = {
+        # gloo listens even when ranks meet in a file: on loopback only.
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+    }
+    return {**os.environ, **{name: str(value) for name, value in {**needed, **place}.items()}}
 
 
-def _rank(seat: _Seat, target: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """A rank's life, in the new process."""
-    _end_with_launcher()
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The forkserver's environment is the launcher's of the day it was born.
-    os.environ.clear()
-    os.environ.update(seat.environment())
-    faulthandler.enable()
-    # OMP_NUM_THREADS is too late for a torch that the forkserver has loaded.
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(seat.threads)
-    try:
-        target(*args)
-    except SystemExit:
-        raise
-    except BaseException as error:
-        _leave_record(ErrorRecord.of(error), _record_path(seat.directory, seat.rank))
-        # Now, without destructors and exit hooks: they may wait for peers that wait for us.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
-
-
-def _end_with_launcher() -> None:
-    """Have the kernel kill this rank when the forkserver ends, and the forkserver end with the launcher.
-
-    The latter needs help: multiprocessing gives every child the write end of the pipe whose closing ends
-    the forkserver, so that children would keep it, and themselves, alive.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    server = multiprocessing.forkserver._forkserver
-    if (alive := getattr(server, "_forkserver_alive_fd", None)) is not None:
-        os.close(alive)
-        server._forkserver_alive_fd = None  # type: ignore[attr-defined]
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    if not launcher.is_alive():  # it died before the kernel knew
-        os._exit(1)
-
-
-def _record_path(directory: str | Path, rank: int) -> Path:
-    return Path(directory) / f"error-{rank}.json"
-
-
-def _leave_record(record: ErrorRecord, path: Path) -> None:
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(record.to_bytes())
-    except OSError:  # no space, or the launcher has gone
-        print(record.traceback, file=sys.stderr)
+def _place(rank: int, ranks: int, directory: str) -> dict[str, object]:
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "INSTEP_STORE": Path(directory) / "store",
+    }
 
 
 def _in_main_thread() -> bool:

@@ -189,6 +189,11 @@ class ParameterServer:
         if not self.is_server:  # where the optimizer's own hook counts
             self._reducer.stepped()
 
+    def discard(self) -> None:
+        """Drop the gradient that the server has, on all ranks, in the place of ``step``."""
+        self._pending = False
+        self._reducer.gradients.drop()
+
     def close(self) -> None:
         """Remove the hooks, end the lane, give back the private group. Also happens when it is collected."""
         self._model.close()

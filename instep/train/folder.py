@@ -3,6 +3,7 @@
     config.toml      the resolved config            workers.json   rank to process, while the run goes on
     metrics.jsonl    a line per step, to plot       ledger.jsonl   a line per step, to compare bit by bit
     summary.json     the figures of the whole run   checkpoints/   step-00000100/ ...
+    faults.jsonl     what went wrong, and what it took to go on
 
 Only rank 0 writes.
 """
@@ -24,9 +25,9 @@ from instep.train.toml import RUN_CONFIG, to_toml
 
 CONFIG = RUN_CONFIG
 METRICS = "metrics.jsonl"
-LEDGER = "ledger.jsonl"
 SUMMARY = "summary.json"
 WORKERS = "workers.json"
+FAULTS = "faults.jsonl"
 CHECKPOINTS = "checkpoints"
 
 
@@ -88,8 +89,8 @@ class Lines:
     """A JSONL file that survives its writer: every line is on its own, and a torn last one is dropped."""
 
     def __init__(self, path: Path, *, until_step: int) -> None:
-        """Go on after ``until_step``: lines of later steps belong to work that is done again."""
-        kept = [line for line in read_lines(path) if line.get("step", 0) <= until_step]
+        """Go on after ``until_step``: lines of later steps belong to work that is done again, events stay."""
+        kept = [line for line in read_lines(path) if "event" in line or line.get("step", 0) <= until_step]
         if path.exists():
             _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8", buffering=1)

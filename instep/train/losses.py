@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,29 @@ def gather(values: Mapping[int, float], length: int, group: Group) -> list[float
     return mine.tolist()
 
 
-def mean_loss(values: Mapping[int, float], num_leaves: int, group: Group) -> float:
-    """The mean loss of a step's micro-batches, the same bits on every rank. Collective."""
-    losses = gather(values, num_leaves, group)
-    return math.fsum(losses) / num_leaves if all(map(math.isfinite, losses)) else math.nan
+class Shared(NamedTuple):
+    """What all ranks know at the end of a step: the loss of each micro-batch, and sums over ranks by name."""
+
+    losses: list[float]
+    sums: dict[str, float]
+
+
+def share(
+    losses: Mapping[int, Tensor], num_leaves: int, addends: Mapping[str, float], group: Group
+) -> Shared:
+    """Tell each other the ``losses`` of this rank's micro-batches and, in the same message, ``addends``.
+
+    All ranks name the same addends. Collective.
+    """
+    values = {i: loss.item() for i, loss in losses.items()}
+    values |= {num_leaves + k: addends[name] for k, name in enumerate(sorted(addends))}
+    told = gather(values, num_leaves + len(addends), group)
+    return Shared(told[:num_leaves], dict(zip(sorted(addends), told[num_leaves:], strict=True)))
+
+
+def mean_loss(losses: Sequence[float]) -> float:
+    """The mean, exactly rounded, so the same bits whoever computed which; nan if one is not finite."""
+    return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
 @torch.no_grad()
@@ -50,6 +70,7 @@ def held_out_loss(
     micro_size: int,
     device: torch.device,
     autocast: str,
+    before_gather: Callable[[], None] = lambda: None,
 ) -> float:
     """Mean loss over ``num_windows`` windows at even distances through ``text``. Collective.
 
@@ -66,4 +87,5 @@ def held_out_loss(
         for i in range(group.rank, len(batches), group.size)
     }
     model.train(was_training)
+    before_gather()
     return math.fsum(gather(sums, len(batches), group)) / num_windows

@@ -5,6 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from instep.train.trainer import Made
+
 LINES_PER_RUN = 20
 
 
@@ -32,22 +34,14 @@ class Display:
         """One line, above the bar."""
         self.console.print(text)
 
-    def step(
-        self,
-        step: int,
-        *,
-        loss: float,
-        rate: float,
-        norm: float,
-        step_ms: float,
-        exposed_ms: float,
-        tokens_per_s: float,
-    ) -> None:
-        """``step`` steps are done; the figures are those of the last one."""
+    def step(self, step: int, made: Made) -> None:
+        """``step`` steps are done; ``made`` is the last one."""
         figures = (
-            f"loss {loss:.3f}  norm {norm:.2f}  lr {rate:.1e}  {step_ms:.0f} ms"
-            f" ({exposed_ms:.0f} exposed)  {tokens_per_s:,.0f} tokens/s"
+            f"loss {made.loss:.3f}  norm {made.norm:.2f}  lr {made.rate:.1e}  {made.step_ms:.0f} ms"
+            f" ({made.exposed_ms:.0f} exposed)  {made.tokens_per_s:,.0f} tokens/s"
         )
+        if made.skipped:
+            self.say(f"step {step} was skipped: {made.skipped}")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=figures)
         elif step % self.every == 0 or step == self.num_steps:

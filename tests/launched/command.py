@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from instep.train.folder import LEDGER, read_lines
+from instep.train.folder import read_lines
+from instep.train.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
+LIMIT_BYTES = 1 << 20
 MARK = "INSTEP_TEST"
 INSTEP = (sys.executable, "-m", "instep")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "-m")
@@ -50,9 +55,66 @@ def run(*command: object, cwd: Path, env: Mapping[str, str] | None = None) -> En
     return Ended(process.returncode, out, err)
 
 
-def train(*args: object, cwd: Path, env: Mapping[str, str] | None = None) -> Ended:
-    """``instep train`` with ``args``."""
-    return run(*INSTEP, "train", *args, cwd=cwd, env=env)
+def train(*args: object, cwd: Path) -> Ended:
+    """``instep train`` with ``args``, started warm."""
+    return instep("train", *args, cwd=cwd)
+
+
+def instep(*words: object, cwd: Path) -> Ended:
+    """``instep`` with ``words``, started warm: see ``ember``."""
+    if not _embers:
+        _embers.append(_Ember())
+    try:
+        return _embers[0].run(*map(str, words), cwd=cwd)
+    except BaseException:
+        put_out()
+        raise
+
+
+def put_out() -> None:
+    """End the process that commands are forked from, and them with it."""
+    while _embers:
+        _embers.pop().end()
+
+
+class _Ember:
+    """The process that holds torch, and the socket that it is asked by."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.launched.ember", str(theirs.fileno())],
+                cwd=ROOT,
+                # No threads before it forks: numpy's BLAS starts some at its import.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+
+    def run(self, *words: str, cwd: Path) -> Ended:
+        request = {"words": words, "cwd": str(cwd), "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+        with TemporaryFile() as out, TemporaryFile() as err:
+            answer, theirs = os.pipe()
+            with open(answer, "rb") as answers:
+                streams = [out.fileno(), err.fileno(), theirs]
+                socket.send_fds(self.socket, [json.dumps(request).encode()], streams)
+                os.close(theirs)
+                in_time = select.select([answers], [], [], PATIENCE_S)[0]
+                ended = json.loads(answers.read() or "{}") if in_time else {}
+            said, complained = (os.pread(stream.fileno(), LIMIT_BYTES, 0).decode() for stream in (out, err))
+        assert ended, f"instep {' '.join(words)} did not end within {PATIENCE_S} s:\n{complained}"
+        assert not ended["left"], f"processes left behind: {ended['left']}"
+        return Ended(ended["code"], said, complained)
+
+    def end(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+_embers: list[_Ember] = []
 
 
 @contextmanager

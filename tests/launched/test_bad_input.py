@@ -172,9 +172,8 @@ def test_a_rank_that_dies_in_start_up_ends_the_run_with_its_name(recipe, tmp_pat
     (site / "sitecustomize.py").write_text(KILLS_RANK_1)
     before = tree(site)
     flags = ("-n", 3, "--run-dir", "run")
-    ended = train(
-        *recipe, *flags, cwd=tmp_path, env={"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-    )
+    env = {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = run(*INSTEP, "train", *recipe, *flags, cwd=tmp_path, env=env)
     ended.assert_failed(FAILED, "error: rank 1 of 3 (pid ")
     assert "was killed by SIGKILL: out of memory?" in ended.errors[0]
     assert tree(tmp_path) == {**before, str(site): None}

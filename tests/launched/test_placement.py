@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from instep.train.folder import CHECKPOINTS, CONFIG, LEDGER, METRICS, SUMMARY, WORKERS, read_lines
+from instep.train.folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, WORKERS, read_lines
+from instep.train.ledger import LEDGER
 from tests.launched.command import INSTEP, TORCHRUN, read_until, run, started, steps_of, train
 from tests.launched.conftest import STEPS
 

@@ -18,7 +18,6 @@ from instep.train import folder, recipes
 from instep.train.config import Config
 from instep.train.folder import (
     CONFIG,
-    LEDGER,
     SUMMARY,
     WORKERS,
     Lines,
@@ -28,6 +27,7 @@ from instep.train.folder import (
     read_lines,
     release,
 )
+from instep.train.ledger import LEDGER
 from instep.train.toml import load_toml, merge
 
 

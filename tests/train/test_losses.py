@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from instep.data.text import ByteText
 from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh
-from instep.train.losses import gather, held_out_loss, mean_loss, text_loss
+from instep.train.losses import gather, held_out_loss, mean_loss, share, text_loss
 from tests.parity import numbers
 from tests.world import world
 
@@ -92,10 +92,14 @@ def test_every_value_reaches_every_rank_unrounded(mesh: Mesh) -> None:
 def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches(mesh: Mesh) -> None:
     losses = [0.1, 0.2, 0.4]
     mine = {0: losses[0], 2: losses[2]} if mesh.rank else {1: losses[1]}
-    assert mean_loss(mine, 3, mesh.world.group) == math.fsum(losses) / 3
+    mine = {i: torch.tensor(loss, dtype=torch.float64) for i, loss in mine.items()}
+    told = share(mine, 3, {"votes": 1.0 + mesh.rank, "norm": 0.5 * mesh.rank}, mesh.world.group)
+    assert mean_loss(told.losses) == math.fsum(losses) / 3
+    assert told.sums == {"norm": 0.5, "votes": 3.0}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @world(2)
 def test_one_micro_batch_that_has_diverged_shows_in_the_loss_of_all(mesh: Mesh, bad: float) -> None:
-    assert math.isnan(mean_loss({mesh.rank: bad if mesh.rank else 1.0}, 2, mesh.world.group))
+    mine = {mesh.rank: torch.tensor(bad if mesh.rank else 1.0)}
+    assert math.isnan(mean_loss(share(mine, 2, {}, mesh.world.group).losses))

@@ -1,0 +1,197 @@
+"""Faults on purpose: what happens to machines and programs, injected by name, rank, step and phase.
+
+    Faults().kill(rank=1, step=3, phase="exchange").stop(rank=0, step=5).specs
+    instep train --fault kill:rank=1,step=3,phase=exchange --fault stop:rank=0,step=5
+
+A fault happens once per run, also when the step is made again after it: the page that a supervisor shares
+with its workers remembers. Without a supervisor it happens once per process. (nan: each time.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from instep.elastic.bits import flip_bit, poisoned
+from instep.elastic.page import MAX_FAULTS, PHASES, Page
+
+FOREVER_S = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind`` happens to ``rank`` when it enters ``phase`` with ``step`` steps done, ``after_ms`` later."""
+
+    kind: str
+    rank: int = 0
+    step: int = 0
+    phase: str = "forward"
+    after_ms: float = 0.0
+    seconds: float = 0.0  # how long, for slow
+    code: int = 1  # of exit
+    ranks: int = 0  # how many from then on, for resize
+    name: str = ""  # of the entry of the state, for flip: "exp_avg/tokens.weight"; the first if empty
+
+    def __str__(self) -> str:
+        """As ``parse`` reads it."""
+        default = Fault(self.kind)
+        given = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)[1:]
+            if getattr(self, field.name) != getattr(default, field.name)
+        ]
+        return f"{self.kind}:{','.join(given)}" if given else self.kind
+
+
+class Faults:
+    """A list of faults to inject, built by name; ``specs`` is what ``--fault`` takes."""
+
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
+        self.faults = tuple(faults)
+
+    def __getattr__(self, kind: str) -> Callable[..., Faults]:
+        if kind not in KINDS:
+            raise AttributeError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
+        return lambda **options: Faults([*self.faults, Fault(kind, **options)])
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """As the command line takes them."""
+        return tuple(map(str, self.faults))
+
+
+def parse(spec: str) -> Fault:
+    """``kind:key=value,...`` as a fault; ``ValueError`` in words for a user."""
+    kind, _, rest = spec.partition(":")
+    if kind not in KINDS:
+        raise ValueError(f"fault {spec!r}: expected one of {', '.join(KINDS)}, got {kind!r}")
+    kinds = {field.name: type(getattr(Fault(kind), field.name)) for field in fields(Fault)[1:]}
+    options: dict[str, Any] = {}
+    for option in filter(None, rest.split(",")):
+        key, _, value = option.partition("=")
+        if key not in kinds:
+            raise ValueError(f"fault {spec!r}: expected one of {', '.join(kinds)}, got {key!r}")
+        try:
+            options[key] = kinds[key](value)
+        except ValueError:
+            raise ValueError(
+                f"fault {spec!r}: {key}: expected {kinds[key].__name__}, got {value!r}"
+            ) from None
+    fault = Fault(kind, **options)
+    if fault.phase not in PHASES:
+        raise ValueError(f"fault {spec!r}: phase: expected one of {', '.join(PHASES)}, got {fault.phase!r}")
+    if kind == "resize" and fault.ranks < 1:
+        raise ValueError(f"fault {spec!r}: ranks: expected how many ranks there shall be, got {fault.ranks}")
+    return fault
+
+
+def parse_all(specs: Sequence[str]) -> tuple[Fault, ...]:
+    """``parse`` of each; ``ValueError`` if they are too many."""
+    if len(specs) > MAX_FAULTS:
+        raise ValueError(f"expected at most {MAX_FAULTS} faults, got {len(specs)}")
+    return tuple(map(parse, specs))
+
+
+class Injector:
+    """The faults of one worker; ``reach`` is called at each phase.
+
+    ``rank`` is set whenever the worker gets another; ``entries()`` are the named tensors of its state.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        page: Page | None = None,
+        entries: Callable[[], Sequence[tuple[str, Tensor]]] = tuple,
+    ) -> None:
+        self.rank = 0
+        self._faults = faults
+        self._page = page
+        self._entries = entries
+        self._fired: set[int] = set()
+
+    def reach(self, phase: str, step: int) -> None:
+        """The worker enters ``phase`` with ``step`` steps done."""
+        for number, fault in enumerate(self._faults):
+            here = (fault.rank, fault.step, fault.phase) == (self.rank, step, phase)
+            if here and fault.kind not in ELSEWHERE and self._first(number):
+                self._inject(fault)
+
+    def spoil(self, loss: Tensor, model: nn.Module, step: int) -> Tensor:
+        """``loss``, whose backward makes a gradient nan if that is a fault of this step; each time."""
+        for fault in self._faults:
+            if (fault.kind, fault.rank, fault.step) == ("nan", self.rank, step):
+                named = dict(model.named_parameters())
+                return poisoned(loss, named[fault.name or next(iter(named))])
+        return loss
+
+    def _first(self, number: int) -> bool:
+        if self._page is not None:
+            return self._page.fire(number)
+        first = number not in self._fired
+        self._fired.add(number)
+        return first
+
+    def _inject(self, fault: Fault) -> None:
+        if fault.kind == "flip":
+            flip_bit(next(x for name, x in self._entries() if fault.name in ("", name)))
+        elif fault.after_ms:
+            threading.Timer(fault.after_ms / 1e3, KINDS[fault.kind], [fault]).start()
+        else:
+            KINDS[fault.kind](fault)
+
+
+def _send(number: signal.Signals) -> Callable[[Fault], None]:
+    return lambda fault: os.kill(os.getpid(), number)
+
+
+def _raise(fault: Fault) -> None:
+    raise RuntimeError(f"fault injected at step {fault.step} in {fault.phase}")
+
+
+def _hang(fault: Fault) -> None:
+    while True:
+        time.sleep(FOREVER_S)
+
+
+def _spin(fault: Fault) -> None:
+    while True:
+        pass
+
+
+def _hold(fault: Fault) -> None:
+    """Sleep without giving up the interpreter lock, as native code does that forgot to release it."""
+    ctypes.PyDLL(None).sleep(FOREVER_S)
+
+
+def _nothing(fault: Fault) -> None:
+    """Done elsewhere."""
+
+
+KINDS: dict[str, Callable[[Any], None]] = {
+    "kill": _send(signal.SIGKILL),
+    "segv": _send(signal.SIGSEGV),
+    "abort": _send(signal.SIGABRT),
+    "term": _send(signal.SIGTERM),
+    "usr1": _send(signal.SIGUSR1),
+    "int": _send(signal.SIGINT),
+    "stop": _send(signal.SIGSTOP),
+    "exit": lambda fault: os._exit(fault.code),
+    "raise": _raise,
+    "hang": _hang,
+    "spin": _spin,
+    "hold": _hold,
+    "slow": lambda fault: time.sleep(fault.seconds),
+    "flip": _nothing,
+    "nan": _nothing,
+    "resize": _nothing,
+}
+ELSEWHERE = frozenset({"nan", "resize"})  # in ``spoil``, and in the supervisor

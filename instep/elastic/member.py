@@ -1,0 +1,84 @@
+"""A worker's line to its supervisor: it asks for a seat, and says what becomes of it. JSON over a pipe."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from instep.elastic.memory import Place
+from instep.elastic.page import Page
+from instep.elastic.pulse import Pulse
+
+MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a new worker is given: its number, the shared page, and its end of the pipe."""
+
+    worker: int
+    page: Path
+    connection: Connection
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place in one generation of the group.
+
+    ``memory`` is the memory copy, if there is one. ``whole`` are the ranks that have been there before.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    store: str
+    memory: Place | None
+
+    def to_bytes(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Seat:
+        """What ``to_bytes`` wrote."""
+        fields: dict[str, Any] = json.loads(data)
+        memory = fields.pop("memory")
+        return Seat(**fields, memory=Place(**memory) if memory else None)
+
+
+class Member:
+    """One worker, as the supervisor knows it."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.page = Page(desk.page)
+        self.pulse = Pulse(self.page, desk.worker)
+        self.generation = 0
+        self._connection = desk.connection
+
+    def sit(self, **why: Any) -> Seat | None:
+        """Ask for a seat, saying ``why``, and wait for it; None: this worker is not needed any more."""
+        self.say("free", **why)
+        try:
+            data = self._connection.recv_bytes(MESSAGE_BYTES)
+        except (EOFError, OSError):  # the supervisor has ended
+            return None
+        if not data:
+            return None
+        seat = Seat.from_bytes(data)
+        self.generation = seat.generation
+        return seat
+
+    def say(self, what: str, **fields: Any) -> None:
+        """Tell the supervisor; nothing happens if it has ended, because then this process ends too."""
+        message = {"say": what, "generation": self.generation, **fields}
+        with suppress(OSError):
+            self._connection.send_bytes(json.dumps(message).encode())
+
+    @property
+    def regroup(self) -> bool:
+        """Whether the supervisor wants this generation to end between two steps."""
+        return self.page.regroup >= self.generation

@@ -1,0 +1,131 @@
+"""One page of memory that a supervisor and its workers share: where each worker is, and what all shall do.
+
+A heartbeat thread cannot tell whether a process makes progress: it beats on while the main thread loops, and
+it misses when a builtin holds the interpreter lock. So the main thread itself leaves a trace, two stores per
+phase of a step, and the supervisor reads it without asking.
+
+    page   | wanted: stop, regroup | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
+
+Every word has one writer (a fired fault is only ever set), so there are no locks. The page is a file in the
+launcher's private directory; it ends with it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# In the order of a step. Those that wait for other ranks cannot be the cause of a hang.
+PHASES = (
+    "start",
+    "built",
+    "join",
+    "agree",
+    "data",
+    "forward",
+    "backward",
+    "exchange",
+    "loss",
+    "update",
+    "snapshot",
+    "ledger",
+    "evaluate",
+    "gather",
+    "save",
+    "summary",
+    "lost",
+)
+WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
+
+MAX_WORKERS, MAX_FAULTS = 256, 64
+_STOP, _REGROUP, _FAULTS = 0, 1, 2
+_PHASE, _SINCE, _STEP, _SLOWEST = 0, 1, 2, 3
+_WIDTH = _SLOWEST + len(PHASES)
+_FIRST = _FAULTS + MAX_FAULTS
+_NUM_WORDS = _FIRST + MAX_WORKERS * _WIDTH
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a worker is: in ``phase`` for ``seconds``, with ``step`` optimizer steps done (-1: not begun)."""
+
+    phase: str
+    seconds: float
+    step: int
+
+
+class Page:
+    """The shared page in file ``path``; ``create`` makes it, all others map what is there."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        self.path = path
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            if create:
+                os.write(fd, bytes(8 * _NUM_WORDS))  # written, not only made longer: no SIGBUS on a full disk
+            self._memory = mmap.mmap(fd, 8 * _NUM_WORDS)
+        finally:
+            os.close(fd)
+        self._words = memoryview(self._memory).cast("q")
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run shall end after the current step."""
+        return bool(self._words[_STOP])
+
+    @stop.setter
+    def stop(self, wanted: bool) -> None:
+        self._words[_STOP] = wanted
+
+    @property
+    def regroup(self) -> int:
+        """The generation after which the ranks shall leave their group, between two steps, for another."""
+        return self._words[_REGROUP]
+
+    @regroup.setter
+    def regroup(self, generation: int) -> None:
+        self._words[_REGROUP] = generation
+
+    def fire(self, fault: int) -> bool:
+        """Whether fault number ``fault`` has not been fired before; from now on it has."""
+        first = not self._words[_FAULTS + fault]
+        self._words[_FAULTS + fault] = 1
+        return first
+
+    def enter(self, worker: int, phase: int) -> None:
+        """``worker`` leaves its phase for number ``phase`` of ``PHASES``."""
+        words, base, now = self._words, _base(worker), time.monotonic_ns()
+        last = base + _SLOWEST + words[base + _PHASE]
+        words[last] = max(words[last], now - words[base + _SINCE])
+        words[base + _SINCE] = now
+        words[base + _PHASE] = phase
+
+    def reset(self, worker: int) -> None:
+        """A new process is ``worker``."""
+        base = _base(worker)
+        self._words[base + _PHASE] = 0
+        self._words[base + _STEP] = -1
+        self._words[base + _SINCE] = time.monotonic_ns()
+
+    def set_step(self, worker: int, step: int) -> None:
+        """``worker`` has the state after ``step`` steps."""
+        self._words[_base(worker) + _STEP] = step
+
+    def position(self, worker: int) -> Position:
+        """Where ``worker`` is now."""
+        words, base = self._words, _base(worker)
+        since, phase = words[base + _SINCE], words[base + _PHASE]
+        return Position(PHASES[phase], (time.monotonic_ns() - since) / 1e9, words[base + _STEP])
+
+    def slowest_s(self, phase: str) -> float:
+        """The longest that any worker has spent in ``phase``, in seconds; 0 if none has left it yet."""
+        at = _FIRST + _SLOWEST + PHASES.index(phase)
+        return max(self._words[at : _FIRST + MAX_WORKERS * _WIDTH : _WIDTH].tolist(), default=0) / 1e9
+
+
+def _base(worker: int) -> int:
+    return _FIRST + worker * _WIDTH

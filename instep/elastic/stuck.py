@@ -1,0 +1,48 @@
+"""Which worker keeps the others from going on. Pure.
+
+    stopped     the kernel does not run it: SIGSTOP, a debugger, a frozen container
+    no progress its main thread has been in one phase, which waits for nobody, for much longer than ever
+    left behind it still joins a group that the supervisor has given up
+
+A rank that waits for a stuck one makes no progress either, so phases that wait are never the cause; where
+all wait, the deadline of the wait itself speaks, which knows for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from instep.elastic.page import WAITING, Position
+
+CONFIRMED_S = 1.0  # a debugger's glance, or a suspended host, is over by then
+LEAST_S, FACTOR = 5.0, 5.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at a worker. ``stopped_s``: how long the kernel has not been running it."""
+
+    position: Position
+    stopped_s: float = 0.0
+    left_behind: bool = False
+
+
+def limit_s(slowest_s: float, timeout_s: float) -> float:
+    """How long a phase may take whose slowest so far took ``slowest_s`` (0: none so far)."""
+    return min(max(LEAST_S, FACTOR * slowest_s), timeout_s) if slowest_s else timeout_s
+
+
+def stuck(
+    readings: Mapping[int, Reading], slowest_s: Callable[[str], float], timeout_s: float
+) -> dict[int, str]:
+    """Why, for each worker that holds the others up."""
+    found = {}
+    for worker, reading in readings.items():
+        phase, seconds = reading.position.phase, reading.position.seconds
+        limit = limit_s(slowest_s(phase), timeout_s)
+        if reading.stopped_s >= CONFIRMED_S:
+            found[worker] = f"was stopped for {reading.stopped_s:.1f} s"
+        elif seconds > limit and (phase not in WAITING or reading.left_behind):
+            found[worker] = f"made no progress in {phase} for {seconds:.1f} s (limit {limit:.1f} s)"
+    return found

@@ -1,0 +1,99 @@
+"""A worker as its supervisor sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from instep.elastic.member import MESSAGE_BYTES, Seat
+from instep.elastic.page import Page
+from instep.elastic.stuck import Reading
+from instep.mesh.child import STACKS_SIGNAL, Child
+
+STACKS_S = 0.5  # for a process to write its stacks down
+
+
+@dataclass
+class Worker:
+    """One process: ``free`` while it waits for a seat, ``rank`` its last seat's (-1: none so far)."""
+
+    child: Child
+    pid: int
+    slot: int  # in the page
+    connection: Connection
+    page: Page
+    rank: int = -1
+    generation: int = 0
+    free: bool = False
+    named_since: float | None = None  # when somebody said that it has waited for it in vain
+    killed: str = ""  # why the supervisor has killed it
+    dismissed: bool = False
+    stacks: str = ""
+    hung_up: bool = False
+    _stopped_since: float | None = field(default=None, repr=False)
+
+    @property
+    def number(self) -> int:
+        return self.child.number
+
+    def hear(self) -> dict[str, Any] | None:
+        """Its next message; None if it has hung up."""
+        try:
+            message: dict[str, Any] = json.loads(self.connection.recv_bytes(MESSAGE_BYTES))
+        except (EOFError, OSError, ValueError):
+            self.hung_up = True
+            return None
+        return message
+
+    def give(self, seat: Seat | None) -> None:
+        """Let it sit down, or leave."""
+        self.free = False
+        if seat is not None:
+            self.rank, self.generation = seat.rank, seat.generation
+        with suppress(OSError):  # it has died; that is noticed elsewhere
+            self.connection.send_bytes(b"" if seat is None else seat.to_bytes())
+
+    def read(self, generation: int) -> Reading:
+        """Where it is; ``generation`` is the one that is wanted."""
+        stopped, now = self._state() in "Tt", time.monotonic()
+        if not stopped:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        stopped_s = 0.0 if self._stopped_since is None else now - self._stopped_since
+        left_behind = not self.free and self.generation < generation
+        return Reading(self.page.position(self.slot), stopped_s, left_behind)
+
+    def kill(self, why: str) -> None:
+        """End it, having asked it where it is."""
+        self.killed = why
+        if self._state() not in "Tt":
+            self.stacks = self._ask_stacks()
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _state(self) -> str:
+        """The kernel's letter for it, "X" where it cannot be seen."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "X"
+
+    def _ask_stacks(self) -> str:
+        with suppress(OSError):
+            os.kill(self.pid, STACKS_SIGNAL)
+            until, before = time.monotonic() + STACKS_S, ""
+            while time.monotonic() < until:
+                text = self.child.stacks.read_text(errors="replace")
+                if "Current thread" in text and text == before:  # it is the last, and it is whole
+                    return text
+                before = text
+                time.sleep(0.01)
+        return ""

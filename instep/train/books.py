@@ -1,0 +1,118 @@
+"""What rank 0 writes down while a run goes on: a line per step to plot, and one to compare bit by bit."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint import contract
+from instep.ordered.hash import state_digests
+from instep.ordered.sample import sampled_blocks
+from instep.train.folder import METRICS, Lines, read_lines
+from instep.train.leaves import Leaves
+from instep.train.ledger import LEAVES, LEDGER, SAMPLE_EVERY, STARTED, Ledger, Placement
+from instep.train.trainer import Made, Trainer
+
+
+def position(path: Path) -> int:
+    """The last step that is in the books of run directory ``path``; -1 for none, 0 for the initial weights.
+
+    Whoever wrote them may have died between one file and the other; then the step counts as not written.
+    """
+    metrics = [line["step"] for line in read_lines(path / METRICS)]
+    ledger = [line["step"] for line in read_lines(path / LEDGER) if "event" not in line]
+    return min(max(metrics, default=-1), max(ledger, default=0))
+
+
+def starts(path: Path) -> list[dict[str, Any]]:
+    """The ledger's lines of the run's beginnings so far."""
+    return [line for line in read_lines(path / LEDGER) if line.get("event") == STARTED]
+
+
+class Books:
+    """``metrics.jsonl`` and ``ledger.jsonl`` of rank 0; on other ranks, nothing.
+
+    Opened when a generation has its state; lines of later steps belong to work that is done again and go.
+    """
+
+    def __init__(self, path: Path, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._files: list[Lines] = []
+        self._leaves: Leaves | None = None
+        self.keeps = trainer.mesh.rank == 0
+        if self.keeps:
+            done = min(position(path), trainer.steps_done)
+            self._metrics = self._open(path / METRICS, done)
+            ledger = self._open(path / LEDGER, done)
+            axes = trainer.mesh.axes
+            placement = Placement(
+                dict(zip(axes.names, axes.sizes, strict=True)),
+                trainer.config.parallel.strategy,
+                axes.world_size,
+            )
+            self._ledger = Ledger(ledger.write, placement, every=trainer.config.ledger.every)
+        if trainer.config.ledger.leaves:
+            leaves = self._open(path / LEAVES, trainer.steps_done) if self.keeps else None
+            self._leaves = Leaves(trainer.group, leaves.write if leaves else _nothing)
+
+    def started(self, restarts: int, accepted: list[str]) -> None:
+        """The run begins, or goes on, here; ``accepted`` says how its contract has changed."""
+        if not self.keeps:
+            return
+        numerical = self.trainer.numerical()
+        if accepted:
+            self._ledger.accepted(self.trainer.steps_done, accepted)
+        self._ledger.started(
+            self.trainer.steps_done,
+            restarts=restarts,
+            fingerprint=contract.fingerprint(numerical),
+            numerical=numerical,
+            canary=self.trainer.canary,
+            state=state_digests(self.trainer.entries(), self.trainer.steps_done),
+            generation=self.trainer.generation,
+        )
+
+    def before_steps(self, held_out: float) -> None:
+        """Write down the loss of the initial weights."""
+        if self.keeps:
+            self._metrics.write(step=0, held_out_loss=held_out)
+
+    def leaves(self, made: Made) -> None:
+        """Gather and write down the hashes of the step's leaves, if they were asked for. Collective then."""
+        if self._leaves is not None and self.trainer.seen is not None and not made.skipped:
+            self._leaves.step(self.trainer.steps_done, self.trainer.seen)
+
+    def step(self, made: Made, held_out: float | None, *, last: bool) -> None:
+        """Write down the step that has been made."""
+        if not self.keeps:
+            return
+        trainer, step = self.trainer, self.trainer.steps_done
+        figures = {name: x for name, x in asdict(made).items() if name not in ("skipped", "stop", "regroup")}
+        extra = {} if held_out is None else {"held_out_loss": held_out}
+        self._metrics.write(step=step, **figures, **extra)
+        whole = self._ledger.is_whole(step, last=last)
+        self._ledger.step(
+            step,
+            cursor=trainer.cursor,
+            loss=made.loss,
+            norm=made.norm,
+            sampled=sampled_blocks(trainer.entries(), step, SAMPLE_EVERY),
+            whole=state_digests(trainer.entries(), step) if whole else None,
+            skipped=made.skipped,
+        )
+
+    def close(self) -> None:
+        """Flush to disk."""
+        for lines in self._files:
+            with suppress(OSError):
+                lines.close()
+
+    def _open(self, path: Path, done: int) -> Lines:
+        self._files.append(Lines(path, until_step=done))
+        return self._files[-1]
+
+
+def _nothing(**fields: Any) -> None:
+    """Other ranks write nothing."""

@@ -1,0 +1,120 @@
+"""The state of a run on its way: to the memory copy, to other ranks, and back from wherever it is newest.
+
+When ranks meet, each brings what it has: a survivor the state after its last step, a newcomer nothing. Some
+survivors may have made a step that others have not; it was whole, or they could not have made it. So the
+newest state is right, and everybody takes it. Where nobody has one, rank 0 looks in the memory copy, then on
+the disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint import copy
+from instep.checkpoint.manifest import parse_json
+from instep.elastic.memory import Copy
+from instep.errors import CheckpointRejected
+from instep.train.together import on_rank_zero
+from instep.train.trainer import Made, Trainer
+
+FRESH, NOTHING = -2, -1
+DESCRIPTION_BYTES = 1 << 24
+AGREEMENT = "the agreement on the state"
+
+Find = Callable[[], tuple[str, dict[str, Any]]]
+"""Loads a state into rank 0's trainer: where from, and what to tell (JSON)."""
+
+
+def describe(trainer: Trainer) -> bytes:
+    """All of the state that is no tensor, as JSON."""
+    state = {
+        "state": copy.describe(trainer.module, trainer.optimizer, trainer.steps_done),
+        "health": trainer.health.state(),
+        "last": None if trainer.last is None else asdict(trainer.last),
+    }
+    return json.dumps(state).encode()
+
+
+def step_in(description: bytes) -> int:
+    """The step of what ``description`` is of."""
+    return int(parse_json(description, DESCRIPTION_BYTES)["state"]["step"])
+
+
+def live(trainer: Trainer) -> list[Tensor]:
+    """The state's live tensors, in the order of its description."""
+    return copy.tensors(trainer.module, trainer.optimizer)
+
+
+def restore(trainer: Trainer, description: bytes, held: list[Tensor]) -> None:
+    """Give ``trainer`` the state that ``description`` and ``held`` are of."""
+    body = parse_json(description, DESCRIPTION_BYTES)
+    trainer.steps_done = copy.restore(trainer.module, trainer.optimizer, body["state"], held)
+    trainer.health.restore(body["health"])
+    trainer.last = None if body["last"] is None else Made(**body["last"])
+
+
+def restore_copy(trainer: Trainer, held: Copy) -> None:
+    """Give ``trainer`` the state in a memory copy, which has one."""
+    description = held.description()
+    assert description is not None
+    body = parse_json(description, DESCRIPTION_BYTES)
+    places = copy.prepare(body["state"], limit_bytes=held.tensor_bytes)
+    held.read_into(places)
+    restore(trainer, description, places)
+
+
+def agree(trainer: Trainer, find: Find) -> tuple[str, dict[str, Any]]:
+    """All ranks take the newest state that any of them has: where it came from, and what ``find`` told.
+
+    If nobody has one, rank 0 finds it; the beginning is a state, too. Collective.
+    """
+    world = trainer.mesh.world.group
+    mine = trainer.steps_done if trainer.state_of_run else FRESH if trainer.fresh else NOTHING
+    known = torch.empty(world.size, dtype=torch.int64)
+    world.all_gather(known, torch.tensor([mine]), AGREEMENT)
+    steps: list[int] = known.tolist()
+    newest = max(steps)
+    source, told = "a survivor", dict[str, Any]()
+    if newest < 0:
+        found: list[Any] = on_rank_zero(world, AGREEMENT, lambda: [*find(), trainer.steps_done])
+        source, told, newest = found
+        from_rank = 0
+        behind = newest > 0 or NOTHING in steps
+    else:
+        from_rank = steps.index(newest)
+        behind = any(step != newest for step in steps)
+    if behind:
+        _send(trainer, from_rank)
+    trainer.parallel.keep_own_state()
+    trainer.state_of_run = trainer.parallel.holds_state
+    trainer.fresh = False
+    trainer.pulse.has(trainer.steps_done)
+    return source, told
+
+
+def _send(trainer: Trainer, root: int) -> None:
+    """Everybody takes the state of group rank ``root``. Collective."""
+    world = trainer.mesh.world.group
+    description = describe(trainer) if world.rank == root else b""
+    description = world.all_gather_bytes(description, AGREEMENT, limit=DESCRIPTION_BYTES)[root]
+    body = parse_json(description, DESCRIPTION_BYTES)
+    segment = world.allocate(copy.nbytes(body["state"]), copy.ALIGN_BYTES, torch.device("cpu")).tensor
+    places = copy.views(body["state"], segment)
+    if world.rank == root:
+        torch._foreach_copy_(places, live(trainer))
+    world.broadcast(segment, AGREEMENT, root=root)
+    if world.rank != root:
+        restore(trainer, description, places)
+    hashes = world.all_gather_bytes(trainer.state_sha256().encode(), AGREEMENT)
+    odd = [rank for rank, its in zip(world.ranks, hashes, strict=True) if its != hashes[root]]
+    if odd:
+        raise CheckpointRejected(
+            f"rank {', '.join(map(str, odd))}: the state that rank {world.ranks[root]} sent does not have "
+            "its hash: look for broken memory"
+        )

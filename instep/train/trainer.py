@@ -1,0 +1,291 @@
+"""A run in one process: text, model, optimizer, and one declared step after the other, on whatever ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.checkpoint import contract
+from instep.data.loader import micro_batch_indices
+from instep.data.text import TextSplits, open_text
+from instep.elastic.faults import Injector, parse_all
+from instep.elastic.pulse import Pulse
+from instep.mesh.mesh import Mesh
+from instep.models.transformer import GPT, GPTConfig
+from instep.ordered.hash import Entry, state_entries, state_sha256
+from instep.ordered.keys import initialize
+from instep.ordered.tree import rank_major
+from instep.replicate.leaves import Leaf
+from instep.replicate.witness import Seen, observe_leaves
+from instep.train.canary import text_canary
+from instep.train.config import Config, numerical
+from instep.train.corruption import compare_leaves, compare_replicas
+from instep.train.culprit import give_up
+from instep.train.health import Health
+from instep.train.losses import held_out_loss, mean_loss, share, text_loss
+from instep.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from instep.train.parallel import Ranks, parallel
+from instep.train.recompute import Computed, leaf_gradients
+from instep.train.together import on_every_rank, require_same
+
+WISHES = ("stop", "regroup")
+
+
+@dataclass
+class Made:
+    """One step: its figures, the same on every rank but for the times, and why it was skipped if it was."""
+
+    loss: float
+    rate: float
+    norm: float
+    step_ms: float
+    exposed_ms: float
+    tokens_per_s: float
+    skipped: str = ""
+    stop: bool = False  # a rank has been asked to end the run
+    regroup: bool = False  # a rank has been asked to leave the group
+
+
+class Trainer:
+    """The training state of a run, and what moves it.
+
+    At construction, in a process of its own: text, model with weights by name, optimizer. ``join`` a mesh:
+    ranks compare what they have, and the model is wrapped; collective. Then ``step`` after ``step``, until
+    ``leave``, after which another mesh may be joined. ``state_of_run`` says whether the state is that of the
+    run after ``steps_done``; it is not yet when others have it and this rank is new.
+    """
+
+    parallel: Ranks
+
+    def __init__(self, config: Config, mesh: Mesh | None = None, pulse: Pulse | None = None) -> None:
+        self.config = config
+        self.pulse = pulse or Pulse()
+        self.state_of_run = False
+        self.generation = 1
+        self.seen: Seen | None = None  # the hashes of the last step's leaves, where they are asked for
+        self.wishes: dict[str, Callable[[], bool]] = {}
+        self.module = GPT(GPTConfig(**asdict(config.model)))
+        self.optimizer: Optimizer = make_optimizer(self.module.parameters(), config.optim)
+        self.begin()
+        self.injector = Injector(parse_all(config.fault), self.pulse.page, self.entries)
+        self.pulse.on_enter = self.injector.reach
+        self._read = _attempt(lambda: open_text(config.data, config.model.context))
+        if mesh is not None:
+            self.join(mesh)
+
+    def begin(self) -> None:
+        """Take the state of before the first step."""
+        initialize(self.module, self.config.seed)
+        self.optimizer.state.clear()
+        self.health = Health(self.config.checks)
+        self.steps_done, self.fresh = 0, True
+        self.last: Made | None = None
+
+    def join(self, mesh: Mesh) -> None:
+        """Take part in ``mesh``: compare, and wrap the model. Collective over it.
+
+        Raises:
+            ContractBroken: a rank has another configuration, or computes otherwise.
+        """
+        self.mesh = mesh
+        self.group = mesh["dp"].whole.group
+        self.injector.rank = mesh.rank
+        world = mesh.world.group
+        self.text: TextSplits = on_every_rank(world, "reading the text", self._read)
+        self.module.to(mesh.device)
+        require_same(world, self.numerical())
+        self.parallel = parallel(self.config, mesh, self.module, self.optimizer, self.pulse)
+
+    def leave(self) -> None:
+        """Give the groups back; whatever happened to the others, it waits for nobody."""
+        if (wrapped := self.__dict__.pop("parallel", None)) is not None:
+            wrapped.close()
+        if (mesh := self.__dict__.pop("mesh", None)) is not None:
+            mesh.close()
+
+    @property
+    def cursor(self) -> int:
+        """Global position in the stream of samples: the next step begins here."""
+        return self.steps_done * self.config.batch.global_size
+
+    def numerical(self) -> dict[str, Any]:
+        """All that the bits of this run may depend on."""
+        fields = {**numerical(self.config), "data.sha256": self.text.train.sha256}
+        fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
+        return contract.describe(
+            config=fields,
+            threads=torch.get_num_threads(),
+            device=str(self.mesh.device),
+            module=self.module,
+            optimizer=self.optimizer,
+        )
+
+    @cached_property
+    def canary(self) -> str:
+        """The hash of what this process computes on one fixed micro-batch."""
+        device = next(self.module.parameters()).device
+        return text_canary(self.module, self.config, device)
+
+    def entries(self) -> list[Entry]:
+        """What this rank holds of the state, by name."""
+        return state_entries(self.module, self.optimizer)
+
+    def state_sha256(self) -> str:
+        """The hash of weights, moments and step."""
+        return state_sha256(self.entries(), self.steps_done)
+
+    def step(self) -> Made:
+        """One optimizer step. Collective.
+
+        Raises:
+            Diverged: too many steps in a row had a gradient that is not finite.
+            ReplicasDiffer: a rank computes otherwise.
+        """
+        config, recorder = self.config, self.mesh.recorder
+        began = time.monotonic()
+        recorder.step = self.steps_done
+        rate = learning_rate(config.optim, self.steps_done, config.steps)
+        set_learning_rate(self.optimizer, rate)
+        skipped = self.health.planned(self.steps_done)
+        losses, norm = ({}, 0.0) if skipped else self._gradients()
+        self.pulse.enter("loss")
+        wishes = {name: float(wish()) for name, wish in self.wishes.items()}
+        told = share(losses, config.num_leaves, {**wishes, **self.parallel.told(norm)}, self.group)
+        norm = told.sums.get("norm", norm)
+        self._check_leaves()
+        # From here to the count of the step nothing fails but the process: it is made, or it is not.
+        skipped = skipped or self.health.judge(norm)
+        self.pulse.enter("update")
+        if skipped:
+            self._skip(skipped, norm)
+        else:
+            self._update()
+        exposed_s = recorder.seconds("exposed", self.steps_done)
+        self._count()
+        step_s = time.monotonic() - began
+        tokens = config.batch.global_size * config.model.context
+        self.last = Made(
+            loss=mean_loss(told.losses) if losses else float("nan"),
+            rate=rate,
+            norm=norm,
+            step_ms=step_s * 1e3,
+            exposed_ms=exposed_s * 1e3,
+            tokens_per_s=tokens / step_s,
+            skipped=skipped or "",
+            **{name: told.sums.get(name, 0.0) > 0 for name in WISHES},
+        )
+        return self.last
+
+    def evaluate(self) -> float:
+        """The held-out loss, in nats per byte. Collective."""
+        self.pulse.enter("evaluate")
+        return held_out_loss(
+            self.module,
+            self.text.held_out,
+            self.group,
+            num_windows=self.config.eval.windows,
+            micro_size=self.config.batch.micro_size,
+            device=self.mesh.device,
+            autocast=self.config.autocast,
+            before_gather=lambda: self.pulse.enter("gather"),
+        )
+
+    def compare_replicas(self) -> None:
+        """Raise ``ReplicasDiffer`` unless all ranks hold the same bits. Collective."""
+        self.pulse.enter("gather")
+        compare_replicas(self.parallel.replicated(self.entries()), self.steps_done, self.group)
+
+    def plan(self) -> Sequence[Sequence[int]]:
+        """The micro-batches of each rank."""
+        return rank_major(self.config.num_leaves, self.group.size)
+
+    def compute(self, leaf: int) -> Computed:
+        """The gradients of micro-batch ``leaf`` of the step that is under way, of nobody's group."""
+        config = self.config
+        return leaf_gradients(
+            self.module,
+            self._loss,
+            leaf,
+            num_leaves=config.num_leaves,
+            step=self.steps_done,
+            seed=config.seed,
+        )
+
+    def _gradients(self) -> tuple[dict[int, Tensor], float]:
+        """Forward, backward and exchange: this rank's losses, and the norm where it is known."""
+        watched = observe_leaves(self.parallel.model) if self.config.ledger.leaves else nullcontext()
+        with watched as self.seen:
+            losses = self.parallel.gradients(self.steps_done, self._loss)
+        return losses, self.parallel.norm()
+
+    def _update(self) -> None:
+        """New weights. Until it is over they are those of no step."""
+        before, self.state_of_run = self.state_of_run, False
+        self.parallel.update()
+        self.state_of_run = before
+
+    def _skip(self, reason: str, norm: float) -> None:
+        if self.health.exhausted:
+            give_up(
+                self.health,
+                reason,
+                norm,
+                step=self.steps_done,
+                compute=self.compute,
+                leaves=self.plan()[self.group.rank],
+                group=self.group,
+                weights=self.entries(),
+            )
+        self.parallel.skip()
+
+    def _count(self) -> None:
+        self.steps_done += 1
+        self.fresh = False
+        self.pulse.has(self.steps_done)
+
+    def _check_leaves(self) -> None:
+        every = self.config.checks.leaves_every
+        if every and (self.steps_done + 1) % every == 0:
+            compare_leaves(self.group, self.compute, self.plan(), self.steps_done)
+
+    def _loss(self, model: nn.Module, leaf: Leaf) -> Tensor:
+        self.pulse.enter("data")
+        with self.mesh.recorder.span("data", lane="data", leaf=leaf.index):
+            windows = self._windows(leaf.index)
+        self.pulse.enter("forward")
+        loss = text_loss(model, windows, device=self.mesh.device, autocast=self.config.autocast)
+        return self.injector.spoil(loss, model, self.steps_done)
+
+    def _windows(self, leaf: int) -> Tensor:
+        indices = micro_batch_indices(
+            len(self.text.train),
+            step=self.steps_done,
+            leaf=leaf,
+            num_leaves=self.config.num_leaves,
+            micro_size=self.config.batch.micro_size,
+            seed=self.config.seed,
+        )
+        return self.text.train.windows(indices)
+
+
+def _attempt(function: Callable[[], TextSplits]) -> Callable[[], TextSplits]:
+    """``function`` called now; what it returned or raised, whenever the result is called."""
+    try:
+        result = function()
+    except Exception as error:
+        failed = error
+
+        def fail() -> TextSplits:
+            raise failed
+
+        return fail
+    return lambda: result
