@@ -22,7 +22,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -113,6 +113,10 @@ def _begin(parent: Path, name: str) -> tuple[Path, int]:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # a cleaner came between mkdir and open: take another name
             continue
+        except OSError:
+            with suppress(OSError):
+                path.rmdir()
+            raise
         if _try_lock(lock) is not False and path.exists():
             return path, lock
         os.close(lock)

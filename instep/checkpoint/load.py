@@ -112,8 +112,26 @@ def newest(directory: Path) -> Found | None:
     )
 
 
+def layout(path: Path, file: str) -> tensors.Layout:
+    """What ``file`` of checkpoint ``path`` holds, by its header: shape and dtype of each tensor."""
+    return tensors.contents(_vouched(Path(path), file)).layout
+
+
 def read_tensors(path: Path, file: str, expected: tensors.Layout) -> dict[str, Tensor]:
-    """The tensors of ``file`` in checkpoint ``path``; see :func:`instep.checkpoint.tensors.read`."""
+    """The tensors of ``file`` in checkpoint ``path``; see :func:`instep.checkpoint.tensors.read`.
+
+    CheckpointRejected for a file that the manifest does not name: nobody has checked its hash.
+    """
+    return tensors.read(_vouched(Path(path), file), expected)
+
+
+def _vouched(path: Path, file: str) -> Path:
     if not files.PLAIN_NAME.fullmatch(file):
         raise ValueError(f"expected the plain name of a file in {path}, got {file!r}")
-    return tensors.read(Path(path) / file, expected)
+    names = read_manifest(path).files
+    if file not in names:
+        raise CheckpointRejected(
+            f"{path}: expected {file} among the files of its manifest, got {', '.join(names) or 'none'}: "
+            "take another checkpoint"
+        )
+    return path / file

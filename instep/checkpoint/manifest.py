@@ -27,6 +27,7 @@ Json: TypeAlias = Any  # Scalar | list[Json] | dict[str, Json]
 FORMAT = "instep-checkpoint/1"
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 16 << 20
+MAX_VALUES = 1 << 20  # in one text: three bytes of it can become a hundred in memory
 MAX_DEPTH = 32
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -68,8 +69,8 @@ class Manifest:
             plain = PLAIN_NAME.fullmatch(name) and name != MANIFEST_FILE
             _require(bool(plain), "files", "plain names of A-Z a-z 0-9 . _ -, at most 64 long", name)
         _require_mapping("extra", self.extra, object, "JSON")
-        _require_json("numerical", self.numerical)
-        _require_json("extra", self.extra)
+        require_json("numerical", self.numerical)
+        require_json("extra", self.extra)
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``: indented JSON with sorted keys and a hash of all the rest."""
@@ -77,6 +78,7 @@ class Manifest:
         body["sha256"] = hashlib.sha256(canonical(body)).hexdigest()
         data = json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
         _require(len(data) <= MAX_BYTES, "manifest", f"at most {MAX_BYTES} bytes", len(data))
+        _require_few(data)
         return data
 
 
@@ -106,10 +108,17 @@ def parse(data: bytes, path: Path) -> Manifest:
 def parse_json(data: bytes, max_bytes: int) -> Json:
     """``json.loads`` of at most ``max_bytes`` that nobody vouches for; every failure is a ValueError."""
     _require(len(data) <= max_bytes, "length", f"at most {max_bytes} bytes", len(data))
+    _require_few(data)
     try:
         return json.loads(data.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("expected JSON, got endless nesting") from None
+
+
+def _require_few(data: bytes) -> None:
+    """Every value but the first follows one of these; in a text they count as well, and seldom matter."""
+    values = sum(map(data.count, (b"[", b"{", b",", b":")))
+    _require(values <= MAX_VALUES, "length", f"at most {MAX_VALUES} values", values)
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -119,7 +128,7 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _digest(body: dict[str, Json]) -> str:
-    _require_json("manifest", body)  # bounds the depth before json walks it, and lets no NaN in
+    require_json("manifest", body)  # bounds the depth before json walks it, and lets no NaN in
     return hashlib.sha256(canonical({"format": FORMAT, **body})).hexdigest()
 
 
@@ -156,16 +165,16 @@ def _require_mapping(where: str, value: object, kind: Any, expected: str) -> Non
         _require(isinstance(item, kind), f"{where}.{key}", expected, item)
 
 
-def _require_json(where: str, value: object, depth: int = 0) -> None:
+def require_json(where: str, value: object, depth: int = 0) -> None:
     """Raise unless ``value`` survives a trip through JSON; tuples pass, and come back as lists."""
     _require(depth <= MAX_DEPTH, where, f"at most {MAX_DEPTH} levels", "more")
     if isinstance(value, Mapping):
         for key, item in value.items():
             _require(isinstance(key, str), where, "text as keys", key)
-            _require_json(f"{where}.{key}" if depth < 2 else where, item, depth + 1)
+            require_json(f"{where}.{key}" if depth < 2 else where, item, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            _require_json(where, item, depth + 1)
+            require_json(where, item, depth + 1)
     elif isinstance(value, float):
         _require(math.isfinite(value), where, "a finite number", value)
     else:

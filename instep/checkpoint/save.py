@@ -45,11 +45,37 @@ def save(
     is a FileExistsError, and what does not verify is first renamed to ``step-<step>.rejected-<random>``. An
     OSError (disk full, read-only) names the path and leaves the checkpoints as they were.
     """
+    require_keep(keep)
+    plan = draft(
+        step=step,
+        data_cursor=data_cursor,
+        state_sha256=state_sha256,
+        numerical=numerical,
+        world_size=world_size,
+        extra=extra,
+    )
+    return write(Path(directory), plan, model, optimizer, keep)
+
+
+def require_keep(keep: int) -> None:
+    """ValueError for a ``keep`` that would leave too few."""
     if keep < LEAST_KEPT:
         raise ValueError(
             f"expected keep of at least {LEAST_KEPT}, got {keep}: a single one can be lost to one bad block"
         )
-    draft = Manifest(
+
+
+def draft(
+    *,
+    step: int,
+    data_cursor: int,
+    state_sha256: str,
+    numerical: Mapping[str, Scalar],
+    world_size: int,
+    extra: Mapping[str, Json] | None,
+) -> Manifest:
+    """The manifest of a checkpoint that has no files yet; ValueError names a field that cannot be written."""
+    return Manifest(
         step=step,
         data_cursor=data_cursor,
         state_sha256=state_sha256,
@@ -59,9 +85,18 @@ def save(
         files={},
         extra=dict(extra or {}),
     )
-    directory = Path(directory)
+
+
+def write(
+    directory: Path,
+    draft: Manifest,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    keep: int,
+) -> Path:
+    """What :func:`save` does once its arguments have been found sound."""
     files.make_directory(directory)
-    path = directory / files.step_name(step)
+    path = directory / files.step_name(draft.step)
     if not _is_saved(path, draft):
         contents = {MODEL_FILE: model, OPTIMIZER_FILE: optimizer}
         files.publish(directory, path.name, lambda temporary: _write(temporary, draft, contents))

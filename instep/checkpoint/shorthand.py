@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep.checkpoint import contract, files, state, tensors
+from instep.checkpoint import contract, files, state, whole
 from instep.checkpoint import load as loading
 from instep.checkpoint import save as saving
 from instep.checkpoint.manifest import Json, Manifest, Scalar
@@ -65,17 +65,17 @@ def save(
         world_size = world_size or model.group.size
     if rank:
         return path
-    moments, rest = state.optimizer_state(model, optimizer) if optimizer else ({}, None)
+    parts = whole.collect(model, optimizer)
     return saving.save(
         Path(directory),
         step=step,
-        model=state.model_tensors(model),
-        optimizer=moments,
+        model=parts.model,
+        optimizer=parts.optimizer,
         data_cursor=data_cursor,
         state_sha256=_hash(model, optimizer, step),
         numerical=_numerical(model),
         world_size=world_size or 1,
-        extra={"user": extra, "optimizer": rest},
+        extra={"user": extra, "optimizer": parts.rest},
         keep=keep,
     )
 
@@ -91,11 +91,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
     if found is None:
         return Resumed()
     rest = _require_shorthand(found.path, found.manifest)["optimizer"]
-    expected = tensors.layout_of(state.model_tensors(model))
-    weights = loading.read_tensors(found.path, saving.MODEL_FILE, expected)
-    if optimizer is not None:
-        _restore_optimizer(found.path, model, optimizer, rest)
-    state.unwrapped(model).load_state_dict(weights)
+    whole.restore(found, model, optimizer)
     if (optimizer is None) == (rest is None):
         _require_hash(found, model, optimizer)
     if isinstance(model, DataParallel):
@@ -126,17 +122,6 @@ def _require_shorthand(path: Path, manifest: Manifest) -> Mapping[str, Json]:
             "read its tensors with instep.checkpoint.load.read_tensors"
         )
     return manifest.extra
-
-
-def _restore_optimizer(path: Path, model: nn.Module, optimizer: Optimizer, rest: Json) -> None:
-    if rest is None:
-        raise CheckpointRejected(
-            f"{path}: expected the state of an optimizer, got none: load without an optimizer"
-        )
-    state.require_fit(model, optimizer, rest)
-    held = tensors.contents(path / saving.OPTIMIZER_FILE)
-    moments = loading.read_tensors(path, saving.OPTIMIZER_FILE, held.layout)
-    state.restore_optimizer(model, optimizer, moments, rest)
 
 
 def _require_hash(found: loading.Found, model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -15,8 +15,12 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.checkpoint import moments
 from instep.checkpoint.manifest import Json
+from instep.checkpoint.tensors import Layout, layout_of
 from instep.errors import CheckpointRejected
+
+MAX_NUMBER = 2**1023  # an integer of JSON can be longer than a float
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -91,10 +95,10 @@ def restore_optimizer(
     it was saved in, where torch would cast it to that of the parameter.
     """
     names = _parameter_names(model, optimizer)
-    require_fit(model, optimizer, rest)
+    require_fit(model, optimizer, rest, layout_of(tensors))
     state: dict[str, dict[str, Json]] = {}
     for full, value in (*rest["scalars"].items(), *tensors.items()):
-        key, _, name = full.partition("/")
+        key, name = moments.split(full)
         state.setdefault(name, {})[key] = value
     groups = list(_groups(optimizer, tensors, rest))
     indices = {name: index for index, name in enumerate(names.values())}
@@ -104,8 +108,11 @@ def restore_optimizer(
         _keep_dtypes(optimizer.state.get(parameter, {}), state.get(name, {}))
 
 
-def require_fit(model: nn.Module, optimizer: Optimizer, rest: Json) -> None:
-    """CheckpointRejected unless class, groups and parameter names of ``optimizer`` are the saved ones."""
+def require_fit(model: nn.Module, optimizer: Optimizer, rest: Json, layout: Layout) -> None:
+    """CheckpointRejected unless ``optimizer`` has the saved class, groups, parameter names, kinds of options.
+
+    ``layout`` is that of the saved tensors: their shapes must be those of this optimizer's moments.
+    """
     names = _parameter_names(model, optimizer)
     if not _is_saved_optimizer(rest):
         raise CheckpointRejected(
@@ -130,6 +137,32 @@ def require_fit(model: nn.Module, optimizer: Optimizer, rest: Json) -> None:
                 f"parameter group {index}: expected {len(before)} parameters, got {len(after)}: only {side} "
                 f"has {first!r}: build the groups that the checkpoint was made with"
             )
+        _require_options(index, optimizer.param_groups[index], rest["groups"][index]["options"])
+    parameters = {name: parameter for parameter, name in names.items()}
+    moments.require_sound(optimizer, parameters, layout, rest["scalars"], len(now))
+
+
+def _require_options(index: int, current: Mapping[str, object], saved: Mapping[str, Json]) -> None:
+    """Options that are set now must have been of their kind; those a scheduler adds may be any."""
+    for key, value in saved.items():
+        if key in current and not _same_kind(current[key], value):
+            raise CheckpointRejected(
+                f"parameter group {index}: {key}: expected something like {current[key]!r}, got "
+                f"{repr(value)[:80]}: not a state of this optimizer"
+            )
+
+
+def _same_kind(current: object, saved: Json) -> bool:
+    if isinstance(current, tuple):
+        pairs = isinstance(saved, list | tuple) and len(saved) == len(current)
+        return pairs and all(map(_same_kind, current, saved))
+    if isinstance(current, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(current, int | float | Tensor):
+        return isinstance(saved, int | float) and abs(saved) <= MAX_NUMBER
+    if current is None:  # a flag or a number that is left to torch
+        return saved is None or isinstance(saved, int | float)
+    return isinstance(saved, type(current))
 
 
 def _is_saved_optimizer(rest: Json) -> bool:

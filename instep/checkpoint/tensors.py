@@ -10,9 +10,10 @@ written. Names, shapes and dtypes are compared with what the caller expects befo
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -24,13 +25,17 @@ from torch import Tensor
 
 from instep import memory
 from instep.checkpoint.files import open_regular
+from instep.checkpoint.manifest import parse_json
 from instep.errors import CheckpointRejected
 
 Shape: TypeAlias = tuple[int, ...]
 Layout: TypeAlias = Mapping[str, tuple[Shape, torch.dtype]]
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 16 << 20  # the format allows 100 MB, more than the names of any model
+MAX_DIMS = 64  # of a torch tensor
+MAX_ELEMENTS = 2**48
 MAX_NAMES_SHOWN = 5
+ALIGN_BYTES = memory.ALIGN_BYTES["cpu"]
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -64,11 +69,30 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Shape, torch.dty
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
+def room(layout: Iterable[tuple[Shape, torch.dtype]]) -> int:
+    """Bytes of memory that :func:`views` needs for tensors of these shapes."""
+    return sum(map(_room_of_one, layout))
+
+
+def _room_of_one(layout: tuple[Shape, torch.dtype]) -> int:
+    """A tensor's bytes, rounded up so that the next one begins on a vector boundary."""
+    shape, dtype = layout
+    return -(-math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def views(layout: Iterable[tuple[Shape, torch.dtype]], segment: Tensor) -> Iterator[Tensor]:
+    """Tensors of these shapes inside ``segment``, flat aligned bytes, one after the other."""
+    start = 0
+    for shape, dtype in layout:
+        size = math.prod(shape) * dtype.itemsize
+        yield segment[start : start + size].view(dtype).view(shape)
+        start += _room_of_one((shape, dtype))
+
+
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write ``tensors`` to the new file ``path``; OSError with the path if the system refuses."""
-    for name, tensor in tensors.items():
-        _require_writable(name, tensor)
-    firsts, ties = _split_ties(tensors)
+    require_writable(tensors)
+    firsts, ties = split_ties(tensors)
     try:
         save_file(_separate(firsts), path, metadata={"format": "pt", **ties})
     except SafetensorError as error:
@@ -76,6 +100,12 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if code is None:
             raise ValueError(f"{path}: {error}") from error
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+
+
+def require_writable(tensors: Mapping[str, Tensor]) -> None:
+    """TypeError or ValueError, with the name, for what a file cannot hold."""
+    for name, tensor in tensors.items():
+        _require_writable(name, tensor)
 
 
 def _require_writable(name: str, tensor: Tensor) -> None:
@@ -90,8 +120,8 @@ def _require_writable(name: str, tensor: Tensor) -> None:
         raise ValueError("'__metadata__' is reserved in a safetensors file: rename the tensor")
 
 
-def _split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each distinct tensor under its first name, and the further names it goes by."""
+def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each distinct tensor, detached, under its first name, and the further names it goes by."""
     seen: dict[tuple[object, ...], str] = {}
     firsts: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
@@ -122,24 +152,41 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def contents(path: Path) -> Contents:
     """Names, shapes and dtypes of a file, without its values; CheckpointRejected if it is not sound."""
     try:
-        _require_bounded_header(path)
+        header = _bounded_header(path)
         with safe_open(path, framework="pt", backend="pread") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            layout = {name: (tuple(s.get_shape()), _dtype(name, s.get_dtype())) for name, s in slices.items()}
+            layout = {
+                name: (_shape(name, s.get_shape()), _dtype(name, s.get_dtype())) for name, s in slices.items()
+            }
             metadata = file.metadata() or {}
+        parse_json(header, MAX_HEADER_BYTES)  # of two tensors with one name the reader above takes the last
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointRejected(f"{path}: {error}: take another checkpoint") from error
     return Contents(layout, {name: first for name, first in metadata.items() if first in layout})
 
 
-def _require_bounded_header(path: Path) -> None:
+def _bounded_header(path: Path) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise ValueError(
-            f"expected a header of at most {MAX_HEADER_BYTES} bytes in a file of {size}, got one of {length}"
-        )
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(
+                f"expected a header of at most {MAX_HEADER_BYTES} bytes in a file of {size}, "
+                f"got one of {length}"
+            )
+        return file.read(length)
+
+
+def _shape(name: str, sizes: list[int]) -> Shape:
+    if not is_bounded(sizes):
+        limits = f"at most {MAX_DIMS} dimensions and {MAX_ELEMENTS} elements"
+        raise ValueError(f"{name}: expected {limits}, got {str(sizes)[:80]}")
+    return tuple(sizes)
+
+
+def is_bounded(sizes: Sequence[int]) -> bool:
+    """Whether torch can have such a shape; an empty one may have any sizes beside its zero."""
+    return len(sizes) <= MAX_DIMS and math.prod(max(size, 1) for size in sizes) <= MAX_ELEMENTS
 
 
 def _dtype(name: str, code: str) -> torch.dtype:
@@ -162,16 +209,15 @@ def read(path: Path, expected: Layout) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", backend="pread") as file:
             for name in dict.fromkeys(where.values()):
-                loaded[name] = _aligned(file.get_tensor(name))
+                loaded[name] = aligned(file.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise CheckpointRejected(f"{path}: {error}: take another checkpoint") from error
     return {name: loaded[first] for name, first in where.items()}
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """A copy on a vector boundary: some kernels take another path, and give other bits, elsewhere."""
-    align = memory.align_bytes(tensor.device)
-    flat = memory.allocate(tensor.nbytes, align).elements(tensor.dtype)
+def aligned(tensor: Tensor) -> Tensor:
+    """A CPU copy on a vector boundary: some kernels take another path, and give other bits, elsewhere."""
+    flat = memory.allocate(tensor.nbytes, ALIGN_BYTES).elements(tensor.dtype)
     return flat.view(tensor.shape).copy_(tensor)
 
 

@@ -1,4 +1,4 @@
-"""A disk that fails at its n-th operation: once, as if full, or for good, as for a killed process."""
+"""A disk that fails at its n-th operation: once, from then on, or for good, as for a killed process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -25,12 +25,23 @@ class Disk:
     """Counts the operations on it and keeps their story; ``fail_at`` is the number of the first that fails.
 
     ``killed``: the fatal operation is torn in the middle and every later one fails too, so that no clean-up
-    takes place. Otherwise one operation raises ENOSPC and the disk is well again.
+    takes place; ``die`` may end the process in earnest. Otherwise an operation raises ``code``, and with
+    ``lasting`` all that follow do so too.
     """
 
-    def __init__(self, root: Path, *, fail_at: int = NEVER, killed: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fail_at: int = NEVER,
+        killed: bool = False,
+        code: int = errno.ENOSPC,
+        lasting: bool = False,
+    ) -> None:
         self.fail_at = fail_at
         self.killed = killed
+        self.code = code
+        self.lasting = lasting
         self.story: list[tuple[str, str]] = []  # (operation, path or inode)
         self._synced = {path.lstat().st_ino for path in root.rglob("*")}
 
@@ -52,7 +63,7 @@ class Disk:
         def watched(*args: Any, **kwargs: Any) -> Any:
             number = len(self.story)
             self.story.append((name, self._subject(name, args)))
-            if number == self.fail_at:
+            if number == self.fail_at or (self.lasting and number > self.fail_at):
                 self._fail(name, operation, args, kwargs)
             if self.killed and number > self.fail_at:
                 raise Killed
@@ -70,10 +81,14 @@ class Disk:
     def _fail(self, name: str, operation: Callable[..., Any], args: Any, kwargs: Any) -> None:
         if not self.killed:
             path = None if name in ("fsync", "write") else str(args[1] if name == "save_file" else args[0])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)  # the system names no file for an fd
+            raise OSError(self.code, os.strerror(self.code), path)  # the system names no file for an fd
         if name == "write":
             operation(args[0], args[1][: len(args[1]) // 2])
         if name == "save_file":
             operation(*args, **kwargs)
             os.truncate(args[1], os.path.getsize(args[1]) // 2)
+        self.die()
+
+    def die(self) -> NoReturn:
+        """What happens to the process at the fatal operation."""
         raise Killed

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.checkpoint.save import save
+from instep.checkpoint.load import newest, read_tensors
+from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE, save
+from instep.checkpoint.tensors import layout_of
 
 
 def state(step: int) -> dict[str, Any]:
@@ -30,6 +32,18 @@ def state(step: int) -> dict[str, Any]:
 
 def save_steps(directory: Path, *steps: int) -> list[Path]:
     return [save(directory, **state(step)) for step in steps]
+
+
+def whole_step(directory: Path) -> int:
+    """The step of the newest checkpoint, after checking that all of it is of that one step."""
+    found = newest(directory)
+    assert found is not None
+    saved = state(found.manifest.step)
+    for file, name in ((MODEL_FILE, "model"), (OPTIMIZER_FILE, "optimizer")):
+        assert all_bits(read_tensors(found.path, file, layout_of(saved[name]))) == all_bits(saved[name])
+    for name in ("data_cursor", "state_sha256", "numerical", "world_size"):
+        assert getattr(found.manifest, name) == saved[name]
+    return found.manifest.step
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import resource
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +14,10 @@ import pytest
 import torch
 
 from instep.checkpoint import files, load
-from instep.checkpoint.load import newest, read_tensors, verify
+from instep.checkpoint.load import verify
 from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE, prune, save
-from instep.checkpoint.tensors import layout_of
 from instep.errors import CheckpointRejected
-from tests.checkpoint.disk import Disk, Killed
-from tests.checkpoint.states import all_bits, save_steps, state
+from tests.checkpoint.states import save_steps, state, whole_step
 
 OLD, NEW = (1, 2), 3
 
@@ -37,28 +33,6 @@ def before(tmp_path: Path) -> Path:
     return directory
 
 
-def whole_step(directory: Path) -> int:
-    """The step of the newest checkpoint, after checking that all of it is of that one step."""
-    found = newest(directory)
-    assert found is not None
-    saved = state(found.manifest.step)
-    for file, name in ((MODEL_FILE, "model"), (OPTIMIZER_FILE, "optimizer")):
-        assert all_bits(read_tensors(found.path, file, layout_of(saved[name]))) == all_bits(saved[name])
-    for name in ("data_cursor", "state_sha256", "numerical", "world_size"):
-        assert getattr(found.manifest, name) == saved[name]
-    return found.manifest.step
-
-
-def copies(before: Path, disk: dict[str, Any]) -> Iterator[tuple[int, Path, Disk]]:
-    """For each operation of a save, a copy of ``before`` on a disk that fails at it."""
-    counting = shutil.copytree(before, before.with_name("counting"), symlinks=True)
-    with Disk(counting).mounted() as counted:
-        save(counting, **state(NEW), keep=2)
-    for number in range(len(counted.story)):
-        copy = shutil.copytree(before, before.with_name(f"copy-{number}"), symlinks=True)
-        yield number, copy, Disk(copy, fail_at=number, **disk)
-
-
 def step_names(directory: Path) -> list[str]:
     return sorted(path.name for _, path in files.step_directories(directory))
 
@@ -71,53 +45,6 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     manifest = verify(path)
     assert manifest.extra == {"rng": [1, 2]}
     assert manifest.versions["torch"] == torch.__version__
-
-
-@pytest.mark.parametrize("power", ["on", "cut"])
-def test_a_kill_at_any_operation_leaves_the_old_state_or_the_new_one(before: Path, power: str) -> None:
-    seen = []
-    for number, copy, disk in copies(before, {"killed": True}):
-        with disk.mounted(), pytest.raises(Killed):
-            save(copy, **state(NEW), keep=2)
-        if power == "cut":
-            disk.cut_power(copy)
-        seen.append(whole_step(copy))
-        assert len(step_names(copy)) >= len(OLD), f"killed at operation {number}, {disk.story[number]}"
-    first_new = seen.index(NEW)
-    assert first_new > 10
-    assert seen == [OLD[-1]] * first_new + [NEW] * (len(seen) - first_new)
-
-
-def test_a_save_after_a_kill_at_any_operation_cleans_up_and_succeeds(before: Path) -> None:
-    for _, copy, disk in copies(before, {"killed": True}):
-        with disk.mounted(), pytest.raises(Killed):
-            save(copy, **state(NEW), keep=2)
-        save(copy, **state(NEW), keep=2)
-        assert sorted(os.listdir(copy)) == ["step-00000002", "step-00000003"]
-
-
-def test_what_save_returned_survives_a_power_cut(before: Path) -> None:
-    disk = Disk(before)
-    with disk.mounted():
-        save(before, **state(NEW))
-    disk.cut_power(before)
-    assert whole_step(before) == NEW
-
-
-def test_an_error_at_any_operation_surfaces_or_is_harmless_and_leaves_no_half(before: Path) -> None:
-    messages = []
-    for _, copy, disk in copies(before, {}):
-        with disk.mounted():
-            try:
-                save(copy, **state(NEW), keep=2)
-            except (OSError, CheckpointRejected) as error:
-                messages.append((str(copy), str(error)))
-        assert whole_step(copy) in (OLD[-1], NEW)
-        for name in os.listdir(copy):
-            if files.step_of(name) is not None:
-                verify(copy / name)
-    assert len(messages) > 10
-    assert [message for path, message in messages if path not in message] == []
 
 
 @contextmanager
@@ -149,20 +76,6 @@ def test_a_read_only_directory_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "mkdir", refuse)
     with pytest.raises(OSError, match=r"Read-only file system.*step-00000007"):
         save(tmp_path, **state(7))
-
-
-def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("pickle was used")
-
-    for module, name in ((pickle, "loads"), (pickle, "load"), (pickle, "dumps"), (pickle, "dump")):
-        monkeypatch.setattr(module, name, forbidden)
-    for name in ("load", "save"):
-        monkeypatch.setattr(torch, name, forbidden)
-    for kind in ("Pickler", "Unpickler"):
-        monkeypatch.setattr(pickle, kind, forbidden)
-    save_steps(tmp_path, 1, 2)
-    assert whole_step(tmp_path) == 2
 
 
 def test_the_same_state_at_the_same_step_counts_as_saved(tmp_path: Path) -> None:

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, AdamW, Optimizer
 
 from instep.checkpoint.shorthand import Resumed, load, save
 from instep.checkpoint.state import optimizer_state, restore_optimizer, unwrapped
 from instep.errors import CheckpointRejected
-from instep.ordered.hash import state_entries, state_sha256
 from instep.replicate.wrapper import DataParallel
+from tests.checkpoint.nets import OPTIMIZERS, Net, made, train, whole_hash
 from tests.checkpoint.states import all_bits, bits
-
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
-    "adamw": lambda p: AdamW(p, lr=0.01, betas=(0.8, 0.99)),
-    "adam, amsgrad, tensor lr": lambda p: Adam(p, lr=torch.tensor(0.01), amsgrad=True),
-    "adamw, fused": lambda p: AdamW(p, lr=0.01, fused=True),
-    "sgd": lambda p: SGD(p, lr=0.01),
-    "sgd, momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
-    "nadam": lambda p: NAdam(p, lr=0.01),
-    "rmsprop": lambda p: RMSprop(p, lr=0.01, centered=True),
-    "adafactor": lambda p: Adafactor(p, lr=0.01),
-}
-
-
-class Net(nn.Module):
-    """Tied weights, a buffer, an integer buffer, and a frozen parameter that has no optimizer state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.second = nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.norm(self.first(x))) * self.frozen.sum()
 
 
 class Wrapper(nn.Module):
@@ -55,26 +29,6 @@ class Wrapper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(step)
-        model(torch.randn(6, 4, generator=generator)).square().mean().backward()
-        optimizer.step()
-
-
-def made(
-    seed: int, make: Callable[[Iterable[Tensor]], Optimizer] = OPTIMIZERS["adamw"]
-) -> tuple[Net, Optimizer]:
-    torch.manual_seed(seed)
-    model = Net()
-    return model, make(model.parameters())
-
-
-def whole_hash(model: nn.Module, optimizer: Optimizer) -> str:
-    return state_sha256(state_entries(model, optimizer), 0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -162,7 +116,8 @@ def test_state_of_another_dtype_than_its_parameter_keeps_its_bits() -> None:
     model = nn.Linear(3, 3, dtype=torch.bfloat16)
     optimizer = AdamW(model.parameters())
     for parameter in model.parameters():
-        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.randn(parameter.shape)}
+        wide = {key: torch.randn(parameter.shape) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **wide}
     tensors, rest = optimizer_state(model, optimizer)
     fresh = AdamW(model.parameters())
     restore_optimizer(model, fresh, tensors, rest)

@@ -177,7 +177,7 @@ def test_a_header_over_the_limit_is_rejected_before_it_is_read(tmp_path: Path) -
     with open(tmp_path / "file", "wb") as file:
         file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
         file.truncate(MAX_HEADER_BYTES + 100)  # a hole: takes no space
-    with pytest.raises(CheckpointRejected, match="expected a header of at most 100000000 bytes"):
+    with pytest.raises(CheckpointRejected, match="expected a header of at most 16777216 bytes"):
         contents(tmp_path / "file")
 
 

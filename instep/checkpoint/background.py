@@ -1,0 +1,229 @@
+"""Saving while training goes on: a copy in memory first, then a thread that writes the copy.
+
+A save that reads the live tensors while the next step changes them gives a checkpoint of no step at all. So
+``save`` returns only when everything has been copied, into memory that the next save uses again:
+
+    step 10          step 11           step 12
+    [copy]---- training goes on ------ check() raises what went wrong, if anything did
+        [hash, write, sync, rename, read back, prune]      one at a time, in a thread
+
+The price is one copy of the state in memory. What fails is raised by the next call, because an error that
+waits for the end of the run is a run without checkpoints. A process that ends in the middle leaves a
+directory that no one takes for a checkpoint.
+
+An interpreter that shuts down under a thread which is inside torch aborts ("exception not rethrown"), and one
+that waits for a disk that hangs never ends. So what nobody closed is given some seconds at exit, and then the
+process ends without shutting down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from torch import Tensor
+
+from instep import memory
+from instep.checkpoint import save as saving
+from instep.checkpoint import tensors
+from instep.checkpoint.manifest import (
+    MAX_BYTES,
+    Json,
+    Manifest,
+    Scalar,
+    canonical,
+    parse_json,
+    require_json,
+)
+
+Named: TypeAlias = Mapping[str, Tensor]
+Digest: TypeAlias = Callable[[Named, Named], str]
+
+EXIT_GRACE_S = 10.0
+NOT_YET = "0" * 64
+
+
+@dataclass(frozen=True)
+class Begun:
+    """How long ``save`` kept its caller: for the save before, and for the copy."""
+
+    waited_s: float
+    copied_s: float
+
+
+class Saver:
+    """Writes one checkpoint at a time in a thread of its own.
+
+    At construction: nothing. ``save`` waits for the one in flight, copies, and starts the thread. ``check``,
+    once per step, costs next to nothing. ``close`` waits for the one in flight. At the exit of an interpreter
+    that did not close, what is in flight has ten seconds to become whole; then the process ends with code 1.
+
+    Only one thread may use it.
+    """
+
+    def __init__(self, *, timeout_s: float = 300.0) -> None:
+        self.timeout_s = timeout_s
+        self.last: Path | None = None  # the newest checkpoint that was written and verified
+        self._memory = _Memory()
+        self._flight: _Flight | None = None
+
+    def save(
+        self,
+        directory: Path,
+        *,
+        step: int,
+        model: Named,
+        optimizer: Named,
+        data_cursor: int,
+        state_sha256: str | Digest,
+        numerical: Mapping[str, Scalar],
+        world_size: int,
+        extra: Mapping[str, Json] | None = None,
+        keep: int = 3,
+    ) -> Begun:
+        """As :func:`instep.checkpoint.save.save`, but return once the tensors are copied.
+
+        ``state_sha256`` may be a function of the copies of ``model`` and ``optimizer``, as
+        :func:`instep.checkpoint.whole.hash_later` makes one; the thread calls it.
+        Raises what the save before ended with, and then begins nothing; TimeoutError if that one has not
+        ended within ``timeout_s``.
+        """
+        began = time.monotonic()
+        self._land(self.timeout_s)
+        waited = time.monotonic()
+        saving.require_keep(keep)
+        digest = state_sha256 if callable(state_sha256) else None
+        draft = saving.draft(
+            step=step,
+            data_cursor=data_cursor,
+            state_sha256=NOT_YET if callable(state_sha256) else state_sha256,
+            numerical=numerical,
+            world_size=world_size,
+            extra=_frozen(extra or {}),
+        )
+        copies = self._memory.hold(model, optimizer)
+        self._flight = _Flight(Path(directory), draft, copies, digest, keep)
+        atexit.register(self._flight.leave, EXIT_GRACE_S)
+        self._flight.start()
+        return Begun(waited - began, time.monotonic() - waited)
+
+    def check(self) -> None:
+        """Raise what the save in flight ended with, if it has ended."""
+        if self._flight is not None and self._flight.wait(0):
+            self._land(0)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the save in flight and raise what it ended with; TimeoutError if it does not end."""
+        self._land(self.timeout_s if timeout_s is None else timeout_s)
+
+    def _land(self, timeout_s: float) -> None:
+        flight = self._flight
+        if flight is None:
+            return
+        if not flight.wait(timeout_s):
+            raise TimeoutError(
+                f"{flight.directory}: expected the save of step {flight.draft.step} to end within "
+                f"{timeout_s:g} s, it still writes: the disk is too slow for this interval, or hangs"
+            )
+        self._flight = None
+        atexit.unregister(flight.leave)
+        if flight.error is not None:
+            raise _with_step(flight.error, flight.draft.step)
+        self.last = flight.path
+
+
+class _Flight:
+    """One save under way."""
+
+    def __init__(
+        self, directory: Path, draft: Manifest, copies: tuple[Named, Named], digest: Digest | None, keep: int
+    ) -> None:
+        self.directory, self.draft = directory, draft
+        self.path: Path | None = None
+        self.error: BaseException | None = None
+        self._copies, self._digest, self._keep = copies, digest, keep
+        # A daemon: a disk that hangs must not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._fly, name=f"saving step {draft.step}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, at the latest after ``timeout_s``."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def leave(self, grace_s: float) -> None:
+        """At exit: say what nobody will ask for, and let no interpreter shut down under the thread."""
+        ended = self.wait(grace_s)
+        said = self.error if ended else f"still writes after {grace_s:g} s"
+        if said is not None:
+            print(
+                f"{self.directory}: the save of step {self.draft.step}: {said}", file=sys.stderr, flush=True
+            )
+        if not ended:
+            sys.stdout.flush()
+            os._exit(1)
+
+    def _fly(self) -> None:
+        try:
+            draft, (model, optimizer) = self.draft, self._copies
+            if self._digest is not None:
+                draft = replace(draft, state_sha256=self._digest(model, optimizer))
+            self.path = saving.write(self.directory, draft, model, optimizer, self._keep)
+        except BaseException as error:
+            self.error = error
+
+
+class _Memory:
+    """Memory for the copies of one save after the other: as much as the largest of them needed."""
+
+    def __init__(self) -> None:
+        self._segment = memory.allocate(0, tensors.ALIGN_BYTES)
+
+    def hold(self, model: Named, optimizer: Named) -> tuple[Named, Named]:
+        """Copies of both, ties as ties; those of the call before are overwritten."""
+        states = (model, optimizer)
+        for named in states:
+            tensors.require_writable(named)
+        split = [tensors.split_ties(named) for named in states]
+        layout = [(tuple(t.shape), t.dtype) for firsts, _ in split for t in firsts.values()]
+        places = tensors.views(layout, self._reserve(tensors.room(layout)))
+
+        def held(named: Named, firsts: Named, ties: Mapping[str, str]) -> Named:
+            placed = {name: next(places).copy_(tensor) for name, tensor in firsts.items()}
+            return {name: placed[ties.get(name, name)] for name in named}
+
+        return held(model, *split[0]), held(optimizer, *split[1])
+
+    def _reserve(self, nbytes: int) -> Tensor:
+        if self._segment.tensor.numel() < nbytes:
+            self._segment = memory.allocate(0, tensors.ALIGN_BYTES)  # give the old one back first
+            self._segment = memory.allocate(nbytes, tensors.ALIGN_BYTES)
+        return self._segment.tensor
+
+
+def _frozen(extra: Mapping[str, Json]) -> Mapping[str, Json]:
+    """A copy that no one else can reach into."""
+    require_json("extra", extra)
+    frozen: Mapping[str, Json] = parse_json(canonical(dict(extra)), MAX_BYTES)
+    return frozen
+
+
+def _with_step(error: BaseException, step: int) -> BaseException:
+    """The error itself, which now says which save it ended."""
+    said = f"saving step {step} in the background"
+    if isinstance(error, OSError) and error.strerror is not None:
+        error.strerror = f"{error.strerror}, {said}"
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{said}: {error.args[0]}",)
+    else:
+        error.add_note(said)
+    return error
