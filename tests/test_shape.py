@@ -52,15 +52,23 @@ PURE = (
     "instep.data.shards",
     "instep.models.config",
     "instep.models.presets",
+    "instep.checkpoint.fields",
     "instep.checkpoint.manifest",
+    "instep.train.compare",
     "instep.train.config",
+    "instep.train.health",
+    "instep.train.majority",
+    "instep.train.ledger",
     "instep.train.recipes",
     "instep.train.toml",
+    "instep.train.trail",
     "instep.bench.alphabeta",
     "instep.bench.bandwidth",
     "instep.bench.options",
     "instep.bench.words",
     "instep.cli.bench",
+    "instep.cli.doctor",
+    "instep.cli.compare",
     "instep.cli.main",
     "instep.cli.train",
 )
@@ -68,7 +76,8 @@ PURE = (
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TOO_LONG: set[str] = set()  # "path", or "path:function"
-LAZY_IMPORTS = {"instep/cli/bench.py", "instep/cli/train.py"}  # torch, after --help and usage errors
+# torch, after --help and usage errors
+LAZY_IMPORTS = {"instep/cli/bench.py", "instep/cli/doctor.py", "instep/cli/train.py"}
 
 ANYWHERE = {
     r"pickle\.loads?\(": "bytes from elsewhere are never unpickled",
@@ -77,8 +86,8 @@ ANYWHERE = {
     r"\b(TODO|FIXME|XXX|HACK)\b": "an open end belongs into an issue",
 }
 BELOW_TRAIN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
-ENVIRONMENT_READERS = {"instep/mesh/launch.py", "instep/mesh/join.py"}
-ENVIRONMENT_WRITERS = {"instep/mesh/launch.py", "instep/mesh/join.py"}
+ENVIRONMENT_READERS = {"instep/mesh/launch.py", "instep/mesh/child.py", "instep/mesh/join.py"}
+ENVIRONMENT_WRITERS = {"instep/mesh/child.py", "instep/mesh/launch.py", "instep/mesh/join.py"}
 WRITES = r"os\.(environ(\[.*\] *=[^=]|\.(pop|update|setdefault|clear)\()|putenv|unsetenv)|del os\.environ"
 IN_TESTS = {r"time\.sleep\(": "wait for the thing itself, or inject the fault"}
 NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}

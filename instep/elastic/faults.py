@@ -122,7 +122,7 @@ class Injector:
         """The worker enters ``phase`` with ``step`` steps done."""
         for number, fault in enumerate(self._faults):
             here = (fault.rank, fault.step, fault.phase) == (self.rank, step, phase)
-            if here and fault.kind not in ELSEWHERE and self._first(number):
+            if here and fault.kind not in ELSEWHERE and self._first(number, fault.after_ms):
                 self._inject(fault)
 
     def spoil(self, loss: Tensor, model: nn.Module, step: int) -> Tensor:
@@ -133,9 +133,9 @@ class Injector:
                 return poisoned(loss, named[fault.name or next(iter(named))])
         return loss
 
-    def _first(self, number: int) -> bool:
+    def _first(self, number: int, after_ms: float) -> bool:
         if self._page is not None:
-            return self._page.fire(number)
+            return self._page.fire(number, after_ms)
         first = number not in self._fired
         self._fired.add(number)
         return first

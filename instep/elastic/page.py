@@ -90,11 +90,17 @@ class Page:
     def regroup(self, generation: int) -> None:
         self._words[_REGROUP] = generation
 
-    def fire(self, fault: int) -> bool:
+    def fire(self, fault: int, after_ms: float = 0.0) -> bool:
         """Whether fault number ``fault`` has not been fired before; from now on it has."""
         first = not self._words[_FAULTS + fault]
-        self._words[_FAULTS + fault] = 1
+        if first:
+            self._words[_FAULTS + fault] = time.monotonic_ns() + int(after_ms * 1e6)
         return first
+
+    @property
+    def fired_ns(self) -> int:
+        """When the last fault was fired, by ``time.monotonic_ns()``; 0 if none was."""
+        return max(self._words[_FAULTS : _FAULTS + MAX_FAULTS].tolist())
 
     def enter(self, worker: int, phase: int) -> None:
         """``worker`` leaves its phase for number ``phase`` of ``PHASES``."""

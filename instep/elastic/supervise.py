@@ -116,6 +116,7 @@ class Supervisor:
         self._number = 0
         self._memory: Place | None = None
         self._spares_lost = 0
+        self._noticed_ns = 0
         self._looked = self._seated = time.monotonic()
         self._lost: list[dict[str, Any]] = []  # what this generation's members said when they left it
 
@@ -238,7 +239,10 @@ class Supervisor:
         self.terms.say(str(failure))
         if detail:
             self.terms.say(detail.rstrip())
-        self.terms.note({"event": "failure", **failure.fields()})
+        noticed_ns, fired_ns = time.monotonic_ns(), self.page.fired_ns
+        injected = {"injected_ns": fired_ns} if fired_ns > self._noticed_ns else {}
+        self.terms.note({"event": "failure", "noticed_ns": noticed_ns, **injected, **failure.fields()})
+        self._noticed_ns = noticed_ns
         self.patience.add(failure)
 
     def _progress(self) -> None:

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 PREFIX = "module."
+
+
+class OwnNames(nn.Module):
+    """A wrapper of ``module`` that shows its parameters and buffers under the module's own names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.register_load_state_dict_pre_hook(accept_own_names)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, under their own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own, under their own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
 
 
 def accept_own_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

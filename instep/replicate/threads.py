@@ -17,22 +17,21 @@ R: replicas. G: micro-batches in a declared step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from instep.events import Recorder
 from instep.replicate.crew import Ambient, Crew
-from instep.replicate.names import accept_own_names
+from instep.replicate.names import OwnNames
 from instep.replicate.replica import without_random_numbers
 from instep.replicate.shares import Body, Shares, T
 from instep.replicate.split import SplitBatch
 
 
-class ThreadedReplicas(nn.Module):
+class ThreadedReplicas(OwnNames):
     """Computes with ``module`` in ``num_replicas`` threads at once.
 
     In forward: every tensor among the arguments is split along dim 0, each replica computes its part in a
@@ -61,15 +60,13 @@ class ThreadedReplicas(nn.Module):
     __module__ = "instep"
 
     def __init__(self, module: nn.Module, num_replicas: int, *, recorder: Recorder | None = None) -> None:
-        super().__init__()
+        super().__init__(module)
         if type(num_replicas) is not int or num_replicas < 1:
             raise ValueError(f"num_replicas: expected an int of at least 1, got {num_replicas!r}")
-        self.module = module
         self.num_replicas = num_replicas
         self.contract: str | None = None
         self._crew = Crew(num_replicas, recorder or Recorder())
         self._shares: Shares | None = None
-        self.register_load_state_dict_pre_hook(accept_own_names)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.contract = "undeclared"
@@ -124,18 +121,6 @@ class ThreadedReplicas(nn.Module):
     @property
     def _device(self) -> torch.device:
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, under their own names."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, under their own names."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, without a prefix."""
-        return self.module.state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThreadedReplicas:
         return ThreadedReplicas(copy.deepcopy(self.module, memo), self.num_replicas)

@@ -22,18 +22,20 @@ from instep.replicate.backward import Backward
 from instep.replicate.keywords import consume
 from instep.replicate.leaves import DeclaredStep, Leaf
 from instep.replicate.manifest import agree_on_structure, agree_on_values, broadcast_values
-from instep.replicate.names import accept_own_names
+from instep.replicate.names import OwnNames
 from instep.replicate.ranks import find_ranks
 from instep.replicate.reducer import Options, Reducer
+from instep.replicate.report import Report
 from instep.replicate.roster import Roster
 from instep.replicate.strategies import find
+from instep.replicate.verify import Loss, Verification
 from instep.work import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class DataParallel(nn.Module):
+class DataParallel(OwnNames):
     """Trains ``module`` on every rank of a group with gradients that all ranks share.
 
     In an ordinary loop it does what torch's ``DistributedDataParallel`` does: when ``loss.backward()``
@@ -94,7 +96,7 @@ class DataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
         **others: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(module)
         if init_sync not in (True, False, "verify"):
             raise ValueError(f"init_sync={init_sync!r}: expected True, False or 'verify'")
         if device_mesh is not None and process_group is not None:
@@ -102,7 +104,6 @@ class DataParallel(nn.Module):
         warning = consume({"device_ids": device_ids, "output_device": output_device, "dim": dim, **others})
         if others.get("static_graph") and find_unused_parameters is False:
             find_unused_parameters = True
-        self.module = module
         caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
         self._arguments = {
             "process_group": process_group,
@@ -121,8 +122,7 @@ class DataParallel(nn.Module):
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
         self._seed = seed
         self.next_step = 0
-        self.register_load_state_dict_pre_hook(accept_own_names)
-        self._bind(device_mesh.get_group() if device_mesh is not None else process_group, timeout_s)
+        self._bind(self._process_group, timeout_s)
         if warning and self.group.rank == 0:
             warnings.warn(warning, stacklevel=2)
         try:
@@ -160,6 +160,14 @@ class DataParallel(nn.Module):
     def contract(self) -> str | None:
         """ "declared" or "undeclared", whichever the last step was; None before the first."""
         return self._backward.contract
+
+    @property
+    def _process_group(self) -> Mesh | ProcessGroup | None:
+        device_mesh = self._arguments["device_mesh"]
+        found: Mesh | ProcessGroup | None = (
+            self._arguments["process_group"] if device_mesh is None else device_mesh.get_group()
+        )
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -225,17 +233,48 @@ class DataParallel(nn.Module):
         """Refused: a hook that replaces the reduction would replace what instep is for."""
         raise TypeError("register_comm_hook is not offered: choose a strategy, or ordered=False")
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, under their own names."""
-        return self.module.named_parameters(*args, **kwargs)
+    def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
+        """Compare the distributed gradient with that of one process, on this model, strategy and batch.
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, under their own names."""
-        return self.module.named_buffers(*args, **kwargs)
+        Every rank passes the batch that it would train on; sizes may differ, as the gradient is the mean over
+        the ranks. Each makes one synchronised step without an update, as in the plain loop; then rank 0
+        computes every rank's gradient again, alone, and what each rank has is compared with their mean.
+        Weights, buffers, gradients, torch's random generators, training mode and the wrapper's own state are
+        as before when it returns or raises.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, without a prefix."""
-        return self.module.state_dict(*args, **kwargs)
+        It costs W + 1 forwards and backwards on rank 0, which needs memory for all batches and some 5 copies
+        of the model. Random numbers have to come from torch's default generators. Collective.
+
+            report = model.verify((x, y), lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
+            report.raise_for_error()
+
+        Args:
+            batch: a tensor, or tensors in dicts (with strings for keys), lists and tuples, beside numbers,
+                strings and None. It is used as a contiguous copy.
+            loss: ``loss(model, batch)`` returns the scalar mean over the batch; ``model`` is this wrapper,
+                and on rank 0 also the bare module. Without it the model computes the loss by itself (its
+                output, ``output.loss`` or ``output["loss"]``), called with the items of a list or tuple, the
+                keywords of a dict, or the tensor.
+            rtol: allowed error, relative to the norm of each gradient; by default 1e-5, 1e-8 for float64,
+                2e-3 for float16 and 1.6e-2 for bfloat16.
+
+        Returns:
+            The same report on every rank.
+
+        Raises:
+            ValueError, TypeError, InstepError: a rank raised in its part; all do, and name it.
+            PeerLost: a rank did not come.
+        """
+        self._check_open()
+        if self._declared.leaf is not None:
+            raise ValueError("verify() inside micro_batches(): call it between two steps")
+        self._reducer.leave()  # a backward that raised: the next forward would give the step up
+        group, _ = find_ranks(self._process_group, self.group.timeout_s)
+        try:
+            trial = Verification(self, self._backward, group, loss=loss, rtol=rtol, seed=self._seed)
+            return trial.run(batch)
+        finally:
+            group.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A wrapper of a copy of the module, over the same ranks. Collective."""

@@ -162,7 +162,8 @@ class Checks:
     bits, where they apply."""
 
     max_skipped: int = 5
-    """Steps in a row that may be skipped because their gradient is not finite; one more ends the run."""
+    """Steps in a row that may be skipped because their gradient is not finite or a spike; one more ends the
+    run."""
     spike: float = 0.0
     """Skip a step whose gradient norm is above the median of the last ones by this many median absolute
     deviations; 0: never."""

@@ -68,7 +68,9 @@ def run_rank(config: Config) -> int:
     try:
         claimed, resume = on_rank_zero(mesh.world.group, "claiming the run directory", claim)
         path = Path(claimed)
-        trainer = Trainer(replace(config, run_dir=path, resume=resume), mesh)
+        # A fault happens once, and a process that has been restarted cannot know which have.
+        fault = () if detect(os.environ).restart_count else config.fault
+        trainer = Trainer(replace(config, run_dir=path, resume=resume, fault=fault), mesh)
         asked: list[str] = []
         listen(asked.append)
         trainer.wishes = {"stop": lambda: bool(asked)}

@@ -29,7 +29,8 @@ sys.exit(code)
 def test_help_lists_every_command(args, capsys):
     assert main(args) == DONE
     out = capsys.readouterr().out
-    assert all(f"  {word}  {line}\n" in out for word, line in COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    assert all(f"  {word:{width}}  {line}\n" in out for word, line in COMMANDS.items())
 
 
 def test_version_is_that_of_the_package(capsys):

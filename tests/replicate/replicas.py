@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
+from instep.replicate.wrapper import DataParallel
 from tests.parity import bits, numbers
 
 Loss = Callable[[nn.Module, int], Tensor]
@@ -30,6 +32,20 @@ def equal_everywhere(mesh: Mesh, tensors: Iterable[Tensor | None]) -> bool:
     for x in tensors:
         mine.update(b"none" if x is None else bits(x).numpy().tobytes())
     return len(set(mesh.world.group.all_gather_bytes(mine.digest(), "the comparison of a test"))) == 1
+
+
+@contextmanager
+def failing_at(parameter: Tensor, error: type[Exception]) -> Iterator[None]:
+    """While this lasts, a backward that comes to ``parameter`` raises ``error``."""
+
+    def give_up(gradient: Tensor) -> None:
+        raise error("the gradient is not a number")
+
+    hook = parameter.register_hook(give_up)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -54,3 +70,11 @@ def assert_mean_gradients(mesh: Mesh, module: nn.Module, loss: Loss) -> None:
     for x, y in zip(ours, expected, strict=True):
         torch.testing.assert_close(torch.zeros_like(y) if x is None else x, y)
     assert equal_everywhere(mesh, ours)
+
+
+def assert_backwards(mesh: Mesh, model: DataParallel, loss: Loss = square, *, times: int = 1) -> None:
+    """So many steps of the plain loop, without an optimizer: each gives the mean of its gradients alone."""
+    for _ in range(times):
+        model.zero_grad()
+        loss(model, mesh.rank).backward()
+        assert_mean_gradients(mesh, model.module, loss)

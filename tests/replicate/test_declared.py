@@ -12,7 +12,7 @@ from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, data, mean_square
-from tests.replicate.replicas import equal_everywhere, gradients
+from tests.replicate.replicas import equal_everywhere, failing_at, gradients
 from tests.world import world
 
 NUM_LEAVES = 4
@@ -196,19 +196,14 @@ def test_all_ranks_may_leave_at_different_places(mesh: Mesh) -> None:
     step(model)
     model.zero_grad()
     for turn in range(3):
-        hook = list(model.parameters())[2 * mesh.rank].register_hook(give_up)
+        parameter = list(model.parameters())[2 * mesh.rank]
         # Some ranks have sent several buckets by now, some none; a rank learns either way that it is over.
-        with pytest.raises((KeyError, Desync)):
+        with failing_at(parameter, KeyError), pytest.raises((KeyError, Desync)):
             step(model)
-        hook.remove()
         assert all(p.grad is None for p in model.parameters()), turn
     step(model)
     assert_expected_gradients(model)
     model.close()
-
-
-def give_up(gradient: torch.Tensor) -> None:
-    raise KeyError("given up")
 
 
 @world(2)
@@ -286,10 +281,8 @@ def test_a_declared_step_after_an_undeclared_backward_that_raised(mesh: Mesh) ->
     model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
     step(model)
     model.zero_grad()
-    hook = next(iter(model.parameters())).register_hook(give_up)
-    with pytest.raises(KeyError):
+    with failing_at(next(iter(model.parameters())), KeyError), pytest.raises(KeyError):
         model(torch.ones(1, 6)).sum().backward()
-    hook.remove()
     model.zero_grad()
     step(model)
     assert_expected_gradients(model)

@@ -18,6 +18,7 @@ from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Mixed, Twice, data
 from tests.replicate.replicas import (
+    assert_backwards,
     assert_mean_gradients,
     equal_everywhere,
     gradients,
@@ -72,10 +73,7 @@ def test_outputs_in_a(mesh: Mesh, kind: str) -> None:
         return unpack(model(samples(rank))).square().mean()
 
     model = DataParallel(filled(Returning(pack)), process_group=mesh)
-    for _ in range(2):
-        model.zero_grad()
-        loss(model, mesh.rank).backward()
-        assert_mean_gradients(mesh, model.module, loss)
+    assert_backwards(mesh, model, loss, times=2)
     model.close()
 
 
@@ -103,10 +101,7 @@ def test_outputs_of_which_only_some_are_used(mesh: Mesh) -> None:
         return model(samples(rank))[rank].square().mean()
 
     model = DataParallel(filled(Heads()), process_group=mesh, find_unused_parameters=True)
-    for _ in range(3):
-        model.zero_grad()
-        loss(model, mesh.rank).backward()
-        assert_mean_gradients(mesh, model.module, loss)
+    assert_backwards(mesh, model, loss, times=3)
     model.close()
 
 
@@ -184,10 +179,7 @@ def test_more_parameters_than_one_word_has_bits(mesh: Mesh) -> None:
         return model(samples(rank), rank).square().mean()
 
     model = DataParallel(filled(Many()), process_group=mesh, find_unused_parameters=True)
-    for _ in range(2):
-        model.zero_grad()
-        loss(model, mesh.rank).backward()
-        assert_mean_gradients(mesh, model.module, loss)
+    assert_backwards(mesh, model, loss, times=2)
     model.close()
 
 

@@ -16,8 +16,10 @@ from instep.replicate.wrapper import DataParallel
 from tests.parity import bits, filled
 from tests.replicate.nets import Dense, Segments, Twice, gpt
 from tests.replicate.replicas import (
+    assert_backwards,
     assert_mean_gradients,
     equal_everywhere,
+    failing_at,
     gradients,
     mean_gradients,
     samples,
@@ -296,9 +298,7 @@ def test_a_parameter_frozen_after_wrapping_counts_as_unused(mesh: Mesh) -> None:
     assert_mean_gradients(mesh, model.module, square)
     assert model.module.layers[0].weight.grad is None
     model.module.layers[0].requires_grad_(True)
-    model.zero_grad()
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
+    assert_backwards(mesh, model)
     model.close()
 
 
@@ -336,23 +336,15 @@ def test_one_rank_in_a_declared_step_and_one_not_raise_on_both_ranks(mesh: Mesh)
 def test_after_a_desync_all_ranks_can_go_on(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
     if mesh.rank == 2:
-        hook = model.module.layers[0].weight.register_hook(interrupt)
-        with pytest.raises(KeyError, match="not a number"):
+        weight = model.module.layers[0].weight
+        with failing_at(weight, KeyError), pytest.raises(KeyError, match="not a number"):
             square(model, mesh.rank).backward()
-        hook.remove()
         model(samples(0))  # gives the step up; any forward does
     else:
         with pytest.raises(Desync, match="rank 2 left step 0"):
             square(model, mesh.rank).backward()
-    for _ in range(2):
-        model.zero_grad()
-        square(model, mesh.rank).backward()
-        assert_mean_gradients(mesh, model.module, square)
+    assert_backwards(mesh, model, times=2)
     model.close()
-
-
-def interrupt(gradient: Tensor) -> None:
-    raise KeyError("not a number")
 
 
 @world(2)

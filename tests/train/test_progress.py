@@ -1,23 +1,19 @@
 """What a run shows while it goes on: some plain lines, or a bar where there is a terminal."""
 
+from dataclasses import replace
+
 import pytest
 
 from instep.train.progress import LINES_PER_RUN, Display
+from instep.train.trainer import Made
 
-FIGURES = {
-    "loss": 2.3456,
-    "rate": 1e-3,
-    "norm": 0.5,
-    "step_ms": 12.3,
-    "exposed_ms": 4.5,
-    "tokens_per_s": 12345.6,
-}
+MADE = Made(loss=2.3456, rate=1e-3, norm=0.5, step_ms=12.3, exposed_ms=4.5, tokens_per_s=12345.6)
 
 
 def shown(capsys, num_steps: int, rank: int = 0) -> list[str]:
     display = Display(rank, num_steps)
     for step in range(1, num_steps + 1):
-        display.step(step, **FIGURES)
+        display.step(step, MADE)
     display.say("it is done, [not] a tag")
     display.close()
     said = capsys.readouterr()
@@ -59,7 +55,7 @@ def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatc
     monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich believe in a terminal
     monkeypatch.setenv("COLUMNS", "200")
     display = Display(0, 40)
-    display.step(20, **FIGURES)
+    display.step(20, MADE)
     display.say("a line above it")
     display.close()
     err = capsys.readouterr().err
@@ -67,3 +63,9 @@ def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatc
     assert "12,346 tokens/s" in err
     assert "a line above it\n" in err
     assert err.endswith("\x1b[2K")  # the bar's line is erased
+
+
+def test_a_step_that_was_skipped_says_why(capsys):
+    display = Display(0, 100)
+    display.step(3, replace(MADE, skipped="gradient norm is nan"))
+    assert capsys.readouterr().err == "step 3 was skipped: gradient norm is nan\n"

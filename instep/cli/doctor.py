@@ -1,0 +1,53 @@
+"""``instep doctor``: what this machine offers to instep, and what would bite."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from instep.cli.exits import FAILED, tell
+
+PROGRAM = "instep doctor"
+DESCRIPTION = """\
+Say what this machine offers to instep, and what would bite, with the fix.
+
+Exit codes: 0 done, 1 an error was found, 2 usage.\
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What can be asked of ``instep doctor``."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of lines."""
+    verify: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Start two ranks and prove, with every strategy, that their gradient is that of one process."""
+
+
+def parse(args: Sequence[str]) -> Options:
+    """The options that ``args`` ask for.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
+    """
+    return tyro.cli(Options, prog=PROGRAM, description=DESCRIPTION, args=list(args))
+
+
+def main(args: Sequence[str]) -> int:
+    """Look as ``args`` say; return the exit code."""
+    try:
+        options = parse(args)
+        # From here on torch is imported, which --help and a mistyped flag do not wait for.
+        from instep.train.doctor import run
+
+        return run(json_wanted=options.json, verify=options.verify)
+    except ModuleNotFoundError as error:
+        print(f"{PROGRAM}: error: {error}: {sys.executable} -m pip install instep", file=sys.stderr)
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        return tell(PROGRAM, error)
