@@ -34,12 +34,19 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in files.DTYPES.val
 
 
 def describe(module: nn.Module, optimizer: Optimizer | None, step: int) -> Json:
-    """What the tensors of :func:`tensors` are, and all of the state that is no tensor; ready for JSON.
+    """What the tensors of :func:`tensors` are, and all of the state that is no tensor: see :func:`capture`."""
+    return capture(module, optimizer, step)[0]
+
+
+def capture(module: nn.Module, optimizer: Optimizer | None, step: int) -> tuple[Json, list[Tensor]]:
+    """A description, ready for JSON, and the live tensors that it describes, detached: sources, not targets.
 
     ``step``: optimizer steps done. Moments that the optimizer has not made yet are not in it. ValueError if
     the optimizer holds what JSON cannot carry, or a tensor of a dtype that cannot be saved.
     """
-    return description_of(*_parts(module, optimizer), step)
+    model, moments, rest = _parts(module, optimizer)
+    live = [*model.values(), *(tensor.detach() for tensor in moments.values())]
+    return description_of(model, moments, rest, step), live
 
 
 def description_of(model: Mapping[str, Tensor], moments: Mapping[str, Tensor], rest: Json, step: int) -> Json:
@@ -52,9 +59,8 @@ def description_of(model: Mapping[str, Tensor], moments: Mapping[str, Tensor], r
 
 
 def tensors(module: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    """The live tensors, detached, in the order of ``describe(...)["layout"]``: sources, not targets."""
-    model, moments, _ = _parts(module, optimizer)
-    return [*model.values(), *(tensor.detach() for tensor in moments.values())]
+    """The live tensors, detached, in the order of ``describe(...)["layout"]``: see :func:`capture`."""
+    return capture(module, optimizer, 0)[1]
 
 
 def _parts(

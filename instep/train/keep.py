@@ -12,7 +12,7 @@ from instep.elastic.member import Member
 from instep.elastic.memory import Copy, Interval, Place, tensor_bytes
 from instep.errors import ContractBroken
 from instep.train.folder import CHECKPOINTS, CONFIG
-from instep.train.state import describe, live, restore_copy, step_in
+from instep.train.state import capture, restore_copy, step_in
 from instep.train.together import on_rank_zero
 from instep.train.trainer import Trainer
 
@@ -47,12 +47,12 @@ class MemoryCopy:
             return
         trainer.pulse.enter("snapshot")
         with self._interval.copying(trainer.steps_done, step_s):
-            description, now = describe(trainer), live(trainer)
-            if self._copy is not None and self._copy.fits(description, now):
-                self._copy.write(description, now)
+            description, live = capture(trainer)
+            if self._copy is not None and self._copy.fits(description, live):
+                self._copy.write(description, live)
                 return
-            self._copy = Copy.create(2 * len(description), tensor_bytes(now))
-            self._copy.write(description, now)
+            self._copy = Copy.create(2 * len(description), tensor_bytes(live))
+            self._copy.write(description, live)
             self._member.say("memory", place=self._copy.place.fields())
 
 

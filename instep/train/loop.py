@@ -23,10 +23,10 @@ class Ending(Enum):
 @dataclass(frozen=True)
 class Aside:
     """What happens beside the steps: ``save`` a checkpoint when one is due, ``keep`` a copy after each step
-    (it is given the step's milliseconds), ``watch`` for errors of what goes on in the background."""
+    (given how many seconds it took), ``watch`` for errors of what goes on in the background."""
 
     save: Callable[[], None]
-    keep: Callable[[float], None] = lambda step_ms: None
+    keep: Callable[[float], None] = lambda step_s: None
     watch: Callable[[], None] = lambda: None
     first_step: Callable[[], None] = lambda: None
 
@@ -75,7 +75,7 @@ def run_steps(trainer: Trainer, books: Books, written: int, display: Display, as
         aside.watch()
         began = time.monotonic()
         made = trainer.step()
-        aside.keep((time.monotonic() - began) * 1e3)
+        aside.keep(time.monotonic() - began)
         follow_up(stop=made.stop)
         if is_first:
             aside.first_step()

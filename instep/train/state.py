@@ -31,24 +31,20 @@ Find = Callable[[], tuple[str, dict[str, Any]]]
 """Loads a state into rank 0's trainer: where from, and what to tell (JSON)."""
 
 
-def describe(trainer: Trainer) -> bytes:
-    """All of the state that is no tensor, as JSON."""
+def capture(trainer: Trainer) -> tuple[bytes, list[Tensor]]:
+    """The state: all that is no tensor, as JSON, and the live tensors in the order that it says."""
+    description, live = copy.capture(trainer.module, trainer.optimizer, trainer.steps_done)
     state = {
-        "state": copy.describe(trainer.module, trainer.optimizer, trainer.steps_done),
+        "state": description,
         "health": trainer.health.state(),
         "last": None if trainer.last is None else asdict(trainer.last),
     }
-    return json.dumps(state).encode()
+    return json.dumps(state).encode(), live
 
 
 def step_in(description: bytes) -> int:
     """The step of what ``description`` is of."""
     return int(parse_json(description, DESCRIPTION_BYTES)["state"]["step"])
-
-
-def live(trainer: Trainer) -> list[Tensor]:
-    """The state's live tensors, in the order of its description."""
-    return copy.tensors(trainer.module, trainer.optimizer)
 
 
 def restore(trainer: Trainer, description: bytes, held: list[Tensor]) -> None:
@@ -101,13 +97,13 @@ def agree(trainer: Trainer, find: Find) -> tuple[str, dict[str, Any]]:
 def _send(trainer: Trainer, root: int) -> None:
     """Everybody takes the state of group rank ``root``. Collective."""
     world = trainer.mesh.world.group
-    description = describe(trainer) if world.rank == root else b""
+    description, live = capture(trainer) if world.rank == root else (b"", [])
     description = world.all_gather_bytes(description, AGREEMENT, limit=DESCRIPTION_BYTES)[root]
     body = parse_json(description, DESCRIPTION_BYTES)
     segment = world.allocate(copy.nbytes(body["state"]), copy.ALIGN_BYTES, torch.device("cpu")).tensor
     places = copy.views(body["state"], segment)
     if world.rank == root:
-        torch._foreach_copy_(places, live(trainer))
+        torch._foreach_copy_(places, live)
     world.broadcast(segment, AGREEMENT, root=root)
     if world.rank != root:
         restore(trainer, description, places)
