@@ -17,22 +17,26 @@ MAX_IN_A_ROW = 5
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's end: ``step`` steps were done, ``error`` is its exception, "" if it raised none."""
+    """One worker's end: ``step`` steps were done, ``error`` is its exception, "" if it raised none.
+
+    ``rank`` is -1 for one that had no seat. ``attempt`` tells failures that belong together from others.
+    """
 
     rank: int
     pid: int
-    generation: int
+    attempt: int
     step: int
     phase: str
     how: str
     error: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid}) {self.how}, at step {self.step} in {self.phase}"
+        who = f"rank {self.rank}" if self.rank >= 0 else "a spare"
+        return f"{who} (pid {self.pid}) {self.how}, at step {self.step} in {self.phase}"
 
     def repeats(self, other: Failure) -> bool:
         """Whether ``other`` is the same exception at the same step, at another try."""
-        return (self.error, self.step) == (other.error, other.step) and self.generation != other.generation
+        return (self.error, self.step) == (other.error, other.step) and self.attempt != other.attempt
 
     def fields(self) -> dict[str, object]:
         """As JSON."""
@@ -72,5 +76,5 @@ class Patience:
         self.raised += [failure] if failure.error else []
         if again:
             raise RunFailed("the same exception came twice at the same step:", [again[0], failure])
-        if len({f.generation for f in self.in_a_row}) >= MAX_IN_A_ROW:
+        if len({f.attempt for f in self.in_a_row}) >= MAX_IN_A_ROW:
             raise RunFailed(f"{MAX_IN_A_ROW} failures in a row, without a step in between:", self.in_a_row)

@@ -58,6 +58,7 @@ class Faults:
         self.faults = tuple(faults)
 
     def __getattr__(self, kind: str) -> Callable[..., Faults]:
+        kind = kind.removesuffix("_")  # Faults().raise_()
         if kind not in KINDS:
             raise AttributeError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
         return lambda **options: Faults([*self.faults, Fault(kind, **options)])
@@ -90,6 +91,11 @@ def parse(spec: str) -> Fault:
         raise ValueError(f"fault {spec!r}: phase: expected one of {', '.join(PHASES)}, got {fault.phase!r}")
     if kind == "resize" and fault.ranks < 1:
         raise ValueError(f"fault {spec!r}: ranks: expected how many ranks there shall be, got {fault.ranks}")
+    for key in ("seconds", "after_ms"):
+        if not 0 <= getattr(fault, key) < FOREVER_S:
+            raise ValueError(f"fault {spec!r}: {key}: expected 0 or more, got {getattr(fault, key)}")
+    if fault.after_ms and kind not in SENT:
+        raise ValueError(f"fault {spec!r}: after_ms: expected one of {', '.join(sorted(SENT))}, got {kind!r}")
     return fault
 
 
@@ -129,8 +135,7 @@ class Injector:
         """``loss``, whose backward makes a gradient nan if that is a fault of this step; each time."""
         for fault in self._faults:
             if (fault.kind, fault.rank, fault.step) == ("nan", self.rank, step):
-                named = dict(model.named_parameters())
-                return poisoned(loss, named[fault.name or next(iter(named))])
+                return poisoned(loss, _named(fault, list(model.named_parameters())))
         return loss
 
     def _first(self, number: int, after_ms: float) -> bool:
@@ -142,11 +147,19 @@ class Injector:
 
     def _inject(self, fault: Fault) -> None:
         if fault.kind == "flip":
-            flip_bit(next(x for name, x in self._entries() if fault.name in ("", name)))
+            flip_bit(_named(fault, self._entries()))
         elif fault.after_ms:
             threading.Timer(fault.after_ms / 1e3, KINDS[fault.kind], [fault]).start()
         else:
             KINDS[fault.kind](fault)
+
+
+def _named(fault: Fault, entries: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """The entry that ``fault`` names, the first by default."""
+    found = [x for name, x in entries if fault.name in ("", name)]
+    if not found:
+        raise ValueError(f"fault {fault}: expected one of {', '.join(dict(entries))}, got {fault.name!r}")
+    return found[0]
 
 
 def _send(number: signal.Signals) -> Callable[[Fault], None]:
@@ -194,4 +207,5 @@ KINDS: dict[str, Callable[[Any], None]] = {
     "nan": _nothing,
     "resize": _nothing,
 }
+SENT = frozenset({"kill", "segv", "abort", "term", "usr1", "int", "stop", "exit"})  # from any thread
 ELSEWHERE = frozenset({"nan", "resize"})  # in ``spoil``, and in the supervisor

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from instep.elastic.memory import Place
+from instep.elastic.memory import Copy, Place
 from instep.elastic.page import Page
 from instep.elastic.pulse import Pulse
 
@@ -29,7 +30,7 @@ class Desk:
 class Seat:
     """A worker's place in one generation of the group.
 
-    ``memory`` is the memory copy, if there is one. ``whole`` are the ranks that have been there before.
+    ``store`` is the file in which its ranks meet; ``memory`` is the memory copy, if there is one.
     """
 
     generation: int
@@ -77,6 +78,12 @@ class Member:
         message = {"say": what, "generation": self.generation, **fields}
         with suppress(OSError):
             self._connection.send_bytes(json.dumps(message).encode())
+
+    def hand_over(self, copy: Copy) -> None:
+        """Let the supervisor hold the memory of ``copy``, which then outlives this process."""
+        self.say("memory", inode=copy.mapping.inode)
+        with suppress(OSError):
+            reduction.send_handle(self._connection, copy.mapping.fd, None)
 
     @property
     def regroup(self) -> bool:

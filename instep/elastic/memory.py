@@ -12,7 +12,6 @@ How often it is written follows from what it costs: at most ``SHARE`` of the tim
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,11 +62,6 @@ class Copy:
     def attach(place: Place) -> Copy:
         """That of another process; ``OSError`` if it is gone."""
         return Copy(segment.attach(place.pid, place.fd, place.inode))
-
-    @property
-    def place(self) -> Place:
-        """Where others find what this process has created."""
-        return Place(os.getpid(), self.mapping.fd, self.mapping.inode)
 
     @property
     def tensor_bytes(self) -> int:
@@ -123,18 +117,6 @@ def tensor_bytes(tensors: Sequence[Tensor]) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def hold(place: Place) -> Place | None:
-    """The same memory, held by this process through a descriptor of its own; None if it is gone already."""
-    try:
-        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    if os.fstat(fd).st_ino != place.inode:
-        os.close(fd)
-        return None
-    return Place(os.getpid(), fd, place.inode)
 
 
 class Interval:

@@ -41,11 +41,12 @@ def listen(ask: Callable[[str], None]) -> None:
     """In a rank: the first SIGTERM or SIGUSR1 calls ``ask``, a second one ends the process."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        for other in POLITE:
+        for other in taken:
             signal.signal(other, lambda number, frame: os._exit(128 + number))
         ask(signal.Signals(number).name)
 
-    for number in _free(POLITE):
+    taken = _free(POLITE)
+    for number in taken:
         signal.signal(number, handle)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from instep.elastic.failures import Failure, Patience
 from instep.elastic.faults import Fault
 from instep.elastic.member import Desk, Seat
-from instep.elastic.memory import Place, hold
+from instep.elastic.memory import Place
 from instep.elastic.page import MAX_WORKERS, Page
 from instep.elastic.recovery import Recovery
 from instep.elastic.signals import preempted
@@ -83,13 +83,14 @@ def supervise(work: Callable[..., object], args: tuple[Any, ...], terms: Terms) 
         RunFailed: the run failed again and again; every failure is listed.
     """
     warm()
-    with tempfile.TemporaryDirectory(prefix="instep-") as directory:
-        supervisor = Supervisor(work, args, terms, Path(directory))
+    asked: list[str] = []  # the signals that came
+    with preempted(asked.append), tempfile.TemporaryDirectory(prefix="instep-") as directory:
+        supervisor = Supervisor(work, args, terms, Path(directory), asked)
         try:
-            with preempted(supervisor.preempt):
-                return supervisor.run()
+            return supervisor.run()
         finally:
             supervisor.children.stop(0)
+            supervisor.forget_memory()
 
 
 class Supervisor:
@@ -99,9 +100,14 @@ class Supervisor:
     """
 
     def __init__(
-        self, work: Callable[..., object], args: tuple[Any, ...], terms: Terms, directory: Path
+        self,
+        work: Callable[..., object],
+        args: tuple[Any, ...],
+        terms: Terms,
+        directory: Path,
+        asked: Sequence[str] = (),
     ) -> None:
-        self.work, self.args, self.terms = work, args, terms
+        self.work, self.args, self.terms, self.asked = work, args, terms, asked
         self.directory = directory
         self.children = Children()
         self.page = Page(directory / "page", create=True)
@@ -120,10 +126,11 @@ class Supervisor:
         self._looked = self._seated = time.monotonic()
         self._lost: list[dict[str, Any]] = []  # what this generation's members said when they left it
 
-    def preempt(self, name: str) -> None:
-        """The run shall end after the current step."""
-        self.terms.say(f"{name}: ending after this step, with a checkpoint; once more ends at once")
-        self.page.stop = True
+    def forget_memory(self) -> None:
+        """Let the memory copy go."""
+        if self._memory is not None:
+            os.close(self._memory.fd)
+        self._memory = None
 
     def run(self) -> int:
         """Until it is finished; the exit code."""
@@ -136,6 +143,10 @@ class Supervisor:
                     self._heard(worker, message)
             if ended and self.code is None:
                 self._ended(ended)
+            if self.asked and not self.page.stop:
+                self.page.stop = True
+                text = "ending after this step, with a checkpoint; once more ends at once"
+                self.terms.say(f"{self.asked[0]}: {text}")
             if time.monotonic() - self._looked >= LOOK_S:
                 self._look()
             if self.forming and self.code is None:
@@ -168,8 +179,9 @@ class Supervisor:
                 if worker in self.members and worker.generation == self.generation and self.generation:
                     self._left(worker, message)
             case "memory":
-                self._hold(Place(**message["place"]))
-            case "stepped" if message["generation"] == self.generation:
+                self.forget_memory()
+                self._memory = worker.take(message["inode"])
+            case "stepped" if message["generation"] == self.generation and not self.forming:
                 self._stepped(worker, message)
             case "finished":
                 self.code = message["code"]
@@ -182,12 +194,6 @@ class Supervisor:
             if other.rank in message.get("ranks", ()) and other.named_since is None:
                 other.named_since = time.monotonic()
 
-    def _hold(self, place: Place) -> None:
-        """Keep the memory of a worker's copy, whatever becomes of the worker."""
-        if self._memory is not None:
-            os.close(self._memory.fd)
-        self._memory = hold(place)
-
     def _stepped(self, worker: Worker, message: dict[str, Any]) -> None:
         """The current generation has made its first step."""
         if self.recovery is not None:
@@ -197,17 +203,22 @@ class Supervisor:
         self.recovery = None
 
     def _ended(self, ended: Sequence[Exit]) -> None:
-        """Workers have ended without having finished the run."""
+        """Workers have ended; what they said before still counts."""
+        for end in ended:
+            worker = self.workers[end.rank]
+            while not worker.hung_up and worker.connection.poll() and (message := worker.hear()) is not None:
+                self._heard(worker, message)
+        if self.code is not None:
+            return
         self._progress()
-        lost = [(self.workers.pop(end.rank), end) for end in ended]
-        lost = [
-            (worker, replace(end, rank=max(worker.rank, 0))) for worker, end in lost if not worker.dismissed
-        ]
-        self._require_another_try([end for _, end in lost])
+        dead = [self.workers.pop(end.rank) for end in ended]
+        for worker in dead:
+            worker.connection.close()
+        lost = [(worker, end) for worker, end in zip(dead, ended, strict=True) if not worker.dismissed]
+        self._require_another_try([replace(end, rank=worker.place) for worker, end in lost])
         for worker, end in lost:
             self._failed(worker, end)
-        if any(worker in self.members for worker, _ in lost):
-            dead = [worker for worker, _ in lost]
+        if any(worker in self.members for worker in dead):
             self.members = [worker for worker in self.members if worker not in dead]
             self._find_members()
 
@@ -217,18 +228,19 @@ class Supervisor:
         if not any(end.error and (not begun or end.error.type in FINAL) for end in ended):
             return
         others = self.children.wait_all(GRACE_S / 4)  # which may have failed for the same reason, or know it
-        exits = [*ended, *(replace(end, rank=max(self.workers[end.rank].rank, 0)) for end in others)]
+        exits = [*ended, *(replace(end, rank=self.workers[end.rank].place) for end in others)]
         raise RankFailed(root_cause(exits) or ended[0], max(self.target, len(self.members)))
 
     def _failed(self, worker: Worker, end: Exit) -> None:
         """A worker has failed: say so, and end the run if that was once too often."""
         position = self.page.position(worker.slot)
         error = f"{end.error.type}: {end.error.message}" if end.error else ""
-        where = (self.generation, position.step, position.phase)
-        failure = Failure(end.rank, end.pid, *where, worker.killed or how(end), error)
-        if end.error is not None and end.error.type in SUSPECT and self._memory is not None:
-            os.close(self._memory.fd)
-            self._memory = None
+        # One that has never had a seat is a try of its own.
+        attempt = worker.generation or -worker.number - 1
+        where = (attempt, position.step, position.phase)
+        failure = Failure(worker.rank, end.pid, *where, worker.killed or how(end), error)
+        if end.error is not None and end.error.type in SUSPECT:
+            self.forget_memory()
         if worker in self.members:
             self.recovery = self.recovery or Recovery(failure)
         else:
@@ -252,7 +264,7 @@ class Supervisor:
     def _find_members(self) -> None:
         """Decide who takes part in the next generation, and start whoever is missing."""
         self.forming = True
-        others = [worker for worker in self.workers.values() if worker not in self.members]
+        others = [worker for worker in self._living() if worker not in self.members]
         others.sort(key=lambda worker: not worker.free)  # those that are ready first
         while len(self.members) > self.target:
             self._dismiss(self.members.pop())
@@ -264,6 +276,9 @@ class Supervisor:
         for _ in range(missing):
             self._start()  # it will be asked to join when it is ready
 
+    def _living(self) -> list[Worker]:
+        return [w for w in self.workers.values() if not w.dismissed and not w.killed]
+
     def _enough(self) -> bool:
         return 0 < self.terms.min_ranks <= len(self.members)
 
@@ -272,7 +287,7 @@ class Supervisor:
         if worker.free:
             worker.give(None)
         else:
-            worker.kill("is not needed any more")
+            worker.end()
 
     def _look(self) -> None:
         """See who makes progress, and whether it is time to grow, to shrink, or to have a spare."""
@@ -291,7 +306,7 @@ class Supervisor:
             self.workers[number].kill(why)
         self._resize()
         settled = not self.forming and now - self._seated > SPARE_AFTER_S
-        if settled and len(self.workers) == self.target and self._spares_lost < MAX_SPARES_LOST:
+        if settled and len(self._living()) == self.target and self._spares_lost < MAX_SPARES_LOST:
             self._start()
 
     def _resize(self) -> None:
@@ -299,14 +314,14 @@ class Supervisor:
         for number, fault in enumerate(self.terms.faults):
             if fault.kind == "resize" and self.patience.step >= fault.step and self.page.fire(number):
                 self.target = fault.ranks
-        ready = [w for w in self.workers.values() if w.free and w not in self.members]
+        ready = [w for w in self._living() if w.free and w not in self.members]
         missing = self.target - len(self.members)
         if self.forming or not missing:
             return
         if missing < 0 or len(ready) >= missing:
             self.page.regroup = self.generation
-        elif len(self.workers) < self.target:
-            for _ in range(self.target - len(self.workers)):
+        else:
+            for _ in range(self.target - len(self._living())):
                 self._start()
 
     def _seat(self) -> None:

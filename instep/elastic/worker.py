@@ -8,11 +8,13 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from instep.elastic.member import MESSAGE_BYTES, Seat
+from instep.elastic.memory import Place
 from instep.elastic.page import Page
 from instep.elastic.stuck import Reading
 from instep.mesh.child import STACKS_SIGNAL, Child
@@ -42,6 +44,11 @@ class Worker:
     @property
     def number(self) -> int:
         return self.child.number
+
+    @property
+    def place(self) -> int:
+        """Its rank; before it has one, which of those that were started it is."""
+        return self.rank if self.rank >= 0 else self.number
 
     def hear(self) -> dict[str, Any] | None:
         """Its next message; None if it has hung up."""
@@ -76,8 +83,20 @@ class Worker:
         self.killed = why
         if self._state() not in "Tt":
             self.stacks = self._ask_stacks()
+        self.end()
+
+    def end(self) -> None:
+        """End it at once."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+    def take(self, inode: int) -> Place | None:
+        """The memory whose descriptor it sends next, held by this process; None if it has died before."""
+        try:
+            return Place(os.getpid(), reduction.recv_handle(self.connection), inode)
+        except (EOFError, OSError, RuntimeError):
+            self.hung_up = True
+            return None
 
     def _state(self) -> str:
         """The kernel's letter for it, "X" where it cannot be seen."""

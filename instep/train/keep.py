@@ -53,7 +53,7 @@ class MemoryCopy:
                 return
             self._copy = Copy.create(2 * len(description), tensor_bytes(live))
             self._copy.write(description, live)
-            self._member.say("memory", place=self._copy.place.fields())
+            self._member.hand_over(self._copy)
 
 
 class Checkpoints:
