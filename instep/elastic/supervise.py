@@ -39,7 +39,7 @@ from instep.mesh.exits import Exit, RankFailed, how, root_cause
 from instep.mesh.launch import Children, surroundings, warm
 
 LOOK_S = 0.25  # between two looks at who makes progress
-SPARE_AFTER_S = 3.0  # of training: a run that is shorter needs none
+SPARE_AFTER_S = 1.0  # of training: a run that is shorter needs none
 NAMED_S = 1.0  # for a rank that others have waited for in vain to be lost too
 MAX_SPARES_LOST = 3
 GRACE_S = 2.0

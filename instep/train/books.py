@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from instep.checkpoint import contract
 from instep.ordered.hash import state_digests
 from instep.ordered.sample import sampled_blocks
-from instep.train.folder import METRICS, Lines, read_lines
+from instep.train.folder import METRICS, Lines, read_last_lines
 from instep.train.leaves import Leaves
 from instep.train.ledger import LEAVES, LEDGER, SAMPLE_EVERY, STARTED, Ledger, Placement
 from instep.train.trainer import Made, Trainer
@@ -21,14 +22,18 @@ def position(path: Path) -> int:
 
     Whoever wrote them may have died between one file and the other; then the step counts as not written.
     """
-    metrics = [line["step"] for line in read_lines(path / METRICS)]
-    ledger = [line["step"] for line in read_lines(path / LEDGER) if "event" not in line]
+    metrics = [line["step"] for line in read_last_lines(path / METRICS)]
+    ledger = [line["step"] for line in read_last_lines(path / LEDGER) if "event" not in line]
     return min(max(metrics, default=-1), max(ledger, default=0))
 
 
 def starts(path: Path) -> list[dict[str, Any]]:
     """The ledger's lines of the run's beginnings so far."""
-    return [line for line in read_lines(path / LEDGER) if line.get("event") == STARTED]
+    if not (path / LEDGER).exists():
+        return []
+    with (path / LEDGER).open(encoding="utf-8", errors="replace") as lines:
+        found = [line for line in lines if f'"event": "{STARTED}"' in line and line.endswith("\n")]
+    return [json.loads(line) for line in found]
 
 
 class Books:

@@ -30,6 +30,8 @@ WORKERS = "workers.json"
 FAULTS = "faults.jsonl"
 CHECKPOINTS = "checkpoints"
 
+TAIL_BYTES = 1 << 18
+
 
 def claim(config: Config) -> Path:
     """The directory of this run, made if need be; nothing in it is touched.
@@ -90,8 +92,8 @@ class Lines:
 
     def __init__(self, path: Path, *, until_step: int) -> None:
         """Go on after ``until_step``: lines of later steps belong to work that is done again, events stay."""
-        kept = [line for line in read_lines(path) if "event" in line or line.get("step", 0) <= until_step]
-        if path.exists():
+        if not _ends_at(path, until_step):
+            kept = [line for line in read_lines(path) if "event" in line or line.get("step", 0) <= until_step]
             _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -117,6 +119,32 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return lines
+
+
+def read_last_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines at the end of a JSONL file, enough to know where it stands, however long it is."""
+    tail = _tail(path)
+    return read_lines(path) if tail is None else tail
+
+
+def _tail(path: Path) -> list[dict[str, Any]] | None:
+    """The last lines of a file; None if they are not whole."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - TAIL_BYTES, 0))
+        tail = file.read()
+    whole, _, torn = tail.rpartition(b"\n")
+    try:
+        return None if torn else [json.loads(x) for x in whole.splitlines()[len(tail) == TAIL_BYTES :]]
+    except ValueError:
+        return None
+
+
+def _ends_at(path: Path, step: int) -> bool:
+    """Whether the file's last lines are whole, and none is of a later step."""
+    tail = _tail(path)
+    return tail is not None and all("event" in line or line.get("step", 0) <= step for line in tail)
 
 
 def _make(path: Path, *, fresh: bool) -> Path:
