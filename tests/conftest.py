@@ -16,8 +16,8 @@ import pytest
 
 PATIENCE_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
-# multiprocessing keeps these two until the session ends.
-SERVERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")
+# These stay until the session ends; the last one sees to what commands leave behind.
+SERVERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker", b"tests.launched.ember")
 # torch sets the last one at the first step of any optimizer.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
@@ -43,6 +43,8 @@ def nothing_left_behind() -> Iterator[None]:
 def pytest_sessionfinish() -> None:
     if (pool := _loaded("tests.pool")) is not None:
         pool.shut_down()
+    if (command := _loaded("tests.launched.command")) is not None:
+        command.put_out()
 
 
 def _loaded(name: str) -> ModuleType | None:

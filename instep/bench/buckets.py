@@ -29,12 +29,7 @@ def run(options: Buckets) -> None:
     results = measure(options)
     shown = [{name: value for name, value in row.items() if name not in HIDDEN} for row in results["rows"]]
     tables.show(shown, title_of(results), notes=notes(results))
-    if options.json is not None:
-        tables.write_json(options.json, results)
-    if options.csv is not None:
-        tables.write_csv(options.csv, results["rows"])
-    if options.chart is not None:
-        draw(results, options.chart)
+    tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
 def measure(options: Buckets) -> dict[str, Any]:

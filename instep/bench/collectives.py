@@ -50,12 +50,7 @@ def run(options: Collectives) -> None:
         _show([row for row in results["rows"] if row["ranks"] == ranks], results, ranks)
     for note in results["skipped"]:
         print(f"skipped: {note}", file=sys.stderr)
-    if options.json is not None:
-        tables.write_json(options.json, results)
-    if options.csv is not None:
-        tables.write_csv(options.csv, results["rows"])
-    if options.chart is not None:
-        draw(results, options.chart)
+    tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
 def _show(rows: Sequence[Row], results: dict[str, Any], ranks: int) -> None:

@@ -33,7 +33,7 @@ from instep.bench.hosts import network, obstacle
 from instep.bench.options import Steps
 from instep.bench.remote import on_hosts
 from instep.bench.settings import Setting, setting
-from instep.bench.tables import markdown, show, write_csv, write_json
+from instep.bench.tables import markdown, show, write
 from instep.bench.theory import Link
 from instep.bench.words import parse_count, words
 from instep.models.transformer import GPT
@@ -72,12 +72,7 @@ def run(options: Steps) -> int:
     found = measure(setting("link", params), options.ranks, words(options.strategies), options.samples)
     print()
     show(found.rows, title(found), notes=found.notes)
-    if options.json:
-        write_json(options.json, found.as_json())
-    if options.csv:
-        write_csv(options.csv, found.rows)
-    if options.chart:
-        chart(found, options.chart)
+    write(options, found.as_json(), found.rows, lambda path: chart(found, path))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from instep.bench import link
 from instep.bench.answers import Answers
+from instep.bench.bound import available_bytes
 from instep.bench.charts import bars
 from instep.bench.contestants import ALONE, DDP, HOST, NONE, Contestant, choose
 from instep.bench.options import Steps
@@ -17,7 +18,7 @@ from instep.bench.peak import peak
 from instep.bench.ranks import on_ranks
 from instep.bench.rounds import perform
 from instep.bench.settings import Setting, setting
-from instep.bench.tables import Row, markdown, show, write_csv, write_json
+from instep.bench.tables import Row, markdown, show, write
 from instep.bench.words import parse_count, words
 
 MEGABYTE = 1e6
@@ -48,15 +49,14 @@ def run(options: Steps) -> int:
     for name in names:
         found.append(measure(_setting(name, options), options))
         table(found[-1])
-    rows = [row for one in found for row in one.rows]
-    if options.json:
-        write_json(options.json, {"ranks": options.ranks, "settings": [one.as_json() for one in found]})
-    if options.csv:
-        write_csv(options.csv, rows)
-    for one in found if options.chart else ():
-        assert options.chart is not None
-        suffix = f"-{one.setting.name}" if len(found) > 1 else ""
-        chart(one, options.chart.with_stem(options.chart.stem + suffix), options.ranks)
+
+    def charts(path: Path) -> None:
+        for one in found:
+            suffix = f"-{one.setting.name}" if len(found) > 1 else ""
+            chart(one, path.with_stem(path.stem + suffix), options.ranks)
+
+    payload = {"ranks": options.ranks, "settings": [one.as_json() for one in found]}
+    write(options, payload, [row for one in found for row in one.rows], charts)
     return 0
 
 
@@ -166,15 +166,10 @@ def _require_memory(chosen: Setting, contestants: Sequence[Contestant], ranks: i
     held = {"none": 0, "alone": 0, "flat": 2, "server": 1 + ranks, "threads": ranks}
     copies = 3 + sum(held.get(one.strategy, 1) for one in contestants)  # weights, gradients, activations
     needed = ranks * copies * chosen.gradient_bytes
-    available = _available_bytes(Path("/proc/meminfo").read_text())
+    available = available_bytes()
     if needed > available:
         raise ValueError(
             f"{len(contestants)} contestants on {ranks} ranks need about {needed / 1e9:.1f} GB of memory for "
             f"their gradients, and {available / 1e9:.1f} GB are available: pass fewer --strategies, or "
             "smaller --params"
         )
-
-
-def _available_bytes(meminfo: str) -> int:
-    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from instep.bench.options import Files
 from instep.checkpoint.contract import describe
 
 Row = Mapping[str, Any]
@@ -117,6 +118,18 @@ def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, fieldnames=_columns(rows), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def write(
+    files: Files, payload: Mapping[str, Any], rows: Sequence[Row], draw: Callable[[Path], object]
+) -> None:
+    """The files that were asked for, and no other; ``draw`` makes the chart at the path it is given."""
+    if files.json is not None:
+        write_json(files.json, payload)
+    if files.csv is not None:
+        write_csv(files.csv, rows)
+    if files.chart is not None:
+        draw(files.chart)
 
 
 def markdown(rows: Sequence[Row]) -> str:

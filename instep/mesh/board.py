@@ -2,14 +2,16 @@
 
 A collective does not tell who is missing. But all who wait are there, so the one without a notice is not.
 Notices go through the store that the world met in, and only after a wait has become long, so an ordinary
-step writes nothing.
+step writes nothing. Ranks of one host can ask each other instead (``desk``); between hosts this is all there
+is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import TYPE_CHECKING
+
+from instep.mesh.flight import Row
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,19 +30,18 @@ class Board:
         if store is not None:
             self._name += f"/{store.add(f'instep/board/{name}/made by {rank}', 1)}"
 
-    def post(self, rank: int, operation: str, *, waiting: bool) -> None:
-        """``rank`` now waits in ``operation``, or has come through it."""
+    def post(self, row: Row) -> None:
+        """Where ``row.rank`` stands, for all to read."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(self._key(rank), json.dumps([operation, waiting]))
+                self._store.set(self._key(row.rank), row.to_bytes().decode())
 
-    def read(self, rank: int) -> tuple[str, bool] | None:
-        """What ``rank`` has posted last: the operation, and whether it still waited in it."""
+    def read(self, rank: int) -> Row | None:
+        """What was posted last about ``rank``."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError, ValueError):
                 if self._store.check([self._key(rank)]):
-                    operation, waiting = json.loads(self._store.get(self._key(rank)))
-                    return str(operation), bool(waiting)
+                    return Row.from_bytes(self._store.get(self._key(rank)))
         return None
 
     def _key(self, rank: int) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from instep.errors import PeerLost
 from instep.memory import Segment, allocate
+from instep.mesh import device
 from instep.mesh.board import Board
+from instep.mesh.flight import Flight, Row
+from instep.mesh.groups import drop
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, myself
+from instep.mesh.roll import table
 from instep.work import Lane, Work
 
 if TYPE_CHECKING:
@@ -49,14 +56,17 @@ class Group:
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
         self._lane: Lane | None = None
-        me = myself(rank)
-        # Until the table is there, a lost peer can only be found by the deadline.
+        self._owed: list[device.Waitable] = []  # what a wait that raised has left unfinished
         board = board or Board()
-        self.peers = Peers((me,), me, timeout_s, board)
-        if pg is not None:
-            known = getattr(pg, "peers", None)  # some groups have met already
-            self.peers = Peers(self._meet(me), me, timeout_s, board) if known is None else known
-            self.peers.timeout_s = timeout_s
+        known = getattr(pg, "peers", None)  # some groups have met already
+        # They also write down what is called on them. Here it is done for those that do not.
+        self._flight = Flight(rank) if known is None else None
+        me = myself(rank, self._flight if pg is not None else None)
+        # Until the table is there, a lost peer can only be found by the deadline.
+        self.peers = known or Peers((me,), me, timeout_s, board, self._flight)
+        if pg is not None and known is None:
+            self.peers = Peers(self._meet(me), me, timeout_s, board, self._flight)
+        self.peers.timeout_s = timeout_s
 
     @property
     def global_rank(self) -> int:
@@ -67,7 +77,7 @@ class Group:
         if self.pg is None:
             out.copy_(x)
         else:
-            options = self._named(AllgatherOptions(), operation)
+            options = self._begin(AllgatherOptions(), operation, x)
             self._wait(self.pg._allgather_base(out, x, options), x, operation)
 
     def all_to_all(
@@ -77,14 +87,14 @@ class Group:
         if self.pg is None:
             out.copy_(x)
         else:
-            options = self._named(dist.AllToAllOptions(), operation)
+            options = self._begin(dist.AllToAllOptions(), operation, x)
             work = self.pg.alltoall_base(out, x, list(out_splits), list(in_splits), options)
             self._wait(work, x, operation)
 
     def broadcast(self, x: Tensor, operation: str, *, root: int = 0) -> None:
         """``x`` of group rank ``root`` overwrites everybody's."""
         if self.pg is not None:
-            options = self._named(dist.BroadcastOptions(), operation)
+            options = self._begin(dist.BroadcastOptions(), operation, x)
             options.rootRank = root
             options.rootTensor = 0
             self._wait(self.pg.broadcast([x], options), x, operation)
@@ -92,7 +102,7 @@ class Group:
     def all_reduce(self, x: Tensor, operation: str) -> None:
         """``x`` becomes the sum over ranks, in whatever order the backend adds."""
         if self.pg is not None:
-            options = self._named(dist.AllreduceOptions(), operation)
+            options = self._begin(dist.AllreduceOptions(), operation, x)
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
             self._wait(self.pg.allreduce([x], options), x, operation)
 
@@ -110,16 +120,22 @@ class Group:
     def barrier(self, operation: str) -> None:
         """Nobody returns before all have come."""
         if self.pg is not None:
-            options = self._named(dist.BarrierOptions(), operation)
-            self._wait(self.pg.barrier(options), torch.empty(0, device="cpu"), operation)
+            nothing = torch.empty(0, device="cpu")
+            options = self._begin(dist.BarrierOptions(), operation, nothing)
+            self._wait(self.pg.barrier(options), nothing, operation)
 
     def close(self) -> None:
-        """End the group: what is under way gives up, and what follows is that of a world of one."""
+        """End the group: what is under way gives up, and what follows is that of a world of one.
+
+        Returns within a slice of a wait, whatever has become of the others.
+        """
         self.peers.given_up = True
         if self._lane is not None:
             self._lane.close(wait=False)  # a thread that waits inside gloo ends at its deadline
         if self._shared is not None:
             self._shared.shutdown()
+        if self.pg is not None:
+            drop(self.pg, self._owed)
         self.pg = None
 
     @property
@@ -138,12 +154,14 @@ class Group:
         """
         if self._lane is None:
             self._lane = Lane(f"instep messages, rank {self.rank}")
-        self.peers.wait(_Running(self._lane.submit(operation, function)), operation)
+        if self._flight is not None:
+            self._flight.begin(operation)
+        self._finish(_Running(self._lane.submit(operation, function)), operation)
 
-    def allocate(self, nbytes: int, align: int, device: torch.device) -> Segment:
-        """Memory for ``expose`` where the backend has such for ``device``, else memory of this process."""
-        if self._shared is None or device.type != "cpu":
-            return allocate(nbytes, align, device)
+    def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
+        """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""
+        if self._shared is None or on_device.type != "cpu":
+            return allocate(nbytes, align, on_device)
         return self._shared.allocate(nbytes, align)
 
     def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
@@ -166,6 +184,26 @@ class Group:
         rows = out.view(self.size, width).numpy()
         return [rows[i, :length].tobytes() for i, length in enumerate(lengths)]
 
+    def whereabouts(self) -> list[Row]:
+        """Where every rank stands, in group order: operation, number, call site, stack. Not collective.
+
+        Ranks of this host are asked, which costs them a moment, and takes half a second if one is silent;
+        of others there is what they have posted when they waited for long. ``dataclasses.asdict`` of a row
+        is JSON; ``roll.table`` shows them.
+        """
+        return self.peers.rows()
+
+    def compare_notes(self, operation: str) -> str:
+        """The table of where all ranks stand, told by themselves. Collective: all have to raise the same.
+
+        Nothing, if that fails too: what is to be raised says more.
+        """
+        row = replace(self.peers.flight.row(), stack=(), recent=())
+        with suppress(PeerLost, ValueError):
+            rows = [Row.from_bytes(data) for data in self.all_gather_bytes(row.to_bytes(), operation)]
+            return "\n" + table(rows)
+        return ""
+
     def _meet(self, me: Peer) -> list[Peer]:
         out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8, device="cpu")
         self.all_gather(out, _bytes_tensor(me.to_bytes()), "the exchange of addresses")
@@ -177,15 +215,28 @@ class Group:
         """The backend, if its ranks can read each other's memory; else None."""
         return self.pg if hasattr(self.pg, "expose") else None
 
-    def _named(self, options: Any, operation: str) -> Any:
-        """``options`` of an operation that is waited for at once."""
+    def _begin(self, options: Any, operation: str, x: Tensor) -> Any:
+        """Write down what begins; its ``options``, for an operation that is waited for at once."""
+        if self._flight is not None:
+            self._flight.begin(operation, (x.dtype, x.shape))
         if self._shared is not None:
             self._shared.label = operation
             options.asyncOp = False  # in this thread, which has nothing else to do
         return options
 
     def _wait(self, work: Any, x: Tensor, operation: str) -> None:
-        self.peers.wait(work, operation, on_gpu=x.is_cuda)
+        self._finish(work, operation, on_gpu=x.is_cuda)
+
+    def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
+        try:
+            self.peers.wait(work, operation, on_gpu=on_gpu)
+        except BaseException:
+            if self._flight is not None:
+                self._flight.end(failed=True)
+                self._owed.append(work)
+            raise
+        if self._flight is not None:
+            self._flight.end()
 
 
 class _Running:

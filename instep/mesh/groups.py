@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
 
+# Lost groups, with the operations that they still owe. gloo's destructor waits for these, and its abort
+# leaves them pending for ever; they end when the peers' connections do, or at the backend's own deadline.
+_lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
+
 
 def backend_timeout(timeout_s: float) -> timedelta:
     """The limit of a backend: later than ours, which names the rank, but not by much.
@@ -37,20 +41,41 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def from_store(store: Store, rank: int, timeout_s: float, like: ProcessGroup | None = None) -> MakeGroup:
+def launcher_store() -> Store | None:
+    """The store beneath the prefixes of this start: what it holds, a restart by the same launcher finds."""
+    if not dist.is_initialized():
+        return None
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def from_store(
+    store: Store,
+    rank: int,
+    timeout_s: float,
+    like: ProcessGroup | None = None,
+    *,
+    config: str | None = None,
+) -> MakeGroup:
     """Make groups that only their maker knows, over ``store``; they end when they are dropped.
 
-    They have the backends of ``like``, by default torch's default group, and one for CPU tensors. Collective
-    over their ranks, each of which makes as many groups of a name as the others.
+    They have the backends of ``config`` (as of ``device.complete``), else those of ``like``, by default
+    torch's default group, and one for CPU tensors. Collective over their ranks, each of which makes as many
+    groups of a name as the others.
     """
-    config = str(dist.get_backend_config(like)) if dist.is_initialized() else "cpu:gloo"
+    if config is None:
+        config = str(dist.get_backend_config(like)) if dist.is_initialized() else "cpu:gloo"
+    backends = config
 
     def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
+        _sweep()
         members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
         key = f"instep/groups/{name}/{members}"
         # The store outlives groups and meshes: never the same keys twice.
         own = dist.PrefixStore(f"{key}/{store.add(f'{key}/rank {rank}', 1)}", store)
-        return device.make_group(own, ranks.index(rank), ranks, backend_timeout(timeout_s), config)
+        return device.make_group(own, ranks.index(rank), ranks, backend_timeout(timeout_s), backends)
 
     return make
 
@@ -72,6 +97,17 @@ def registered(partitions: dict[str, Iterable[Sequence[int]]], rank: int, timeou
         return mine
 
     return make
+
+
+def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
+    """Let a group of ``from_store`` go without waiting for ``pending``, which nobody waits for any more."""
+    _lost.append((pg, pending))
+    _sweep()
+
+
+def _sweep() -> None:
+    """Forget the lost groups that owe nothing any more."""
+    _lost[:] = [(pg, pending) for pg, pending in _lost if not all(work.is_completed() for work in pending)]
 
 
 def destroy(pg: ProcessGroup) -> None:

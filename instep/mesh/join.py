@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from instep.mesh import current, device
 from instep.mesh.axes import resolve
-from instep.mesh.groups import backend_timeout, default_store
+from instep.mesh.groups import backend_timeout, default_store, from_store
 from instep.mesh.mesh import Mesh, build
 from instep.mesh.place import Place, detect
 
@@ -72,6 +72,64 @@ def init(
     current.get.register_mesh(mesh)
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
+    mesh.on_close.append(lambda: current.forget(mesh))
+    return mesh
+
+
+def meet(
+    store: Store | None,
+    rank: int,
+    world_size: int,
+    *,
+    backend: str | None = None,
+    timeout_s: float = 300.0,
+    threads: int = 1,
+    local_rank: int = 0,
+    num_local: int | None = None,
+    dp: int = -1,
+    pp: int = 1,
+    tp: int = 1,
+) -> Mesh:
+    """A registered mesh over whoever meets in ``store``, of groups that torch.distributed does not know.
+
+    For worlds that end and are made again in one process: torch's default group can be had once, and
+    destroying it waits for ranks that may be gone. Here ``close()`` waits for nobody, whatever has happened
+    to the others, and the next world meets in another ``store`` or under another prefix. Every group costs a
+    meeting, so there is one per axis (one in all where an axis is the world), and ``get("pg")`` makes its own
+    when it is first asked for, by all of its ranks.
+
+    Args:
+        store: where all ``world_size`` ranks meet; None for a world of one.
+        num_local: ranks on this host, by default all of them.
+        backend, timeout_s, threads, dp, pp, tp: as in ``init``.
+
+    Raises:
+        ValueError: the axes do not multiply to the world size.
+        PeerLost, torch.distributed.DistError: a rank did not come to the meeting within ``timeout_s``.
+    """
+    resolve(world_size, dp=dp, pp=pp, tp=tp)
+    num_local = world_size if num_local is None else num_local
+    on_device = device.choose(local_rank, num_local, backend)
+    if on_device.type == "cpu":
+        torch.set_num_threads(threads)
+    one_host = num_local == world_size
+    if one_host and world_size > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    config = device.complete(backend or device.default_backend(on_device, one_host=one_host))
+    mesh = build(
+        store,
+        rank,
+        world_size,
+        dp=dp,
+        pp=pp,
+        tp=tp,
+        timeout_s=timeout_s,
+        make_group=None if store is None else from_store(store, rank, timeout_s, config=config),
+        private=True,
+        local_rank=local_rank,
+        on_device=on_device,
+    )
+    current.get.register_mesh(mesh)
     mesh.on_close.append(lambda: current.forget(mesh))
     return mesh
 

@@ -24,7 +24,8 @@ class Axis:
     """The ranks that differ from this one along one axis (or all of them, for the whole world).
 
     ``pg`` is the user's process group, None where there is one rank. ``duplicate()`` makes a group of one's
-    own over the same ranks; ``group`` is the one for the thread that runs the training loop.
+    own over the same ranks; ``group`` is the one for the thread that runs the training loop. Without
+    ``shared``, ``pg`` is made when it is first asked for, by all its ranks: most programs never do.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Axis:
         name: str,
         ranks: Sequence[int],
         rank: int,
-        shared: MakeGroup,
+        shared: MakeGroup | None,
         own: MakeGroup,
         timeout_s: float,
         store: Store | None = None,
@@ -45,8 +46,24 @@ class Axis:
         self._own = own
         self._store = store
         self._num_duplicates = 0
-        self.pg = None if self.size == 1 else shared(name, self.ranks)
+        self._closed = False
+        self._pg = None if self.size == 1 or shared is None else shared(name, self.ranks)
         self.group = self.duplicate()
+
+    @property
+    def pg(self) -> ProcessGroup | None:
+        """The group for the user's own collectives."""
+        if self._pg is None and self.size > 1 and not self._closed:
+            self._pg = self._own(self.name, self.ranks)
+        return self._pg
+
+    def close(self) -> None:
+        """Give ``pg`` and ``group`` back, without waiting for anybody."""
+        self._closed = True
+        self.group.close()
+        if self._pg is not None:
+            destroy(self._pg)
+        self._pg = None
 
     def duplicate(self) -> Group:
         """A new group over the same ranks, for one user in one thread. Collective over the axis."""
@@ -73,7 +90,7 @@ class Mesh:
         self,
         axes: Axes,
         rank: int,
-        shared: MakeGroup,
+        shared: MakeGroup | None,
         own: MakeGroup,
         *,
         store: Store | None = None,
@@ -88,13 +105,10 @@ class Mesh:
         self.timeout_s = timeout_s
         self.recorder = Recorder(rank)
         self._focus: str | None = None
-        self._made: list[ProcessGroup] = []
         self.on_close: list[Callable[[], None]] = []
 
         def along(name: str, ranks: Sequence[int]) -> Axis:
-            axis = Axis(name, ranks, rank, shared, own, timeout_s, store)
-            self._made += [axis.pg] if axis.pg is not None else []
-            return axis
+            return Axis(name, ranks, rank, shared, own, timeout_s, store)
 
         self.along = {name: along(name, axes.peers(name, rank)) for name in axes.names}
         whole = [axis for axis in self.along.values() if axis.size == axes.world_size]
@@ -122,9 +136,9 @@ class Mesh:
         return view
 
     def close(self) -> None:
-        """Destroy the groups that this mesh made. Call it on all ranks, after the last operation."""
-        while self._made:
-            destroy(self._made.pop())
+        """Destroy the groups that this mesh made. Call it on all ranks that are left, at the end."""
+        for axis in dict.fromkeys([self.world, *reversed(self.along.values())]):
+            axis.close()
         while self.on_close:
             self.on_close.pop()()
 
@@ -139,17 +153,18 @@ def build(
     tp: int = 1,
     timeout_s: float = 300.0,
     make_group: MakeGroup | None = None,
+    private: bool = False,
     local_rank: int = 0,
     on_device: torch.device | None = None,
 ) -> Mesh:
     """A mesh over a world that met in ``store`` (None for a world of one).
 
     With torch's default group there, the axes' groups are registered with torch.distributed. ``make_group``
-    makes all groups instead, for ranks that are threads. Collective.
+    makes all groups instead; ``private`` leaves those of the user until they are asked for. Collective.
     """
     axes = resolve(world_size, dp=dp, pp=pp, tp=tp)
     own = make_group or (_nobody if store is None else from_store(store, rank, timeout_s))
-    shared = own
+    shared = None if private else own
     if make_group is None and dist.is_initialized():
         partitions = {name: axes.partition(name) for name in axes.names}
         shared = registered({**partitions, "world": [range(world_size)]}, rank, timeout_s)

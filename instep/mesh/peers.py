@@ -1,4 +1,4 @@
-"""Who the other ranks are, whether they live, and the one wait from which all waits are made.
+"""Who the other ranks are, whether they live, where they stand, and the one wait from which all are made.
 
 A rank that never comes can only be found by a deadline; one that died can be found at once, if somebody
 looks. Every wait of instep is therefore cut into slices: between two slices the awaited ranks of this
@@ -14,17 +14,21 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
 from instep.errors import PeerLost
-from instep.mesh import device
+from instep.mesh import desk, device
 from instep.mesh.board import Board
+from instep.mesh.flight import AFTER, Flight, Row
+from instep.mesh.roll import table as roll_table
 
-SLICE_S = 0.2
+SLICE_S = 0.05  # within which a death is noticed
+POST_S = 0.2  # a wait that lasts as long is told the others
 RECORD_BYTES = 256
 # A closed connection is seen before the kernel has finished the peer's exit.
 CONFIRM_S = 1.0
+NUM_NAMED = 4  # in one sentence
+STATES = {"R": "running", "S": "sleeping", "I": "sleeping", "D": "disk", "T": "stopped", "t": "stopped"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Peer:
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat; 0 where there is no /proc
     pid_space: int = 0  # its pid namespace: containers may share the name of their host, but not its ids
+    flight: int = 0  # what to ask its desk for; 0: it has none
 
     def to_bytes(self) -> bytes:
         """A record of ``RECORD_BYTES`` bytes, padded with spaces."""
@@ -50,24 +55,37 @@ class Peer:
     def from_bytes(record: bytes) -> Peer:
         """The peer that ``to_bytes`` wrote."""
         fields = json.loads(record[:RECORD_BYTES])
-        numbers = (int(fields[name]) for name in ("pid", "start_time", "pid_space"))
+        numbers = (int(fields[name]) for name in ("pid", "start_time", "pid_space", "flight"))
         return Peer(int(fields["rank"]), str(fields["host"]), *numbers)
 
 
-def myself(rank: int) -> Peer:
-    """This process as ``rank``."""
+def myself(rank: int, flight: Flight | None = None) -> Peer:
+    """This process as ``rank``, whose peers may ask for ``flight``."""
     pid = os.getpid()
-    return Peer(rank, socket.gethostname()[:128], pid, _start_time(pid) or 0, _pid_space())
+    me = Peer(rank, socket.gethostname()[:128], pid, _start_time(pid) or 0, _pid_space())
+    return me if flight is None else replace(me, flight=desk.register(flight, me))
+
+
+def _look(pid: int) -> tuple[str, int] | None:
+    """State and start time of process ``pid``, or None if it is gone or a zombie."""
+    try:
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        stat = os.read(file, 1024)
+    except OSError:  # it has ended just now
+        return None
+    finally:
+        os.close(file)
+    state, *fields = stat.rpartition(b")")[2].split()
+    return None if state in b"ZX" else (state.decode(), int(fields[18]))
 
 
 def _start_time(pid: int) -> int | None:
     """When process ``pid`` began, or None if it is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    found = _look(pid)
+    return found[1] if found else None
 
 
 def _pid_space() -> int:
@@ -78,18 +96,25 @@ def _pid_space() -> int:
 
 
 class Peers:
-    """The table of a group's ranks; entry i belongs to the i-th rank of the group."""
+    """The table of a group's ranks; entry i belongs to the i-th rank of the group.
 
-    def __init__(self, table: Sequence[Peer], me: Peer, timeout_s: float, board: Board) -> None:
+    ``flight`` is what this rank does on the group; ``board`` is where those of other hosts read of it.
+    """
+
+    def __init__(
+        self, table: Sequence[Peer], me: Peer, timeout_s: float, board: Board, flight: Flight | None = None
+    ) -> None:
         self.table = tuple(table)
         self.me = me
         self.timeout_s = timeout_s
         self.board = board
+        self.flight = flight or Flight(me.rank)
         self.given_up = False  # set by another thread to end the wait that is under way
+        self._near = [peer for peer in self.table if _is_near(peer, me)]
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
-        return [peer.rank for peer in self.table if lives(peer) is False]
+        return [peer.rank for peer in self._near if _start_time(peer.pid) != peer.start_time]
 
     def wait(
         self,
@@ -108,10 +133,23 @@ class Peers:
         Raises:
             PeerLost: a rank died, the backend failed, or ``timeout_s`` (by default the table's) passed.
         """
-        began = time.monotonic()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        posted = False
-        while not self._slice(work, operation, began + limit_s, on_gpu):
+        try:
+            self._wait(work, operation, limit_s, on_gpu, missing)
+        finally:
+            self.flight.waited()
+
+    def _wait(
+        self,
+        work: device.Waitable,
+        operation: str,
+        limit_s: float,
+        on_gpu: bool,
+        missing: Callable[[], Collection[int]] | None,
+    ) -> None:
+        began = time.monotonic()
+        posted = spoken = False
+        while not self._slice(work, operation, began, limit_s, on_gpu):
             if self.given_up:
                 raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
             dead = self.dead()
@@ -121,21 +159,53 @@ class Peers:
             waited_s = time.monotonic() - began
             if dead or (waited_s > limit_s and absent != []):
                 raise self._lost(operation, waited_s, limit_s, None, dead, absent)
-            if not posted:
-                self.board.post(self.me.rank, operation, waiting=True)
-            posted = True
+            if not posted and waited_s >= POST_S:
+                self.flight.waits(operation, int(began * 1e9))
+                self.board.post(self.flight.row())
+                posted = True
+            if not spoken and waited_s > limit_s / 2:
+                self._speak()
+                spoken = True
         if posted:
-            self.board.post(self.me.rank, operation, waiting=False)
+            self.board.post(replace(self.flight.row(), status=AFTER))
 
-    def _slice(self, work: device.Waitable, operation: str, deadline: float, on_gpu: bool) -> bool:
-        left_s = deadline - time.monotonic()
+    def _speak(self) -> None:
+        """Tell other hosts of the ranks of this one, some of which may not know that they are missed."""
+        if len(self._near) < len(self.table):
+            for row in desk.ask(peer for peer in self._near if peer.rank != self.me.rank).values():
+                self.board.post(row)
+
+    def _slice(
+        self, work: device.Waitable, operation: str, began: float, limit_s: float, on_gpu: bool
+    ) -> bool:
+        left_s = began + limit_s - time.monotonic()
         try:
             return device.done_within(work, max(min(SLICE_S, left_s), 0.001), on_gpu=on_gpu)
         except PeerLost:
             raise
         except RuntimeError as error:
-            waited_s = self.timeout_s - left_s
-            raise self._lost(operation, waited_s, self.timeout_s, error, self.confirm(), None) from error
+            waited_s = time.monotonic() - began
+            raise self._lost(operation, waited_s, limit_s, error, self.confirm(), None) from error
+
+    def rows(self) -> list[Row]:
+        """Where every rank stands, in the order of the table.
+
+        Those of this host are asked, which takes half a second where one is silent; of the others there is
+        what they have posted.
+        """
+        answers = desk.ask(peer for peer in self._near if peer.rank != self.me.rank)
+        answers[self.me.rank] = self.flight.row()
+        rows = [answers.get(p.rank) or self.board.read(p.rank) or Row(p.rank) for p in self.table]
+        return [
+            replace(row, rank=peer.rank, state=self._state(peer))
+            for peer, row in zip(self.table, rows, strict=True)
+        ]
+
+    def _state(self, peer: Peer) -> str:
+        if peer not in self._near:
+            return "elsewhere"
+        found = _look(peer.pid)
+        return STATES.get(found[0], found[0]) if found and found[1] == peer.start_time else "gone"
 
     def _lost(
         self,
@@ -149,7 +219,7 @@ class Peers:
         """The error to raise; ``error`` is what the backend said, None if it said nothing."""
         where = f"rank {self.me.rank} waited {waited_s:.1f} s in {operation}"
         if dead:
-            names = ", ".join(told(peer) for peer in self.table if peer.rank in dead)
+            names = _listed([told(peer) for peer in self.table if peer.rank in dead], ", ")
             return PeerLost(
                 f"{names} died: {where}. If it ended without an error, it had fewer batches or left the loop "
                 "early: give every rank the same number, or use model.micro_batches(G)",
@@ -161,29 +231,24 @@ class Peers:
             return PeerLost(
                 f"a rank left {operation}: {where}, then the backend said: {reason}", operation=operation
             )
+        rows = self.rows()
         if absent is None:
-            others = [peer for peer in self.table if peer.rank != self.me.rank]
-            absent = [peer for peer in others if not self._came(peer, operation)]
-        names = "; ".join(f"{told(peer)}, {self._whereabouts(peer)}" for peer in absent) or "some rank"
+            late = {row.rank for row in rows if not self._came(row, operation)}
+            absent = [peer for peer in self.table if peer.rank in late and peer.rank != self.me.rank]
+        ranks = [peer.rank for peer in absent]
+        stand = {row.rank: _standing(row) for row in rows}
+        names = _listed([f"{told(peer)}, {stand[peer.rank]}" for peer in absent], "; ") or "some rank"
         return PeerLost(
             f"{where}, and never came: {names}. Look for a rank with other code or fewer steps, or raise "
-            f"timeout_s ({limit_s:g} s)",
-            ranks=[peer.rank for peer in absent],
+            f"timeout_s ({limit_s:g} s)\n{roll_table(rows, ranks)}",
+            ranks=ranks,
             operation=operation,
         )
 
-    def _came(self, peer: Peer, operation: str) -> bool:
-        return self.board.read(peer.rank) == (operation, True)
-
-    def _whereabouts(self, peer: Peer) -> str:
-        lives_here = "alive" if lives(peer) else "on another host"
-        match self.board.read(peer.rank):
-            case None:
-                return f"{lives_here}, has not waited for anybody so far"
-            case (other, True):
-                return f"{lives_here}, waits in {other}"
-            case (other, False):
-                return f"{lives_here}, last waited in {other}"
+    def _came(self, row: Row, operation: str) -> bool:
+        """Whether a rank has come to the operation that this one is in, or past it."""
+        mine = self.flight.number
+        return row.number > mine or (row.number == mine and row.operation == operation)
 
     def confirm(self) -> list[int]:
         """Dead ranks, giving a peer that has just hung up a moment to be gone."""
@@ -198,9 +263,24 @@ def told(peer: Peer) -> str:
     return f"rank {peer.rank} (pid {peer.pid} on {peer.host})"
 
 
+def _standing(row: Row) -> str:
+    life = {"elsewhere": "on another host", "gone": "ended", "stopped": "stopped"}.get(row.state, "alive")
+    if row.status:
+        return f"{life}, {row.status} {row.operation}"
+    return f"{life}, has not waited so far" if row.state == "elsewhere" else f"{life}, gives no answer"
+
+
+def _listed(names: Sequence[str], between: str) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return between.join(names[:NUM_NAMED]) + more
+
+
 def lives(peer: Peer) -> bool | None:
     """Whether the process of ``peer`` is still the one it was; None if it cannot be seen from here."""
-    here = myself(peer.rank)
-    if (peer.host, peer.pid_space) != (here.host, here.pid_space) or not peer.start_time:
-        return None
-    return _start_time(peer.pid) == peer.start_time
+    return _start_time(peer.pid) == peer.start_time if _is_near(peer, myself(peer.rank)) else None
+
+
+def _is_near(peer: Peer, here: Peer) -> bool:
+    """Whether the process of ``peer`` can be seen from that of ``here``."""
+    return (peer.host, peer.pid_space) == (here.host, here.pid_space) and bool(peer.start_time)

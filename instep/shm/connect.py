@@ -35,7 +35,7 @@ def connect(
     ranks = list(ranks or range(size))
     met = meet(dist.PrefixStore(NAME, store), rank, ranks, timeout.total_seconds())
     if met.room is not None:
-        return ShmGroup(met.room, met.table, timeout)
+        return ShmGroup(met.room, met.table, timeout, met.flight)
     if rank == 0 and met.reason not in _said:
         _said.add(met.reason)
         warnings.warn(f"backend shm: ranks {ranks} use gloo instead, because {met.reason}", stacklevel=2)

@@ -49,6 +49,9 @@ class Words:
     def __getitem__(self, i: int) -> int:
         return self._words[i]
 
+    def __setitem__(self, i: int, value: int) -> None:
+        self._words[i] = value
+
     def post(self, i: int, value: int) -> None:
         """Store ``value`` in word i and wake whoever sleeps on it."""
         self._words[i] = value

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.memory import Segment
+from instep.mesh.flight import Flight
 from instep.mesh.peers import Peer
 from instep.shm import collectives, in_place, sparse
 from instep.shm.call import NOWHERE, Call, Location
@@ -62,10 +63,12 @@ class ShmGroup(ProcessGroup):
     ``PeerLost``, ``Desync``, and ``TypeError`` or ``ValueError`` for arguments, before anything is sent.
     """
 
-    def __init__(self, room: Room, table: Sequence[Peer], timeout: timedelta) -> None:
+    def __init__(
+        self, room: Room, table: Sequence[Peer], timeout: timedelta, flight: Flight | None = None
+    ) -> None:
         super().__init__(room.rank, room.size)
         self.label: str | None = None
-        self._rounds = Rounds(room, table, timeout.total_seconds(), len(os.sched_getaffinity(0)))
+        self._rounds = Rounds(room, table, timeout.total_seconds(), len(os.sched_getaffinity(0)), flight)
         self.peers = self._rounds.peers
         self._heap = Heap(room, table)
         self._lane = Lane(f"instep shm group, rank {table[room.rank].rank}")
@@ -325,7 +328,7 @@ class ShmGroup(ProcessGroup):
         for x in among(outputs):
             require_writable(x)
         inference = any(x.is_inference() for x in among(outputs))
-        room = self._rounds.room
+        room, flight = self._rounds.room, self._rounds.flight
 
         def run() -> None:
             room.require()
@@ -335,7 +338,9 @@ class ShmGroup(ProcessGroup):
                     function()
                 except BaseException as error:
                     room.fail(error)
+                    flight.end(failed=True)
                     raise
+                flight.end()
 
         if getattr(opts, "asyncOp", True):
             return ShmWork(self._lane.submit(turn.label, run), outputs)

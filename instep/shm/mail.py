@@ -93,7 +93,7 @@ class Mail:
     def wait(self, words: Words, rank: int, word: int, value: int, label: str) -> None:
         """Block until a word of ``rank`` is at least ``value``."""
         if words[word] < value:
-            arrival = Arrival(self.room, self.ranks, words, {rank: word}, value, label)
+            arrival = Arrival(self.room, self.peers, words, {rank: word}, value, label)
             self.peers.wait(arrival, label, missing=arrival.missing)
 
     def left(self, label: str) -> PeerLost:
@@ -293,7 +293,7 @@ class Inbox:
             return first.claimed or mail.closed
 
         label, awaited = first.work.operation, {self._source: word}
-        arrival = Arrival(mail.room, mail.ranks, words, awaited, value, label, cancelled)
+        arrival = Arrival(mail.room, mail.peers, words, awaited, value, label, cancelled)
         mail.peers.wait(arrival, label, missing=arrival.missing)
         return words[word] >= value and not cancelled()
 

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import PeerLost
+from instep.mesh.flight import Flight
 from instep.mesh.peers import Peer, lives, myself
 from instep.shm import segment
 from instep.shm.futex import available
@@ -33,11 +34,15 @@ BLIND = "cannot see the process of rank"
 
 @dataclass(frozen=True)
 class Met:
-    """The outcome, the same on every rank: a room and who is in it, or why there is none."""
+    """The outcome, the same on every rank: a room and who is in it, or why there is none.
+
+    ``flight`` is the one that this rank's peers know of.
+    """
 
     room: Room | None
     table: tuple[Peer, ...]
     reason: str = ""
+    flight: Flight | None = None
 
 
 def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Met:
@@ -46,7 +51,8 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Met
     Raises:
         PeerLost: a rank did not come.
     """
-    me = myself(ranks[rank])
+    flight = Flight(ranks[rank])
+    me = myself(ranks[rank], flight)
     room, problem = _open(store, rank, ranks, timeout_s)
     store.set(_here(rank), json.dumps({"token": room.token.hex() if room else "", "problem": problem}))
     if rank == 0:
@@ -65,7 +71,7 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Met
     _everybody(room, 2, ranks, timeout_s)
     views = [(ranks[other], room.label(other)) for other in range(len(ranks))]
     blind = [f"rank {other} {view}" for other, view in views if view.startswith(BLIND)]
-    return Met(None, (), blind[0]) if blind else Met(room, table)
+    return Met(None, (), blind[0]) if blind else Met(room, table, flight=flight)
 
 
 def _open(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> tuple[Room | None, str]:

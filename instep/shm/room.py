@@ -2,7 +2,7 @@
 
     | title | a block per rank                           | a word per pair | two halves per rank     |
             | posted | state | peer | reason | label |  | mail s -> d     | half 0 | half 1 | half 0 |
-            | two slots                                 |
+            | two slots | row                           |
 
 A block is written by its rank alone, and so are its halves. *posted* counts the rounds that the rank has come
 to; slot and half number k % 2 belong to round k. Every word that others wait for has a cache line of its own.
@@ -29,11 +29,13 @@ TOKEN_BYTES = 16
 HALF_BYTES = 2 << 20
 
 HERE, LEFT, FAILED = 0, 1, 2  # a rank's state
-_POSTED, _STATE, _FREED, _PEER = 0, LINE, LINE + WORD, 2 * LINE
+_POSTED, _STATE, _FREED, _NUMBER, _PEER = 0, LINE, LINE + WORD, LINE + 2 * WORD, 2 * LINE
 _REASON = _PEER + RECORD_BYTES
 _REASON_BYTES = 1024
 _LABEL, _LABEL_BYTES = 1792, 128
 _SLOTS, _SLOT_STRIDE = 2048, 128
+_ROW = _SLOTS + 2 * _SLOT_STRIDE
+_ROW_BYTES = PAGE - _ROW
 
 
 class Room:
@@ -87,7 +89,7 @@ class Room:
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on; whoever waits for it is told why. The first reason counts."""
         if self.error is None:
-            told = f"{error.__class__.__name__}: {error}"
+            told = f"{error.__class__.__name__}: {error}".split("\n")[0]
             self.error = error if isinstance(error, Exception) else RuntimeError(f"interrupted by {told}")
             self.leave(FAILED, told)
 
@@ -132,13 +134,26 @@ class Room:
         """Who ``rank`` said it is."""
         return Peer.from_bytes(self._read(_block(rank) + _PEER, RECORD_BYTES))
 
-    def name(self, label: str) -> None:
-        """Write down what this rank is about to do, for the errors of others."""
+    def name(self, label: str, number: int = 0) -> None:
+        """Write down what this rank is about to do, its operation number ``number``, for others' errors."""
+        self.words[(_block(self.rank) + _NUMBER) // WORD] = number
         self._write(_block(self.rank) + _LABEL, label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES))
 
     def label(self, rank: int) -> str:
         """What ``rank`` has begun last; empty if nothing."""
         return self._read(_block(rank) + _LABEL, _LABEL_BYTES).rstrip(b" \0").decode(errors="replace")
+
+    def number(self, rank: int) -> int:
+        """How many operations ``rank`` has begun."""
+        return self.words[(_block(rank) + _NUMBER) // WORD]
+
+    def write_row(self, data: bytes) -> None:
+        """Tell where this rank stands, to be written before a round; nothing if it is too long."""
+        self._write(_block(self.rank) + _ROW, (data if len(data) <= _ROW_BYTES else b"").ljust(_ROW_BYTES))
+
+    def row(self, rank: int) -> bytes:
+        """What ``rank`` has told, to be read after the round."""
+        return self._read(_block(rank) + _ROW, _ROW_BYTES).rstrip(b" \0")
 
     def write_slot(self, round_number: int, data: bytes) -> None:
         """This rank's slot of a round, to be written before the round is posted."""

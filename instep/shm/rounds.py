@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from instep.errors import Desync, PeerLost
+from instep.mesh import roll
 from instep.mesh.board import Board
+from instep.mesh.flight import AFTER, IN, Flight, Row, printable
 from instep.mesh.peers import Peer, Peers, told
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
@@ -27,6 +30,7 @@ from instep.shm.room import HERE, LEFT, Room
 
 # Longer than two awake ranks need for a round (2 us), shorter than it takes to fall asleep and wake (17 us).
 SPIN_S = 15e-6
+NOTES_S = 1.0  # for ranks that are all there
 
 
 class Rounds:
@@ -35,12 +39,20 @@ class Rounds:
     Raises, from everything that waits: ``PeerLost``, if a rank is gone, has left the group or does not come.
     """
 
-    def __init__(self, room: Room, table: Sequence[Peer], timeout_s: float, num_cores: int) -> None:
+    def __init__(
+        self,
+        room: Room,
+        table: Sequence[Peer],
+        timeout_s: float,
+        num_cores: int,
+        flight: Flight | None = None,
+    ) -> None:
         self.room = room
         self.rank = room.rank
         self.size = room.size
         self.ranks = [peer.rank for peer in table]
-        self.peers = Peers(table, table[room.rank], timeout_s, _LastSeen(room, self.ranks))
+        self.peers = Peers(table, table[room.rank], timeout_s, _LastSeen(room, self.ranks), flight)
+        self.flight = self.peers.flight
         self.number = room.words[room.posted(room.rank)]  # rounds so far
         self._spin_s = SPIN_S if room.size <= num_cores else 0.0
         # Each begins with its neighbour, so that not all sleep on one word.
@@ -62,7 +74,7 @@ class Rounds:
         for other in self._others:
             if not words.spin(room.posted(other), self.number, self._spin_s):
                 awaited = {other: room.posted(other) for other in self._others}
-                arrival = Arrival(room, self.ranks, words, awaited, self.number, label)
+                arrival = Arrival(room, self.peers, words, awaited, self.number, label)
                 self.peers.wait(arrival, label, missing=arrival.missing, timeout_s=timeout_s)
                 return
 
@@ -74,14 +86,24 @@ class Rounds:
         Raises:
             Desync: the calls differ; raised on every rank alike.
         """
-        self.room.name(label)
+        self.flight.begin(label, call)
+        self.room.name(label, self.flight.number)
         self.room.write_slot(self.number + 1, call.to_bytes() + location.to_bytes())
         self.meet(label, timeout_s)
         slots = [self.room.slot(rank, self.number) for rank in range(self.size)]
         mine = slots[self.rank][:CALL_BYTES]
         if any(slot[:CALL_BYTES] != mine for slot in slots):
-            raise Desync(disagreement([Call.from_bytes(slot) for slot in slots], self.ranks))
+            problem = disagreement([Call.from_bytes(slot) for slot in slots], self.ranks)
+            raise Desync(problem + self._compare_notes(label))
         return [Location.from_bytes(slot[CALL_BYTES:]) for slot in slots]
+
+    def _compare_notes(self, label: str) -> str:
+        """The table of where all ranks stand; they have all found that they disagree, and all come here."""
+        self.room.write_row(replace(self.flight.row(), stack=(), recent=()).to_bytes())
+        with suppress(PeerLost, ValueError):  # then what they disagree about has to do
+            self.meet(label, NOTES_S)
+            return "\n" + roll.table([Row.from_bytes(self.room.row(rank)) for rank in range(self.size)])
+        return ""
 
 
 class Arrival:
@@ -93,7 +115,7 @@ class Arrival:
     def __init__(
         self,
         room: Room,
-        ranks: Sequence[int],
+        peers: Peers,
         words: Words,
         awaited: Mapping[int, int],
         target: int,
@@ -101,7 +123,7 @@ class Arrival:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._room = room
-        self._ranks = ranks
+        self._peers = peers
         self._words = words
         self._awaited = awaited
         self._target = target
@@ -125,7 +147,7 @@ class Arrival:
         while (missing := self.missing()) and not self._cancelled():
             for rank in missing:
                 if self._room.state(rank) != HERE and rank in self.missing():
-                    self._lost = gone(self._room, rank, self._ranks, self._label)
+                    self._lost = gone(self._room, self._peers, rank, self._label)
                     raise self._lost
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -134,16 +156,21 @@ class Arrival:
         return True
 
 
-def gone(room: Room, rank: int, ranks: Sequence[int], label: str) -> PeerLost:
-    """What to raise in ``label`` when group rank ``rank`` says itself that it will not come any more."""
+def gone(room: Room, peers: Peers, rank: int, label: str) -> PeerLost:
+    """What to raise in ``label`` when group rank ``rank`` will not come any more, as it says itself.
+
+    Whoever was killed could say nothing, and is named in its place: it failed because of that one.
+    """
+    where = f"rank {peers.me.rank} waited in {label} for rank {peers.table[rank].rank}"
+    dead = peers.dead()
+    killed = [peer for r, peer in enumerate(peers.table) if peer.rank in dead and room.state(r) == HERE]
+    if killed:
+        names, ranks = ", ".join(map(told, killed)), [peer.rank for peer in killed]
+        return PeerLost(f"{names} died: {where}", ranks=ranks, operation=label)
     how = f"failed: {room.reason(rank)}"
     if room.state(rank) == LEFT:
         how = "left the group: if it ended without an error, give every rank the same number of calls"
-    return PeerLost(
-        f"rank {ranks[room.rank]} waits in {label} for rank {ranks[rank]}, which {how}",
-        ranks=[ranks[rank]],
-        operation=label,
-    )
+    return PeerLost(f"{where}, which {how}", ranks=[peers.table[rank].rank], operation=label)
 
 
 @contextmanager
@@ -152,14 +179,8 @@ def reaching(room: Room, peers: Peers, rank: int, label: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if peers.table[rank].rank in peers.confirm():
-            raise PeerLost(
-                f"{told(peers.table[rank])} died: rank {peers.me.rank} waited in {label} to map its memory",
-                ranks=[peers.table[rank].rank],
-                operation=label,
-            ) from error
-        if room.state(rank) != HERE:
-            raise gone(room, rank, [peer.rank for peer in peers.table], label) from error
+        if peers.table[rank].rank in peers.confirm() or room.state(rank) != HERE:
+            raise gone(room, peers, rank, label) from error
         raise
 
 
@@ -171,12 +192,17 @@ class _LastSeen(Board):
         self._room = room
         self._ranks = ranks
 
-    def post(self, rank: int, operation: str, *, waiting: bool) -> None:
-        """Nothing to do: it is written down before every round."""
+    def post(self, row: Row) -> None:
+        """Nothing to do: the label is written down before every operation."""
 
-    def read(self, rank: int) -> tuple[str, bool] | None:
-        """The last operation that global rank ``rank`` began, and whether it waits for somebody there."""
-        place = self._ranks.index(rank)
-        posted = [self._room.words[self._room.posted(r)] for r in range(self._room.size)]
-        label = self._room.label(place)
-        return (label, min(posted) < posted[place]) if label else None
+    def read(self, rank: int) -> Row | None:
+        """The last operation that global rank ``rank`` began, and whether it waits for somebody there.
+
+        For ranks that give no answer themselves.
+        """
+        room, place = self._room, self._ranks.index(rank)
+        posted = [room.words[room.posted(r)] for r in range(room.size)]
+        label = room.label(place)
+        if not label:
+            return None
+        return Row(rank, IN if min(posted) < posted[place] else AFTER, printable(label), room.number(place))

@@ -71,7 +71,7 @@ class Part:
             return {
                 "restarts": len(before),
                 "first_step": trainer.steps_done if trainer.generation == 1 else begun[-1],
-                "written": position(path),
+                "written": min(position(path), trainer.steps_done),  # the rest is done again
                 "canary": recorded[-1] if recorded else None,
             }
 

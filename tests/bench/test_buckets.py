@@ -6,7 +6,7 @@ import pytest
 
 from instep.bench.buckets import MIB, gpt_of, summarise
 from instep.models.config import num_parameters
-from tests.launched.command import INSTEP, run
+from tests.launched.command import instep
 
 TOTAL = 64 * MIB
 
@@ -60,7 +60,7 @@ def test_the_model_has_about_as_many_parameters_as_asked(parameters):
 def test_the_command_writes_a_row_per_size(tmp_path):
     small = "--params 200K --tokens 8 --sizes 0.1 1 --samples 2 --rounds 1"
     files = "--json a.json --csv a.csv --chart a.svg"
-    ended = run(*INSTEP, "bench", "buckets", *small.split(), *files.split(), cwd=tmp_path)
+    ended = instep("bench", "buckets", *small.split(), *files.split(), cwd=tmp_path)
     assert ended.code == 0, ended.err
     found = json.loads((tmp_path / "a.json").read_text())
     small, large = found["rows"]

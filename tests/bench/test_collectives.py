@@ -8,7 +8,7 @@ import pytest
 from instep.bench.bandwidth import figures
 from instep.bench.collectives import beside_the_bound, measure
 from instep.bench.options import Collectives
-from tests.launched.command import INSTEP, run
+from tests.launched.command import instep
 
 NCCL_TESTS = ["size(B)", "count", "type", "redop", "root", "time(us)", "algbw(GB/s)", "busbw(GB/s)", "#wrong"]
 
@@ -18,7 +18,7 @@ def measured(tmp_path_factory):
     """The command with three ways of different kinds, and the folder with its files."""
     path = tmp_path_factory.mktemp("bench")
     words = "--sizes 1KB,3KB --samples 3 --backends gloo,shm,shm-in-place,direct --json a.json --csv a.csv"
-    ended = run(*INSTEP, "bench", "collectives", "-n", 2, *words.split(), "--chart", "a.svg", cwd=path)
+    ended = instep("bench", "collectives", "-n", 2, *words.split(), "--chart", "a.svg", cwd=path)
     assert ended.code == 0, ended.err
     return ended, path
 

@@ -18,7 +18,7 @@ from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, mean_square
-from tests.replicate.replicas import assert_mean_gradients, mean_gradients, samples, square
+from tests.replicate.replicas import assert_mean_gradients, failing_at, mean_gradients, samples, square
 from tests.world import world
 
 
@@ -95,17 +95,12 @@ def test_a_user_s_hook_that_comes_later_than_ours_edits_the_gradient_before_it_l
 def test_two_backwards_after_one_that_was_caught_inside_the_loop(mesh: Mesh) -> None:
     """A micro-batch that did not fit into memory, done again in two halves."""
 
-    def out_of_memory(gradient: torch.Tensor) -> None:
-        raise MemoryError
-
     model = DataParallel(filled(Dense()), process_group=mesh, strategy="flat")
     for _ in range(2):
         for leaf in model.micro_batches(2):
             x = samples(leaf.index)
-            hook = model.module.layers[0].weight.register_hook(out_of_memory)
-            with pytest.raises(MemoryError):
+            with failing_at(model.module.layers[0].weight, MemoryError), pytest.raises(MemoryError):
                 model(x).square().mean().backward()
-            hook.remove()
             model.zero_grad()
             for half in x.split(2):
                 (0.5 * model(half.clone()).square().mean()).backward()

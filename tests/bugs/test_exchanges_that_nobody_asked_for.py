@@ -15,7 +15,7 @@ from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled
 from tests.replicate.nets import Dense
-from tests.replicate.replicas import assert_mean_gradients, samples, square
+from tests.replicate.replicas import assert_backwards, assert_mean_gradients, samples, square
 from tests.world import world
 
 
@@ -41,10 +41,7 @@ def test_a_gradient_penalty_finds_no_unused_parameters(mesh: Mesh) -> None:
         return out.square().mean() + slope.square().mean()
 
     model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=False)
-    for _ in range(2):
-        model.zero_grad()
-        loss(model, mesh.rank).backward()
-        assert_mean_gradients(mesh, model.module, loss)
+    assert_backwards(mesh, model, loss, times=2)
     model.close()
 
 

@@ -16,12 +16,8 @@ from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, mean_square
-from tests.replicate.replicas import assert_mean_gradients, gradients, square
+from tests.replicate.replicas import assert_mean_gradients, failing_at, gradients, square
 from tests.world import world
-
-
-def boom(gradient: torch.Tensor) -> None:
-    raise ArithmeticError("boom")
 
 
 def declared_step(model: DataParallel) -> None:
@@ -43,10 +39,9 @@ def test_plain_backwards_after_one_that_raised_on_one_rank(mesh: Mesh, layer: in
     model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
     for turn in range(3):
         if mesh.rank == 1:
-            hook = model.module.layers[layer].weight.register_hook(boom)
-            with pytest.raises(ArithmeticError):
+            weight = model.module.layers[layer].weight
+            with failing_at(weight, ArithmeticError), pytest.raises(ArithmeticError):
                 square(model, 1).backward()
-            hook.remove()
         else:
             with pytest.raises(Desync, match=rf"rank 1 left step {turn}"):
                 square(model, 0).backward()
@@ -60,10 +55,8 @@ def test_plain_backwards_after_one_that_raised_on_one_rank(mesh: Mesh, layer: in
 @world(2)
 def test_a_declared_step_after_one_whose_backward_raised(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    hook = model.module.layers[0].weight.register_hook(boom)
-    with pytest.raises(ArithmeticError):
+    with failing_at(model.module.layers[0].weight, ArithmeticError), pytest.raises(ArithmeticError):
         declared_step(model)
-    hook.remove()
     assert_declared_step_works(model)
     model.close()
 
@@ -71,10 +64,9 @@ def test_a_declared_step_after_one_whose_backward_raised(mesh: Mesh) -> None:
 @world(2)
 def test_a_declared_step_after_a_backward_without_synchronisation_that_raised(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    hook = model.module.layers[0].weight.register_hook(boom)
-    with model.no_sync(), pytest.raises(ArithmeticError):
+    weight = model.module.layers[0].weight
+    with model.no_sync(), failing_at(weight, ArithmeticError), pytest.raises(ArithmeticError):
         square(model, mesh.rank).backward()
-    hook.remove()
     assert_declared_step_works(model)
     model.close()
 

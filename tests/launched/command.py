@@ -102,9 +102,11 @@ class _Ember:
                 socket.send_fds(self.socket, [json.dumps(request).encode()], streams)
                 os.close(theirs)
                 in_time = select.select([answers], [], [], PATIENCE_S)[0]
-                ended = json.loads(answers.read() or "{}") if in_time else {}
+                answered = answers.read(LIMIT_BYTES) if in_time else b""
             said, complained = (os.pread(stream.fileno(), LIMIT_BYTES, 0).decode() for stream in (out, err))
-        assert ended, f"instep {' '.join(words)} did not end within {PATIENCE_S} s:\n{complained}"
+        assert in_time, f"instep {' '.join(words)} did not end within {PATIENCE_S} s:\n{complained}"
+        assert answered, f"the process that commands are forked from has ended: {self.process.poll()}"
+        ended = json.loads(answered)
         assert not ended["left"], f"processes left behind: {ended['left']}"
         return Ended(ended["code"], said, complained)
 

@@ -187,7 +187,31 @@ def test_a_rank_that_never_comes_is_named_by_the_deadline(mesh, meeting, operati
         meeting.done.release()
     assert time.monotonic() - began >= 1.0
     assert (lost.value.ranks, lost.value.operation) == ((1,), OPERATION)
-    assert f"rank {mesh.rank} waited 1.0 s in {OPERATION}, and never came: rank 1 (pid" in str(lost.value)
+    sentence, _, first, *lines = str(lost.value).splitlines()
+    assert f"rank {mesh.rank} waited 1.0 s in {OPERATION}, and never came: rank 1 (pid" in sentence
+    assert first.split()[:3] == ["1", "never", "came;"]
+    assert {line.split()[0] for line in lines[:2]} == {"0", "2"}
+    mine = next(line for line in lines if line.split()[0] == str(mesh.rank))
+    assert f" in {OPERATION} " in mine and " mesh/test_group.py:" in mine
+    assert any(line.startswith("    mesh/test_group.py:") and " stay_away" in line for line in lines)
+
+
+@world(3)
+def test_ranks_that_disagree_compare_where_they_stand(mesh):
+    group = mesh.world.group
+    label = "the first way" if mesh.rank < 2 else "the second way"
+    group.barrier(label)
+    nothing, head, *lines = group.compare_notes(OPERATION).splitlines()
+    assert nothing == "" and head.startswith("rank  where")
+    assert [line.split()[0] for line in lines] == ["2", "0", "1"]
+    assert " after the second way " in lines[0] and " after the first way " in lines[1]
+    assert all("mesh/test_group.py:" in line for line in lines)
+
+
+@world(3)
+def test_notes_that_cannot_be_compared_are_left_out(mesh):
+    if mesh.rank != 1:
+        assert mesh.world.group.compare_notes(OPERATION) == ""
 
 
 @world(2)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from instep.errors import PeerLost
 from instep.mesh import peers
 from instep.mesh.board import Board
+from instep.mesh.flight import AFTER, IN, Flight, Row
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, lives, myself
 
 ME = myself(0)
@@ -46,8 +47,18 @@ def ended_but_not_reaped(process: subprocess.Popen) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def a_table(*others: Peer, timeout_s: float = 0.05, board: Board | None = None) -> Peers:
-    return Peers([ME, *others], ME, timeout_s, board or Board(None, ""))
+def a_table(
+    *others: Peer, timeout_s: float = 0.05, board: Board | None = None, flight: Flight | None = None
+) -> Peers:
+    return Peers([ME, *others], ME, timeout_s, board or Board(None, ""), flight)
+
+
+def in_operation(number: int = 1) -> Flight:
+    """A rank that has come to ``OPERATION`` as its ``number``-th."""
+    flight = Flight(0)
+    for _ in range(number):
+        flight.begin(OPERATION)
+    return flight
 
 
 def absent(rank: int) -> Peer:
@@ -76,7 +87,7 @@ class Work:
 
 @pytest.mark.parametrize("host", ["node-7", "ноде-7", "h" * 128])
 def test_a_record_arrives_as_it_was_sent(host):
-    peer = Peer(70000, host, 4194304, 10**12, 4026531836)
+    peer = Peer(70000, host, 4194304, 10**12, 4026531836, 99999)
     record = peer.to_bytes()
     assert len(record) == RECORD_BYTES
     assert Peer.from_bytes(record) == peer
@@ -145,18 +156,51 @@ def test_a_short_wait_leaves_no_notice():
     assert board.read(0) is None
 
 
-def test_who_waits_long_says_so_and_says_when_it_is_over():
+def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
+    monkeypatch.setattr(peers, "POST_S", 0.0)
     board = Board(dist.HashStore(), "dp/0")
     seen = []
 
     class Watched(Work):
         def wait(self, timeout: timedelta | None = None) -> bool:
-            seen.append(board.read(0))
+            row = board.read(0)
+            seen.append(row and (row.status, row.operation, row.number))
             return super().wait(timeout)
 
-    a_table(absent(1), timeout_s=60, board=board).wait(Watched(2), OPERATION)
-    assert seen == [None, (OPERATION, True), (OPERATION, True)]
-    assert board.read(0) == (OPERATION, False)
+    a_table(absent(1), timeout_s=60, board=board, flight=in_operation(3)).wait(Watched(2), OPERATION)
+    assert seen == [None, (IN, OPERATION, 3), (IN, OPERATION, 3)]
+    posted = board.read(0)
+    assert posted is not None
+    assert (posted.status, posted.operation) == (AFTER, OPERATION)
+    assert "test_peers.py" in posted.site
+
+
+def test_a_wait_that_is_no_operation_of_all_ranks_is_shown_while_it_lasts(monkeypatch):
+    monkeypatch.setattr(peers, "POST_S", 0.0)
+    flight = Flight(0)
+    seen = []
+
+    class Watched(Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            seen.append((flight.row().status, flight.row().operation))
+            return super().wait(timeout)
+
+    a_table(absent(1), timeout_s=60, flight=flight).wait(Watched(1), "receive from rank 1, tag 7")
+    assert seen[1] == (IN, "receive from rank 1, tag 7")
+    assert flight.row().status != IN
+
+
+def test_the_wait_that_is_told_is_the_one_that_was_allowed():
+    table = a_table(absent(1), timeout_s=1000)
+    with pytest.raises(PeerLost, match=r"rank 0 waited 0\.\d s in .* raise timeout_s \(0\.05 s\)"):
+        table.wait(Work(float("inf")), OPERATION, timeout_s=0.05)
+    with pytest.raises(PeerLost, match=r"rank 0 waited 0\.0 s in .* the backend said: no route"):
+        replace_confirm(table).wait(Work(0, "no route"), OPERATION, timeout_s=0.5)
+
+
+def replace_confirm(table: Peers) -> Peers:
+    table.confirm = table.dead  # type: ignore[method-assign]
+    return table
 
 
 def test_a_dead_rank_ends_the_wait_long_before_the_deadline():
@@ -184,25 +228,66 @@ def test_a_rank_that_dies_while_others_wait_is_found():
             a_table(peer_of(process), timeout_s=1000).wait(KillsInTheMiddle(1000), OPERATION)
 
 
-def test_past_the_deadline_those_without_a_notice_are_named_and_where_they_are():
-    store = dist.HashStore()
-    board = Board(store, "dp/0")
-    board.post(1, OPERATION, waiting=True)
-    board.post(2, "the exchange of bucket 4", waiting=True)
-    board.post(3, "the exchange of bucket 2", waiting=False)
+def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
+    board = Board(dist.HashStore(), "dp/0")
+    board.post(Row(1, IN, OPERATION, 5))
+    board.post(Row(2, IN, "the exchange of bucket 4", 5))
+    board.post(Row(3, AFTER, "the exchange of bucket 2", 4))
+    board.post(Row(5, AFTER, "the exchange of bucket 4", 6))
+    hidden = [replace(ME, rank=rank, host="another") for rank in (1, 2, 3, 5)]
     with a_child() as process:
-        others = [absent(1), absent(2), absent(3), peer_of(process, rank=4)]
+        table = a_table(*hidden[:3], peer_of(process, rank=4), hidden[3], board=board, flight=in_operation(5))
         began = time.monotonic()
         with pytest.raises(PeerLost) as lost:
-            a_table(*others, board=board).wait(Work(float("inf")), OPERATION)
+            table.wait(Work(float("inf")), OPERATION)
     assert time.monotonic() - began >= 0.05
-    message = str(lost.value)
+    sentence, *lines = str(lost.value).splitlines()
     assert lost.value.ranks == (2, 3, 4)
-    assert f"in {OPERATION}, and never came: rank 2 (pid" in message
-    assert "waits in the exchange of bucket 4; rank 3" in message
-    assert "last waited in the exchange of bucket 2; rank 4" in message
-    assert f"(pid {process.pid} on {ME.host}), alive, has not waited for anybody so far" in message
-    assert "raise timeout_s (0.05 s)" in message
+    assert f"in {OPERATION}, and never came: rank 2 (pid" in sentence
+    assert "on another host, in the exchange of bucket 4; rank 3" in sentence
+    assert "on another host, after the exchange of bucket 2; rank 4" in sentence
+    assert f"(pid {process.pid} on {ME.host}), alive, gives no answer. Look for" in sentence
+    assert "raise timeout_s (0.05 s)" in sentence
+    assert [line.split()[0] for line in lines[1:7]] == ["2", "3", "4", "0", "1", "5"]
+    assert lines[3].split() == ["4", "never", "came", "sleeping"]
+    assert (
+        "rank 4 gives no answer: its main thread is in native code that holds the interpreter lock" in lines
+    )
+
+
+def test_a_stopped_process_is_said_to_be_stopped():
+    with a_child() as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(PeerLost, match="stopped, gives no answer") as lost:
+            a_table(peer_of(process), flight=in_operation()).wait(Work(float("inf")), OPERATION)
+    assert "rank 1 gives no answer: its process is stopped: continue it with SIGCONT" in str(lost.value)
+
+
+def test_a_sentence_names_a_few_of_many():
+    with pytest.raises(PeerLost) as lost:
+        a_table(*map(absent, range(1, 65))).wait(Work(float("inf")), OPERATION)
+    assert len(lost.value.ranks) == 64
+    sentence = str(lost.value).splitlines()[0]
+    assert "rank 4 (pid" in sentence and "rank 5 (pid" not in sentence
+    assert "gives no answer and 60 more. Look for" in sentence
+    assert len(str(lost.value)) < 4000
+
+
+def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed():
+    board = Board(dist.HashStore(), "dp/0")
+    silent = Flight(1)
+    silent.begin("the exchange of bucket 2")
+    silent.end()
+    near = replace(myself(1, silent), rank=1)
+    far = replace(ME, rank=2, host="another")
+    with pytest.raises(PeerLost):
+        a_table(near, far, board=board, flight=in_operation()).wait(Work(float("inf")), OPERATION)
+    posted = board.read(1)
+    assert posted is not None
+    assert (posted.status, posted.operation, posted.number) == (AFTER, "the exchange of bucket 2", 1)
+    assert any("test_who_waits_speaks" in line for line in posted.stack)
+    assert board.read(2) is None
 
 
 def test_without_a_board_all_others_may_be_the_absent_ones():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -109,6 +110,8 @@ def test_two_sides_are_told_on_every_rank_and_nothing_is_written(mesh, pair, now
         (theirs if mesh.rank == 2 else ours)(pg, xs, now).wait()
     text = str(told.value)
     assert f"different operations: ranks 0, 1 call {our_words}; rank 2 calls {their_words}. " in text
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["rank", "2", "0", "1"]
+    assert all(re.search(r" shm/(calls|test_desync)\.py:\d+ ", line) for line in text.splitlines()[2:])
     assert all(set(x.tolist()) == {5.0 + mesh.rank} for x in xs)
     # The group has come to its end: the next operation would meet something else.
     with pytest.raises(InstepError, match="different operations"):
