@@ -86,6 +86,11 @@ class Member:
             reduction.send_handle(self._connection, copy.mapping.fd, None)
 
     @property
+    def is_over(self) -> bool:
+        """Whether this generation has lost a member."""
+        return self.page.over >= self.generation
+
+    @property
     def regroup(self) -> bool:
         """Whether the supervisor wants this generation to end between two steps."""
         return self.page.regroup >= self.generation

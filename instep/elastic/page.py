@@ -4,7 +4,7 @@ A heartbeat thread cannot tell whether a process makes progress: it beats on whi
 it misses when a builtin holds the interpreter lock. So the main thread itself leaves a trace, two stores per
 phase of a step, and the supervisor reads it without asking.
 
-    page   | wanted: stop, regroup | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
+    page   | stop, regroup, over | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
 
 Every word has one writer (a fired fault is only ever set), so there are no locks. The page is a file in the
 launcher's private directory; it ends with it.
@@ -41,7 +41,7 @@ PHASES = (
 WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
 
 MAX_WORKERS, MAX_FAULTS = 256, 64
-_STOP, _REGROUP, _FAULTS = 0, 1, 2
+_STOP, _REGROUP, _OVER, _FAULTS = 0, 1, 2, 3
 _PHASE, _SINCE, _STEP, _SLOWEST = 0, 1, 2, 3
 _WIDTH = _SLOWEST + len(PHASES)
 _FIRST = _FAULTS + MAX_FAULTS
@@ -89,6 +89,15 @@ class Page:
     @regroup.setter
     def regroup(self, generation: int) -> None:
         self._words[_REGROUP] = generation
+
+    @property
+    def over(self) -> int:
+        """The last generation that has lost a member: who is still joining it need not wait."""
+        return self._words[_OVER]
+
+    @over.setter
+    def over(self, generation: int) -> None:
+        self._words[_OVER] = generation
 
     def fire(self, fault: int, after_ms: float = 0.0) -> bool:
         """Whether fault number ``fault`` has not been fired before; from now on it has."""

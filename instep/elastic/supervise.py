@@ -219,6 +219,7 @@ class Supervisor:
         for worker, end in lost:
             self._failed(worker, end)
         if any(worker in self.members for worker in dead):
+            self.page.over = self.generation
             self.members = [worker for worker in self.members if worker not in dead]
             self._find_members()
 

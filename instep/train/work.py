@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from instep.elastic.member import Desk, Member, Seat
 from instep.elastic.signals import listen
+from instep.elastic.store import WatchedStore
 from instep.errors import Desync, PeerLost
 from instep.mesh.child import leave
 from instep.mesh.join import meet
@@ -70,7 +71,7 @@ def _sit(part: Part, member: Member, seat: Seat) -> tuple[Ending, dict[str, Any]
     try:
         assert part.memory is not None
         part.memory.take_over(seat.memory if seat.rank == 0 else None)
-        _join(trainer, seat)
+        _join(trainer, seat, member)
         times.update(joined_ns=time.monotonic_ns())
         ending = part.run(announce=seat.generation == 1)
     except (PeerLost, Desync, dist.DistError) as error:
@@ -81,9 +82,11 @@ def _sit(part: Part, member: Member, seat: Seat) -> tuple[Ending, dict[str, Any]
     return ending, where
 
 
-def _join(trainer: Trainer, seat: Seat) -> None:
-    config, alone = trainer.config, seat.world_size == 1
-    store = None if alone else dist.FileStore(seat.store, seat.world_size)
+def _join(trainer: Trainer, seat: Seat, member: Member) -> None:
+    config, store = trainer.config, None
+    if seat.world_size > 1:
+        file = dist.FileStore(seat.store, seat.world_size)
+        store = WatchedStore(file, lambda: member.is_over, config.timeout_s)
     mesh = meet(
         store,
         seat.rank,
