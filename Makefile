@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 STAMP := $(VENV)/installed
 ARGS ?=
 
-.PHONY: env train test check bench
+.PHONY: env train test check bench faults
 
 env: $(STAMP)
 
@@ -36,3 +36,7 @@ check: env
 # Each writes its own folder's results, charts and tables. One after the other: they measure.
 bench: env
 	set -e; for run in benchmarks/*/run.py; do echo "$$run"; $(BIN)/python $$run $(ARGS); done
+
+# What happens to runs when something goes wrong; exit code 1 if anything is not as expected.
+faults: env
+	$(BIN)/python benchmarks/faults/run.py $(ARGS)

@@ -32,7 +32,8 @@ class Failure:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "a spare"
-        return f"{who} (pid {self.pid}) {self.how}, at step {self.step} in {self.phase}"
+        where = f", after step {self.step} in {self.phase}," if self.step >= 0 else f", in {self.phase},"
+        return f"{who} (pid {self.pid}){where} {self.how}"
 
     def repeats(self, other: Failure) -> bool:
         """Whether ``other`` is the same exception at the same step, at another try."""

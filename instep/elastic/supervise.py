@@ -246,7 +246,8 @@ class Supervisor:
             self.recovery = self.recovery or Recovery(failure)
         else:
             self._spares_lost += 1
-        self._tell(failure, worker.stacks or (end.error.traceback if end.error else ""))
+        told = end.error is None or end.error.type.startswith("instep.")  # its message says all
+        self._tell(failure, worker.stacks if told or end.error is None else end.error.traceback)
 
     def _tell(self, failure: Failure, detail: str) -> None:
         self.terms.say(str(failure))

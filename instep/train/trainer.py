@@ -154,7 +154,6 @@ class Trainer:
         began = time.monotonic()
         recorder.step = self.steps_done
         rate = learning_rate(config.optim, self.steps_done, config.steps)
-        set_learning_rate(self.optimizer, rate)
         skipped = self.health.planned(self.steps_done)
         losses, norm = ({}, 0.0) if skipped else self._gradients()
         self.pulse.enter("loss")
@@ -168,7 +167,7 @@ class Trainer:
         if skipped:
             self._skip(skipped, norm)
         else:
-            self._update()
+            self._update(rate)
         exposed_s = recorder.seconds("exposed", self.steps_done)
         self._count()
         step_s = time.monotonic() - began
@@ -227,8 +226,9 @@ class Trainer:
             losses = self.parallel.gradients(self.steps_done, self._loss)
         return losses, self.parallel.norm()
 
-    def _update(self) -> None:
+    def _update(self, rate: float) -> None:
         """New weights. Until it is over they are those of no step."""
+        set_learning_rate(self.optimizer, rate)  # not before: until here the state is that of the last step
         before, self.state_of_run = self.state_of_run, False
         self.parallel.update()
         self.state_of_run = before

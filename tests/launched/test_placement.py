@@ -134,15 +134,17 @@ def test_a_rank_that_is_killed_is_replaced_in_the_run_that_nothing_disturbed(
     assert not (path / WORKERS).exists()
 
 
-def test_killed_with_all_its_ranks_and_resumed_on_others_it_is_the_run_that_nothing_disturbed(
+def test_killed_with_all_its_ranks_and_resumed_on_others_gives_the_run_that_nothing_disturbed(
     longer: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:
-    """The work since the last checkpoint is done again. That no rank stays, ``started`` sees to."""
+    """The work since the last checkpoint is done again."""
     long, reference = longer
     path = tmp_path / "run"
     with started(*INSTEP, "train", *long, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
         read_until(process, "step 12/60")
-        process.kill()
+        workers = json.loads((path / WORKERS).read_text()).values()
+        for pid in (process.pid, *(worker["pid"] for worker in workers)):  # nobody is left to replace one
+            os.kill(pid, signal.SIGKILL)
         out, err = process.communicate(timeout=15)
     assert "Traceback" not in err
     assert out == ""
