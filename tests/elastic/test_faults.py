@@ -1,0 +1,275 @@
+"""Faults: read as they are written, refused in words, injected once, where and when they were asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from instep.elastic import faults
+from instep.elastic.faults import ELSEWHERE, KINDS, Fault, Faults, Injector, parse, parse_all
+from instep.elastic.page import MAX_FAULTS, PHASES, Page
+from instep.elastic.pulse import Pulse
+
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "segv": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+    "term": signal.SIGTERM,
+    "usr1": signal.SIGUSR1,
+    "int": signal.SIGINT,
+    "stop": signal.SIGSTOP,
+}
+some = st.builds(
+    Fault,
+    kind=st.sampled_from(sorted(KINDS)),
+    rank=st.integers(0, 10**6),
+    step=st.integers(0, 10**9),
+    phase=st.sampled_from(PHASES),
+    after_ms=st.just(0.0),
+    seconds=st.floats(0, 1e6),
+    code=st.integers(0, 255),
+    ranks=st.integers(1, 1000),
+    name=st.from_regex(r"[a-z_]+/[a-z_.0-9]+", fullmatch=True) | st.just(""),
+)
+
+
+@given(some)
+def test_what_is_written_is_read_again(fault: Fault) -> None:
+    assert parse(str(fault)) == fault
+
+
+@given(st.floats(0, 1e6), st.sampled_from(sorted(SIGNALS)))
+def test_delays_are_read_again_bit_by_bit(after_ms: float, kind: str) -> None:
+    fault = Fault(kind, after_ms=after_ms)
+    assert parse(str(fault)) == fault
+
+
+def test_only_what_differs_from_the_default_is_written() -> None:
+    assert str(Fault("kill")) == "kill"
+    assert str(Fault("kill", rank=1, step=12, phase="exchange")) == "kill:rank=1,step=12,phase=exchange"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", f"fault '': expected one of {', '.join(KINDS)}, got ''"),
+        ("explode:rank=1", f"fault 'explode:rank=1': expected one of {', '.join(KINDS)}, got 'explode'"),
+        (
+            "kill:node=1",
+            "fault 'kill:node=1': expected one of rank, step, phase, after_ms, seconds, code, ranks, name, "
+            "got 'node'",
+        ),
+        ("kill:rank", "fault 'kill:rank': rank: expected int, got ''"),
+        ("kill:rank=one", "fault 'kill:rank=one': rank: expected int, got 'one'"),
+        ("kill:after_ms=soon", "fault 'kill:after_ms=soon': after_ms: expected float, got 'soon'"),
+        ("kill:kind=stop", "got 'kind'"),
+        ("kill:phase=lunch", f"phase: expected one of {', '.join(PHASES)}, got 'lunch'"),
+        ("resize:step=3", "fault 'resize:step=3': ranks: expected how many ranks there shall be, got 0"),
+        ("resize:ranks=-1", "got -1"),
+    ],
+)
+def test_a_bad_spec_is_refused_in_words(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(spec)
+
+
+@pytest.mark.parametrize("spec", ["slow:seconds=-1", "kill:after_ms=-5", "raise:after_ms=5"])
+def test_what_could_never_happen_as_asked_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=f"^fault '{spec}': "):
+        parse(spec)
+
+
+def test_there_is_room_for_so_many() -> None:
+    assert parse_all(["kill"] * MAX_FAULTS) == (Fault("kill"),) * MAX_FAULTS
+    with pytest.raises(ValueError, match=f"^expected at most {MAX_FAULTS} faults, got {MAX_FAULTS + 1}$"):
+        parse_all(["kill"] * (MAX_FAULTS + 1))
+
+
+def test_a_list_of_faults_is_built_by_name() -> None:
+    built = Faults().kill(rank=1, step=3, phase="exchange").stop(step=5)
+    assert built.specs == ("kill:rank=1,step=3,phase=exchange", "stop:step=5")
+    assert parse_all(built.specs) == built.faults
+    assert Faults().specs == ()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_can_be_built(kind: str) -> None:
+    name = f"{kind}_" if kind == "raise" else kind  # a word of the language
+    assert getattr(Faults(), name)(step=2).faults == (Fault(kind, step=2),)
+
+
+def test_an_unknown_kind_is_an_attribute_error_that_lists_those_there_are() -> None:
+    with pytest.raises(AttributeError, match=f"expected one of {', '.join(KINDS)}, got 'explode'"):
+        Faults().explode(rank=1)
+    with pytest.raises(TypeError, match="node"):
+        Faults().kill(node=1)
+
+
+@pytest.fixture
+def happened(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
+    """Faults of all kinds, in the order in which they would have happened."""
+    log: list[Fault] = []
+    for kind in KINDS:
+        monkeypatch.setitem(KINDS, kind, log.append)
+    return log
+
+
+def test_it_happens_to_this_rank_at_this_step_in_this_phase_and_once(happened: list[Fault]) -> None:
+    wanted = Fault("kill", rank=1, step=3, phase="exchange")
+    others = [Fault("kill", rank=0, step=3), Fault("kill", rank=1, step=4), Fault("kill", rank=1, step=3)]
+    injector = Injector([*others, wanted])
+    injector.rank = 1
+    injector.reach("exchange", 2)
+    injector.reach("backward", 3)
+    assert happened == []
+    injector.reach("exchange", 3)
+    injector.reach("exchange", 3)
+    assert happened == [wanted]
+
+
+def test_a_rank_that_has_moved_is_hit_where_it_is_now(happened: list[Fault]) -> None:
+    injector = Injector([Fault("kill", rank=2)])
+    injector.reach("forward", 0)
+    injector.rank = 2
+    injector.reach("forward", 0)
+    assert len(happened) == 1
+
+
+def test_the_page_remembers_for_the_next_process(happened: list[Fault], tmp_path: Path) -> None:
+    page = Page(tmp_path / "page", create=True)
+    twice = [Fault("kill"), Fault("kill")]
+    for process in range(2):
+        injector = Injector(twice, page if process == 0 else Page(page.path))
+        injector.reach("forward", 0)
+    assert happened == twice  # each of the two once
+    assert page.fired_ns > 0
+
+
+def test_a_pulse_injects(happened: list[Fault]) -> None:
+    pulse = Pulse()
+    pulse.on_enter = Injector([Fault("exit", step=1, phase="save")]).reach
+    pulse.enter("save")
+    pulse.has(1)
+    pulse.enter("ledger")
+    assert happened == []
+    pulse.enter("save")
+    assert len(happened) == 1
+
+
+def test_what_happens_elsewhere_is_no_worker_s_business(happened: list[Fault], tmp_path: Path) -> None:
+    page = Page(tmp_path / "page", create=True)
+    Injector([Fault(kind, ranks=1) for kind in ELSEWHERE], page).reach("forward", 0)
+    assert happened == []
+    assert page.fired_ns == 0
+
+
+def test_a_delayed_fault_comes_from_the_side(happened: list[Fault]) -> None:
+    before = set(threading.enumerate())
+    Injector([Fault("stop", after_ms=1.0)]).reach("forward", 0)
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert [fault.kind for fault in happened] == ["stop"]
+
+
+@pytest.mark.parametrize(("kind", "number"), SIGNALS.items())
+def test_signals_are_sent_to_this_process(
+    kind: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    KINDS[kind](Fault(kind))
+    assert sent == [(os.getpid(), number)]
+
+
+def ended_by(body: Callable[[], None]) -> int:
+    """How a process of its own ends in ``body``."""
+    pid = os.fork()
+    if not pid:
+        try:
+            body()
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_kill_and_exit_leave_nothing_to_clean_up() -> None:
+    assert ended_by(lambda: Injector([Fault("kill")]).reach("forward", 0)) == -signal.SIGKILL
+    assert ended_by(lambda: Injector([Fault("exit", code=7)]).reach("forward", 0)) == 7
+
+
+def test_an_exception_says_where_it_was_injected() -> None:
+    with pytest.raises(RuntimeError, match=r"^fault injected at step 2 in save$"):
+        Injector([Fault("raise", step=2, phase="save")]).reach("save", 2)
+
+
+@pytest.mark.parametrize("kind", ["hang", "spin"])
+def test_endless_loops_end_with_the_process_only(kind: str) -> None:
+    """What interrupts them here is a signal; nothing else does."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(number: int, frame: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Alarm):
+            KINDS[kind](Fault(kind))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_slow_rank_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    Injector([Fault("slow", seconds=2.5)]).reach("forward", 0)
+    assert slept == [2.5]
+
+
+def test_one_bit_of_the_entry_that_was_named_flips() -> None:
+    entries = [("a", torch.ones(2)), ("exp_avg/b", torch.ones(2))]
+    Injector([Fault("flip", name="exp_avg/b")], entries=lambda: entries).reach("forward", 0)
+    assert torch.equal(entries[0][1], torch.ones(2))
+    assert entries[1][1].tolist() != [1.0, 1.0]
+    Injector([Fault("flip")], entries=lambda: entries).reach("forward", 0)
+    assert entries[0][1].tolist() != [1.0, 1.0]
+
+
+def test_a_gradient_is_spoiled_each_time_and_the_loss_is_not() -> None:
+    model = nn.Linear(2, 1)
+    injector = Injector([Fault("nan", rank=0, step=4, name="bias")])
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(torch.ones(2)).sum()
+        spoiled = injector.spoil(loss, model, 4)
+        assert spoiled.item() == loss.item()
+        spoiled.backward()
+        assert torch.isnan(model.bias.grad).all()
+        assert not torch.isnan(model.weight.grad).any()
+    loss = model(torch.ones(2)).sum()
+    assert injector.spoil(loss, model, 5) is loss
+    injector.rank = 1
+    assert injector.spoil(loss, model, 4) is loss
+
+
+def test_a_name_that_is_not_there_is_said_so() -> None:
+    model = nn.Linear(2, 1)
+    entries = [("exp_avg/weight", model.weight.detach())]
+    with pytest.raises(ValueError, match=r"flip:name=nowhere: expected one of exp_avg/weight, got 'nowhere'"):
+        Injector([Fault("flip", name="nowhere")], entries=lambda: entries).reach("forward", 0)
+    injector, loss = Injector([Fault("nan", name="nowhere")]), model(torch.ones(2)).sum()
+    with pytest.raises(ValueError, match="nan:name=nowhere: expected one of weight, bias, got 'nowhere'"):
+        injector.spoil(loss, model, 0)

@@ -1,0 +1,184 @@
+"""A world that meets on its own needs no default group, and can end and be made again whoever has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import instep
+from instep.errors import PeerLost
+from instep.mesh import current
+from instep.mesh.exits import RankFailed
+from instep.mesh.groups import _lost
+from instep.mesh.join import meet
+from instep.mesh.launch import launch
+from instep.mesh.place import detect
+from instep.ordered.exchange import Exchange
+
+PATIENCE_S = 30
+SOON_S = 1.0  # a slice of a wait, on a machine that is busy with other things
+OPERATION = "the gathering of a test"
+LEAVES = 6
+
+
+def test_one_rank_meets_itself():
+    before = current.registered()
+    mesh = meet(None, 0, 1)
+    assert current.registered() is mesh
+    assert (mesh.world.size, mesh.world.pg, mesh.device.type) == (1, None, "cpu")
+    mesh.close()
+    assert current.registered() is None
+    current.get.register_mesh(before)
+
+
+def test_axes_that_do_not_fit_are_refused_before_anybody_is_waited_for():
+    with pytest.raises(ValueError, match=r"dp\(2\) \* pp\(1\) \* tp\(1\) = 2, but the world has 3 ranks"):
+        meet(dist.HashStore(), 0, 3, dp=2)
+
+
+def place_and_store(directory: Path, name: str, size: int) -> tuple[int, dist.Store]:
+    rank = detect(os.environ).rank
+    return rank, dist.FileStore(str(directory / name), size)
+
+
+def use(directory: Path, backend: str | None) -> None:
+    rank, store = place_and_store(directory, "store", 4)
+    mesh = meet(store, rank, 4, backend=backend, dp=2, tp=2, timeout_s=PATIENCE_S)
+    assert not dist.is_initialized()
+    assert [mesh.along[name].size for name in ("dp", "tp")] == [2, 2]
+    out = torch.empty(4, dtype=torch.int64)
+    mesh.world.group.all_gather(out, torch.tensor([rank]), OPERATION)
+    pg = mesh["tp"].whole.pg
+    assert pg is not None and pg is mesh["tp"].whole.pg
+    x = torch.tensor([rank])
+    pg.allreduce([x]).wait()
+    shared = mesh.world.group.expose([mesh.world.group.allocate(64, 64, mesh.device).tensor], OPERATION)
+    found = [out.tolist(), x.item(), shared is not None, _same_after(mesh, rank)]
+    mesh.close()
+    mesh.close()
+    (directory / f"rank {rank}").write_text(json.dumps(found))
+
+
+def _same_after(mesh: Any, rank: int) -> list[float]:
+    model = instep.DataParallel(nn.Linear(2, 1, bias=False), process_group=mesh)
+    model(torch.ones(1, 2) * rank).sum().backward()
+    gradient = model.module.weight.grad
+    model.close()
+    return gradient.flatten().tolist()
+
+
+@pytest.mark.parametrize(("backend", "shares"), [(None, True), ("gloo", False)])
+def test_a_grid_without_a_default_group_computes(tmp_path, backend, shares):
+    launch(use, (tmp_path, backend), ranks=4)
+    for rank in range(4):
+        tp, mean = (1 if rank < 2 else 5), (rank % 2 + rank % 2 + 2) / 2
+        found = json.loads((tmp_path / f"rank {rank}").read_text())
+        assert found == [[0, 1, 2, 3], tp, shares, [mean, mean]]
+
+
+def make_model(mesh: Any) -> instep.DataParallel:
+    torch.manual_seed(7)
+    return instep.DataParallel(
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), process_group=mesh
+    )
+
+
+def step(model: instep.DataParallel, number: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for leaf in model.micro_batches(LEAVES, step=number):
+        model(torch.arange(8.0) * (leaf.index + 1) / (number + 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: instep.DataParallel) -> list[float]:
+    return torch.cat([x.detach().flatten() for x in model.parameters()]).tolist()
+
+
+def be_killed_in_the_exchange(directory: Path) -> None:
+    def deadly(*_: Any) -> None:
+        (directory / "died").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Exchange._ordered = deadly  # type: ignore[method-assign]
+
+
+def survive(directory: Path, backend: str) -> None:
+    rank, store = place_and_store(directory, "first", 3)
+    mesh = meet(store, rank, 3, backend=backend, timeout_s=PATIENCE_S)
+    model = make_model(mesh)
+    step(model, 0)
+    if rank == 1:
+        be_killed_in_the_exchange(directory)
+    with pytest.raises(PeerLost) as lost:
+        step(model, 1)
+    model.zero_grad()
+    times = [time.monotonic()]
+    mesh.close()
+    times.append(time.monotonic())
+    model.close()
+    times.append(time.monotonic())
+    new_rank, store = (0, 2).index(rank), dist.FileStore(str(directory / "second"), 2)
+    mesh = meet(store, new_rank, 2, backend=backend, timeout_s=PATIENCE_S)
+    model.rebind(mesh)
+    step(model, 1)
+    times.append(time.monotonic())
+    facts = {"ranks": lost.value.ranks, "times": times, "weights": weights(model)}
+    model.close()
+    mesh.close()
+    (directory / f"rank {rank}").write_text(json.dumps(facts))
+
+
+def alone() -> list[float]:
+    model = make_model(None)
+    for number in range(2):
+        step(model, number)
+    return weights(model)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_two_of_three_go_on_when_one_is_killed_in_the_middle_of_an_exchange(tmp_path, backend):
+    with pytest.raises(RankFailed, match=r"rank 1 of 3 .* was killed by SIGKILL"):
+        launch(survive, (tmp_path, backend), ranks=3, grace_s=PATIENCE_S)
+    died = float((tmp_path / "died").read_text())
+    expected = alone()
+    for rank in (0, 2):
+        facts = json.loads((tmp_path / f"rank {rank}").read_text())
+        noticed, closed, released, stepped = facts["times"]
+        assert facts["ranks"] == [1]
+        assert closed - noticed < SOON_S
+        assert released - closed < SOON_S
+        assert stepped - died < 5 * SOON_S
+        assert facts["weights"] == expected
+
+
+def leave_a_hanging_rank(directory: Path) -> None:
+    """Rank 1 never comes; rank 0 is to be free of it at once, and to end."""
+    rank, store = place_and_store(directory, "store", 2)
+    mesh = meet(store, rank, 2, backend="gloo", timeout_s=0.3)
+    if rank == 1:
+        while not (directory / "closed").exists():
+            pass
+        mesh.close()
+        return
+    with pytest.raises(PeerLost, match="never came: rank 1"):
+        mesh.world.group.all_gather(torch.empty(2), torch.ones(1), OPERATION)
+    began = time.monotonic()
+    mesh.close()
+    (directory / "closed").write_text(json.dumps([time.monotonic() - began, len(_lost)]))
+
+
+def test_a_group_that_still_owes_an_operation_is_kept_and_not_waited_for(tmp_path):
+    launch(leave_a_hanging_rank, (tmp_path,), ranks=2)
+    seconds, kept = json.loads((tmp_path / "closed").read_text())
+    assert seconds < 0.5  # gloo's own deadline comes after more than two
+    assert kept == 1
