@@ -34,7 +34,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in files.DTYPES.val
 
 
 def describe(module: nn.Module, optimizer: Optimizer | None, step: int) -> Json:
-    """What the tensors of :func:`tensors` are, and all of the state that is no tensor: see :func:`capture`."""
+    """What :func:`tensors` are, and all of the state that is no tensor: see :func:`capture`."""
     return capture(module, optimizer, step)[0]
 
 

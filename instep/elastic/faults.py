@@ -182,7 +182,8 @@ def _spin(fault: Fault) -> None:
 
 def _hold(fault: Fault) -> None:
     """Sleep without giving up the interpreter lock, as native code does that forgot to release it."""
-    ctypes.PyDLL(None).sleep(FOREVER_S)
+    while True:  # a signal ends a sleep
+        ctypes.PyDLL(None).sleep(FOREVER_S)
 
 
 def _nothing(fault: Fault) -> None:

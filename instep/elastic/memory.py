@@ -124,7 +124,7 @@ class Interval:
 
     def __init__(self, share: float = SHARE) -> None:
         self.share = share
-        self.cost_s = math.inf  # the cheapest so far: the first touches new pages
+        self.cost_s: float | None = None  # the least so far; the first copy, into new pages, does not count
         self._next = 0
 
     def due(self, step: int) -> bool:
@@ -136,5 +136,9 @@ class Interval:
         """The block makes the copy of ``step``; a step takes ``step_s``."""
         began = time.monotonic()
         yield
-        self.cost_s = min(self.cost_s, time.monotonic() - began)
+        took_s = time.monotonic() - began
+        if self._next == 0:
+            self._next = step + 1
+            return
+        self.cost_s = took_s if self.cost_s is None else min(self.cost_s, took_s)
         self._next = step + max(1, math.ceil(self.cost_s / (self.share * max(step_s, 1e-6))))

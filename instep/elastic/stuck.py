@@ -2,7 +2,7 @@
 
     stopped     the kernel does not run it: SIGSTOP, a debugger, a frozen container
     no progress its main thread has been in one phase, which waits for nobody, for much longer than ever
-    left behind it still joins a group that the supervisor has given up
+    left behind others have left its group, which has lost a rank, and it has not noticed for as long
 
 A rank that waits for a stuck one makes no progress either, so phases that wait are never the cause; where
 all wait, the deadline of the wait itself speaks, which knows for whom.
@@ -21,11 +21,15 @@ LEAST_S, FACTOR = 5.0, 5.0
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at a worker. ``stopped_s``: how long the kernel has not been running it."""
+    """One look at a worker.
+
+    ``stopped_s``: how long the kernel has not been running it. ``left_behind_s``: how long its group has been
+    over without its having left.
+    """
 
     position: Position
     stopped_s: float = 0.0
-    left_behind: bool = False
+    left_behind_s: float = 0.0
 
 
 def limit_s(slowest_s: float, timeout_s: float) -> float:
@@ -43,6 +47,6 @@ def stuck(
         limit = limit_s(slowest_s(phase), timeout_s)
         if reading.stopped_s >= CONFIRMED_S:
             found[worker] = f"was stopped for {reading.stopped_s:.1f} s"
-        elif seconds > limit and (phase not in WAITING or reading.left_behind):
+        elif seconds > limit and (phase not in WAITING or reading.left_behind_s > limit):
             found[worker] = f"made no progress in {phase} for {seconds:.1f} s (limit {limit:.1f} s)"
     return found

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ from instep.elastic.memory import Place
 from instep.elastic.page import MAX_WORKERS, Page
 from instep.elastic.recovery import Recovery
 from instep.elastic.signals import preempted
-from instep.elastic.stuck import stuck
+from instep.elastic.stuck import Reading, stuck
 from instep.elastic.table import table
 from instep.elastic.worker import Worker
+from instep.mesh import roll
 from instep.mesh.child import Child
 from instep.mesh.exits import Exit, RankFailed, how, root_cause
 from instep.mesh.launch import Children, surroundings, warm
+from instep.mesh.peers import standing
 
 LOOK_S = 0.25  # between two looks at who makes progress
 SPARE_AFTER_S = 1.0  # of training: a run that is shorter needs none
@@ -123,7 +125,7 @@ class Supervisor:
         self._memory: Place | None = None
         self._spares_lost = 0
         self._noticed_ns = 0
-        self._looked = self._seated = time.monotonic()
+        self._looked = self._seated = self._parted = time.monotonic()
         self._lost: list[dict[str, Any]] = []  # what this generation's members said when they left it
 
     def forget_memory(self) -> None:
@@ -188,7 +190,7 @@ class Supervisor:
 
     def _left(self, worker: Worker, message: dict[str, Any]) -> None:
         """A member has left the current generation, because it has lost a peer or was asked to."""
-        self.forming = True
+        self._part()
         self._lost.append(message)
         for other in self.members:
             if other.rank in message.get("ranks", ()) and other.named_since is None:
@@ -265,7 +267,7 @@ class Supervisor:
 
     def _find_members(self) -> None:
         """Decide who takes part in the next generation, and start whoever is missing."""
-        self.forming = True
+        self._part()
         others = [worker for worker in self._living() if worker not in self.members]
         others.sort(key=lambda worker: not worker.free)  # those that are ready first
         while len(self.members) > self.target:
@@ -280,6 +282,12 @@ class Supervisor:
 
     def _living(self) -> list[Worker]:
         return [w for w in self.workers.values() if not w.dismissed and not w.killed]
+
+    def _part(self) -> None:
+        """From now on the next generation is wanted."""
+        if not self.forming:
+            self._parted = time.monotonic()
+        self.forming = True
 
     def _enough(self) -> bool:
         return 0 < self.terms.min_ranks <= len(self.members)
@@ -296,20 +304,30 @@ class Supervisor:
         self._looked = now = time.monotonic()
         self._progress()
         wanted = self.generation + 1 if self.forming else self.generation
-        readings = {number: worker.read(wanted) for number, worker in self.workers.items()}
+        over_s = now - self._parted
+        readings = {number: worker.read(wanted, over_s) for number, worker in self.workers.items()}
         found = stuck(readings, self.page.slowest_s, self.terms.timeout_s)
         for worker in self.members:
             if not worker.free and worker.named_since is not None and now - worker.named_since > NAMED_S:
                 found.setdefault(worker.number, "never came where others waited for it")
         found = {number: why for number, why in found.items() if not self.workers[number].killed}
         if found:
-            self.terms.say(table(self.workers.values(), readings))
-        for number, why in found.items():
-            self.workers[number].kill(why)
+            self._end_stuck(found, readings)
         self._resize()
         settled = not self.forming and now - self._seated > SPARE_AFTER_S
         if settled and len(self._living()) == self.target and self._spares_lost < MAX_SPARES_LOST:
             self._start()
+
+    def _end_stuck(self, found: Mapping[int, str], readings: Mapping[int, Reading]) -> None:
+        """Say where everybody is, then end the workers in ``found``, for the reason there."""
+        self.terms.say(table(self.workers.values(), readings))
+        seated = {worker.rank: worker.pid for worker in self.members if worker.rank >= 0}
+        rows = standing(seated)
+        absent = [self.workers[number].rank for number in found]
+        self.terms.say(roll.table(rows, [rank for rank in absent if rank in seated]))
+        told = {row.rank for row in rows if row.stack}
+        for number, why in found.items():
+            self.workers[number].kill(why, ask=self.workers[number].rank not in told)
 
     def _resize(self) -> None:
         """Another number of ranks, if a fault says so or one that was missing is back."""

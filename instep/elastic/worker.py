@@ -67,8 +67,8 @@ class Worker:
         with suppress(OSError):  # it has died; that is noticed elsewhere
             self.connection.send_bytes(b"" if seat is None else seat.to_bytes())
 
-    def read(self, generation: int) -> Reading:
-        """Where it is; ``generation`` is the one that is wanted."""
+    def read(self, generation: int, over_s: float) -> Reading:
+        """Where it is; ``generation`` is the one that is wanted, all before have been over for ``over_s``."""
         stopped, now = self._state() in "Tt", time.monotonic()
         if not stopped:
             self._stopped_since = None
@@ -76,12 +76,12 @@ class Worker:
             self._stopped_since = now
         stopped_s = 0.0 if self._stopped_since is None else now - self._stopped_since
         left_behind = not self.free and self.generation < generation
-        return Reading(self.page.position(self.slot), stopped_s, left_behind)
+        return Reading(self.page.position(self.slot), stopped_s, over_s if left_behind else 0.0)
 
-    def kill(self, why: str) -> None:
-        """End it, having asked it where it is."""
+    def kill(self, why: str, *, ask: bool = True) -> None:
+        """End it; ``ask`` it for its stacks first, which it gives whatever holds its interpreter."""
         self.killed = why
-        if self._state() not in "Tt":
+        if ask and self._state() not in "Tt":
             self.stacks = self._ask_stacks()
         self.end()
 

@@ -31,6 +31,7 @@ from instep.mesh.flight import ROW_BYTES, Flight, Row
 if TYPE_CHECKING:
     from instep.mesh.peers import Peer
 
+LATEST = -1  # instead of a flight's number: of all flights the one that has begun something last
 ANSWER_S = 0.5  # for all answers together; a thread that may run answers within milliseconds
 _QUESTION_BYTES = 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -119,10 +120,16 @@ def _serve(listener: socket.socket, flights: weakref.WeakValueDictionary[int, Fl
         with connection, suppress(Exception):  # whatever is wrong with one question, others may follow
             connection.settimeout(ANSWER_S)
             if _credentials(connection)[1] == os.getuid():
-                flight = flights.get(int(connection.recv(_QUESTION_BYTES)))
+                flight = _find(flights, int(connection.recv(_QUESTION_BYTES)))
                 if flight is not None:
                     connection.send(flight.row().to_bytes())
                 del flight
+
+
+def _find(flights: weakref.WeakValueDictionary[int, Flight], number: int) -> Flight | None:
+    if number != LATEST:
+        return flights.get(number)
+    return max(list(flights.values()), key=lambda flight: flight.begun_ns, default=None)
 
 
 def _address(peer: Peer) -> str:

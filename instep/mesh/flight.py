@@ -137,6 +137,11 @@ class Flight:
         """This thread waits no more."""
         self._waits.pop(threading.get_ident(), None)
 
+    @property
+    def begun_ns(self) -> int:
+        """When the last operation was begun, by ``time.monotonic_ns()``; 0 if none was."""
+        return self._recent[-1][3] if self._recent else 0
+
     def row(self) -> Row:
         """Where the rank stands now."""
         recent, waits = list(self._recent), min(self._waits.values(), key=lambda w: w[1], default=None)

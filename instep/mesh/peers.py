@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from instep.errors import PeerLost
@@ -64,6 +64,23 @@ def myself(rank: int, flight: Flight | None = None) -> Peer:
     pid = os.getpid()
     me = Peer(rank, socket.gethostname()[:128], pid, _start_time(pid) or 0, _pid_space())
     return me if flight is None else replace(me, flight=desk.register(flight, me))
+
+
+def standing(pids: Mapping[int, int]) -> list[Row]:
+    """Where ranks of this host stand, on whatever group they were last; ``pids`` are their processes.
+
+    Half a second where one of them is silent, though it is not stopped.
+    """
+    me, seen = myself(0), {rank: _look(pid) for rank, pid in pids.items()}
+    found = {rank: (STATES.get(look[0], look[0]), look[1]) for rank, look in seen.items() if look}
+    peers = [
+        replace(me, rank=rank, pid=pids[rank], start_time=start_time, flight=desk.LATEST)
+        for rank, (state, start_time) in found.items()
+        if state != "stopped"
+    ]
+    answers = desk.ask(peers)
+    states = {rank: found[rank][0] if rank in found else "gone" for rank in pids}
+    return [replace(answers.get(rank) or Row(rank), rank=rank, state=states[rank]) for rank in pids]
 
 
 def _look(pid: int) -> tuple[str, int] | None:

@@ -109,6 +109,7 @@ class Trainer:
         """Give the groups back; whatever happened to the others, it waits for nobody."""
         if (wrapped := self.__dict__.pop("parallel", None)) is not None:
             wrapped.close()
+        self.module.zero_grad()  # a step may have been given up between its gradient and its update
         if (mesh := self.__dict__.pop("mesh", None)) is not None:
             mesh.close()
 
