@@ -95,10 +95,11 @@ def main(args: Sequence[str]) -> int:
         config = parse(args, quiet=not speaks)
         speaks = True
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
-        if config.ranks != 1 and config.parallel.strategy != "threads" and place.source == "single":
+        if place.source == "single":
             from instep.mesh.launch import warm
 
-            warm()  # the process that ranks are forked from loads torch while this one does
+            # The process that ranks are forked from loads torch, and all else, while this one does.
+            warm("instep.train.work")
         from instep.train.run import run
 
         return run(config)

@@ -84,7 +84,7 @@ def supervise(work: Callable[..., object], args: tuple[Any, ...], terms: Terms) 
         RankFailed: a worker failed before the first step, or in a way that would come again.
         RunFailed: the run failed again and again; every failure is listed.
     """
-    warm()
+    warm(work.__module__)
     asked: list[str] = []  # the signals that came
     with preempted(asked.append), tempfile.TemporaryDirectory(prefix="instep-") as directory:
         supervisor = Supervisor(work, args, terms, Path(directory), asked)

@@ -66,7 +66,7 @@ class Books:
         """The run begins, or goes on, here; ``accepted`` says how its contract has changed."""
         if not self.keeps:
             return
-        numerical = self.trainer.numerical()
+        numerical = self.trainer.contract
         if accepted:
             self._ledger.accepted(self.trainer.steps_done, accepted)
         self._ledger.started(

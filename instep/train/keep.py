@@ -76,7 +76,7 @@ class Checkpoints:
             optimizer=state.optimizer,
             data_cursor=trainer.cursor,
             state_sha256=whole.hash_later(module, trainer.steps_done),
-            numerical=trainer.numerical(),
+            numerical=trainer.contract,
             world_size=trainer.mesh.axes.world_size,
             extra={"optimizer": state.rest, "health": trainer.health.state()},
             keep=trainer.config.checkpoint.keep,
@@ -128,7 +128,7 @@ def require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> list[str]:
 
     Returns what has changed, where the user has accepted a new contract.
     """
-    changed = contract.differences(manifest.numerical, trainer.numerical())
+    changed = contract.differences(manifest.numerical, trainer.contract)
     if changed and not trainer.config.accept_contract:
         raise ContractBroken(
             f"{path} was begun with other settings, and going on with these would not give the bits of one "

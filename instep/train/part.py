@@ -65,7 +65,7 @@ class Part:
 
         def look() -> dict[str, Any]:
             before = starts(path)
-            ours = contract.fingerprint(trainer.numerical())
+            ours = contract.fingerprint(trainer.contract)
             recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
             begun = [start["step"] for start in before if start.get("generation", 1) == 1]
             return {
@@ -124,6 +124,6 @@ def _summary(trainer: Trainer, path: Path, first_step: int, restarts: int) -> di
         **summary.figures(folder.read_lines(path / METRICS), first_step, tokens_per_step),
         "skipped_steps": trainer.health.skipped,
         "restarts": restarts,
-        "fingerprint": contract.fingerprint(trainer.numerical()),
+        "fingerprint": contract.fingerprint(trainer.contract),
         "parallel": asdict(config.parallel),
     }

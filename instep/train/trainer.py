@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -65,6 +65,7 @@ class Trainer:
     """
 
     parallel: Ranks
+    contract: dict[str, Any]
 
     def __init__(self, config: Config, mesh: Mesh | None = None, pulse: Pulse | None = None) -> None:
         self.config = config
@@ -90,6 +91,12 @@ class Trainer:
         self.steps_done, self.fresh = 0, True
         self.last: Made | None = None
 
+    def prepare(self) -> None:
+        """Compute now what joining will ask for, while nobody waits for this process."""
+        with suppress(Exception):  # which is told when the ranks have met
+            _ = self.canary, self._read().train.sha256
+            contract.describe(config={}, threads=1, device="cpu", module=self.module)
+
     def join(self, mesh: Mesh) -> None:
         """Take part in ``mesh``: compare, and wrap the model. Collective over it.
 
@@ -102,7 +109,8 @@ class Trainer:
         world = mesh.world.group
         self.text: TextSplits = on_every_rank(world, "reading the text", self._read)
         self.module.to(mesh.device)
-        require_same(world, self.numerical())
+        self.contract = self.numerical()
+        require_same(world, self.contract)
         self.parallel = parallel(self.config, mesh, self.module, self.optimizer, self.pulse)
 
     def leave(self) -> None:
@@ -119,7 +127,7 @@ class Trainer:
         return self.steps_done * self.config.batch.global_size
 
     def numerical(self) -> dict[str, Any]:
-        """All that the bits of this run may depend on."""
+        """All that the bits of this run may depend on, as it is now; ``contract`` is what it was at ``join``."""
         fields = {**numerical(self.config), "data.sha256": self.text.train.sha256}
         fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
         return contract.describe(

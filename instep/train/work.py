@@ -37,7 +37,7 @@ def work(desk: Desk, config: Config) -> None:
     trainer = Trainer(config, pulse=member.pulse)
     trainer.wishes = {"stop": lambda: member.page.stop, "regroup": lambda: member.regroup}
     if not torch.cuda.is_available():
-        _ = trainer.canary  # a spare has it ready
+        trainer.prepare()
     checkpoints = Checkpoints(config.run_dir, config.timeout_s)
     part = Part(trainer, config.run_dir, checkpoints, MemoryCopy(member))
     trainer.pulse.enter("built")

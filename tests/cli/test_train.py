@@ -68,7 +68,7 @@ def runs(monkeypatch):
         return DONE
 
     module.run, module.started = run, started
-    monkeypatch.setattr(launch, "warm", lambda: None)
+    monkeypatch.setattr(launch, "warm", lambda *modules: None)
     monkeypatch.setitem(sys.modules, "instep.train.run", module)
     return module
 
