@@ -127,7 +127,7 @@ class Trainer:
         return self.steps_done * self.config.batch.global_size
 
     def numerical(self) -> dict[str, Any]:
-        """All that the bits of this run may depend on, as it is now; ``contract`` is what it was at ``join``."""
+        """All that the bits of this run may depend on now; ``contract`` is what it was at ``join``."""
         fields = {**numerical(self.config), "data.sha256": self.text.train.sha256}
         fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
         return contract.describe(

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,8 +178,8 @@ class Group:
         return not leaves
 
     def told(self, step: int) -> dict[str, object]:
-        now = self.toy.member.page
-        times = {f"{name}_ns": now.fired_ns for name in ("joined", "agreed", "stepped")}
+        now = time.monotonic_ns()
+        times = {f"{name}_ns": now for name in ("joined", "agreed", "stepped")}
         return {"step": step, "source": "a toy", "world_size": self.toy.seat.world_size, **times}
 
     def _told(self, path: Path) -> int:
@@ -253,3 +254,23 @@ def says_much_and_leaves(toy: Toy, phase: str) -> None:
         toy.member.say("nothing of importance")
     toy.member.say("finished", code=7)
     leave(0)
+
+
+def waits_for_a_spare(toy: Toy, phase: str) -> None:
+    """Rank 1 dies at step 2, once there is somebody else."""
+    if (toy.step, toy.seat.rank, toy.seat.generation, phase) == (2, 1, 1, "forward"):
+        while (toy.script.directory / LOG).read_text().count('"built"') < 3:
+            select.select([], [], [], PAUSE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def waits_for_dead_spares(toy: Toy, phase: str) -> None:
+    """Spares die, and rank 1 does not go on from step 2 before three of them have."""
+    path = toy.script.directory / "spares"
+    if phase == "built" and toy.member.pulse.worker >= 2:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, b".")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (toy.step, toy.seat.rank, phase) == (2, 1, "forward"):
+        while not path.exists() or path.stat().st_size < 3:
+            select.select([], [], [], PAUSE_S)
