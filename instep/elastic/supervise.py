@@ -270,6 +270,7 @@ class Supervisor:
         self._part()
         others = [worker for worker in self._living() if worker not in self.members]
         others.sort(key=lambda worker: not worker.free)  # those that are ready first
+        self.members.sort(key=lambda worker: worker.place)
         while len(self.members) > self.target:
             self._dismiss(self.members.pop())
         while len(self.members) < self.target and others and (others[0].free or not self._enough()):

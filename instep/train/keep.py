@@ -86,6 +86,10 @@ class Checkpoints:
         """Raise what a save has ended with."""
         self._saver.check()
 
+    def close(self) -> None:
+        """Wait until what this process has begun is on the disk."""
+        self._saver.close()
+
     def finish(self, trainer: Trainer) -> None:
         """Wait until what was begun is on the disk. Collective."""
         on_rank_zero(trainer.mesh.world.group, "saving a checkpoint", self._saver.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def work(desk: Desk, config: Config) -> None:
         if ending in EXIT_CODES:
             member.say("finished", code=EXIT_CODES[ending])
             break
+    with suppress(Exception):  # a worker that is not needed any more may still have something to write
+        checkpoints.close()
     leave(0)
 
 

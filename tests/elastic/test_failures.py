@@ -22,9 +22,9 @@ def add_all(patience: Patience, *failures: Failure) -> None:
 
 def test_a_failure_reads_as_a_sentence_and_travels_as_json() -> None:
     one = Failure(2, 4711, 5, 12, "exchange", "was killed by SIGKILL", "")
-    assert str(one) == "rank 2 (pid 4711) was killed by SIGKILL, at step 12 in exchange"
+    assert str(one) == "rank 2 (pid 4711), after step 12 in exchange, was killed by SIGKILL"
     assert Failure(**json.loads(json.dumps(one.fields()))) == one
-    assert str(failure(-3, rank=-1)).startswith("a spare (pid 97) failed")
+    assert str(failure(-3, rank=-1)).startswith("a spare (pid 97), after step 3")
 
 
 def test_the_fifth_failure_in_a_row_ends_the_run_and_all_are_listed() -> None:

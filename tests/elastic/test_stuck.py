@@ -34,10 +34,15 @@ def test_a_worker_that_waits_for_others_is_not_the_cause(phase: str) -> None:
     assert found(w0=at(phase, 1e6)) == {}
 
 
-def test_a_worker_that_still_waits_in_a_group_that_was_given_up_is() -> None:
-    reading = Reading(Position("join", 6.0, 3), left_behind=True)
-    assert list(found(w0=reading)) == [0]
-    assert found(w0=Reading(Position("join", 4.0, 3), left_behind=True)) == {}
+def test_a_worker_that_still_waits_in_a_group_that_is_over_is_once_that_is_long_ago() -> None:
+    waits = Position("exchange", 60.0, 3)
+    assert list(found(w0=Reading(waits, left_behind_s=5.1))) == [0]
+    assert found(w0=Reading(waits, left_behind_s=4.9)) == {}  # it may not have noticed yet
+
+
+def test_who_waits_in_vain_for_a_group_that_never_was_need_not_wait_for_the_deadline() -> None:
+    """Nobody has left that phase yet, so nobody knows how long it takes; but that it is in vain is known."""
+    assert list(found(0.0, w0=Reading(Position("join", 5.2, -1), left_behind_s=5.1))) == [0]
 
 
 def test_a_stopped_worker_is_named_once_that_is_confirmed() -> None:

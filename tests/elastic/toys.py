@@ -26,7 +26,7 @@ from instep.mesh.child import leave
 
 ALARM_S = 25  # no test waits longer for a toy that hangs
 PAUSE_S = 0.001
-LOG = "log"
+LOG, SAID = "log", "said"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,9 @@ class Group:
         os.pwrite(self.mine, (-step if leaves else step).to_bytes(8, "little", signed=True), 0)
         for rank, path in enumerate(self.counts):
             while abs(told := self._told(path)) < step:
-                self._look(rank)
+                gone = self._look(rank)
+                if gone and abs(self._told(path)) < step:  # it may have come and gone
+                    raise PeerLost(f"rank {rank} has gone", ranks=gone)
             leaves |= told == -step
         return not leaves
 
@@ -188,12 +190,11 @@ class Group:
         except FileNotFoundError:
             return 0
 
-    def _look(self, rank: int) -> None:
-        """Let a moment pass; raise if anybody is dead."""
+    def _look(self, rank: int) -> list[int]:
+        """Let a moment pass; ``rank`` if it is dead or has left this group."""
         dead = select.select(list(self.pidfds), [], [], PAUSE_S)[0]
-        ranks = [self.pidfds[pidfd] for pidfd in dead]
-        if ranks or self.page.position(self.slots[rank]).phase in ("lost", "built"):
-            raise PeerLost(f"rank {ranks or rank} has gone", ranks=ranks)
+        left = self.page.position(self.slots[rank]).phase in ("lost", "built")
+        return [rank] if left or rank in map(self.pidfds.get, dead) else []
 
     def _open(self, rank: int, pid: int) -> int:
         try:
@@ -230,6 +231,14 @@ def never_asks_again(toy: Toy, phase: str) -> None:
             select.select([], [], [], PAUSE_S)
 
 
+def grows_and_shrinks(toy: Toy, phase: str) -> None:
+    """Nobody goes on from steps 3, 6 and 9 before the ranks have been asked to part."""
+    generation = toy.seat.generation
+    if (toy.step, phase) == (3 * generation, "exchange") and generation < toy.script.generations:
+        while not toy.member.regroup:
+            select.select([], [], [], PAUSE_S)
+
+
 def spares_die(toy: Toy, phase: str) -> None:
     """Who has no seat, and was not there at the beginning, does not get as far as that."""
     if phase == "built" and toy.member.pulse.worker >= 2:
@@ -248,7 +257,7 @@ def says_much_and_leaves(toy: Toy, phase: str) -> None:
         return
     if toy.seat.rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    while not (toy.script.directory / "known").exists():
+    while not (toy.script.directory / SAID).exists():
         select.select([], [], [], PAUSE_S)
     for _ in range(3):
         toy.member.say("nothing of importance")
@@ -265,12 +274,9 @@ def waits_for_a_spare(toy: Toy, phase: str) -> None:
 
 
 def waits_for_dead_spares(toy: Toy, phase: str) -> None:
-    """Spares die, and rank 1 does not go on from step 2 before three of them have."""
-    path = toy.script.directory / "spares"
-    if phase == "built" and toy.member.pulse.worker >= 2:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(file, b".")
-        os.kill(os.getpid(), signal.SIGKILL)
-    if (toy.step, toy.seat.rank, phase) == (2, 1, "forward"):
-        while not path.exists() or path.stat().st_size < 3:
+    """Spares die, and rank 1 does not go on from step 2 before their supervisor has said so three times."""
+    path = toy.script.directory / SAID
+    spares_die(toy, phase)
+    if (toy.step, toy.seat.rank, phase) == (2, 1, "exchange"):
+        while not path.exists() or path.read_text().count("a spare") < 3:
             select.select([], [], [], PAUSE_S)
