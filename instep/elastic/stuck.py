@@ -45,6 +45,8 @@ def stuck(
     for worker, reading in readings.items():
         phase, seconds = reading.position.phase, reading.position.seconds
         limit = limit_s(slowest_s(phase), timeout_s)
+        if reading.left_behind_s:  # it waits for nothing, so there is no first time to be patient with
+            limit = min(limit, max(LEAST_S, FACTOR * slowest_s(phase)))
         if reading.stopped_s >= CONFIRMED_S:
             found[worker] = f"was stopped for {reading.stopped_s:.1f} s"
         elif seconds > limit and (phase not in WAITING or reading.left_behind_s > limit):

@@ -125,6 +125,7 @@ class Supervisor:
         self._memory: Place | None = None
         self._spares_lost = 0
         self._noticed_ns = 0
+        self._somebody_died = False  # of this generation
         self._looked = self._seated = self._parted = time.monotonic()
         self._lost: list[dict[str, Any]] = []  # what this generation's members said when they left it
 
@@ -154,8 +155,9 @@ class Supervisor:
             if self.forming and self.code is None:
                 self._seat()
         for worker in self.workers.values():
-            if worker not in self.members:
+            if worker.free or worker not in self.members:
                 self._dismiss(worker)
+            worker.connection.close()  # who asks for a seat from now on is sent away
         self.children.wait_all(GRACE_S)
         return self.code
 
@@ -245,6 +247,7 @@ class Supervisor:
         if end.error is not None and end.error.type in SUSPECT:
             self.forget_memory()
         if worker in self.members:
+            self._somebody_died = True
             self.recovery = self.recovery or Recovery(failure)
         else:
             self._spares_lost += 1
@@ -356,6 +359,7 @@ class Supervisor:
         self._blame()
         self.generation += 1
         self.forming, self._lost, self._seated = False, [], time.monotonic()
+        self._somebody_died = False
         seats = _ranks([worker.rank for worker in self.members])
         for worker, rank in zip(self.members, seats, strict=True):
             worker.named_since = None
@@ -367,11 +371,11 @@ class Supervisor:
     def _blame(self) -> None:
         """All have left a generation in which nobody died: if not because they were asked to, count it."""
         errors = [message for message in self._lost if message.get("error")]
-        if self.recovery is None and errors:
+        if errors and not self._somebody_died:
             first = errors[0]
             where = (first["rank"], first["pid"], self.generation, first["step"], first["phase"])
             failure = Failure(*where, "lost its group", first["error"])
-            self.recovery = Recovery(failure)
+            self.recovery = self.recovery or Recovery(failure)
             self._tell(failure, failure.error)
 
 

@@ -70,7 +70,7 @@ class Part:
             begun = [start["step"] for start in before if start.get("generation", 1) == 1]
             return {
                 "restarts": len(before),
-                "first_step": trainer.steps_done if trainer.generation == 1 else begun[-1],
+                "first_step": begun[-1] if begun and trainer.generation > 1 else trainer.steps_done,
                 "written": min(position(path), trainer.steps_done),  # the rest is done again
                 "canary": recorded[-1] if recorded else None,
             }
