@@ -24,20 +24,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from instep.elastic.crew import Crew
 from instep.elastic.failures import Failure, Patience
 from instep.elastic.faults import Fault
-from instep.elastic.member import Desk, Seat
+from instep.elastic.member import Seat
 from instep.elastic.memory import Place
-from instep.elastic.page import MAX_WORKERS, Page
 from instep.elastic.recovery import Recovery
 from instep.elastic.signals import preempted
 from instep.elastic.stuck import Reading, stuck
 from instep.elastic.table import table
 from instep.elastic.worker import Worker
 from instep.mesh import roll
-from instep.mesh.child import Child
 from instep.mesh.exits import Exit, RankFailed, how, root_cause
-from instep.mesh.launch import Children, surroundings, warm
+from instep.mesh.launch import warm
 from instep.mesh.peers import standing
 
 LOOK_S = 0.25  # between two looks at who makes progress
@@ -91,7 +90,7 @@ def supervise(work: Callable[..., object], args: tuple[Any, ...], terms: Terms) 
         try:
             return supervisor.run()
         finally:
-            supervisor.children.stop(0)
+            supervisor.crew.stop()
             supervisor.forget_memory()
 
 
@@ -109,11 +108,9 @@ class Supervisor:
         directory: Path,
         asked: Sequence[str] = (),
     ) -> None:
-        self.work, self.args, self.terms, self.asked = work, args, terms, asked
-        self.directory = directory
-        self.children = Children()
-        self.page = Page(directory / "page", create=True)
-        self.workers: dict[int, Worker] = {}
+        self.terms, self.asked, self.directory = terms, asked, directory
+        self.crew = Crew(work, args, terms.threads, directory)
+        self.page = self.crew.page
         self.members: list[Worker] = []
         self.target = terms.ranks
         self.generation = 0
@@ -121,7 +118,6 @@ class Supervisor:
         self.patience = Patience()
         self.recovery: Recovery | None = None
         self.code: int | None = None
-        self._number = 0
         self._memory: Place | None = None
         self._spares_lost = 0
         self._noticed_ns = 0
@@ -137,14 +133,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Until it is finished; the exit code."""
-        self.members = [self._start() for _ in range(self.target)]
+        self.members = [self.crew.start() for _ in range(self.target)]
         while self.code is None:
-            lines = [worker.connection for worker in self.workers.values() if not worker.hung_up]
-            ended, ready = self.children.wait(LOOK_S, lines)
-            for worker in list(self.workers.values()):
-                if worker.connection in ready and (message := worker.hear()) is not None:
-                    self._heard(worker, message)
-            if ended and self.code is None:
+            said, ended = self.crew.wait(LOOK_S)
+            for worker, message in said:
+                self._heard(worker, message)
+            if self.code is not None:
+                break
+            if ended:
                 self._ended(ended)
             if self.asked and not self.page.stop:
                 self.page.stop = True
@@ -152,29 +148,10 @@ class Supervisor:
                 self.terms.say(f"{self.asked[0]}: {text}")
             if time.monotonic() - self._looked >= LOOK_S:
                 self._look()
-            if self.forming and self.code is None:
+            if self.forming:
                 self._seat()
-        for worker in self.workers.values():
-            if worker.free or worker not in self.members:
-                self._dismiss(worker)
-            worker.connection.close()  # who asks for a seat from now on is sent away
-        self.children.wait_all(GRACE_S)
+        self.crew.disband(self.members, GRACE_S)
         return self.code
-
-    def _start(self) -> Worker:
-        taken = {worker.slot for worker in self.workers.values()}
-        while self._number % MAX_WORKERS in taken:
-            self._number += 1
-        number, self._number = self._number, self._number + 1
-        ours, theirs = self.children.context.Pipe()
-        environ = surroundings(self.terms.threads, {})
-        child = Child(number, self.terms.threads, str(self.directory), environ)
-        slot = number % MAX_WORKERS
-        self.page.reset(slot)
-        pid = self.children.start(child, self.work, (Desk(slot, self.page.path, theirs), *self.args))
-        theirs.close()
-        self.workers[number] = Worker(child, pid, slot, ours, self.page)
-        return self.workers[number]
 
     def _heard(self, worker: Worker, message: dict[str, Any]) -> None:
         match message["say"]:
@@ -206,35 +183,26 @@ class Supervisor:
             self.terms.note(self.recovery.fields())
         self.recovery = None
 
-    def _ended(self, ended: Sequence[Exit]) -> None:
-        """Workers have ended; what they said before still counts."""
-        for end in ended:
-            worker = self.workers[end.rank]
-            while not worker.hung_up and worker.connection.poll() and (message := worker.hear()) is not None:
-                self._heard(worker, message)
-        if self.code is not None:
-            return
-        self._progress()
-        dead = [self.workers.pop(end.rank) for end in ended]
-        for worker in dead:
-            worker.connection.close()
-        lost = [(worker, end) for worker, end in zip(dead, ended, strict=True) if not worker.dismissed]
-        self._require_another_try([replace(end, rank=worker.place) for worker, end in lost])
+    def _ended(self, ended: Sequence[tuple[Worker, Exit]]) -> None:
+        """Workers have ended without having finished the run."""
+        self.patience.progressed(max(self.page.position(worker.slot).step for worker, _ in ended))
+        lost = [(worker, end) for worker, end in ended if not worker.dismissed]
+        self._require_another_try(lost)
         for worker, end in lost:
             self._failed(worker, end)
-        if any(worker in self.members for worker in dead):
+        if any(worker in self.members for worker, _ in lost):
             self.page.over = self.generation
-            self.members = [worker for worker in self.members if worker not in dead]
+            self.members = [worker for worker in self.members if worker in self.crew.workers.values()]
             self._find_members()
 
-    def _require_another_try(self, ended: Sequence[Exit]) -> None:
+    def _require_another_try(self, lost: Sequence[tuple[Worker, Exit]]) -> None:
         """Raise ``RankFailed`` if the run has not begun, or failed in a way that would come again."""
-        begun = self.patience.step >= 0
-        if not any(end.error and (not begun or end.error.type in FINAL) for end in ended):
+        begun = max(self.patience.step, self.crew.step) >= 0
+        if not any(end.error and (not begun or end.error.type in FINAL) for _, end in lost):
             return
-        others = self.children.wait_all(GRACE_S / 4)  # which may have failed for the same reason, or know it
-        exits = [*ended, *(replace(end, rank=self.workers[end.rank].place) for end in others)]
-        raise RankFailed(root_cause(exits) or ended[0], max(self.target, len(self.members)))
+        # Others may have failed for the same reason, or know it.
+        exits = [replace(end, rank=worker.place) for worker, end in [*lost, *self.crew.wait_all(GRACE_S / 4)]]
+        raise RankFailed(root_cause(exits) or exits[0], max(self.target, len(self.members)))
 
     def _failed(self, worker: Worker, end: Exit) -> None:
         """A worker has failed: say so, and end the run if that was once too often."""
@@ -264,28 +232,21 @@ class Supervisor:
         self._noticed_ns = noticed_ns
         self.patience.add(failure)
 
-    def _progress(self) -> None:
-        steps = (self.page.position(worker.slot).step for worker in self.workers.values())
-        self.patience.progressed(max(steps, default=-1))
-
     def _find_members(self) -> None:
         """Decide who takes part in the next generation, and start whoever is missing."""
         self._part()
-        others = [worker for worker in self._living() if worker not in self.members]
+        others = [worker for worker in self.crew.living if worker not in self.members]
         others.sort(key=lambda worker: not worker.free)  # those that are ready first
         self.members.sort(key=lambda worker: worker.place)
         while len(self.members) > self.target:
-            self._dismiss(self.members.pop())
+            self.crew.dismiss(self.members.pop())
         while len(self.members) < self.target and others and (others[0].free or not self._enough()):
             self.members.append(others.pop(0))
         while len(self.members) < self.target and not self._enough():
-            self.members.append(self._start())
+            self.members.append(self.crew.start())
         missing = self.target - len(self.members) - len(others)
         for _ in range(missing):
-            self._start()  # it will be asked to join when it is ready
-
-    def _living(self) -> list[Worker]:
-        return [w for w in self.workers.values() if not w.dismissed and not w.killed]
+            self.crew.start()  # it will be asked to join when it is ready
 
     def _part(self) -> None:
         """From now on the next generation is wanted."""
@@ -296,57 +257,50 @@ class Supervisor:
     def _enough(self) -> bool:
         return 0 < self.terms.min_ranks <= len(self.members)
 
-    def _dismiss(self, worker: Worker) -> None:
-        worker.dismissed = True
-        if worker.free:
-            worker.give(None)
-        else:
-            worker.end()
-
     def _look(self) -> None:
         """See who makes progress, and whether it is time to grow, to shrink, or to have a spare."""
         self._looked = now = time.monotonic()
-        self._progress()
+        self.patience.progressed(self.crew.step)
         wanted = self.generation + 1 if self.forming else self.generation
         over_s = now - self._parted
-        readings = {number: worker.read(wanted, over_s) for number, worker in self.workers.items()}
+        readings = {number: worker.read(wanted, over_s) for number, worker in self.crew.workers.items()}
         found = stuck(readings, self.page.slowest_s, self.terms.timeout_s)
         for worker in self.members:
             if not worker.free and worker.named_since is not None and now - worker.named_since > NAMED_S:
                 found.setdefault(worker.number, "never came where others waited for it")
-        found = {number: why for number, why in found.items() if not self.workers[number].killed}
+        found = {number: why for number, why in found.items() if not self.crew.workers[number].killed}
         if found:
             self._end_stuck(found, readings)
         self._resize()
         settled = not self.forming and now - self._seated > SPARE_AFTER_S
-        if settled and len(self._living()) == self.target and self._spares_lost < MAX_SPARES_LOST:
-            self._start()
+        if settled and len(self.crew.living) == self.target and self._spares_lost < MAX_SPARES_LOST:
+            self.crew.start()
 
     def _end_stuck(self, found: Mapping[int, str], readings: Mapping[int, Reading]) -> None:
         """Say where everybody is, then end the workers in ``found``, for the reason there."""
-        self.terms.say(table(self.workers.values(), readings))
+        self.terms.say(table(self.crew.workers.values(), readings))
         seated = {worker.rank: worker.pid for worker in self.members if worker.rank >= 0}
         rows = standing(seated)
-        absent = [self.workers[number].rank for number in found]
+        absent = [self.crew.workers[number].rank for number in found]
         self.terms.say(roll.table(rows, [rank for rank in absent if rank in seated]))
         told = {row.rank for row in rows if row.stack}
         for number, why in found.items():
-            self.workers[number].kill(why, ask=self.workers[number].rank not in told)
+            self.crew.workers[number].kill(why, ask=self.crew.workers[number].rank not in told)
 
     def _resize(self) -> None:
         """Another number of ranks, if a fault says so or one that was missing is back."""
         for number, fault in enumerate(self.terms.faults):
             if fault.kind == "resize" and self.patience.step >= fault.step and self.page.fire(number):
                 self.target = fault.ranks
-        ready = [w for w in self._living() if w.free and w not in self.members]
+        ready = [w for w in self.crew.living if w.free and w not in self.members]
         missing = self.target - len(self.members)
         if self.forming or not missing:
             return
         if missing < 0 or len(ready) >= missing:
             self.page.regroup = self.generation
         else:
-            for _ in range(self.target - len(self._living())):
-                self._start()
+            for _ in range(self.target - len(self.crew.living)):
+                self.crew.start()
 
     def _seat(self) -> None:
         """Begin the next generation, if all its members are free."""

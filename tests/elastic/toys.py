@@ -44,6 +44,7 @@ class Script:
     always: tuple[str, ...] = ()
     extra: str = ""
     remembers: bool = False  # in the memory copy, and nowhere else
+    supervisor: int = 0  # its process id, for those who send it signals
 
 
 def work(desk: Desk, script: Script) -> None:
@@ -279,4 +280,21 @@ def waits_for_dead_spares(toy: Toy, phase: str) -> None:
     spares_die(toy, phase)
     if (toy.step, toy.seat.rank, phase) == (2, 1, "exchange"):
         while not path.exists() or path.read_text().count("a spare") < 3:
+            select.select([], [], [], PAUSE_S)
+
+
+def asks_to_end(toy: Toy, phase: str) -> None:
+    """Rank 0 sends the supervisor a signal at step 3."""
+    if (toy.step, toy.seat.rank, phase) == (3, 0, "exchange"):
+        os.kill(toy.script.supervisor, signal.SIGTERM)
+        while not toy.member.page.stop:
+            select.select([], [], [], PAUSE_S)
+
+
+def insists(toy: Toy, phase: str) -> None:
+    """It sends another one, and does not end the step."""
+    asks_to_end(toy, phase)
+    if (toy.step, toy.seat.rank, phase) == (3, 0, "exchange"):
+        os.kill(toy.script.supervisor, signal.SIGTERM)
+        while True:
             select.select([], [], [], PAUSE_S)

@@ -1,0 +1,384 @@
+"""The supervisor and toys that misbehave: the run goes on, or ends in the right words, and leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.elastic import stuck, supervise
+from instep.elastic.failures import RunFailed
+from instep.elastic.faults import parse_all
+from instep.elastic.supervise import Terms, _ranks
+from instep.mesh.exits import Exit, RankFailed
+from instep.mesh.launch import Children, warm
+from tests.elastic.toys import LOG, SAID, Script, work
+
+
+@dataclass
+class Scene:
+    """Runs of toys in a directory, and what was heard of them."""
+
+    directory: Path
+    said: list[str] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, *, ranks: int = 2, terms: dict[str, Any] | None = None, **script: Any) -> int:
+        """The exit code of a supervised run."""
+        faults = parse_all(script.get("faults", ()))
+        full: dict[str, Any] = {"faults": faults, "say": self.say, "note": self.notes.append}
+        terms_ = Terms(ranks=ranks, **{**full, **(terms or {})})
+        return supervise.supervise(work, (Script(self.directory, **script),), terms_)
+
+    def say(self, text: str) -> None:
+        """Toys read it, too."""
+        self.said.append(text)
+        with (self.directory / SAID).open("a") as file:
+            file.write(text)
+
+    def lines(self, what: str) -> list[dict[str, Any]]:
+        """What the workers have logged."""
+        path = self.directory / LOG
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in found if line["what"] == what]
+
+    def seats(self, generation: int) -> dict[int, int]:
+        """Rank to process id."""
+        return {line["rank"]: line["pid"] for line in self.lines("sits") if line["generation"] == generation}
+
+    def failures(self) -> list[tuple[int, str]]:
+        return [(note["rank"], note["how"]) for note in self.notes if note["event"] == "failure"]
+
+    def recoveries(self) -> list[dict[str, Any]]:
+        return [note for note in self.notes if note["event"] == "recovery"]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A scene, after which neither a process, a descriptor nor a file of the supervisor may be left."""
+    warm("pytest", "tests.elastic.toys")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(supervise, "LOOK_S", 0.02)
+    monkeypatch.setattr(supervise, "SPARE_AFTER_S", math.inf)
+    monkeypatch.setattr(supervise, "GRACE_S", 0.5)
+    before = descriptors()
+    scene = Scene(tmp_path)
+    yield scene
+    assert descriptors() == before or (gc.collect() and descriptors() == before)
+    assert list(temporary.iterdir()) == []
+    assert not [line["pid"] for line in scene.lines("built") if is_alive(line["pid"])]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_run_that_nothing_disturbs(scene: Scene) -> None:
+    assert scene.run(ranks=3, steps=4) == 0
+    assert sorted(scene.seats(1)) == [0, 1, 2]
+    assert all(line["world_size"] == 3 for line in scene.lines("sits"))
+    assert scene.said == scene.notes == []
+    assert len(scene.lines("built")) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ("kill", "was killed by SIGKILL"),
+        ("exit:code=0", "exited with code 0"),
+        ("exit:code=9", "exited with code 9"),
+        ("raise", "failed with RuntimeError: fault injected at step 2 in exchange"),
+    ],
+)
+def test_a_rank_that_ends_is_replaced_and_the_survivor_stays(scene: Scene, fault: str, how: str) -> None:
+    comma = "," if ":" in fault else ":"
+    assert scene.run(generations=2, faults=(f"{fault}{comma}rank=1,step=2,phase=exchange",)) == 0
+    first, second = scene.seats(1), scene.seats(2)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    ((rank, text),) = scene.failures()
+    assert rank == 1
+    assert text.startswith(how)
+    (note,) = [note for note in scene.notes if note["event"] == "failure"]
+    assert (note["pid"], note["step"], note["phase"]) == (first[1], 2, "exchange")
+    assert 0 <= note["noticed_ns"] - note["injected_ns"] < 10 * 10**9
+    (recovery,) = scene.recoveries()
+    assert recovery["seconds"]["ready"] >= 0
+    assert recovery["seconds"]["total"] >= recovery["seconds"]["ready"]
+    assert any(line.startswith("going on with 2 rank(s) after step ") for line in scene.said)
+    assert scene.said[0].startswith(f"rank 1 (pid {first[1]}), after step 2 in exchange, {how}")
+
+
+def test_survivors_keep_their_ranks_and_a_newcomer_takes_the_empty_one(scene: Scene) -> None:
+    assert scene.run(ranks=3, generations=3, faults=("kill:rank=0,step=1", "kill:rank=1,step=3")) == 0
+    first, second, third = (scene.seats(i) for i in (1, 2, 3))
+    assert {rank for rank in range(3) if first[rank] == second[rank]} == {1, 2}
+    assert {rank for rank in range(3) if second[rank] == third[rank]} == {0, 2}
+
+
+@given(st.lists(st.integers(-1, 6), min_size=1, max_size=7))
+def test_seats_are_all_taken_and_kept_where_that_is_possible(before: list[int]) -> None:
+    after = _ranks(before)
+    assert sorted(after) == list(range(len(before)))
+    for rank in range(len(before)):
+        had_it = [i for i, its in enumerate(before) if its == rank]
+        assert not had_it or after[had_it[0]] == rank
+
+
+def test_all_ranks_at_once(scene: Scene) -> None:
+    assert (
+        scene.run(ranks=3, generations=2, faults=tuple(f"kill:rank={rank},step=2" for rank in range(3))) == 0
+    )
+    assert len({*scene.seats(1).values(), *scene.seats(2).values()}) == 6
+
+
+@pytest.mark.parametrize("phase", ["built", "join", "agree"])
+def test_a_death_before_the_first_step_is_made_up_for(
+    scene: Scene, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for it in the meeting is not named by anybody, and never comes back by itself."""
+    monkeypatch.setattr(stuck, "LEAST_S", 0.3)
+    rank = -1 if phase == "built" else 1
+    assert scene.run(faults=(f"kill:rank={rank},step=-1,phase={phase}",), terms={"timeout_s": 15}) == 0
+    assert len(scene.failures()) <= 2
+    assert scene.failures()[0] == (rank, scene.failures()[0][1])
+
+
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds takes a moment."""
+    monkeypatch.setattr(stuck, "LEAST_S", 0.4)
+    monkeypatch.setattr(stuck, "CONFIRMED_S", 0.1)
+    monkeypatch.setattr(supervise, "NAMED_S", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("stop", "was stopped for "),
+        ("spin", "made no progress in forward for "),
+        ("hang", "made no progress in forward for "),
+        ("hold", "made no progress in forward for "),
+    ],
+)
+def test_a_rank_that_does_not_end_but_stands_still_is_ended(
+    scene: Scene, fault: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(monkeypatch)
+    assert scene.run(generations=2, faults=(f"{fault}:rank=1,step=3",)) == 0
+    (rank, how) = scene.failures()[0]
+    assert rank == 1
+    assert how.startswith(words)
+    table = next(text for text in scene.said if text.startswith("rank"))
+    assert f"{scene.seats(1)[1]}" in table
+    if fault != "stop":
+        stacks = next(text for text in scene.said if "Current thread" in text)
+        assert f"_{fault}" in stacks
+
+
+def test_a_survivor_that_does_not_come_back_is_ended_too(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(monkeypatch)
+    script = {"generations": 2, "faults": ("kill:rank=1,step=2",), "extra": "never_asks_again"}
+    assert scene.run(**script, terms={"timeout_s": 1.0}) == 0
+    assert [rank for rank, _ in scene.failures()] == [1, 0]
+    assert "made no progress in lost" in scene.failures()[1][1]
+    assert not set(scene.seats(1).values()) & set(scene.seats(2).values())
+
+
+def test_a_group_that_is_lost_though_nobody_died_counts_as_a_failure(scene: Scene) -> None:
+    with pytest.raises(RunFailed, match="5 failures in a row") as ended:
+        scene.run(steps=4, extra="loses_its_group")
+    assert [failure.rank for failure in ended.value.failures] == [1] * 5
+    assert "lost its group" in str(ended.value)
+    assert scene.seats(1) == scene.seats(5)  # everybody has stayed
+
+
+def test_what_fails_before_the_first_step_ends_the_run_at_once(scene: Scene) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 .* failed with RuntimeError: fault injected") as ended:
+        scene.run(always=("raise:rank=1,step=-1,phase=join",))
+    assert ended.value.exit.pid == scene.seats(1)[1]
+    assert scene.failures() == []
+
+
+def test_what_fails_before_anybody_sits_ends_the_run_at_once(scene: Scene) -> None:
+    with pytest.raises(RankFailed, match="failed with RuntimeError: fault injected at step -1 in built"):
+        scene.run(always=("raise:rank=-1,step=-1,phase=built",))
+
+
+def test_the_same_exception_twice_at_the_same_step_ends_the_run(scene: Scene) -> None:
+    with pytest.raises(RunFailed, match="the same exception came twice at the same step") as ended:
+        scene.run(always=("raise:rank=1,step=3",))
+    assert [failure.step for failure in ended.value.failures] == [3, 3]
+    assert str(ended.value).count("fault injected at step 3 in forward") == 2
+    pids = [failure.pid for failure in ended.value.failures]
+    assert pids == [scene.seats(1)[1], scene.seats(2)[1]]
+
+
+def test_five_deaths_in_a_row_without_a_step_end_the_run(scene: Scene) -> None:
+    with pytest.raises(RunFailed, match="5 failures in a row") as ended:
+        scene.run(always=("kill:rank=1,step=3",))
+    assert len(ended.value.failures) == 5
+    assert {failure.step for failure in ended.value.failures} == {3}
+
+
+def test_five_deaths_with_steps_in_between_do_not(scene: Scene) -> None:
+    faults = tuple(f"kill:rank=1,step={step}" for step in range(1, 8))
+    assert scene.run(steps=9, faults=faults) == 0
+    assert len(scene.failures()) == 7
+
+
+@pytest.mark.parametrize("fault", ["kill", "exit"])
+def test_workers_that_never_get_as_far_as_a_seat_end_the_run(scene: Scene, fault: str) -> None:
+    with pytest.raises(RunFailed, match="5 failures in a row"):
+        scene.run(ranks=1, always=(f"{fault}:rank=-1,step=-1,phase=built",))
+    assert scene.lines("sits") == []
+
+
+@pytest.mark.parametrize("extra", ["spares_die", "spares_raise"])
+def test_replacements_that_never_get_as_far_as_a_seat_end_the_run(scene: Scene, extra: str) -> None:
+    with pytest.raises(RunFailed) as ended:
+        scene.run(steps=10**9, faults=("kill:rank=1,step=3",), extra=extra)
+    assert len(ended.value.failures) <= 5
+    assert len(scene.lines("built")) == 2
+
+
+def test_an_error_that_would_come_again_ends_the_run_and_names_who_met_it(scene: Scene) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 3 .* field threads: expected 1, got 2") as ended:
+        scene.run(ranks=3, extra="contract")
+    assert ended.value.type_name == "instep.errors.ContractBroken"
+    assert ended.value.exit.pid == scene.seats(1)[1]
+    assert scene.seats(2) == {}
+
+
+def test_with_fewer_ranks_allowed_nobody_is_waited_for(scene: Scene) -> None:
+    """The one that is missing comes back later, and takes the rank that is free."""
+    script = {"generations": 3, "faults": ("kill:rank=0,step=2",)}
+    assert scene.run(ranks=3, **script, terms={"min_ranks": 2}) == 0
+    sizes = {line["generation"]: line["world_size"] for line in scene.lines("sits")}
+    assert sizes == {1: 3, 2: 2, 3: 3}
+    assert sorted(scene.seats(2)) == [0, 1]
+    assert set(scene.seats(2).values()) < set(scene.seats(1).values())
+    assert set(scene.seats(2).values()) < set(scene.seats(3).values())
+
+
+def test_ranks_grow_and_shrink_between_two_steps(scene: Scene) -> None:
+    sizes = {1: 2, 2: 4, 3: 1, 4: 3}
+    faults = ("resize:step=3,ranks=4", "resize:step=6,ranks=1", "resize:step=9,ranks=3")
+    assert scene.run(generations=4, faults=faults, extra="grows_and_shrinks") == 0
+    found = {line["generation"]: line["world_size"] for line in scene.lines("sits")}
+    assert found == sizes
+    assert scene.failures() == []
+    assert set(scene.seats(1).values()) < set(scene.seats(2).values())
+    assert set(scene.seats(3).values()) < set(scene.seats(2).values())
+    assert len(scene.lines("leaves")) == 3
+
+
+def test_a_spare_is_ready_before_it_is_needed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "SPARE_AFTER_S", 0.0)
+    assert scene.run(generations=2, extra="waits_for_a_spare") == 0
+    spare = next(line for line in scene.lines("built") if line["pid"] not in scene.seats(1).values())
+    assert scene.seats(2)[1] == spare["pid"]
+
+
+def test_spares_that_die_are_named_as_such_and_given_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "SPARE_AFTER_S", 0.0)
+    assert scene.run(extra="waits_for_dead_spares") == 0
+    assert [rank for rank, _ in scene.failures()] == [-1] * supervise.MAX_SPARES_LOST
+    assert scene.said[0].startswith("a spare (pid ")
+    assert len(scene.lines("built")) == 2
+    assert scene.recoveries() == []
+    assert scene.seats(2) == {}
+
+
+def test_the_memory_copy_outlives_all_workers(scene: Scene) -> None:
+    faults = tuple(f"kill:rank={rank},step=4,phase=update" for rank in range(2))
+    assert scene.run(steps=8, generations=2, faults=faults, remembers=True) == 0
+    (found,) = scene.lines("found")
+    assert found["generation"] == 2
+    assert found["kept"] in (4, 5)
+    assert [line["memory"] for line in scene.lines("sits") if line["generation"] == 1] == [False, False]
+
+
+def test_the_first_memory_copy_is_not_lost_with_its_writer(scene: Scene) -> None:
+    """It dies right after it has handed the copy over."""
+    assert scene.run(ranks=1, generations=2, faults=("kill:step=0,phase=update",), remembers=True) == 0
+    assert [line["kept"] for line in scene.lines("found")] == [1]
+
+
+def test_what_a_worker_said_before_it_ended_counts(scene: Scene) -> None:
+    """It had said much when its supervisor, busy with another's death, looked again."""
+
+    def known(text: str) -> None:
+        scene.say(text)
+        (survivor,) = [pid for rank, pid in scene.seats(1).items() if rank == 0]
+        while is_alive(survivor):
+            os.sched_yield()
+
+    assert scene.run(extra="says_much_and_leaves", terms={"say": known}) == 7
+    assert [rank for rank, _ in scene.failures()] == [1]
+
+
+@pytest.mark.parametrize("number", ["term", "usr1"])
+def test_a_signal_to_a_worker_ends_the_run_after_the_step(scene: Scene, number: str) -> None:
+    assert scene.run(steps=10**9, faults=(f"{number}:rank=1,step=3",)) == 75
+
+
+def test_a_signal_to_the_supervisor_ends_the_run_after_the_step(scene: Scene) -> None:
+    assert scene.run(steps=10**9, extra="asks_to_end", supervisor=os.getpid()) == 75
+    assert scene.said == ["SIGTERM: ending after this step, with a checkpoint; once more ends at once"]
+
+
+def test_a_second_signal_ends_everything_at_once_and_in_order(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, during = Children.stop, []
+
+    def observed(children: Children, grace_s: float) -> list[Exit]:
+        during.append(signal.getsignal(signal.SIGTERM))
+        return stop(children, grace_s)
+
+    monkeypatch.setattr(Children, "stop", observed)
+    with pytest.raises(SystemExit) as ended:
+        scene.run(steps=10**9, extra="insists", supervisor=os.getpid())
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert during == [signal.SIG_IGN]  # a third one does not interrupt the cleaning up
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_what_the_caller_is_told_may_fail(scene: Scene) -> None:
+    """An exception of a callback ends everything in order."""
+
+    def refuse(event: object) -> None:
+        raise LookupError("no")
+
+    with pytest.raises(LookupError):
+        scene.run(faults=("kill:rank=1,step=1",), terms={"note": refuse})
+
+
+def test_a_worker_that_cannot_be_sent_leaves_nothing(scene: Scene) -> None:
+    unsendable: Callable[[], None] = lambda: None  # noqa: E731
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        supervise.supervise(work, (unsendable,), Terms(ranks=2))
