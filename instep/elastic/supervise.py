@@ -186,6 +186,8 @@ class Supervisor:
     def _ended(self, ended: Sequence[tuple[Worker, Exit]]) -> None:
         """Workers have ended without having finished the run."""
         self.patience.progressed(max(self.page.position(worker.slot).step for worker, _ in ended))
+        if any(end.error is not None and end.error.told for _, end in ended):
+            ended = [*ended, *self.crew.wait_all(GRACE_S / 4)]  # among them the one that raised it
         lost = [(worker, end) for worker, end in ended if not worker.dismissed]
         self._require_another_try(lost)
         for worker, end in lost:
@@ -219,13 +221,15 @@ class Supervisor:
             self.recovery = self.recovery or Recovery(failure)
         else:
             self._spares_lost += 1
-        told = end.error is None or end.error.type.startswith("instep.")  # its message says all
-        self._tell(failure, worker.stacks if told or end.error is None else end.error.traceback)
+        if end.error is None or end.error.type.startswith("instep."):
+            self._note(failure, worker.stacks, quiet=end.error is not None and end.error.told)
+        else:
+            self._note(failure, end.error.traceback)
 
-    def _tell(self, failure: Failure, detail: str) -> None:
-        self.terms.say(str(failure))
-        if detail:
-            self.terms.say(detail.rstrip())
+    def _note(self, failure: Failure, detail: str, *, quiet: bool = False) -> None:
+        """Write ``failure`` down, say it unless another rank has said it, and count it."""
+        if not quiet:
+            self.terms.say("\n".join([str(failure), *([detail.rstrip()] if detail else [])]))
         noticed_ns, fired_ns = time.monotonic_ns(), self.page.fired_ns
         injected = {"injected_ns": fired_ns} if fired_ns > self._noticed_ns else {}
         self.terms.note({"event": "failure", "noticed_ns": noticed_ns, **injected, **failure.fields()})
@@ -330,7 +334,7 @@ class Supervisor:
             where = (first["rank"], first["pid"], self.generation, first["step"], first["phase"])
             failure = Failure(*where, "lost its group", first["error"])
             self.recovery = self.recovery or Recovery(failure)
-            self._tell(failure, failure.error)
+            self._note(failure, failure.error)
 
 
 def _ranks(before: Sequence[int]) -> list[int]:

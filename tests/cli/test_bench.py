@@ -1,7 +1,5 @@
 """What ``instep bench`` makes of its arguments, and how it ends."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ from instep.cli import bench
 from instep.cli.bench import MODULES, main, parse
 from instep.cli.exits import DONE, FAILED, USAGE
 from instep.errors import PeerLost
+from tests.cli.quick import assert_quick
 
 COMMANDS = ("collectives", "steps", "buckets")
 FLAGS = [
@@ -106,13 +105,4 @@ def test_every_measurement_has_its_module():
 
 @pytest.mark.parametrize("word", COMMANDS)
 def test_help_of_each_measurement_is_fast(word):
-    """In processor time, the best of three: the machine may be doing something else."""
-
-    def seconds():
-        before = os.times()
-        command = [sys.executable, "-m", "instep", "bench", word, "--help"]
-        subprocess.run(command, capture_output=True, check=True)
-        after = os.times()
-        return sum(after[2:4]) - sum(before[2:4])
-
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert_quick("bench", word, "--help")

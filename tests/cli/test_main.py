@@ -1,6 +1,5 @@
 """The word after ``instep``: found or suggested, and never at the price of importing torch."""
 
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 from instep import __version__
 from instep.cli.exits import DONE, USAGE
 from instep.cli.main import COMMANDS, main
+from tests.cli.quick import assert_quick
 
 HELPS = [[], ["--help"], ["--version"], *([word, "--help"] for word in COMMANDS)]
 
@@ -58,12 +58,4 @@ def test_help_imports_no_torch(args):
 
 @pytest.mark.parametrize("args", HELPS, ids=" ".join)
 def test_help_takes_less_than_a_third_of_a_second(args):
-    """In processor time, the best of three: the machine may be doing something else."""
-
-    def seconds() -> float:
-        before = os.times()
-        subprocess.run([sys.executable, "-m", "instep", *args], capture_output=True, check=True)
-        after = os.times()
-        return sum(after[2:4]) - sum(before[2:4])
-
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert_quick(*args)
