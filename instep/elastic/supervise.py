@@ -161,7 +161,7 @@ class Supervisor:
                     self._left(worker, message)
             case "memory":
                 self.forget_memory()
-                self._memory = worker.take(message["inode"])
+                self._memory = message["place"]
             case "stepped" if message["generation"] == self.generation and not self.forming:
                 self._stepped(worker, message)
             case "finished":
@@ -170,6 +170,8 @@ class Supervisor:
     def _left(self, worker: Worker, message: dict[str, Any]) -> None:
         """A member has left the current generation, because it has lost a peer or was asked to."""
         self._part()
+        if message.get("error"):
+            self.page.over = self.generation
         self._lost.append(message)
         for other in self.members:
             if other.rank in message.get("ranks", ()) and other.named_since is None:
@@ -332,9 +334,9 @@ class Supervisor:
         if errors and not self._somebody_died:
             first = errors[0]
             where = (first["rank"], first["pid"], self.generation, first["step"], first["phase"])
-            failure = Failure(*where, "lost its group", first["error"])
+            failure = Failure(*where, f"lost its group: {first['error']}", first["error"])
             self.recovery = self.recovery or Recovery(failure)
-            self._note(failure, failure.error)
+            self._note(failure, "")
 
 
 def _ranks(before: Sequence[int]) -> list[int]:

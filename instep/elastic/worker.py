@@ -51,10 +51,14 @@ class Worker:
         return self.rank if self.rank >= 0 else self.number
 
     def hear(self) -> dict[str, Any] | None:
-        """Its next message; None if it has hung up."""
+        """Its next message, with the descriptor that it may have sent along; None if it has hung up."""
         try:
             message: dict[str, Any] = json.loads(self.connection.recv_bytes(MESSAGE_BYTES))
-        except (EOFError, OSError, ValueError):
+            if message["say"] == "memory":
+                message["place"] = Place(
+                    os.getpid(), reduction.recv_handle(self.connection), message["inode"]
+                )
+        except (EOFError, OSError, RuntimeError, ValueError):
             self.hung_up = True
             return None
         return message
@@ -89,14 +93,6 @@ class Worker:
         """End it at once."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-
-    def take(self, inode: int) -> Place | None:
-        """The memory whose descriptor it sends next, held by this process; None if it has died before."""
-        try:
-            return Place(os.getpid(), reduction.recv_handle(self.connection), inode)
-        except (EOFError, OSError, RuntimeError):
-            self.hung_up = True
-            return None
 
     def _state(self) -> str:
         """The kernel's letter for it, "X" where it cannot be seen."""

@@ -69,7 +69,7 @@ def _sit(part: Part, member: Member, seat: Seat) -> tuple[Ending, dict[str, Any]
             member.say("stepped", **times, **told)
 
     part.agreed, part.stepped = agreed, stepped
-    trainer.generation = seat.generation
+    trainer.generation, trainer.injector.rank = seat.generation, seat.rank
     trainer.pulse.enter("join")
     try:
         assert part.memory is not None

@@ -20,12 +20,13 @@ def page(tmp_path: Path) -> Page:
 
 def test_a_second_mapping_sees_what_the_first_has_written(page: Page) -> None:
     other = Page(page.path)
-    assert (other.stop, other.regroup) == (False, 0)
+    assert (other.stop, other.regroup, other.over) == (False, 0, 0)
     page.stop = True
     page.regroup = 7
+    page.over = 6
     page.enter(3, PHASES.index("forward"))
     page.set_step(3, 12)
-    assert (other.stop, other.regroup) == (True, 7)
+    assert (other.stop, other.regroup, other.over) == (True, 7, 6)
     assert (other.position(3).phase, other.position(3).step) == ("forward", 12)
 
 
@@ -94,8 +95,7 @@ def test_neighbours_do_not_touch_each_other(page: Page) -> None:
     for worker in range(MAX_WORKERS):
         position = page.position(worker)
         assert (position.phase, position.step) == (PHASES[worker % len(PHASES)], 1000 + worker)
-    assert not page.stop
-    assert page.regroup == 0
+    assert (page.stop, page.regroup, page.over) == (False, 0, 0)
 
 
 def test_phases_that_wait_are_phases() -> None:

@@ -106,6 +106,7 @@ class Toy:
                 self.member.say("finished", code=code)
                 return
         self.log("leaves")
+        self.extra(self, "leaves")
 
     def train(self) -> int | None:
         """One generation: an exit code, or None if the ranks shall take other seats."""
@@ -176,7 +177,7 @@ class Group:
             while abs(told := self._told(path)) < step:
                 gone = self._look(rank)
                 if gone and abs(self._told(path)) < step:  # it may have come and gone
-                    raise PeerLost(f"rank {rank} has gone", ranks=gone)
+                    raise PeerLost(f"rank {rank} has gone from generation {self.generation}", ranks=gone)
             leaves |= told == -step
         return not leaves
 
@@ -240,6 +241,13 @@ def grows_and_shrinks(toy: Toy, phase: str) -> None:
             select.select([], [], [], PAUSE_S)
 
 
+def lingers(toy: Toy, phase: str) -> None:
+    """Nobody goes on from step 3 before somebody has to leave, and who has to leave does not end."""
+    if phase == "leaves" or ((toy.step, toy.seat.generation, phase) == (3, 1, "exchange")):
+        while phase == "leaves" or not toy.member.regroup:
+            select.select([], [], [], PAUSE_S)
+
+
 def spares_die(toy: Toy, phase: str) -> None:
     """Who has no seat, and was not there at the beginning, does not get as far as that."""
     if phase == "built" and toy.member.pulse.worker >= 2:
@@ -298,3 +306,16 @@ def insists(toy: Toy, phase: str) -> None:
         os.kill(toy.script.supervisor, signal.SIGTERM)
         while True:
             select.select([], [], [], PAUSE_S)
+
+
+def hands_over_and_dies(toy: Toy, phase: str) -> None:
+    """Rank 1 dies; when that is known, rank 0 hands its memory copy over and dies, too."""
+    if (toy.step, phase, toy.seat.generation) != (2, "forward", 1):
+        return
+    while not toy.seat.rank and not (toy.script.directory / SAID).exists():
+        select.select([], [], [], PAUSE_S)
+    if not toy.seat.rank:
+        copy = Copy.create(64, 64)
+        copy.write(b"2", [torch.zeros(4)])
+        toy.member.hand_over(copy)
+    os.kill(os.getpid(), signal.SIGKILL)
