@@ -109,8 +109,8 @@ def parse_all(specs: Sequence[str]) -> tuple[Fault, ...]:
 class Injector:
     """The faults of one worker; ``reach`` is called at each phase.
 
-    ``rank`` is set whenever the worker gets another, -1 before it has one; ``entries()`` are the named tensors
-    of its state.
+    ``rank`` is set whenever the worker gets another, -1 before it has one; ``entries()`` are the named
+    tensors of its state.
     """
 
     def __init__(

@@ -32,12 +32,10 @@ class Part:
     agreed: Callable[[str], None] = field(default=lambda source: None)  # told where the state came from
     stepped: Callable[[], None] = field(default=lambda: None)  # told after the first step
 
-    def run(self, *, announce: bool) -> Ending:
+    def run(self) -> Ending:
         """Agree on the state, train, and sum up if the run ends here. Collective over the trainer's mesh."""
         trainer, mesh, path = self.trainer, self.trainer.mesh, self.path
         with closing(Display(mesh.rank, trainer.config.steps)) as display:
-            if announce:
-                _announce(display, trainer, path)
             begun = self._begin(display)
             with closing(Books(path, trainer)) as books:
                 books.started(begun["restarts"], begun["accepted"])
@@ -59,9 +57,6 @@ class Part:
         world = trainer.mesh.world.group
         trainer.pulse.enter("agree")
         source, told = agree(trainer, lambda: find(trainer, self.memory, self.checkpoints))
-        for note in told.get("notes", ()):
-            display.say(note)
-        accepted = told.get("accepted", [])
 
         def look() -> dict[str, Any]:
             before = starts(path)
@@ -77,10 +72,14 @@ class Part:
 
         seen = on_rank_zero(world, "looking into the books", look)
         agree_on_canary(world, trainer.canary, seen["canary"])
+        if trainer.generation == 1 or not seen["restarts"]:
+            _announce(display, trainer, path)
+        for note in told.get("notes", ()):
+            display.say(note)
         if trainer.mesh.rank == 0:
             folder.begin(path, trainer.config, world.peers.table)
         self.agreed(source)
-        return {**seen, "accepted": accepted}
+        return {**seen, "accepted": told.get("accepted", [])}
 
     def _aside(self) -> Aside:
         trainer, memory = self.trainer, self.memory

@@ -74,7 +74,7 @@ def run_rank(config: Config) -> int:
         asked: list[str] = []
         listen(asked.append)
         trainer.wishes = {"stop": lambda: bool(asked)}
-        ending = Part(trainer, path, Checkpoints(path, config.timeout_s)).run(announce=True)
+        ending = Part(trainer, path, Checkpoints(path, config.timeout_s)).run()
         trainer.leave()
         return EXIT_CODES[ending]
     finally:

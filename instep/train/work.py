@@ -76,7 +76,7 @@ def _sit(part: Part, member: Member, seat: Seat) -> tuple[Ending, dict[str, Any]
         part.memory.take_over(seat.memory if seat.rank == 0 else None)
         _join(trainer, seat, member)
         times.update(joined_ns=time.monotonic_ns())
-        ending = part.run(announce=seat.generation == 1)
+        ending = part.run()
     except (PeerLost, Desync, dist.DistError) as error:
         phase = member.page.position(member.pulse.worker).phase
         lost = {"step": trainer.steps_done, "phase": phase, "ranks": list(getattr(error, "ranks", ()))}

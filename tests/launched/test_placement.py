@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_a_rank_that_is_killed_is_replaced_in_the_run_that_nothing_disturbed(
         os.kill(pid, signal.SIGKILL)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    assert f"rank {killed} (pid {pid}) was killed by SIGKILL: out of memory? the kernel's log (dmesg)" in err
+    assert re.search(rf"rank {killed} \(pid {pid}\).* was killed by SIGKILL: out of memory\?", err), err
     assert "going on with 2 rank(s) after step" in err
     assert "Traceback" not in err
     assert_same_run(path, reference)

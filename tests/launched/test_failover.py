@@ -1,0 +1,161 @@
+"""Faults in a run of the command: it goes on by itself, to the bits of the run that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.train.folder import FAULTS, SUMMARY, WORKERS, read_lines
+from instep.train.ledger import LEDGER
+from tests.launched.command import INSTEP, TORCHRUN, instep, read_until, run, started, steps_of, train
+from tests.launched.conftest import STEPS
+
+LONG = 60  # steps: enough for new ranks to be ready, and for a signal to arrive, before they are made
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / SUMMARY).read_text())
+
+
+def faults(*specs: str) -> list[str]:
+    return [word for spec in specs for word in ("--fault", spec)]
+
+
+def events(run_dir: Path, event: str, file: str = FAULTS) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run_dir / file) if line.get("event") == event]
+
+
+def assert_same_run(run_dir: Path, reference: Path, global_size: int = 16) -> None:
+    """The same steps, each once, from data that nobody else has read, to the same weights and moments."""
+    assert summary(run_dir)["state_sha256"] == summary(reference)["state_sha256"]
+    lines = steps_of(run_dir)
+    assert lines == steps_of(reference)
+    assert [(line["step"], line["cursor"]) for line in lines] == [
+        (step, step * global_size) for step in range(1, len(lines) + 1)
+    ]
+    assert not (run_dir / WORKERS).exists()
+
+
+@pytest.fixture(autouse=True)
+def nothing_on_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever fails or not: of the command's own files in the temporary directory none is left."""
+    with tempfile.TemporaryDirectory() as directory:  # short, because a socket's path goes into it
+        monkeypatch.setenv("TMPDIR", directory)
+        yield
+        assert list(Path(directory).glob("instep-*")) == []
+
+
+@pytest.fixture(scope="module")
+def longer(
+    recipe: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[object, ...], Path]:
+    """The flags of a run that is long enough to be met on its way, and the run that nothing disturbed."""
+    flags = (*recipe, "--steps", LONG)
+    path = tmp_path_factory.mktemp("longer")
+    ended = train(*flags, "-n", 1, "--run-dir", path / "run", cwd=path)
+    assert ended.code == 0, ended.err
+    return flags, path / "run"
+
+
+def test_four_faults_in_one_run_do_not_move_a_bit(
+    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    specs = [
+        "kill:rank=1,step=2,phase=exchange",
+        "kill:rank=0,step=4,phase=update",
+        "raise:rank=1,step=5,phase=backward",
+        "kill:rank=0,step=6,phase=save",
+    ]
+    flags = (*recipe, "--checkpoint.every", 2, "-n", 2, "--run-dir", "run")
+    ended = train(*flags, *faults(*specs), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "run", undisturbed)
+    assert summary(tmp_path / "run")["world_size"] == 2
+    failures = events(tmp_path / "run", "failure")
+    assert [(line["rank"], line["step"], line["phase"]) for line in failures] == [
+        (1, 2, "exchange"),
+        (0, 4, "update"),
+        (1, 5, "backward"),
+        (0, 6, "save"),
+    ]
+    recoveries = events(tmp_path / "run", "recovery")
+    assert 1 <= len(recoveries) <= len(failures)
+    assert all(line["source"] in ("a survivor", "the memory copy") for line in recoveries)
+    assert ended.err.count("was killed by SIGKILL") == 3
+    assert ended.out.count("state  sha256") == 1
+    compared = instep("compare", "run", undisturbed, cwd=tmp_path)
+    assert compared.code == 0, compared.out
+    assert f"the same bits in all {STEPS} steps" in compared.out
+
+
+def test_two_ranks_four_one_three_in_one_run_give_the_bits_of_one(
+    longer: tuple[tuple[object, ...], Path], tmp_path: Path
+) -> None:
+    flags, reference = longer
+    specs = ["resize:step=8,ranks=4", "resize:step=24,ranks=1", "resize:step=36,ranks=3"]
+    ended = train(*flags, *faults(*specs), "-n", 2, "--run-dir", "run", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "run", reference)
+    starts = events(tmp_path / "run", "started", LEDGER)
+    assert [line["world_size"] for line in starts] == [2, 4, 1, 3]
+    assert [line["generation"] for line in starts] == [1, 2, 3, 4]
+    assert events(tmp_path / "run", "failure") == []
+
+
+def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
+    longer: tuple[tuple[object, ...], Path], tmp_path: Path
+) -> None:
+    flags, reference = longer
+    path = tmp_path / "run"
+    with started(*INSTEP, "train", *flags, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
+        read_until(process, "held out")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert "SIGTERM: ending after this step, with a checkpoint; once more ends at once\n" in err
+    done = summary(path)["steps"]
+    assert 0 < done < LONG
+    assert f"stopped after step {done} of {LONG}; --resume goes on\n" in err
+    resumed = train(*flags, "-n", 3, "--run-dir", path, "--resume", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert_same_run(path, reference)
+
+
+def test_torchrun_restarts_a_run_that_finds_its_place_by_itself(
+    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    """The directory's name is made up, so it is the launcher's store that knows it after the restart."""
+    launcher = [*TORCHRUN[:-1], "--nproc-per-node", 2, "--max-restarts", 1, TORCHRUN[-1]]
+    flags = (*recipe, "--checkpoint.every", 2, *faults("kill:rank=1,step=5,phase=exchange"))
+    env = {"TMPDIR": os.environ["TMPDIR"]}
+    ended = run(*launcher, "instep", "train", *flags, cwd=tmp_path, env=env)
+    assert ended.code == 0, ended.err
+    (path,) = (tmp_path / "runs").iterdir()
+    assert_same_run(path, undisturbed)
+    assert f"resumed from {path / 'checkpoints' / 'step-00000004'}, step 4" in ended.err
+    assert summary(path)["restarts"] == 1
+
+
+def test_an_exception_that_comes_back_ends_the_run_with_both_in_its_words(
+    recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    twice = faults(*["raise:rank=1,step=3"] * 2)
+    ended = train(*recipe, *twice, "-n", 2, "--run-dir", "run", cwd=tmp_path)
+    assert ended.code == 1, ended.err
+    _, _, last_words = ended.err.rpartition("instep train: error: ")
+    first, *both = last_words.splitlines()
+    assert first == "the same exception came twice at the same step:"
+    assert len(both) == 2
+    for line in both:
+        assert "rank 1 (pid " in line
+        assert "failed with RuntimeError: fault injected at step 3 in forward" in line
+    assert ended.out == ""
+    assert not (tmp_path / "run" / WORKERS).exists()
+    assert not (tmp_path / "run" / SUMMARY).exists()
