@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from instep.checkpoint.contract import describe
+from instep.cli.exits import DONE, PREEMPTED
 from instep.train import recipes
 from instep.train.config import Config, Parallel, numerical
 from instep.train.folder import SUMMARY
-from instep.train.run import AGAIN, DONE, run
+from instep.train.run import run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -93,7 +94,7 @@ def hash_of(placement: Placement, base: Config, directory: Path) -> str:
     )
     config = replace(base, parallel=parallel, run_dir=directory / "run", ranks=placement.ranks)
     if placement.resumed_on:
-        _expect(AGAIN, run(replace(config, stop_after=STEPS // 2)))
+        _expect(PREEMPTED, run(replace(config, stop_after=STEPS // 2)))
         config = replace(config, resume=True, ranks=placement.resumed_on)
     _expect(DONE, run(config))
     return str(json.loads((directory / "run" / SUMMARY).read_text())["state_sha256"])

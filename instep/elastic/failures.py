@@ -37,7 +37,8 @@ class Failure:
 
     def repeats(self, other: Failure) -> bool:
         """Whether ``other`` is the same exception at the same step, at another try."""
-        return (self.error, self.step) == (other.error, other.step) and self.attempt != other.attempt
+        same = (self.error, self.step) == (other.error, other.step)
+        return same and self.step >= 0 and self.attempt != other.attempt
 
     def fields(self) -> dict[str, object]:
         """As JSON."""

@@ -109,8 +109,7 @@ def parse_all(specs: Sequence[str]) -> tuple[Fault, ...]:
 class Injector:
     """The faults of one worker; ``reach`` is called at each phase.
 
-    ``rank`` is set whenever the worker gets another, -1 before it has one; ``entries()`` are the named
-    tensors of its state.
+    ``rank`` is set whenever the worker gets another; ``entries()`` are the named tensors of its state.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Injector:
         page: Page | None = None,
         entries: Callable[[], Sequence[tuple[str, Tensor]]] = tuple,
     ) -> None:
-        self.rank = -1
+        self.rank = 0
         self._faults = faults
         self._page = page
         self._entries = entries

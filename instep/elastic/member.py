@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import reduction
@@ -15,6 +16,7 @@ from instep.elastic.page import Page
 from instep.elastic.pulse import Pulse
 
 MESSAGE_BYTES = 1 << 20
+CONFIRM_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,13 @@ class Member:
     def is_over(self) -> bool:
         """Whether this generation has lost a member."""
         return self.page.over >= self.generation
+
+    def over_soon(self) -> bool:
+        """The same, giving the supervisor a moment to notice what this rank has noticed first."""
+        until = time.monotonic() + CONFIRM_S
+        while not self.is_over and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.is_over
 
     @property
     def regroup(self) -> bool:

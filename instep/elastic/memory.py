@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,10 +35,6 @@ class Place:
     pid: int
     fd: int
     inode: int
-
-    def fields(self) -> dict[str, int]:
-        """As JSON."""
-        return asdict(self)
 
 
 class Copy:

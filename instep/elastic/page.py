@@ -32,12 +32,15 @@ PHASES = (
     "update",
     "snapshot",
     "ledger",
+    "hash",
     "evaluate",
     "gather",
     "save",
     "summary",
     "lost",
 )
+# Now and then these take much longer than ever before: a disk, the whole state.
+PATIENT = frozenset({"hash", "save"})
 WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
 
 MAX_WORKERS, MAX_FAULTS = 256, 64
@@ -118,6 +121,12 @@ class Page:
         words[last] = max(words[last], now - words[base + _SINCE])
         words[base + _SINCE] = now
         words[base + _PHASE] = phase
+
+    def excuse(self, worker: int) -> None:
+        """``worker`` has been ended in its phase: the next one may take longer for it."""
+        base = _base(worker)
+        last = base + _SLOWEST + self._words[base + _PHASE]
+        self._words[last] = max(self._words[last], time.monotonic_ns() - self._words[base + _SINCE])
 
     def reset(self, worker: int) -> None:
         """A new process is ``worker``."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-POLITE = (signal.SIGTERM, signal.SIGUSR1)
+from instep.mesh.child import POLITE
 
 
 @contextmanager

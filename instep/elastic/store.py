@@ -32,13 +32,13 @@ class WatchedStore(dist.Store):
 
         Raises:
             PeerLost: the generation has ended.
-            RuntimeError: they did not come in time, as other stores say it.
+            DistStoreError: they did not come in time.
         """
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         until = time.monotonic() + seconds
         while not self._watched().check(list(keys)):
             if time.monotonic() > until:
-                raise RuntimeError(f"{', '.join(keys)} did not come within {seconds:g} s")
+                raise dist.DistStoreError(f"{', '.join(keys)} did not come within {seconds:g} s")
             time.sleep(SLICE_S)
 
     def get(self, key: str) -> bytes:

@@ -1,6 +1,6 @@
 """Which worker keeps the others from going on. Pure.
 
-    stopped     the kernel does not run it: SIGSTOP, a debugger, a frozen container
+    stopped     the kernel does not run it: SIGSTOP, a debugger
     no progress its main thread has been in one phase, which waits for nobody, for much longer than ever
     left behind others have left its group, which has lost a rank, and it has not noticed for as long
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from instep.elastic.page import WAITING, Position
+from instep.elastic.page import PATIENT, WAITING, Position
 
 CONFIRMED_S = 1.0  # a debugger's glance, or a suspended host, is over by then
 LEAST_S, FACTOR = 5.0, 5.0
@@ -44,7 +44,7 @@ def stuck(
     found = {}
     for worker, reading in readings.items():
         phase, seconds = reading.position.phase, reading.position.seconds
-        limit = limit_s(slowest_s(phase), timeout_s)
+        limit = timeout_s if phase in PATIENT else limit_s(slowest_s(phase), timeout_s)
         if reading.left_behind_s:  # it waits for nothing, so there is no first time to be patient with
             limit = min(limit, max(LEAST_S, FACTOR * slowest_s(phase)))
         if reading.stopped_s >= CONFIRMED_S:

@@ -29,6 +29,7 @@ from instep.elastic.failures import Failure, Patience
 from instep.elastic.faults import Fault
 from instep.elastic.member import Seat
 from instep.elastic.memory import Place
+from instep.elastic.page import MAX_WORKERS
 from instep.elastic.recovery import Recovery
 from instep.elastic.signals import preempted
 from instep.elastic.stuck import Reading, stuck
@@ -42,6 +43,7 @@ from instep.mesh.peers import standing
 LOOK_S = 0.25  # between two looks at who makes progress
 SPARE_AFTER_S = 1.0  # of training: a run that is shorter needs none
 NAMED_S = 1.0  # for a rank that others have waited for in vain to be lost too
+MAX_RANKS = MAX_WORKERS // 2  # each may have to be replaced while it is still ending
 MAX_SPARES_LOST = 3
 GRACE_S = 2.0
 # Exceptions that would come again, whoever computes: about the run, its files, or its settings.
@@ -83,6 +85,8 @@ def supervise(work: Callable[..., object], args: tuple[Any, ...], terms: Terms) 
         RankFailed: a worker failed before the first step, or in a way that would come again.
         RunFailed: the run failed again and again; every failure is listed.
     """
+    if not 0 < terms.ranks <= MAX_RANKS:
+        raise ValueError(f"expected 1 to {MAX_RANKS} ranks on one host, got {terms.ranks}")
     warm(work.__module__)
     asked: list[str] = []  # the signals that came
     with preempted(asked.append), tempfile.TemporaryDirectory(prefix="instep-") as directory:
@@ -191,7 +195,7 @@ class Supervisor:
         if any(end.error is not None and end.error.told for _, end in ended):
             ended = [*ended, *self.crew.wait_all(GRACE_S / 4)]  # among them the one that raised it
         lost = [(worker, end) for worker, end in ended if not worker.dismissed]
-        self._require_another_try(lost)
+        self._require_another_try([each for each in lost if each[0] in self.members])
         for worker, end in lost:
             self._failed(worker, end)
         if any(worker in self.members for worker, _ in lost):
@@ -236,6 +240,7 @@ class Supervisor:
         injected = {"injected_ns": fired_ns} if fired_ns > self._noticed_ns else {}
         self.terms.note({"event": "failure", "noticed_ns": noticed_ns, **injected, **failure.fields()})
         self._noticed_ns = noticed_ns
+        self.patience.progressed(max(failure.step, self.crew.step))
         self.patience.add(failure)
 
     def _find_members(self) -> None:
@@ -269,12 +274,12 @@ class Supervisor:
         self.patience.progressed(self.crew.step)
         wanted = self.generation + 1 if self.forming else self.generation
         over_s = now - self._parted
-        readings = {number: worker.read(wanted, over_s) for number, worker in self.crew.workers.items()}
+        readings = {worker.number: worker.read(wanted, over_s) for worker in self.crew.living}
         found = stuck(readings, self.page.slowest_s, self.terms.timeout_s)
         for worker in self.members:
-            if not worker.free and worker.named_since is not None and now - worker.named_since > NAMED_S:
+            named_s = 0.0 if worker.named_since is None else now - worker.named_since
+            if worker.number in readings and not worker.free and named_s > NAMED_S:
                 found.setdefault(worker.number, "never came where others waited for it")
-        found = {number: why for number, why in found.items() if not self.crew.workers[number].killed}
         if found:
             self._end_stuck(found, readings)
         self._resize()
@@ -284,14 +289,16 @@ class Supervisor:
 
     def _end_stuck(self, found: Mapping[int, str], readings: Mapping[int, Reading]) -> None:
         """Say where everybody is, then end the workers in ``found``, for the reason there."""
-        self.terms.say(table(self.crew.workers.values(), readings))
+        self.terms.say(table(self.crew.living, readings))
         seated = {worker.rank: worker.pid for worker in self.members if worker.rank >= 0}
         rows = standing(seated)
         absent = [self.crew.workers[number].rank for number in found]
         self.terms.say(roll.table(rows, [rank for rank in absent if rank in seated]))
         told = {row.rank for row in rows if row.stack}
         for number, why in found.items():
-            self.crew.workers[number].kill(why, ask=self.crew.workers[number].rank not in told)
+            worker = self.crew.workers[number]
+            self.page.excuse(worker.slot)
+            worker.kill(why, ask=worker.rank not in told)
 
     def _resize(self) -> None:
         """Another number of ranks, if a fault says so or one that was missing is back."""
@@ -304,7 +311,7 @@ class Supervisor:
             return
         if missing < 0 or len(ready) >= missing:
             self.page.regroup = self.generation
-        else:
+        elif self._spares_lost < MAX_SPARES_LOST:
             for _ in range(self.target - len(self.crew.living)):
                 self.crew.start()
 

@@ -19,6 +19,7 @@ from instep.elastic.page import Page
 from instep.elastic.stuck import Reading
 from instep.mesh.child import STACKS_SIGNAL, Child
 
+HANDLE_S = 1.0  # for a descriptor to follow its message
 STACKS_S = 0.5  # for a process to write its stacks down
 
 
@@ -55,9 +56,10 @@ class Worker:
         try:
             message: dict[str, Any] = json.loads(self.connection.recv_bytes(MESSAGE_BYTES))
             if message["say"] == "memory":
-                message["place"] = Place(
-                    os.getpid(), reduction.recv_handle(self.connection), message["inode"]
-                )
+                if not self.connection.poll(HANDLE_S):
+                    raise EOFError("it has stopped between a message and what belongs to it")
+                fd = reduction.recv_handle(self.connection)
+                message["place"] = Place(os.getpid(), fd, message["inode"])
         except (EOFError, OSError, RuntimeError, ValueError):
             self.hung_up = True
             return None
@@ -79,7 +81,7 @@ class Worker:
         elif self._stopped_since is None:
             self._stopped_since = now
         stopped_s = 0.0 if self._stopped_since is None else now - self._stopped_since
-        left_behind = not self.free and self.generation < generation
+        left_behind = 0 < self.generation < generation and not self.free
         return Reading(self.page.position(self.slot), stopped_s, over_s if left_behind else 0.0)
 
     def kill(self, why: str, *, ask: bool = True) -> None:

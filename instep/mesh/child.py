@@ -18,6 +18,7 @@ from typing import Any
 from instep.mesh.exits import RECORD_LIMIT_BYTES, ErrorRecord
 
 PR_SET_PDEATHSIG = 1
+POLITE = (signal.SIGTERM, signal.SIGUSR1)  # which ask a run to end
 STACKS_SIGNAL = signal.SIGQUIT  # which asks a Unix process for its core, and here for its Python stacks
 
 
@@ -46,6 +47,8 @@ def live(child: Child, target: Callable[..., object], args: tuple[Any, ...]) -> 
     _end_with_launcher()
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in POLITE:  # ignored by the forkserver
+        signal.signal(number, signal.SIG_DFL)
     # The forkserver's environment is the launcher's of the day it was born.
     os.environ.clear()
     os.environ.update(child.environ)

@@ -89,8 +89,9 @@ def ask(peers: Iterable[Peer], seconds: float = ANSWER_S) -> dict[int, Row]:
     while asked and (ready := wait(list(asked), max(0.0, until - time.monotonic()))):
         for answered in ready:
             assert isinstance(answered, socket.socket)
+            peer = asked.pop(answered)
             with answered, suppress(OSError, ValueError):  # it ended meanwhile: no answer
-                rows[asked.pop(answered).rank] = Row.from_bytes(answered.recv(ROW_BYTES))
+                rows[peer.rank] = Row.from_bytes(answered.recv(ROW_BYTES))
     for silent in asked:
         silent.close()
     return rows
@@ -115,8 +116,9 @@ def _serve(listener: socket.socket, flights: weakref.WeakValueDictionary[int, Fl
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
+        except OSError:  # no descriptor is left, or whoever asked has gone
+            time.sleep(ANSWER_S)
+            continue
         with connection, suppress(Exception):  # whatever is wrong with one question, others may follow
             connection.settimeout(ANSWER_S)
             if _credentials(connection)[1] == os.getuid():

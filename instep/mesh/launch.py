@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from instep.mesh.child import Child, live, read_record
+from instep.mesh.child import POLITE, Child, live, read_record
 from instep.mesh.exits import Exit, RankFailed, root_cause
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
+FROZEN = "instep.mesh.frozen"  # the last
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # Starting the forkserver borrows this process's signal handler and environment for a moment.
@@ -104,8 +105,8 @@ def warm(*modules: str) -> None:
 
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
-    multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    with _starting, _ignored_interrupt(), _one_blas_thread():
+    multiprocessing.set_forkserver_preload([*PRELOAD, *modules, FROZEN])
+    with _starting, _ignored(), _one_blas_thread():
         multiprocessing.forkserver.ensure_running()
 
 
@@ -235,14 +236,19 @@ def _terminate_unwinds() -> Iterator[None]:
 
 
 @contextmanager
-def _ignored_interrupt() -> Iterator[None]:
-    """What is started in the block ignores Ctrl-C from its first instruction, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if _in_main_thread() else None
+def _ignored() -> Iterator[None]:
+    """What is started in the block ignores Ctrl-C, and what ends a run politely, from its first instruction.
+
+    Those signals may be sent to every process of a job; if the forkserver ended, so would all ranks.
+    """
+    before = {}
+    if _in_main_thread():
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *POLITE)}
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

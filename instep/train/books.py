@@ -97,14 +97,17 @@ class Books:
         figures = {name: x for name, x in asdict(made).items() if name not in ("skipped", "stop", "regroup")}
         extra = {} if held_out is None else {"held_out_loss": held_out}
         self._metrics.write(step=step, **figures, **extra)
-        whole = self._ledger.is_whole(step, last=last)
+        entries, whole = trainer.entries(), None
+        if self._ledger.is_whole(step, last=last):
+            trainer.pulse.enter("hash")
+            whole = state_digests(entries, step)
         self._ledger.step(
             step,
             cursor=trainer.cursor,
             loss=made.loss,
             norm=made.norm,
-            sampled=sampled_blocks(trainer.entries(), step, SAMPLE_EVERY),
-            whole=state_digests(trainer.entries(), step) if whole else None,
+            sampled=sampled_blocks(entries, step, SAMPLE_EVERY),
+            whole=whole,
             skipped=made.skipped,
         )
 

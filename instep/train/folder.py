@@ -5,7 +5,7 @@
     summary.json     the figures of the whole run   checkpoints/   step-00000100/ ...
     faults.jsonl     what went wrong, and what it took to go on
 
-Only rank 0 writes.
+Only rank 0 writes, and who starts the ranks.
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines at the end of a JSONL file, enough to know where it stands, however long it is."""
+    """The lines at the end of a JSONL file, one of a step among them if there is any, however long it is."""
     tail = _tail(path)
-    return read_lines(path) if tail is None else tail
+    knows = tail is not None and any("event" not in line for line in tail)
+    return tail if tail is not None and knows else read_lines(path)
 
 
 def _tail(path: Path) -> list[dict[str, Any]] | None:

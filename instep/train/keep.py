@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from instep.checkpoint.background import Saver
 from instep.checkpoint.manifest import Manifest
 from instep.elastic.member import Member
 from instep.elastic.memory import Copy, Interval, Place, tensor_bytes
-from instep.errors import ContractBroken
+from instep.errors import CheckpointRejected, ContractBroken
 from instep.train.folder import CHECKPOINTS, CONFIG
 from instep.train.state import capture, restore_copy, step_in
 from instep.train.together import on_rank_zero
@@ -111,6 +112,7 @@ class Checkpoints:
             trainer.begin()
             return "the beginning", {}
         accepted = require_fit(found.manifest, trainer, self.path)
+        trainer.fresh = trainer.state_of_run = False
         whole.restore(found, trainer.module, trainer.optimizer)
         trainer.health.restore(found.manifest.extra["health"])
         trainer.steps_done, trainer.last = found.manifest.step, None
@@ -121,10 +123,15 @@ class Checkpoints:
 
 def find(trainer: Trainer, memory: MemoryCopy | None, checkpoints: Checkpoints) -> tuple[str, dict[str, Any]]:
     """Give ``trainer`` the newest state that is kept anywhere: where it was, and what to tell."""
-    if memory is not None and memory.step >= max(checkpoints.newest(), 0):
-        memory.restore(trainer)
-        return "the memory copy", {}
-    return checkpoints.restore(trainer)
+    if memory is None or memory.step < 0:
+        return checkpoints.restore(trainer)
+    if checkpoints.newest() > memory.step:
+        with suppress(CheckpointRejected):
+            found = checkpoints.restore(trainer)
+            if trainer.steps_done > memory.step:
+                return found
+    memory.restore(trainer)
+    return "the memory copy", {}
 
 
 def require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> list[str]:

@@ -54,6 +54,7 @@ def run_steps(trainer: Trainer, books: Books, written: int, display: Display, as
         made = trainer.last
         saves = stop or due(config.checkpoint.every)
         if made is not None and trainer.steps_done > written:
+            trainer.pulse.enter("gather")
             books.leaves(made)
             held_out = evaluate() if due(config.eval.every) else None
             trainer.pulse.enter("ledger")
@@ -76,10 +77,10 @@ def run_steps(trainer: Trainer, books: Books, written: int, display: Display, as
         began = time.monotonic()
         made = trainer.step()
         aside.keep(time.monotonic() - began)
-        follow_up(stop=made.stop)
         if is_first:
             aside.first_step()
             is_first = False
+        follow_up(stop=made.stop)
         if made.stop:
             return Ending.DONE if trainer.steps_done >= config.steps else Ending.STOPPED
         if made.regroup and trainer.steps_done < last:

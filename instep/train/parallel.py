@@ -128,6 +128,8 @@ class Server(Ranks):
 
     def update(self) -> None:
         """As in ``Ranks``: the server's optimizer, then its weights for all."""
+        if not self.holds_state:
+            self.pulse.enter("exchange")  # it waits for the server
         self.model.step()
 
     def skip(self) -> None:

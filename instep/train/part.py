@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from instep.checkpoint import contract
 from instep.checkpoint.contract import agree_on_canary
+from instep.errors import ContractBroken
 from instep.train import folder, summary
 from instep.train.books import Books, position, starts
 from instep.train.folder import METRICS
@@ -62,10 +63,14 @@ class Part:
             before = starts(path)
             ours = contract.fingerprint(trainer.contract)
             recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
-            begun = [start["step"] for start in before if start.get("generation", 1) == 1]
+            if trainer.generation > 1 and before and before[-1]["fingerprint"] != ours:
+                raise ContractBroken(
+                    "the ranks would go on under another contract than the one they began with:\n  "
+                    + "\n  ".join(contract.differences(before[-1]["numerical"], trainer.contract))
+                )
             return {
                 "restarts": len(before),
-                "first_step": begun[-1] if begun and trainer.generation > 1 else trainer.steps_done,
+                "first_step": _begun(before, trainer.generation, trainer.steps_done),
                 "written": min(position(path), trainer.steps_done),  # the rest is done again
                 "canary": recorded[-1] if recorded else None,
             }
@@ -93,6 +98,15 @@ class Part:
     def _sum_up(self, begun: dict[str, Any]) -> None:
         figures = _summary(self.trainer, self.path, begun["first_step"], begun["restarts"])
         summary.show(folder.end(self.path, figures), self.path)
+
+
+def _begun(before: Sequence[dict[str, Any]], generation: int, step: int) -> int:
+    """Where this command began: the step of its first generation, of which ``before`` may tell."""
+    for start in reversed(before):
+        if start.get("generation", 1) >= generation:
+            break
+        step, generation = start["step"], start.get("generation", 1)
+    return step
 
 
 def _announce(display: Display, trainer: Trainer, path: Path) -> None:

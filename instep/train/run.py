@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from instep.mesh.groups import launcher_store
 from instep.mesh.join import init
 from instep.mesh.place import Place, detect
 from instep.train import folder
-from instep.train.config import Config, check_world, local_ranks, validate
+from instep.train.config import Config, check_ranks, check_world, local_ranks, validate
 from instep.train.folder import FAULTS, Lines
 from instep.train.keep import Checkpoints
 from instep.train.part import Part
@@ -32,6 +32,8 @@ def run(config: Config) -> int:
     """
     validate(config)
     faults = parse_all(config.fault)
+    for fault in faults:
+        check_ranks(config, fault.ranks)
     if detect(os.environ).source != "single":
         return run_rank(config)
     # The directory is claimed here, so that all ranks are told the same one.
@@ -109,8 +111,9 @@ class _FaultLog:
         self._lines: Lines | None = None
 
     def note(self, event: dict[str, object]) -> None:
-        self._lines = self._lines or Lines(self._path, until_step=0)
-        self._lines.write(**event)
+        with suppress(OSError):  # a full disk ends no run for want of the tale of its faults
+            self._lines = self._lines or Lines(self._path, until_step=0)
+            self._lines.write(**event)
 
     def close(self) -> None:
         if self._lines is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from instep.checkpoint import copy
 from instep.checkpoint.manifest import parse_json
 from instep.elastic.memory import Copy
-from instep.errors import CheckpointRejected
+from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.train.together import on_rank_zero
 from instep.train.trainer import Made, Trainer
 
@@ -49,6 +49,7 @@ def step_in(description: bytes) -> int:
 
 def restore(trainer: Trainer, description: bytes, held: list[Tensor]) -> None:
     """Give ``trainer`` the state that ``description`` and ``held`` are of."""
+    trainer.fresh = trainer.state_of_run = False  # until all have agreed that this is it
     body = parse_json(description, DESCRIPTION_BYTES)
     trainer.steps_done = copy.restore(trainer.module, trainer.optimizer, body["state"], held)
     trainer.health.restore(body["health"])
@@ -71,10 +72,7 @@ def agree(trainer: Trainer, find: Find) -> tuple[str, dict[str, Any]]:
     If nobody has one, rank 0 finds it; the beginning is a state, too. Collective.
     """
     world = trainer.mesh.world.group
-    mine = trainer.steps_done if trainer.state_of_run else FRESH if trainer.fresh else NOTHING
-    known = torch.empty(world.size, dtype=torch.int64)
-    world.all_gather(known, torch.tensor([mine]), AGREEMENT)
-    steps: list[int] = known.tolist()
+    steps = _known_steps(trainer)
     newest = max(steps)
     source, told = "a survivor", dict[str, Any]()
     if newest < 0:
@@ -92,6 +90,27 @@ def agree(trainer: Trainer, find: Find) -> tuple[str, dict[str, Any]]:
     trainer.fresh = False
     trainer.pulse.has(trainer.steps_done)
     return source, told
+
+
+def _known_steps(trainer: Trainer) -> list[int]:
+    """What each rank has: a number of steps, or ``NOTHING``, or what all begin with, ``FRESH``. Collective.
+
+    Raises:
+        ReplicasDiffer: ranks that have made the same steps hold different bits.
+    """
+    world, whole = trainer.mesh.world.group, trainer.state_of_run
+    mine = trainer.steps_done if whole else FRESH if trainer.fresh else NOTHING
+    said = json.dumps([mine, trainer.state_sha256() if whole else ""]).encode()
+    known = [json.loads(data) for data in world.all_gather_bytes(said, AGREEMENT)]
+    newest = max(step for step, _ in known)
+    held = {rank: its for rank, (step, its) in zip(world.ranks, known, strict=True) if step == newest}
+    if len(set(held.values())) > 1:
+        raise ReplicasDiffer(
+            f"after step {newest} ranks {', '.join(map(str, held))} hold different states: a bit has flipped "
+            "in memory, or an update was computed otherwise; going on from the newest checkpoint",
+            ranks=tuple(held),
+        )
+    return [step for step, _ in known]
 
 
 def _send(trainer: Trainer, root: int) -> None:

@@ -218,15 +218,16 @@ class Trainer:
 
     def compute(self, leaf: int) -> Computed:
         """The gradients of micro-batch ``leaf`` of the step that is under way, of nobody's group."""
-        config = self.config
-        return leaf_gradients(
+        computed = leaf_gradients(
             self.module,
             self._loss,
             leaf,
-            num_leaves=config.num_leaves,
+            num_leaves=self.config.num_leaves,
             step=self.steps_done,
-            seed=config.seed,
+            seed=self.config.seed,
         )
+        self.pulse.enter("gather")  # others are told of it next
+        return computed
 
     def _gradients(self) -> tuple[dict[int, Tensor], float]:
         """Forward, backward and exchange: this rank's losses, and the norm where it is known."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from instep.elastic.member import Desk, Member, Seat
 from instep.elastic.signals import listen
 from instep.elastic.store import WatchedStore
-from instep.errors import Desync, PeerLost
+from instep.errors import Desync, InstepError, PeerLost
 from instep.mesh.child import leave
 from instep.mesh.join import meet
 from instep.train.config import Config
@@ -36,6 +36,7 @@ def work(desk: Desk, config: Config) -> None:
 
     listen(stop)
     trainer = Trainer(config, pulse=member.pulse)
+    trainer.injector.rank = -1  # not one yet
     trainer.wishes = {"stop": lambda: member.page.stop, "regroup": lambda: member.regroup}
     if not torch.cuda.is_available():
         trainer.prepare()
@@ -77,11 +78,15 @@ def _sit(part: Part, member: Member, seat: Seat) -> tuple[Ending, dict[str, Any]
         _join(trainer, seat, member)
         times.update(joined_ns=time.monotonic_ns())
         ending = part.run()
-    except (PeerLost, Desync, dist.DistError) as error:
+    except RuntimeError as error:
         phase = member.page.position(member.pulse.worker).phase
-        lost = {"step": trainer.steps_done, "phase": phase, "ranks": list(getattr(error, "ranks", ()))}
+        lost = isinstance(error, PeerLost | Desync | dist.DistError)
+        # While ranks meet, a backend may say in words of its own that one of them has gone.
+        if not lost and (phase != "join" or isinstance(error, InstepError) or not member.over_soon()):
+            raise
+        state = {"step": trainer.steps_done, "phase": phase, "ranks": list(getattr(error, "ranks", ()))}
         text = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
-        return Ending.REGROUP, {**where, **lost, "error": text}
+        return Ending.REGROUP, {**where, **state, "error": text}
     return ending, where
 
 

@@ -92,6 +92,8 @@ def test_a_recovery_is_timed_from_the_fault_and_without_its_moment_from_its_noti
     assert unknown.seconds == [RECOVERY["seconds"]]
     told = replace(unknown, events=[{**FAILURE, "injected_ns": 10 * SECOND}, RECOVERY])
     assert told.seconds == FOUND.seconds
+    twice = replace(told, events=[*told.events, FAILURE, RECOVERY])
+    assert twice.seconds == [*FOUND.seconds, RECOVERY["seconds"]]
 
 
 def test_of_kills_in_a_row_each_recovery_belongs_to_the_first_since_the_one_before():
@@ -100,6 +102,7 @@ def test_of_kills_in_a_row_each_recovery_belongs_to_the_first_since_the_one_befo
     found = kills.recoveries(Found((0,), "", [FAILURE, RECOVERY, FAILURE, again], moments))
     assert [one["detect"] for one in found] == [0.5, 1.0]
     assert [one["kills_during"] for one in found] == [1, 0]
+    assert [one["step"] for one in found] == [0.25, 0.25]
 
 
 def test_every_kind_of_fault_is_in_the_matrix_and_every_phase_of_a_step_has_a_kill():
@@ -107,7 +110,7 @@ def test_every_kind_of_fault_is_in_the_matrix_and_every_phase_of_a_step_has_a_ki
     signals = {"kill", "segv", "abort", "term", "usr1", "int", "stop"}  # they are sent from outside
     assert set(KINDS) - signals <= {fault.kind for fault in faults}
     killed = {fault.phase for fault in faults if fault.kind == "kill"}
-    assert set(PHASES[PHASES.index("data") : PHASES.index("save")]) - {"gather"} <= killed
+    assert set(PHASES[PHASES.index("join") : PHASES.index("summary")]) <= killed
     assert {row.program for row in matrix() if row.program} == set(PROGRAMS)
 
 

@@ -65,7 +65,14 @@ def test_the_whole_state_is_due_every_so_many_steps_and_at_the_last(
 def test_a_start_has_the_contract_and_the_canary() -> None:
     ledger, lines = written()
     ledger.started(0, restarts=0, fingerprint="f", numerical={"seed": 0}, canary="c", state=("ab", {}))
-    expected = {"step": 0, "event": "started", "restarts": 0, "fingerprint": "f", "canary": "c"}
+    expected = {
+        "step": 0,
+        "event": "started",
+        "restarts": 0,
+        "fingerprint": "f",
+        "canary": "c",
+        "generation": 1,
+    }
     assert lines == [
         {**expected, "numerical": {"seed": 0}, **ONE.fields(), "state_sha256": "ab", "entries": {}}
     ]
