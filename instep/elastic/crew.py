@@ -88,6 +88,8 @@ class Crew:
     def stop(self) -> None:
         """End all that are left."""
         self._children.stop(0)
+        for worker in self.workers.values():
+            worker.connection.close()
 
 
 def _rest(worker: Worker) -> Iterator[Message]:

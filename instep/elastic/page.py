@@ -6,8 +6,8 @@ phase of a step, and the supervisor reads it without asking.
 
     page   | stop, regroup, over | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
 
-Every word has one writer (a fired fault is only ever set), so there are no locks. The page is a file in the
-launcher's private directory; it ends with it.
+Every word has one writer at a time (stop and a fired fault are only ever set), so there are no locks. The
+page is a file in the launcher's private directory; it ends with it.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 FROZEN = "instep.mesh.frozen"  # the last
+LONGEST_PATH = 60  # of a directory, so that a socket in a directory in it fits into 104 characters
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # Starting the forkserver borrows this process's signal handler and environment for a moment.
@@ -106,7 +107,7 @@ def warm(*modules: str) -> None:
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules, FROZEN])
-    with _starting, _ignored(), _one_blas_thread():
+    with _starting, _ignored(), _one_blas_thread(), _short_path():
         multiprocessing.forkserver.ensure_running()
 
 
@@ -249,6 +250,18 @@ def _ignored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _short_path() -> Iterator[None]:
+    """The forkserver's socket has a name in the temporary directory, and names of sockets are short."""
+    before = tempfile.tempdir
+    if len(tempfile.gettempdir()) > LONGEST_PATH:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager

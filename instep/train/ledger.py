@@ -18,7 +18,7 @@ from typing import Any
 LEDGER = "ledger.jsonl"
 LEAVES = "leaves.jsonl"
 SAMPLE_EVERY = 50  # steps until each block of the state has been sampled once
-STARTED, MOVED, ACCEPTED = "started", "placement", "contract accepted"
+STARTED, ACCEPTED = "started", "contract accepted"
 
 Whole = tuple[str, Mapping[str, str]]
 """``state_sha256`` and the short hash of each entry, by name: what ``ordered.hash.state_digests`` gives."""
@@ -42,8 +42,8 @@ class Placement:
 class Ledger:
     """Says what is worth a line; ``write`` puts it down. Only rank 0 has one.
 
-    In time order: ``started``, with ``accepted`` before the first step if the contract is a new one; ``step``
-    after every step, ``moved`` between two when the ranks have become others.
+    In time order: ``started``, with ``accepted`` before the first step if the contract is a new one; then
+    ``step`` after every step. Other ranks begin with ``started`` again.
     """
 
     def __init__(self, write: Write, placement: Placement, *, every: int) -> None:
@@ -86,11 +86,6 @@ class Ledger:
     def accepted(self, step: int, differences: Sequence[str]) -> None:
         """From ``step`` on the run is under another contract, because the user said so."""
         self._event(ACCEPTED, step, differences=list(differences))
-
-    def moved(self, step: int, placement: Placement) -> None:
-        """From ``step`` on others do the work."""
-        self.placement = placement
-        self._event(MOVED, step, **placement.fields())
 
     def step(
         self,

@@ -119,6 +119,7 @@ class Trainer:
             wrapped.close()
         self.module.zero_grad()  # a step may have been given up between its gradient and its update
         if (mesh := self.__dict__.pop("mesh", None)) is not None:
+            del self.group
             mesh.close()
 
     @property

@@ -116,13 +116,11 @@ def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
     with (runs[1] / LEDGER).open("a") as file:
         ledger = Ledger(lambda **fields: file.write(json.dumps(fields) + "\n"), TWO, every=0)
         ledger.accepted(4, ["threads: 1 in the checkpoint, 2 now"])
-        ledger.moved(4, ONE)
         ledger.started(4, restarts=1, fingerprint="", numerical={}, canary="")
         file.write('{"step": 5, "cur')
     out = said(capsys, *runs, code=FAILED)
-    assert "went on after step 4 on dp=1, bucketed; accepted another contract after step 4" in out
-    assert "placement after step 4: dp=1, bucketed" in out
-    assert f"   warning: {runs[1] / LEDGER}, line 9: torn, and left out" in out
+    assert "went on after step 4 on dp=2, bucketed; accepted another contract after step 4" in out
+    assert f"   warning: {runs[1] / LEDGER}, line 8: torn, and left out" in out
 
 
 def test_json_has_everything(runs, capsys):

@@ -78,15 +78,9 @@ def test_a_start_has_the_contract_and_the_canary() -> None:
     ]
 
 
-def test_steps_after_a_move_are_those_of_the_new_placement() -> None:
+def test_an_accepted_contract_says_what_has_changed() -> None:
     ledger, lines = written()
     ledger.accepted(4, ["threads: 1 in the checkpoint, 2 now"])
-    ledger.moved(4, Placement({"dp": 2}, "flat", 2))
-    ledger.step(5, cursor=5, loss=1.0, norm=1.0, sampled=[])
-    assert [(line["step"], line.get("event")) for line in lines] == [
-        (4, "contract accepted"),
-        (4, "placement"),
-        (5, None),
+    assert [(line["step"], line["event"], line["differences"]) for line in lines] == [
+        (4, "contract accepted", ["threads: 1 in the checkpoint, 2 now"])
     ]
-    assert lines[0]["differences"] == ["threads: 1 in the checkpoint, 2 now"]
-    assert all((line["world_size"], line["placement"]) == (2, {"dp": 2}) for line in lines[1:])
