@@ -120,9 +120,7 @@ class Interval:
 
     def __init__(self, share: float = SHARE) -> None:
         self.share = share
-        self.cost_s: float | None = (
-            None  # the least so far, but for the first, into new pages
-        )
+        self.cost_s: float | None = None  # the least so far, but for the first, into new pages
         self._next = 0
 
     def due(self, step: int) -> bool:
