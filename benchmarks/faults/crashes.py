@@ -64,7 +64,8 @@ def phases() -> Iterator[Row]:
     what = "rank 1; then rank 0 at the beginning of the first memory copy after the recovery"
     yield Row(group, "snapshot", what, lost(0, 1), (run,))
     run = Run(faults=(first, injected("kill", rank=0, phase="join")))
-    yield Row(group, "join", "rank 1; then rank 0, while the ranks join again", lost(0, 1), (run,))
+    what = "rank 1; then rank 0, while the ranks join again"
+    yield Row(group, "join", what, lost(0, 1, source="memory copy", redone=COPIES), (run,))
     run = Run(faults=(injected("kill", step=-1, phase="agree"),), pauses=False)
     yield Row(group, "agree", "rank 1, before the first step", lost(1), (run,))
 
