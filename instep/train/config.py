@@ -135,6 +135,11 @@ class Parallel:
     threads: int = 1
     """Threads per rank on a CPU."""
 
+    @property
+    def named_backend(self) -> str | None:
+        """The backend, or None where it is to be chosen."""
+        return None if self.backend == "auto" else self.backend
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:

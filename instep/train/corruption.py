@@ -20,7 +20,7 @@ from instep.mesh.group import Group
 from instep.ordered.hash import Entry, block_digests, state_sha256
 from instep.train.majority import Odd, listed, odd_one_out, ranks_listed
 from instep.train.recompute import Compute
-from instep.train.together import _told, on_every_rank
+from instep.train.together import as_told, on_every_rank
 
 REPLICAS = "the comparison of replicas"
 LEAVES = "the comparison of micro-batches"
@@ -44,7 +44,7 @@ def compare_replicas(entries: Sequence[Entry], step: int, group: Group) -> str:
         return mine
     votes = _gather(group, {"the step": str(step), **digests(entries)}, REPLICAS)
     error = _hold_different(votes, step)
-    raise _told(error) if group.rank else error
+    raise as_told(error) if group.rank else error
 
 
 def compare_leaves(group: Group, compute: Compute, plan: Sequence[Sequence[int]], step: int) -> None:
@@ -83,7 +83,7 @@ def compare_leaves(group: Group, compute: Compute, plan: Sequence[Sequence[int]]
     if group.size > 2:
         ask(1, doubtful)
     error = _compute_different({leaf: votes[leaf] for leaf in doubtful}, step)
-    raise _told(error) if group.rank else error
+    raise as_told(error) if group.rank else error
 
 
 def digests(entries: Iterable[Entry]) -> Digests:

@@ -21,7 +21,7 @@ from instep.ordered.hash import Entry
 from instep.train.health import Health
 from instep.train.majority import ranks_listed
 from instep.train.recompute import Compute
-from instep.train.together import _told, on_every_rank
+from instep.train.together import as_told, on_every_rank
 
 OPERATION = "the search for a number that is not finite"
 UNSEEN = (
@@ -114,7 +114,7 @@ def give_up(
             "in checks.skip_steps"
         )
     error = Diverged(message, ranks=found.ranks if found else (), parameter=found.first if found else "")
-    raise _told(error) if group.rank else error
+    raise as_told(error) if group.rank else error
 
 
 def _search(compute: Compute, leaves: Iterable[int], weights: Iterable[Entry]) -> dict[str, object] | None:

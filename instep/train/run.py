@@ -59,8 +59,9 @@ def run(config: Config) -> int:
 
 def run_rank(config: Config) -> int:
     """One rank's part of a run that another launcher has started, which restarts all ranks if one is lost."""
-    backend = None if config.parallel.backend == "auto" else config.parallel.backend
-    mesh = init(backend=backend, timeout_s=config.timeout_s, threads=config.parallel.threads)
+    mesh = init(
+        backend=config.parallel.named_backend, timeout_s=config.timeout_s, threads=config.parallel.threads
+    )
     path: Path | None = None
 
     def claim() -> tuple[str, bool]:

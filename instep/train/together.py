@@ -19,6 +19,7 @@ from instep.mesh.group import Group
 
 T = TypeVar("T")  # something that JSON can carry
 R = TypeVar("R")
+E = TypeVar("E", bound=Exception)
 
 KINDS: tuple[type[Exception], ...] = (
     ValueError,
@@ -82,7 +83,7 @@ def require_same(group: Group, fields: Mapping[str, Scalar]) -> None:
                 f"rank {rank} would compute other bits than rank {first}; make these the same:\n  "
                 + "\n  ".join(lines)
             )
-            raise _told(error) if group.rank else error
+            raise as_told(error) if group.rank else error
 
 
 def _record(error: Exception) -> list[str]:
@@ -93,9 +94,10 @@ def _record(error: Exception) -> list[str]:
 def _rebuilt(record: list[str]) -> Exception:
     name, message = record
     kind = next((kind for kind in KINDS if kind.__name__ == name), errors.InstepError)
-    return _told(kind(message))
+    return as_told(kind(message))
 
 
-def _told(error: Exception) -> Exception:
+def as_told(error: E) -> E:
+    """``error``, marked as one that another rank tells."""
     error.told = True  # type: ignore[attr-defined]
     return error

@@ -99,7 +99,7 @@ def _join(trainer: Trainer, seat: Seat, member: Member) -> None:
         store,
         seat.rank,
         seat.world_size,
-        backend=None if config.parallel.backend == "auto" else config.parallel.backend,
+        backend=config.parallel.named_backend,
         timeout_s=config.timeout_s,
         threads=config.parallel.threads,
         local_rank=seat.rank,
