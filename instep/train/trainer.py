@@ -108,10 +108,21 @@ class Trainer:
         self.injector.rank = mesh.rank
         world = mesh.world.group
         self.text: TextSplits = on_every_rank(world, "reading the text", self._read)
-        self.module.to(mesh.device)
+        self._move(mesh.device)
         self.contract = self.numerical()
         require_same(world, self.contract)
         self.parallel = parallel(self.config, mesh, self.module, self.optimizer, self.pulse)
+
+    def _move(self, device: torch.device) -> None:
+        """Weights and moments to ``device``; a survivor may have sat at another."""
+        if next(self.module.parameters()).device != device:
+            self.__dict__.pop("canary", None)
+        self.module.to(device)
+        for parameter, state in self.optimizer.state.items():
+            moments = {
+                key: x.to(parameter.device) for key, x in state.items() if torch.is_tensor(x) and x.ndim
+            }
+            state.update(moments)
 
     def leave(self) -> None:
         """Give the groups back; whatever happened to the others, it waits for nobody."""
