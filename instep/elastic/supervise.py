@@ -303,7 +303,9 @@ class Supervisor:
     def _resize(self) -> None:
         """Another number of ranks, if a fault says so or one that was missing is back."""
         for number, fault in enumerate(self.terms.faults):
-            if fault.kind == "resize" and self.patience.step >= fault.step and self.page.fire(number):
+            settled = not self.forming and len(self.members) == self.target  # one change after the other
+            due = fault.kind == "resize" and self.patience.step >= fault.step
+            if settled and due and self.page.fire(number):
                 self.target = fault.ranks
         ready = [w for w in self.crew.living if w.free and w not in self.members]
         missing = self.target - len(self.members)

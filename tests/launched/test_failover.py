@@ -17,7 +17,7 @@ from instep.train.ledger import LEDGER
 from tests.launched.command import INSTEP, TORCHRUN, instep, read_until, run, started, steps_of, train
 from tests.launched.conftest import STEPS
 
-LONG = 60  # steps: enough for new ranks to be ready, and for a signal to arrive, before they are made
+LONG = 200  # steps: enough for new ranks to be ready, and for a signal to arrive, before they are made
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -79,11 +79,12 @@ def test_four_faults_in_one_run_do_not_move_a_bit(
     assert_same_run(tmp_path / "run", undisturbed)
     assert summary(tmp_path / "run")["world_size"] == 2
     failures = events(tmp_path / "run", "failure")
-    assert [(line["rank"], line["step"], line["phase"]) for line in failures] == [
-        (1, 2, "exchange"),
-        (0, 4, "update"),
-        (1, 5, "backward"),
-        (0, 6, "save"),
+    # A rank may raise before the death of another, one step earlier, is noticed.
+    assert sorted((line["step"], line["rank"], line["phase"]) for line in failures) == [
+        (2, 1, "exchange"),
+        (4, 0, "update"),
+        (5, 1, "backward"),
+        (6, 0, "save"),
     ]
     recoveries = events(tmp_path / "run", "recovery")
     assert 1 <= len(recoveries) <= len(failures)
