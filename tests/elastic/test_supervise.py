@@ -90,12 +90,13 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = descriptors()
     scene = Scene(tmp_path)
     yield scene
-    assert descriptors() == before or (gc.collect() and descriptors() == before)
+    assert descriptors() <= before
     assert list(temporary.iterdir()) == []
     assert not [line["pid"] for line in scene.lines("built") if is_alive(line["pid"])]
 
 
 def descriptors() -> int:
+    gc.collect()  # the garbage of other tests has some, too
     return len(os.listdir("/proc/self/fd"))
 
 
