@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from instep.mesh.child import POLITE
+from instep.mesh.signals import POLITE, free, handled
 
 
 @contextmanager
@@ -18,23 +17,15 @@ def preempted(ask: Callable[[str], None]) -> Iterator[None]:
     ``SystemExit``. Handlers that a program has set itself stay."""
     asked = False
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int) -> None:
         nonlocal asked
         if asked or number == signal.SIGHUP:
-            for other in taken:
-                signal.signal(other, signal.SIG_IGN)  # cleaning up is not interrupted by a third one
             raise SystemExit(128 + number)
         asked = True
         ask(signal.Signals(number).name)
 
-    taken = _free([*POLITE, signal.SIGHUP])
-    try:
-        for number in taken:
-            signal.signal(number, handle)
+    with handled([*POLITE, signal.SIGHUP], handle):
         yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def listen(ask: Callable[[str], None]) -> None:
@@ -45,13 +36,6 @@ def listen(ask: Callable[[str], None]) -> None:
             signal.signal(other, lambda number, frame: os._exit(128 + number))
         ask(signal.Signals(number).name)
 
-    taken = _free(POLITE)
+    taken = free(POLITE)
     for number in taken:
         signal.signal(number, handle)
-
-
-def _free(numbers: tuple[signal.Signals, ...] | list[signal.Signals]) -> list[signal.Signals]:
-    """Those of ``numbers`` that nobody handles, none outside of the main thread, where nobody may."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    return [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from instep.mesh.exits import RECORD_LIMIT_BYTES, ErrorRecord
+from instep.mesh.signals import POLITE
 
 PR_SET_PDEATHSIG = 1
-POLITE = (signal.SIGTERM, signal.SIGUSR1)  # which ask a run to end
 STACKS_SIGNAL = signal.SIGQUIT  # which asks a Unix process for its core, and here for its Python stacks
 
 

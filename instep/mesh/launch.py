@@ -28,11 +28,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from instep.mesh.child import POLITE, Child, live, read_record
+from instep.mesh.child import Child, live, read_record
 from instep.mesh.exits import Exit, RankFailed, root_cause
+from instep.mesh.signals import POLITE, handled
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -220,20 +220,11 @@ def _terminate_unwinds() -> Iterator[None]:
     A program that has handlers of its own, or ignores them, keeps that; so does a launch in a thread.
     """
 
-    def unwind(number: int, frame: FrameType | None) -> None:
-        for other in taken:
-            signal.signal(other, signal.SIG_IGN)  # cleaning up is not interrupted by a second one
+    def unwind(number: int) -> None:
         raise SystemExit(128 + number)
 
-    both = (signal.SIGTERM, signal.SIGHUP) if _in_main_thread() else ()
-    taken = [number for number in both if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        for number in taken:
-            signal.signal(number, unwind)
+    with handled([signal.SIGTERM, signal.SIGHUP], unwind):
         yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
