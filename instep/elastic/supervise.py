@@ -167,7 +167,7 @@ class Supervisor:
                 self.forget_memory()
                 self._memory = message["place"]
             case "stepped" if message["generation"] == self.generation and not self.forming:
-                self._stepped(worker, message)
+                self._stepped(message)
             case "finished":
                 self.code = message["code"]
 
@@ -181,7 +181,7 @@ class Supervisor:
             if other.rank in message.get("ranks", ()) and other.named_since is None:
                 other.named_since = time.monotonic()
 
-    def _stepped(self, worker: Worker, message: dict[str, Any]) -> None:
+    def _stepped(self, message: dict[str, Any]) -> None:
         """The current generation has made its first step."""
         if self.recovery is not None:
             self.recovery.stepped(message)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from instep.elastic.member import MESSAGE_BYTES, Seat
@@ -18,6 +17,7 @@ from instep.elastic.memory import Place
 from instep.elastic.page import Page
 from instep.elastic.stuck import Reading
 from instep.mesh.child import STACKS_SIGNAL, Child
+from instep.mesh.peers import is_stopped
 
 HANDLE_S = 1.0  # for a descriptor to follow its message
 STACKS_S = 0.5  # for a process to write its stacks down
@@ -75,7 +75,7 @@ class Worker:
 
     def read(self, generation: int, over_s: float) -> Reading:
         """Where it is; ``generation`` is the one that is wanted, all before have been over for ``over_s``."""
-        stopped, now = self._state() in "Tt", time.monotonic()
+        stopped, now = is_stopped(self.pid), time.monotonic()
         if not stopped:
             self._stopped_since = None
         elif self._stopped_since is None:
@@ -87,7 +87,7 @@ class Worker:
     def kill(self, why: str, *, ask: bool = True) -> None:
         """End it; ``ask`` it for its stacks first, which it gives whatever holds its interpreter."""
         self.killed = why
-        if ask and self._state() not in "Tt":
+        if ask and not is_stopped(self.pid):
             self.stacks = self._ask_stacks()
         self.end()
 
@@ -95,13 +95,6 @@ class Worker:
         """End it at once."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-
-    def _state(self) -> str:
-        """The kernel's letter for it, "X" where it cannot be seen."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return "X"
 
     def _ask_stacks(self) -> str:
         with suppress(OSError):

@@ -99,6 +99,12 @@ def _look(pid: int) -> tuple[str, int] | None:
     return None if state in b"ZX" else (state.decode(), int(fields[18]))
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel does not run process ``pid``: SIGSTOP, or a debugger."""
+    found = _look(pid)
+    return found is not None and STATES.get(found[0]) == "stopped"
+
+
 def _start_time(pid: int) -> int | None:
     """When process ``pid`` began, or None if it is gone or a zombie."""
     found = _look(pid)
