@@ -51,13 +51,10 @@ def init(
     else:
         rank, world_size, joins = place.rank, place.world_size, place.world_size > 1
     resolve(world_size, dp=dp, pp=pp, tp=tp)  # before anybody is waited for
-    on_device = device.choose(place.local_rank, place.local_world_size, backend)
-    if on_device.type == "cpu":
-        torch.set_num_threads(threads)
+    one_host = place.local_world_size == place.world_size
+    on_device, config = _choose(backend, place.local_rank, place.local_world_size, threads, one_host=one_host)
     if joins:
-        one_host = place.local_world_size == place.world_size
-        name = backend or device.default_backend(on_device, one_host=one_host)
-        _join(place, device.complete(name), timeout_s)
+        _join(place, device.complete(config), timeout_s)
     mesh = build(
         default_store() if dist.is_initialized() else None,
         rank,
@@ -69,11 +66,9 @@ def init(
         local_rank=place.local_rank,
         on_device=on_device,
     )
-    current.get.register_mesh(mesh)
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
-    mesh.on_close.append(lambda: current.forget(mesh))
-    return mesh
+    return _registered(mesh)
 
 
 def meet(
@@ -109,13 +104,11 @@ def meet(
     """
     resolve(world_size, dp=dp, pp=pp, tp=tp)
     num_local = world_size if num_local is None else num_local
-    on_device = device.choose(local_rank, num_local, backend)
-    if on_device.type == "cpu":
-        torch.set_num_threads(threads)
     one_host = num_local == world_size
+    on_device, config = _choose(backend, local_rank, num_local, threads, one_host=one_host)
     if one_host and world_size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = device.complete(backend or device.default_backend(on_device, one_host=one_host))
+    config = device.complete(config)
     mesh = build(
         store,
         rank,
@@ -129,15 +122,30 @@ def meet(
         local_rank=local_rank,
         on_device=on_device,
     )
-    current.get.register_mesh(mesh)
-    mesh.on_close.append(lambda: current.forget(mesh))
-    return mesh
+    return _registered(mesh)
 
 
 def unjoined() -> Place | None:
     """Where this process was started in a world of several that nobody has joined yet, or None."""
     place = detect(os.environ)
     return place if place.world_size > 1 and not dist.is_initialized() else None
+
+
+def _choose(
+    backend: str | None, local_rank: int, num_local: int, threads: int, *, one_host: bool
+) -> tuple[torch.device, str]:
+    """This rank's device, made ready for ``threads``, and the backend: ``backend``, or the device's own."""
+    on_device = device.choose(local_rank, num_local, backend)
+    if on_device.type == "cpu":
+        torch.set_num_threads(threads)
+    return on_device, backend or device.default_backend(on_device, one_host=one_host)
+
+
+def _registered(mesh: Mesh) -> Mesh:
+    """``mesh``, the one that is found where none is named, until it is closed."""
+    current.get.register_mesh(mesh)
+    mesh.on_close.append(lambda: current.forget(mesh))
+    return mesh
 
 
 def _join(place: Place, backend: str, timeout_s: float) -> None:
