@@ -42,15 +42,15 @@ class Books:
     Opened when a generation has its state; lines of later steps belong to work that is done again and go.
     """
 
-    def __init__(self, path: Path, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, path: Path, trainer: Trainer, written: int) -> None:
+        """``written``: the last step that is in them, and that counts."""
+        self.trainer, self.written = trainer, written
         self._files: list[Lines] = []
         self._leaves: Leaves | None = None
         self.keeps = trainer.mesh.rank == 0
         if self.keeps:
-            done = min(position(path), trainer.steps_done)
-            self._metrics = self._open(path / METRICS, done)
-            ledger = self._open(path / LEDGER, done)
+            self._metrics = self._open(path / METRICS, written)
+            ledger = self._open(path / LEDGER, written)
             axes = trainer.mesh.axes
             placement = Placement(
                 dict(zip(axes.names, axes.sizes, strict=True)),

@@ -123,12 +123,13 @@ class Checkpoints:
 
 def find(trainer: Trainer, memory: MemoryCopy | None, checkpoints: Checkpoints) -> tuple[str, dict[str, Any]]:
     """Give ``trainer`` the newest state that is kept anywhere: where it was, and what to tell."""
-    if memory is None or memory.step < 0:
+    step = -1 if memory is None else memory.step
+    if memory is None or step < 0:
         return checkpoints.restore(trainer)
-    if checkpoints.newest() > memory.step:
+    if checkpoints.newest() > step:
         with suppress(CheckpointRejected):
             found = checkpoints.restore(trainer)
-            if trainer.steps_done > memory.step:
+            if trainer.steps_done > step:
                 return found
     memory.restore(trainer)
     return "the memory copy", {}

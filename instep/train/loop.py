@@ -31,13 +31,12 @@ class Aside:
     first_step: Callable[[], None] = lambda: None
 
 
-def run_steps(trainer: Trainer, books: Books, written: int, display: Display, aside: Aside) -> Ending:
+def run_steps(trainer: Trainer, books: Books, display: Display, aside: Aside) -> Ending:
     """Train until the last step, or until ``stop_after``, or until a rank is asked to end.
 
-    ``written`` is the last step that the books have: if the state is newer, what follows a step is made up
-    for first.
+    If the state is newer than the books, what follows a step is made up for first.
     """
-    config = trainer.config
+    config, written = trainer.config, books.written
     last = min(config.stop_after or config.steps, config.steps)
 
     def evaluate() -> float:
@@ -82,7 +81,7 @@ def run_steps(trainer: Trainer, books: Books, written: int, display: Display, as
             is_first = False
         follow_up(stop=made.stop)
         if made.stop:
-            return Ending.DONE if trainer.steps_done >= config.steps else Ending.STOPPED
+            break
         if made.regroup and trainer.steps_done < last:
             return Ending.REGROUP
     return Ending.DONE if trainer.steps_done >= config.steps else Ending.STOPPED

@@ -38,9 +38,9 @@ class Part:
         trainer, mesh, path = self.trainer, self.trainer.mesh, self.path
         with closing(Display(mesh.rank, trainer.config.steps)) as display:
             begun = self._begin(display)
-            with closing(Books(path, trainer)) as books:
+            with closing(Books(path, trainer, begun["written"])) as books:
                 books.started(begun["restarts"], begun["accepted"])
-                ending = run_steps(trainer, books, begun["written"], display, self._aside())
+                ending = run_steps(trainer, books, display, self._aside())
             if ending is Ending.REGROUP:
                 return ending
             if ending is Ending.STOPPED:

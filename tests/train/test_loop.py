@@ -182,10 +182,11 @@ def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
 def run(path: Path, trainer: Trainer) -> list[int]:
     """Run the steps of ``trainer``; the steps that were saved."""
     saved: list[int] = []
-    display, books = Display(1, trainer.config.steps), Books(path, trainer)
+    display = Display(1, trainer.config.steps)
+    books = Books(path, trainer, min(position(path), trainer.steps_done))
     books.started(0, [])
     aside = Aside(save=lambda: saved.append(trainer.steps_done))
-    run_steps(trainer, books, position(path), display, aside)
+    run_steps(trainer, books, display, aside)
     books.close()
     return saved
 
