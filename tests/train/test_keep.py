@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,8 @@ from tests.parity import world_of_one
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    path = tmp_path / "text"
-    path.write_bytes(b"".join(hashlib.sha256(bytes([i])).hexdigest().encode() for i in range(200)))
-    return replace(recipes.tiny(), data=path, steps=9)
+def config(data: Path) -> Config:
+    return replace(recipes.tiny(), data=data, steps=9)
 
 
 def saved(config: Config, path: Path, *steps: int) -> Trainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,13 +28,6 @@ from tests.parity import assert_same_bits, world_of_one
 from tests.world import world
 
 STEPS = 3
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(b"".join(hashlib.sha256(bytes([i])).hexdigest().encode() for i in range(200)))
-    return path
 
 
 def bits(made: Made) -> tuple[float, ...]:

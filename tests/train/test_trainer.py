@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,6 @@ from tests.parity import world_of_one
 from tests.world import world
 
 STEPS = 3
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(b"".join(hashlib.sha256(bytes([i])).hexdigest().encode() for i in range(200)))
-    return path
 
 
 def config(data: Path, strategy: str = "bucketed", **changes: object) -> Config:
