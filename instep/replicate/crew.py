@@ -67,16 +67,18 @@ class Crew:
         found: dict[int, T] = {}
 
         def call(r: int, function: Callable[[], T]) -> None:
-            with self.recorder.span(f"{name} of replica {r}", lane="compute"), ambient.entered():
+            lane = self.recorder.as_lane(f"replica {r}")
+            with lane, self.recorder.span(name, lane="compute"), ambient.entered():
                 found[r] = function()
 
         lanes = self._lanes[: len(functions)]
-        works = [
-            lane.submit(name, partial(call, r, function))
-            for r, (lane, function) in enumerate(zip(lanes, functions, strict=True))
-        ]
-        for lane in lanes:
-            lane.reset()  # which waits for what it has: the caller goes on with memory that all have used
+        with self.recorder.span("replicas", lane="compute"):
+            works = [
+                lane.submit(name, partial(call, r, function))
+                for r, (lane, function) in enumerate(zip(lanes, functions, strict=True))
+            ]
+            for lane in lanes:
+                lane.reset()  # which waits for what it has: the caller goes on with memory that all have used
         for r, work in enumerate(works):
             if work.error is not None:
                 work.error.add_note(f"in replica {r} of {self.size}")

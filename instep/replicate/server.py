@@ -22,7 +22,6 @@ one server and synchronous steps.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,13 +29,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.errors import Desync
+from instep.events import PARAMETER_UPDATE
 from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh
-from instep.replicate.leaves import Leaf
-from instep.replicate.manifest import broadcast_values
-from instep.replicate.reducer import Plan
 from instep.replicate.star import SERVER, Star
 from instep.replicate.wrapper import DataParallel
+from instep.step.leaves import Leaf
+from instep.step.manifest import broadcast_values
+from instep.step.reducer import Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ class ParameterServer:
     ranks get its weights; ``.grad`` is None everywhere.
 
     Spans on the server: "receive" and "send" with the bytes on its link, "aggregate", "update". On a worker:
-    "send", "idle" from there to the end of the update, "receive".
+    "send", "parameter update" from there to the end of the update, "receive".
 
     A worker's optimizer never steps, so those that make their state in ``step`` hold none there. Clip between
     ``backward`` and ``step``, on every rank alike: workers have no gradient to clip.
@@ -113,7 +113,9 @@ class ParameterServer:
         self.group, self.recorder = self._model.group, self._model.recorder
         self._reducer = self._model._reducer
         self._star = Star(self._reducer.parameters, self.group, self.recorder)
+        self._star.offsets_ns = self._reducer.exchange.offsets_ns
         self._reducer.exchange = self._star
+        self._reducer.ends_steps = False  # it ends when all have the weights
         self._pending = False  # the server has gradients that no step has used
         try:
             _agree_on_optimizers(self.module, self.optimizer, self.group)
@@ -125,6 +127,11 @@ class ParameterServer:
     def is_server(self) -> bool:
         """Whether this rank holds the optimizer."""
         return self.group.rank == SERVER
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """How gradients travel."""
+        return {"strategy": "server"}
 
     @property
     def contract(self) -> str | None:
@@ -180,14 +187,17 @@ class ParameterServer:
         self._pending = False
         failed = self._update() if self.is_server else None
         self._reducer.gradients.drop()
-        with self.recorder.span("exposed", lane="communication"):
+        server = -1 if self.is_server else self.group.ranks[SERVER]
+        with self.recorder.span(PARAMETER_UPDATE, lane="host", peer=server):
             self._tell(failed)
+        with self.recorder.span(PARAMETER_UPDATE, lane="host"):
             work = self._reducer.lane.submit(
                 "the weights from the server", lambda: self._star.give(self._reducer.buckets)
             )
             work.wait()
         if not self.is_server:  # where the optimizer's own hook counts
             self._reducer.stepped()
+        self.recorder.stepped()
 
     def discard(self) -> None:
         """Drop the gradient that the server has, on all ranks, in the place of ``step``."""
@@ -211,11 +221,7 @@ class ParameterServer:
     def _tell(self, failed: BaseException | None) -> None:
         """All ranks raise if the server could not update. Collective."""
         word = torch.tensor([failed is not None], dtype=torch.int64, device="cpu")
-        idle = self.recorder.span("idle", lane="communication")
-        with nullcontext() if self.is_server else idle:
-            self._reducer.lane.submit(
-                VERDICT, lambda: self.group.broadcast(word, VERDICT, root=SERVER)
-            ).wait()
+        self._reducer.lane.submit(VERDICT, lambda: self.group.broadcast(word, VERDICT, root=SERVER)).wait()
         if failed is not None:
             raise failed
         if word.item():

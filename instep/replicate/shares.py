@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from instep.ordered.buckets import make_buckets
 from instep.ordered.tree import adds, rank_major
 from instep.replicate.flat import Flat
-from instep.replicate.gradients import Gradients
-from instep.replicate.leaves import Leaf
 from instep.replicate.replica import Replica
-from instep.replicate.roster import Roster
+from instep.step.gradients import Gradients
+from instep.step.leaves import Leaf
+from instep.step.roster import Roster
 
 T = TypeVar("T")
 Body = Callable[[nn.Module, Leaf], T]
@@ -93,9 +93,9 @@ class Shares:
             home = same[0]
             if weight != 1:
                 home.home.mul_(1.0 / weight)
-            for k, slot in enumerate(home.slots):
+            for k, (slot, view) in enumerate(zip(home.slots, home.views(home.home), strict=True)):
                 if any(bucket.slots[k].present for bucket in same):
-                    gradients.attach(home, slot, whole=True)
+                    gradients.attach(slot, view, whole=True)
 
     def _check(self, r: int, leaf: Leaf, replica: Replica) -> None:
         if type(leaf.weight) is not int or leaf.weight < 0:

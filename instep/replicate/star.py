@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.events import Recorder
+from instep.events import Recorder, Span
 from instep.mesh.group import Group
 from instep.ordered.buckets import Bucket
 from instep.ordered.exchange import Exchange
@@ -50,11 +50,11 @@ class Star(Exchange):
                 for slot, parameter in pairs:
                     bucket.view(slot, message).copy_(parameter)
                 message.view(num_workers, length)[1:] = message[:length]
-                with self.recorder.span("send", lane="communication", num_bytes=message.nbytes):
+                with self._span("send", message, bucket):
                     self.group.all_to_all(message[:0], message, nothing, [0] + [length] * num_workers, name)
             else:
                 message = self._receive(bucket, length)
-                with self.recorder.span("receive", lane="communication", num_bytes=message.nbytes):
+                with self._span("receive", message, bucket):
                     self.group.all_to_all(message, message[:0], [length, *nothing[1:]], nothing, name)
                 for slot, parameter in pairs:
                     parameter.copy_(bucket.view(slot, message))
@@ -66,12 +66,12 @@ class Star(Exchange):
         if self.group.rank != SERVER:
             message = own_roots[0] if len(own_roots) == 1 else torch.cat([bucket.home[:0], *own_roots])
             nothing = [0] * self.group.size
-            with self.recorder.span("send", lane="communication", num_bytes=message.nbytes):
+            with self._span("send", message, bucket):
                 self.group.all_to_all(message[:0], message, nothing, [message.numel(), *nothing[1:]], name)
             return
         plan = plan_sum(tuple(map(tuple, leaves)), num_leaves)
         values = [*own_roots, *self._from_workers(bucket, plan.counts[1:], name)]
-        with self.recorder.span("aggregate", lane="communication"):
+        with self.recorder.span("aggregate", lane="communication", bucket=bucket.index):
             # The first root of the first rank has leaf 0 and lies in the bucket's home: so does the sum.
             for left, right in plan.adds:
                 torch.add(values[left], values[right], out=values[left])
@@ -83,7 +83,10 @@ class Star(Exchange):
         if self.group.size == 1:
             return []
         received = self._receive(bucket, sum(counts) * bucket.num_elements)
-        with self.recorder.span("receive", lane="communication", num_bytes=received.nbytes):
+        with self._span("receive", received, bucket):
             splits = [0] + [count * bucket.num_elements for count in counts]
             self.group.all_to_all(received, received[:0], splits, [0] * self.group.size, name)
         return list(received.view(-1, bucket.num_elements))
+
+    def _span(self, name: str, message: Tensor, bucket: Bucket) -> Span:
+        return self.recorder.span(name, lane="communication", num_bytes=message.nbytes, bucket=bucket.index)

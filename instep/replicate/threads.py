@@ -29,6 +29,7 @@ from instep.replicate.names import OwnNames
 from instep.replicate.replica import without_random_numbers
 from instep.replicate.shares import Body, Shares, T
 from instep.replicate.split import SplitBatch
+from instep.step.roster import require_read_only
 
 
 class ThreadedReplicas(OwnNames):
@@ -50,11 +51,13 @@ class ThreadedReplicas(OwnNames):
     Args:
         module: on the device where it shall train; all replicas compute there.
         num_replicas: R, the number of threads; a batch with fewer rows uses fewer.
-        recorder: receives "forward of replica 0" and so on, "backward of replica 0", and "aggregate".
+        recorder: receives "forward" and "backward" on the lanes "replica 0" and so on; on the caller's own,
+            "replicas" while they compute, and "aggregate".
 
     Raises:
-        ValueError: in forward, with R > 1, if a replica draws random numbers (dropout in training mode);
-            the threads share one generator, so that the numbers would depend on timing.
+        ValueError: at once, with R > 1, if an embedding rescales its weight in forward (``max_norm``); in
+            forward, if a replica draws random numbers (dropout in training mode): the threads share one
+            generator, so that the numbers would depend on timing.
     """
 
     __module__ = "instep"
@@ -63,6 +66,8 @@ class ThreadedReplicas(OwnNames):
         super().__init__(module)
         if type(num_replicas) is not int or num_replicas < 1:
             raise ValueError(f"num_replicas: expected an int of at least 1, got {num_replicas!r}")
+        if num_replicas > 1:
+            require_read_only(module)
         self.num_replicas = num_replicas
         self.contract: str | None = None
         self._crew = Crew(num_replicas, recorder or Recorder())

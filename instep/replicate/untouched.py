@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.replicate import guard
-from instep.replicate.backward import Backward
+from instep.step import guard
+from instep.step.backward import Backward
 
 # What a step changes in the wrapper; the buckets too, as the first exchange may put them into another order.
 REDUCER = (

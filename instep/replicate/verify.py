@@ -31,11 +31,11 @@ from instep.mesh.group import Group
 from instep.ordered.buckets import wire_dtype
 from instep.ordered.hash import block_digests
 from instep.ordered.keys import derive, seed_generator
-from instep.replicate.backward import Backward
 from instep.replicate.batches import gather, pack, unpack
-from instep.replicate.reducer import Plan
 from instep.replicate.report import Figures, Reference, Report, make_report
 from instep.replicate.untouched import Untouched
+from instep.step.backward import Backward
+from instep.step.reducer import Plan
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The loss of a model on a batch: a scalar, the mean over the batch."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from instep.ordered.buckets import Bucket
 from instep.ordered.hash import Entry, entry_digests
-from instep.replicate.reducer import Reducer
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
+from instep.step.reducer import Reducer
 
 
 @dataclass

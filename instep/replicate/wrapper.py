@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from instep.mesh.device import generators
+from instep.mesh.clocks import measure
+from instep.mesh.device import generators, marks_for
+from instep.mesh.find import find_ranks
 from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh
 from instep.ordered.buckets import Caps
 from instep.ordered.keys import LeafKeys
-from instep.replicate import guard
-from instep.replicate.backward import Backward
 from instep.replicate.keywords import consume
-from instep.replicate.leaves import DeclaredStep, Leaf
-from instep.replicate.manifest import agree_on_structure, agree_on_values, broadcast_values
 from instep.replicate.names import OwnNames
-from instep.replicate.ranks import find_ranks
-from instep.replicate.reducer import Options, Reducer
 from instep.replicate.report import Report
-from instep.replicate.roster import Roster
 from instep.replicate.strategies import find
 from instep.replicate.verify import Loss, Verification
+from instep.step import guard
+from instep.step.backward import Backward
+from instep.step.leaves import DeclaredStep, Leaf
+from instep.step.manifest import agree_on_structure, agree_on_values, broadcast_values
+from instep.step.reducer import Options, Reducer
+from instep.step.roster import Roster, require_read_only
 from instep.work import Lane
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class DataParallel(OwnNames):
 
     Args:
         module: on the device where it shall train.
-        process_group: a mesh, ``mesh["dp"]``, or a torch process group; by default the ``dp`` axis of the
-            registered mesh, else torch's default group, else this process alone.
+        process_group: a mesh (its ``dp`` and ``shard`` axes), ``mesh[axis]``, or a torch process group; by
+            default the registered mesh, else torch's default group, else this process alone.
         strategy: "naive", "flat", "overlap" or "bucketed"; the same bits, at another speed.
         bucket_cap_mb: bucket size in MiB; a number, one per bucket, or a callable on the parameters' sizes.
         ordered: sum in the fixed order of the sum tree. False is the backend's plain all-reduce.
@@ -69,7 +70,8 @@ class DataParallel(OwnNames):
             effect warns, and what is not offered is refused with the reason.
 
     Raises:
-        ValueError: the ranks hold different models, or an argument is unknown.
+        ValueError: the ranks hold different models, an embedding rescales its weight in forward
+            (``max_norm``), or an argument is unknown.
         PeerLost: a rank did not come.
     """
 
@@ -139,11 +141,15 @@ class DataParallel(OwnNames):
         roster = Roster(self.module)
         self.group, self.recorder = find_ranks(process_group, timeout_s)
         agree_on_structure(self.module, _shared_options(self._arguments), self.group)
+        if self.group.size > 1:
+            require_read_only(self.module)
         names, parameters = [name for name, _ in roster.trainable], [p for _, p in roster.trainable]
         guard.take_over(parameters)
         sparse = _sparse(self.module, parameters)
         self._reducer = Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
+        self._reducer.exchange.offsets_ns = measure(self.group).offsets_ns
         device = parameters[0].device if parameters else torch.device("cpu")
+        self.recorder.marks = self.recorder.marks or marks_for(device)
         keys = LeafKeys(self.module, self._seed, generators(device))
         self._declared = DeclaredStep(self.module, self._reducer, keys, roster)
         self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
@@ -160,6 +166,13 @@ class DataParallel(OwnNames):
     def contract(self) -> str | None:
         """ "declared" or "undeclared", whichever the last step was; None before the first."""
         return self._backward.contract
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """How gradients travel: "strategy", and "bucket_mb" if it is one number."""
+        caps = self._options.caps
+        size = {"bucket_mb": float(caps)} if isinstance(caps, int | float) else {}
+        return {"strategy": self._arguments["strategy"], **size}
 
     @property
     def _process_group(self) -> Mesh | ProcessGroup | None:

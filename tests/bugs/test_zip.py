@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from instep.mesh.mesh import Mesh
-from instep.replicate.leaves import Leaf
 from instep.replicate.wrapper import DataParallel
+from instep.step.leaves import Leaf
 from tests.parity import filled
 from tests.replicate.nets import Dense
 from tests.replicate.replicas import assert_mean_gradients, samples, square

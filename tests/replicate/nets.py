@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from instep.models.transformer import GPT, GPTConfig
-from instep.replicate.leaves import Leaf
+from instep.step.leaves import Leaf
 from tests.parity import Training, momentum, numbers
 
 WIDTH = 6
@@ -190,7 +190,7 @@ def fused(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 # Without random numbers: what they should give can be computed by hand.
 PLAIN = {
-    "dense": Training(Dense, mean_square),
+    "dense": Training(Dense, mean_square, num_steps=4),
     "dense, fused": Training(Dense, mean_square, num_leaves=5, optimizer=fused),
     "dense, G=5, clipped": Training(Dense, mean_square, num_leaves=5, clip=0.1),
     "dense, G=7, momentum": Training(Dense, mean_square, num_leaves=7, optimizer=momentum),

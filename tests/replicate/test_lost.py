@@ -79,9 +79,9 @@ def again(model: DataParallel) -> str:
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_rank_that_dies_in_an_exchange(tmp_path: Path, strategy: str, declared: bool) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        launch(lose_rank_one_in_an_exchange, (str(tmp_path), strategy, declared), ranks=2)
+        launch(lose_rank_one_in_an_exchange, (str(tmp_path), strategy, declared), ranks=2, grace_s=30)
     report = json.loads((tmp_path / "report").read_text())
-    assert report["at"] - float((tmp_path / "died").read_text()) < 2
+    assert report["at"] - float((tmp_path / "died").read_text()) < 15  # half the deadline
     assert report["ranks"] == [1]
     assert report["operation"].startswith("the exchange of bucket")
     assert "rank 1 (pid" in report["text"] and "died: rank 0 waited" in report["text"]
@@ -101,7 +101,7 @@ def test_a_rank_that_never_synchronises_is_found_by_the_deadline(mesh: Mesh, ran
         began = time.monotonic()
         with pytest.raises(PeerLost, match=r"rank 0 waited .* never came: rank 1") as failure:
             square(model, 0).backward()
-        assert 0.4 < time.monotonic() - began < 3
+        assert 0.4 < time.monotonic() - began < 30  # no other deadline is as short
         assert failure.value.operation == "the exchange of bucket 0"
         assert failure.value.ranks == (1,)
         with pytest.raises(PeerLost, match=r"This group is lost: .*rebind"):
@@ -126,5 +126,7 @@ def test_survivors_go_on_over_a_new_group(mesh: Mesh) -> None:
 @world(2, timeout_s=0.5)
 def test_a_rank_that_does_not_come_to_be_wrapped_is_found_too(mesh: Mesh) -> None:
     if mesh.rank == 0:
-        with pytest.raises(PeerLost, match="one of them never came: wrap it on every rank"):
+        with pytest.raises(
+            PeerLost, match=r"wrapping a model .* one of them never came: do it on every rank"
+        ):
             DataParallel(filled(Dense()), process_group=mesh)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from instep.mesh.mesh import Mesh
-from instep.replicate.leaves import Leaf
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
+from instep.step.leaves import Leaf
 from tests.parity import (
     Training,
     adamw,
@@ -57,13 +57,13 @@ def all_strategies_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
     assert_bits_of_one(mesh, training, bucket_cap_mb=LARGE_MB)
 
 
-@pytest.mark.parametrize("num_leaves", [5, 7, 8, 12])
+@pytest.mark.parametrize("num_leaves", [7, 8])
 @world(4)
 def test_four_ranks_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
     all_strategies_give_the_bits_of_one(mesh, num_leaves)
 
 
-@pytest.mark.parametrize("num_leaves", [5, 7, 8, 12])
+@pytest.mark.parametrize("num_leaves", [5, 12])
 @world(5)
 def test_five_ranks_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
     all_strategies_give_the_bits_of_one(mesh, num_leaves)
@@ -72,7 +72,9 @@ def test_five_ranks_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
 @pytest.mark.parametrize("name", WITHOUT_RANDOM)
 @world(3, backend="shm")
 def test_three_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, name: str) -> None:
-    for strategy in STRATEGIES:
+    """Two strategies for each model, in turn."""
+    turn = [*WITHOUT_RANDOM].index(name)
+    for strategy in [*STRATEGIES, *STRATEGIES][turn % len(STRATEGIES) :][:2]:
         assert_bits_of_one(mesh, WITHOUT_RANDOM[name], strategy=strategy, bucket_cap_mb=TINY_MB)
 
 

@@ -191,10 +191,10 @@ def test_the_server_s_link_carries_w_minus_one_gradients_in_and_weights_out(mesh
         )
         times = [x for event in (receive, aggregate, update, send) for x in (event.start_ns, event.end_ns)]
         assert times == sorted(times)
-        assert not spans(events, "idle")
     else:
         assert bytes_of == {"send": [size], "receive": [size]}
-        (send,), (idle,), (receive,) = (spans(events, name) for name in ("send", "idle", "receive"))
+        (send,), (receive,) = (spans(events, name) for name in ("send", "receive"))
+        (idle,) = (event for event in spans(events, "parameter update") if event.peer == 0)
         assert send.end_ns <= idle.start_ns <= idle.end_ns <= receive.start_ns
         assert not spans(events, "update") and not spans(events, "aggregate")
     server.close()
@@ -242,3 +242,20 @@ def test_a_server_that_nobody_holds_is_gone_and_leaves_the_module_as_it_was() ->
     assert alive() is None
     square(module, 0).backward()
     assert module.layers[0].weight.grad is not None
+
+
+@world(2)
+def test_a_step_ends_for_the_server_and_its_worker_when_both_have_the_weights(mesh: Mesh) -> None:
+    module = filled(Dense())
+    server = ParameterServer(module, adamw(module.parameters()), mesh)
+    for _ in range(2):
+        declared_step(server, 4)
+        server.step()
+    events = list(server.recorder.events)
+    assert [event.step for event in spans(events, "step")] == [0, 1]
+    for name in ("update", "send", "receive", "parameter update"):
+        assert {event.step for event in spans(events, name)} <= {0, 1}, name
+    last = max(event.end_ns for event in spans(events, "parameter update") if event.step == 0)
+    (first, _) = spans(events, "step")
+    assert first.start_ns < last <= first.end_ns
+    server.close()

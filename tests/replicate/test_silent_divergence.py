@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
+from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled
 from tests.replicate.nets import Dense, Segments, Twice
@@ -236,6 +237,26 @@ def test_a_module_that_changes_its_dtype_after_wrapping(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()))
     with pytest.raises(ValueError, match=r"float64.*wrap"):
         step(model, mesh.rank)
+    model.close()
+
+
+@world(2, by="process")
+def test_an_embedding_that_rescales_the_rows_that_it_looks_up(mesh: Mesh) -> None:
+    def module(max_norm: float | None) -> nn.Module:
+        return filled(nn.Sequential(nn.Embedding(4, 3, max_norm=max_norm), nn.Linear(3, 2)))
+
+    def step(model: nn.Module, rank: int) -> None:
+        model(torch.tensor([rank])).square().mean().backward()
+
+    assert ddp_diverges(mesh, module(0.01), step)
+    with pytest.raises(ValueError, match=r"'0' has max_norm=0\.01, which rescales.*max_norm=None"):
+        DataParallel(module(0.01))
+    with pytest.raises(ValueError, match="max_norm"):
+        ThreadedReplicas(module(0.01), 2)
+    model = DataParallel(module(None))
+    step(model, mesh.rank)
+    sgd(model.module).step()
+    assert equal_everywhere(mesh, model.parameters())
     model.close()
 
 

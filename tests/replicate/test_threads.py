@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from instep.events import Recorder
 from instep.ordered.hash import Entry, state_entries
 from instep.ordered.norm import clip_grad_norm_
-from instep.replicate.leaves import Leaf
 from instep.replicate.threads import ThreadedReplicas
+from instep.step.leaves import Leaf
 from tests.parity import Training, assert_same_bits, bits_of_one, filled, momentum, numbers
 from tests.replicate.nets import OTHER, PLAIN, Dense, data, mean_square
 
@@ -216,8 +216,9 @@ def test_what_replicas_did_is_recorded() -> None:
     recorder = Recorder()
     replicas = ThreadedReplicas(filled(Dense()), 2, recorder=recorder)
     replicas(batch(4)).mean().backward()
-    names = [event.name for event in recorder.events]
-    both = {f"{what} of replica {r}" for what in ("forward", "backward") for r in range(2)}
-    assert set(names) == {*both, "aggregate"} and len(names) == 5
-    assert names[-1] == "aggregate"
+    spans = [(event.name, event.lane) for event in recorder.events]
+    both = [(what, f"replica {r}") for what in ("backward", "forward") for r in range(2)]
+    mine = [("aggregate", "compute"), ("replicas", "compute"), ("replicas", "compute")]
+    assert sorted(spans) == sorted([*both, *mine])
+    assert spans[-1] == ("aggregate", "compute")
     replicas.close()

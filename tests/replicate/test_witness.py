@@ -10,12 +10,12 @@ from torch import nn
 
 from instep.mesh.mesh import Mesh
 from instep.ordered.hash import entry_digests
-from instep.replicate.leaves import Leaf
 from instep.replicate.server import ParameterServer
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.witness import Seen, observe_leaves
 from instep.replicate.wrapper import DataParallel
+from instep.step.leaves import Leaf
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Tied, mean_square, next_token
 from tests.world import world

@@ -21,14 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from instep.replicate.reducer import Reducer
+    from instep.step.reduction import Reduction
 
 
 class Entry:
     """What is known of one parameter: whose it is, and which gradient the last step left behind."""
 
     def __init__(
-        self, reducer: Reducer, name: str, position: int | None, release: Callable[[], object]
+        self, reducer: Reduction, name: str, position: int | None, release: Callable[[], object]
     ) -> None:
         self.reducer = weakref.ref(reducer)
         self.release = release
@@ -36,6 +36,11 @@ class Entry:
         self.position = position  # None: frozen when it was wrapped
         self.reduced = False  # an exchange has ended since the last optimizer step
         self._left: tuple[weakref.ref[Tensor], int] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the wrapper still reduces."""
+        return bool(getattr(self.release, "alive", True))
 
     def no_gradient(self) -> str | None:
         """Why there cannot be a gradient to step with, or None."""
@@ -54,7 +59,7 @@ class Entry:
     def problem(self, gradient: Tensor) -> str | None:
         """Why a step must not use ``gradient``, or None."""
         reducer = self.reducer()
-        if reducer is None or reducer.group.size == 1:
+        if reducer is None or (reducer.group.size == 1 and not reducer.sharded):
             return None
         if self.position is not None and reducer.local[self.position]:
             return (
@@ -72,6 +77,11 @@ class Entry:
             "model.sync_gradients() on every rank"
         )
 
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """Why ``optimizer`` cannot step this parameter, or None."""
+        reducer = self.reducer()
+        return None if reducer is None or self.position is None else reducer.refusal(optimizer)
+
     def used(self, gradient: Tensor | None) -> None:
         """An optimizer step has used ``gradient``; the same one again is every rank's, not a new one."""
         self.reduced = False
@@ -84,6 +94,24 @@ class Entry:
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 
 
+def require_unwatched(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if some wrapper, which is not closed, reduces the gradients of ``parameters``."""
+    for entry in filter(None, map(_entries.get, parameters)):
+        other = entry.reducer()
+        if other is not None and entry.is_alive:
+            whose = "is sharded already" if other.sharded else "belongs to a DataParallel"
+            raise ValueError(
+                f"parameter {entry.name!r} {whose}: shard each module once, the outermost one with all that "
+                "it contains, and wrap it in nothing else (close() ends either)"
+            )
+
+
+def forget(parameters: Sequence[Tensor]) -> None:
+    """Look at these parameters no longer."""
+    for parameter in parameters:
+        _entries.pop(parameter, None)
+
+
 def take_over(parameters: Sequence[Tensor]) -> None:
     """End the reduction of these parameters by another wrapper.
 
@@ -91,12 +119,18 @@ def take_over(parameters: Sequence[Tensor]) -> None:
     newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
 
     Raises:
-        ValueError: the other wrapper has more parameters than these, which would be left alone.
+        ValueError: the other wrapper has more parameters than these, which would be left alone, or it is
+            ``fully_shard``, which reduces them already, and to slices.
     """
     entries = [entry for parameter in parameters if (entry := _entries.get(parameter)) is not None]
     mine = set(map(id, parameters))
     for entry in entries:
         other = entry.reducer()
+        if other is not None and other.sharded and entry.is_alive:
+            raise ValueError(
+                f"parameter {entry.name!r} is sharded by fully_shard, which reduces its gradient: train with "
+                "the module as it is, or close() it before it is wrapped in something else"
+            )
         if other is not None and not mine.issuperset(map(id, other.parameters)):
             raise ValueError(
                 f"parameter {entry.name!r} belongs to another DataParallel, of a module that has more: wrap "
@@ -106,7 +140,7 @@ def take_over(parameters: Sequence[Tensor]) -> None:
         entry.release()
 
 
-def watch(reducer: Reducer, frozen: Sequence[tuple[str, Tensor]], release: Callable[[], object]) -> None:
+def watch(reducer: Reduction, frozen: Sequence[tuple[str, Tensor]], release: Callable[[], object]) -> None:
     """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction."""
     for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
         _entries[parameter] = Entry(reducer, name, i, release)
@@ -115,7 +149,7 @@ def watch(reducer: Reducer, frozen: Sequence[tuple[str, Tensor]], release: Calla
         entry.used(parameter.grad)  # left from before it was frozen: as good as the weights are
 
 
-def reduced(reducer: Reducer) -> None:
+def reduced(reducer: Reduction) -> None:
     """``reducer`` has reduced the gradients of all its parameters."""
     for parameter in reducer.parameters:
         _entries[parameter].reduced = True
@@ -137,16 +171,24 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         problem = None if parameter.grad is None else entry.problem(parameter.grad)
         if problem is not None:
             raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+    for entry in [entry for _, entry in _watched(optimizer)]:
+        problem = entry.refusal(optimizer)
+        if problem is not None:
+            raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+    for reducer in _reducers(optimizer):
+        reducer.steps_now()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    reducers = set()
     for parameter, entry in _watched(optimizer):
         entry.used(parameter.grad)
-        if (reducer := entry.reducer()) is not None:
-            reducers.add(reducer)
-    for reducer in reducers:
+    for reducer in _reducers(optimizer):
         reducer.stepped()
+
+
+def _reducers(optimizer: Optimizer) -> set[Reduction]:
+    found = (entry.reducer() for _, entry in _watched(optimizer))
+    return {reducer for reducer in found if reducer is not None}
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -72,9 +72,14 @@ def agree_on_values(module: nn.Module, group: Group) -> None:
             )
 
 
-def broadcast_values(module: nn.Module, group: Group) -> None:
-    """Overwrite every parameter and buffer with those of the group's first rank. Collective."""
+def broadcast_values(module: nn.Module, group: Group, *, but: Container[int] = ()) -> None:
+    """Overwrite every parameter and buffer with those of the group's first rank. Collective.
+
+    Those with an identity in ``but`` are left alone, and those on the meta device, which have no values.
+    """
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if id(x) in but or x.is_meta:
+            continue
         mine = x.detach().contiguous()
         # As bytes: backends know some dtypes and not others.
         value = mine.reshape(-1).view(torch.uint8).clone()

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.ordered.keys import LeafKeys
-from instep.ordered.tree import rank_major
-from instep.replicate.reducer import Plan, Reducer
-from instep.replicate.roster import Roster
+from instep.step.reduction import Reduction
+from instep.step.roster import Roster
 
 State = tuple[Tensor | None, int]  # a buffer and its version
 
@@ -43,7 +42,7 @@ class DeclaredStep:
     placement independence rests on; after the last leaf, gradients are reduced and set.
     """
 
-    def __init__(self, module: nn.Module, reducer: Reducer, keys: LeafKeys, roster: Roster) -> None:
+    def __init__(self, module: nn.Module, reducer: Reduction, keys: LeafKeys, roster: Roster) -> None:
         self.module = module
         self.reducer = reducer
         self.keys = keys
@@ -66,25 +65,29 @@ class DeclaredStep:
             Desync: another rank left the step, or is in another one.
         """
         group, reducer = self.reducer.group, self.reducer
-        plan = Plan(True, num_leaves, rank_major(num_leaves, group.size))
-        self._check_start()
-        reducer.begin(plan, lambda: self._weight)
+        plan = reducer.assign(num_leaves)
+        span = reducer.recorder.span
+        with span("prepare", lane="host"):
+            self._check_start()
+            reducer.begin(plan, lambda: self._weight)
         self._weight = 0
         own = plan.leaves[group.rank]
         leaf = None
         try:
             for index in own:
                 leaf = self.leaf = Leaf(index, num_leaves)
-                self._weight_taken = None
-                before = self._buffer_states()
-                reducer.open_leaf(index, last=index == own[-1])
-                with self.keys.leaf(step, index):
-                    yield leaf
-                self._check_leaf(leaf, before)
-                reducer.close_leaf()
+                with span("micro-batch", lane="host", leaf=index):
+                    self._weight_taken = None
+                    before = self._buffer_states()
+                    reducer.open_leaf(index, last=index == own[-1])
+                    with self.keys.leaf(step, index):
+                        yield leaf
+                    self._check_leaf(leaf, before)
+                    reducer.close_leaf()
             leaf = self.leaf = None
-            self._check_statistics()
-            reducer.finish()
+            with span("finish", lane="host"):
+                self._check_statistics()
+                reducer.finish()
         finally:
             if self.leaf is leaf:  # not if another step has begun since
                 self.leaf = None

@@ -6,12 +6,16 @@ In between it is a view of the bucket wherever it can be, which saves the memory
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from instep.ordered.buckets import Bucket, Slot, flat_real, wire_dtype
+from instep.ordered.buckets import Bucket, Bundle, Slot, wire_dtype
+
+NOBODY_ELSE = 2  # references to an object: one variable, and the argument of who counts
+LARGE_BYTES = 1 << 16  # smaller gradients are quicker copied many in a call
 
 
 class Gradients:
@@ -26,6 +30,7 @@ class Gradients:
         self.parameters = parameters
         self._sparse = sparse
         self._came: dict[int, tuple[Tensor, int] | None] = {}  # .grad of the open leaf, and its version
+        self._settled: dict[int, Tensor] = {}  # .grad that lies in the bucket of the open leaf, for as long
 
     def open_leaf(self) -> None:
         """Gradients that come from now on belong to a new leaf."""
@@ -34,9 +39,29 @@ class Gradients:
     def came(self, i: int, *, final: bool) -> None:
         """Autograd has accumulated into the ``.grad`` of parameter i; ``final``: which nobody may edit."""
         gradient = self.parameters[i].grad
-        self._came[i] = (gradient, gradient._version) if final and gradient is not None else None
+        if gradient is not None:  # autograd also calls where a function has passed None on
+            self._came[i] = (gradient, gradient._version) if final else None
 
-    def land(self, bucket: Bucket, leaf: Tensor) -> None:
+    def settle(self, i: int, view: Tensor, *, final: bool) -> None:
+        """The ``.grad`` of parameter i has come, and moves into ``view`` of its bucket's leaf, if it may.
+
+        ``land`` would do it, later. Now it is in the cache, and its memory serves for the next gradient. Many
+        that are freed at once go back to the system, which has to find and zero every page of the next ones.
+        A GPU's allocator keeps memory, and many copies are one call there. Whoever keeps a ``.grad`` that is
+        not ``final`` keeps the one in the bucket.
+        """
+        gradient = self.parameters[i].grad
+        if gradient is None or gradient.is_sparse or gradient.requires_grad or gradient.nbytes < LARGE_BYTES:
+            return
+        if gradient.device.type != "cpu" or _looks(gradient) != _looks(view) or _share(gradient, view):
+            return
+        view.copy_(gradient)
+        if final:
+            self.parameters[i].grad = self._settled[i] = view.data
+        else:
+            gradient.data = view
+
+    def land(self, bucket: Bundle, leaf: Tensor) -> None:
         """Copy the gradients of ``bucket`` into ``leaf``, in one call; -0.0 where there is none.
 
         Raises:
@@ -47,29 +72,29 @@ class Gradients:
             gradient = self.parameters[slot.position].grad
             self._check(slot.position, gradient, bucket)
             if gradient is None:
-                flat_real(view).fill_(-0.0)
+                (torch.view_as_real(view) if view.is_complex() else view).fill_(-0.0)
                 continue
             slot.present = True
-            if gradient.is_sparse or gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+            if not _is(gradient, view):
                 views.append(view)
-                gradients.append((gradient.to_dense() if gradient.is_sparse else gradient).detach())
+                gradients.append(_apart(gradient, view))
         if views:
             torch._foreach_copy_(views, gradients)
 
-    def take(self, bucket: Bucket) -> None:
-        """The gradients are in the bucket alone from now on."""
+    def take(self, bucket: Bundle) -> None:
+        """The gradients are in the bucket alone from now on; who has kept a ``.grad`` has a copy."""
         for slot in bucket.slots:
-            self.parameters[slot.position].grad = None
+            self._remove(slot.position)
 
-    def attach(self, bucket: Bucket, slot: Slot, *, whole: bool) -> None:
-        """Make ``.grad`` the view of the bucket, or a copy of a ``whole`` one where it has to look otherwise.
+    def attach(self, slot: Slot, view: Tensor, *, whole: bool) -> None:
+        """Make ``.grad`` the ``view`` of ``slot`` in the bucket's home, or a copy of a ``whole`` one where it
+        has to look otherwise.
 
         Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
         gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
         stays it, because whoever has kept it may rely on that.
         """
         parameter = self.parameters[slot.position]
-        view = bucket.view(slot, bucket.home)
         gradient = parameter.grad
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
             gradient = None
@@ -83,7 +108,7 @@ class Gradients:
                 gradient.copy_(view)
         elif gradient is None:
             parameter.grad = view.data  # for users no view: those cannot be detached in place
-        elif gradient.data_ptr() != view.data_ptr():
+        elif not _is(gradient, view):
             gradient.data = view
 
     def num_attached(self, bucket: Bucket) -> int:
@@ -97,10 +122,16 @@ class Gradients:
     def drop(self) -> None:
         """No parameter has a gradient any more."""
         self._came.clear()
-        for parameter in self.parameters:
-            parameter.grad = None
+        for i in range(len(self.parameters)):
+            self._remove(i)
 
-    def _check(self, i: int, gradient: Tensor | None, bucket: Bucket) -> None:
+    def _remove(self, i: int) -> None:
+        self.parameters[i].grad = None
+        gradient = self._settled.pop(i, None)
+        if gradient is not None and sys.getrefcount(gradient) > NOBODY_ELSE:
+            gradient.data = gradient.clone()
+
+    def _check(self, i: int, gradient: Tensor | None, bucket: Bundle) -> None:
         expected = bucket.dtype, bucket.device
         if gradient is not None and (wire_dtype(gradient.dtype), gradient.device) != expected:
             raise ValueError(
@@ -120,3 +151,25 @@ class Gradients:
                 f"the gradient of {self.names[i]!r} was changed between backward and its exchange: clip and "
                 "edit gradients when they are whole, after micro_batches(), or in a hook of the parameter"
             )
+
+
+def _looks(x: Tensor) -> tuple[object, ...]:
+    return x.dtype, x.device, x.stride(), x.is_conj(), x.is_neg()
+
+
+def _is(gradient: Tensor, view: Tensor) -> bool:
+    """Whether ``gradient`` is ``view``: not its transpose, say."""
+    if gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
+        return False
+    return _looks(gradient) == _looks(view)
+
+
+def _share(gradient: Tensor, view: Tensor) -> bool:
+    return gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+
+
+def _apart(gradient: Tensor, view: Tensor) -> Tensor:
+    """``gradient``, dense, in memory from which it can be copied into ``view``."""
+    if gradient.is_sparse:
+        return gradient.to_dense().detach()
+    return gradient.detach().clone() if _share(gradient, view) else gradient.detach()

@@ -50,5 +50,19 @@ class Roster:
         self._modules = [(module, _ids(module)) for module in self.module.modules()]
 
 
+def require_read_only(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a module in ``module`` changes its own weights in forward.
+
+    The change would be each rank's own: replicas drift apart, and where weights are gathered it is lost.
+    """
+    for name, m in module.named_modules():
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            raise ValueError(
+                f"{name!r} has max_norm={m.max_norm}, which rescales rows of its weight in forward, on each "
+                "rank those of its own inputs: make it with max_norm=None, and bound the norm of what it "
+                "returns, or of the weights with an optimizer's weight_decay"
+            )
+
+
 def _ids(module: nn.Module) -> tuple[list[int], list[int]]:
     return list(map(id, module._parameters.values())), list(map(id, module._modules.values()))

@@ -8,18 +8,18 @@ contributes one leaf, whatever its ``.grad`` has accumulated, and the step ends 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from instep.replicate import guard
-from instep.replicate.buffers import OPERATION, broadcast_buffers
-from instep.replicate.leaves import DeclaredStep
-from instep.replicate.reducer import Plan
-from instep.replicate.watch import Watch
+from instep.events import BATCH_NORM, Span
+from instep.ordered.hook import weakly
+from instep.step import guard
+from instep.step.buffers import OPERATION, broadcast_buffers
+from instep.step.leaves import DeclaredStep
+from instep.step.reduction import Plan
+from instep.step.watch import Watch
 
 
 class Mark(NamedTuple):
@@ -50,12 +50,14 @@ class Backward:
         # Hooks live on the module, which may outlive its wrapper: they must not keep it alive.
         self._watch = Watch(
             self.module,
-            mark=_weakly(self._forward_ran),
-            reached=_weakly(self._reached),
-            ended=_weakly(self._ended),
-            abandoned=_weakly(self._raised),
+            mark=weakly(self._forward_ran),
+            reached=weakly(self._reached),
+            ended=weakly(self._ended),
+            abandoned=weakly(self._raised),
+            span=weakly(self._span),
         )
-        came = _weakly(self._gradient_came)
+        self.reducer.is_nested = self._watch.is_nested
+        came = weakly(self._gradient_came)
         self._gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(partial(came, i))
             for i, parameter in enumerate(self.reducer.parameters)
@@ -69,6 +71,11 @@ class Backward:
         if not (self._exchanged and self.reducer.exchanges):
             self._begin()
             self._finish()
+
+    def _span(self, name: str) -> Span:
+        leaf, recorder = self.declared.leaf, self.reducer.recorder
+        recorder.ensure_step()
+        return recorder.span(name, lane="compute", leaf=-1 if leaf is None else leaf.index)
 
     def _mark(self) -> Mark:
         leaf = self.declared.leaf
@@ -93,7 +100,8 @@ class Backward:
             while self._marks:
                 self._obey(self._marks.pop())
             self.declared.gradient_came()
-            self.reducer.arrived(i)
+            hooks = parameter._post_accumulate_grad_hooks
+            self.reducer.arrived(i, settles=next(reversed(hooks), None) == self._gradient_hooks[i].id)
         except BaseException:
             self.reducer.leave()
             raise
@@ -127,12 +135,14 @@ class Backward:
 
     def _ended(self) -> None:
         self._marks.clear()
+        self.reducer.backward_ended()
         if self.declared.leaf is None and self.reducer.plan is not None:
             self._finish()
 
     def _raised(self) -> None:
         """A backward began and never ended."""
         self._marks.clear()
+        self.reducer.backward_ended()
         if self.declared.leaf is None:
             self.reducer.leave()
 
@@ -153,7 +163,8 @@ class Backward:
         self._exchanged = True
         if self._broadcast and any(True for _ in self.module.buffers()):
             group = self.reducer.group
-            self.reducer.lane.submit(OPERATION, lambda: broadcast_buffers(self.module, group)).wait()
+            with self.reducer.recorder.span(BATCH_NORM, lane="host"):
+                self.reducer.lane.submit(OPERATION, lambda: broadcast_buffers(self.module, group)).wait()
 
 
 def _on(switch: bool) -> str:
@@ -162,14 +173,3 @@ def _on(switch: bool) -> str:
 
 def _leaf_name(leaf: int | None) -> str:
     return "no micro-batch" if leaf is None else f"micro-batch {leaf}"
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` as long as its object lives, then nothing."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
-
-    return call

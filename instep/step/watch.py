@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from instep.events import Span
 from instep.ordered.hook import Hook
 
 NO_TASK = -1
@@ -28,6 +29,7 @@ class Watch:
 
     ``mark()`` is asked in forward; ``reached(None)`` means that a parameter was reached without any output.
     ``abandoned()`` is called at the next forward if a backward began but never ended, that is, raised.
+    ``span("forward")`` and ``span("backward")`` are asked for what times them.
     """
 
     def __init__(
@@ -38,9 +40,12 @@ class Watch:
         reached: Callable[[Any], None],
         ended: Callable[[], None],
         abandoned: Callable[[], None],
+        span: Callable[[str], Span | None],
     ) -> None:
         self.active = False
+        self._task = NO_TASK  # the outermost
         self._mark, self._reached, self._ended, self._abandoned = mark, reached, ended, abandoned
+        self._span, self._open = span, dict[str, Span]()
         self.hooks = [
             module.register_forward_pre_hook(Hook(self._before)),
             module.register_forward_hook(Hook(self._after)),
@@ -52,12 +57,20 @@ class Watch:
             self._begin()
             self._reached(None)
 
+    def is_nested(self) -> bool:
+        """Whether a backward inside this one runs now, as of a reentrant checkpoint."""
+        return self.active and torch._C._current_graph_task_id() != self._task
+
     def _before(self, module: nn.Module, args: Any) -> None:
         if self.active and torch._C._current_graph_task_id() == NO_TASK:
             self.active = False
             self._abandoned()
+        self._drop("forward")  # of one that raised
+        if torch.is_grad_enabled() and not self.active:  # not what a backward computes again
+            self._start("forward")
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stop("forward")
         if not torch.is_grad_enabled():
             return
         mark = self._mark()
@@ -73,11 +86,27 @@ class Watch:
 
     def _begin(self) -> None:
         self.active = True
+        self._task = torch._C._current_graph_task_id()
+        self._start("backward")
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self.active = False
+        self._stop("backward")
         self._ended()
+
+    def _start(self, name: str) -> None:
+        self._drop(name)
+        if (span := self._span(name)) is not None:
+            self._open[name] = span.begin()
+
+    def _drop(self, name: str) -> None:
+        if (left := self._open.pop(name, None)) is not None:
+            left.cancel()
+
+    def _stop(self, name: str) -> None:
+        if (span := self._open.pop(name, None)) is not None:
+            span.end()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

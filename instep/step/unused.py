@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instep.ordered.buckets import Bucket
+from instep.ordered.buckets import Bundle
 
 SHOWN = 8
 
 
-def describe(buckets: Sequence[Bucket], names: Sequence[str], ranks: Sequence[int]) -> str:
+def describe(buckets: Sequence[Bundle], names: Sequence[str], ranks: Sequence[int]) -> str:
     """The parameters that some rank had no gradient for, or "". Call it after the exchange.
 
     A rank that had none at all, because no micro-batch or no weight fell to it, is not counted.

@@ -1,0 +1,1 @@
+"""One optimizer step as autograd tells of it: micro-batches, gradients that come, the end of backward."""

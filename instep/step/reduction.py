@@ -1,0 +1,286 @@
+"""From gradients that appear one by one to whole leaves: what all reducers share.
+
+Autograd says when a gradient has been accumulated, but not when it is whole: a parameter that is used in
+two checkpointed segments, or in two backwards of one micro-batch, is accumulated twice. Sending it after
+the first time would lose the rest without an error. So the first leaf of all is reduced at the end of
+backward, and its accumulations are counted; from then on a gradient is whole after as many. Whatever does
+not come to its count is reduced at the end of backward, and what goes beyond its count after it has left
+is an error, never a wrong sum.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.errors import Desync, PeerLost
+from instep.events import Recorder, Span
+from instep.mesh.device import Stream
+from instep.mesh.group import Group
+from instep.ordered.buckets import Bundle, Caps
+from instep.ordered.exchange import Exchange
+from instep.ordered.header import VERSION, Header
+from instep.ordered.tree import rank_major
+from instep.step.gradients import Gradients
+from instep.step.strategy import Strategy
+from instep.step.unused import describe
+from instep.work import Lane
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to reduce: what a user chose once for the wrapper."""
+
+    strategy: type[Strategy]
+    caps: Caps = 25
+    ordered: bool = True
+    unused: bool | None = None  # parameters without a gradient: True allows, None warns once, False raises
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who contributes which leaves to one reduction. ``leaves[r]`` belong to rank r; G in all."""
+
+    declared: bool
+    num_leaves: int
+    leaves: Sequence[Sequence[int]]
+
+
+class Reduction(ABC):
+    """Counts the gradients of ``parameters`` in, leaf by leaf; subclasses say what becomes of whole ones.
+
+    A step in time order: ``begin``; for each leaf ``open_leaf``, ``arrived`` from the parameters' hooks,
+    ``close_leaf``; then ``finish``, after which every gradient is reduced. ``leave`` instead of ``finish``
+    tells the other ranks that this one gives the step up, and drops its gradients.
+
+    ``local[i]``: ``.grad`` of parameter i holds something that no exchange has seen. ``place[i]`` is the
+    bundle that parameter i travels in.
+    """
+
+    sharded = False  # every rank gets all of every gradient
+    late_fix = "pass strategy='flat', which sends nothing before backward has ended"
+    lost_fix = "go on over another one, with model.rebind(process_group)"
+    exchange: Exchange
+    place: dict[int, Bundle]
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        group: Group,
+        recorder: Recorder,
+        options: Options,
+        sparse: Collection[int] = (),
+    ) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.group = group
+        self.recorder = recorder
+        self.options = options
+        self.lane = Lane(f"instep exchange, rank {group.rank}", inline=group.size == 1)
+        self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
+        self.steps = 0  # optimizer steps so far
+        self.ends_steps = True  # an optimizer's step ends what is recorded as a step
+        self.exchanges = 0  # reductions since the last one
+        self.given_up = False  # the last one of them
+        self._update: Span | None = None
+        self.local = [False] * len(self.names)
+        self.plan: Plan | None = None
+        self.leaf: int | None = None
+        self.observer: Callable[[int, Any], None] | None = None  # is shown each leaf in a bucket, whole
+        self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
+        self._overlaps = options.strategy.overlaps
+        self._reordered = not (options.strategy.overlaps and names) or group.size == 1
+        self._seen: list[int] = []  # parameters in the order of their first gradient
+        self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
+        self._unsteady: set[int] = set()
+        self.gradients = Gradients(self.names, self.parameters, sparse)
+        self._warned_unused = False
+
+    @property
+    @abstractmethod
+    def bundles(self) -> Sequence[Bundle]:
+        """In the order in which they travel."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All leaves of this rank are closed: wait until the gradients are reduced."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``."""
+
+    @abstractmethod
+    def _open(self, bucket: Bundle) -> None:
+        """A leaf begins."""
+
+    def _settle(self, i: int) -> None:  # noqa: B027 - it may wait for the others of its bundle
+        """A gradient of parameter i has come, of the open leaf; it may be the first of several."""
+
+    @abstractmethod
+    def _close(self, bucket: Bundle) -> None:
+        """The gradients of ``bucket`` are whole, of the open leaf."""
+
+    def assign(self, num_leaves: int) -> Plan:
+        """Who computes what in a declared step of ``num_leaves``."""
+        return Plan(True, num_leaves, rank_major(num_leaves, self.group.size))
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """Why ``optimizer`` cannot use these gradients, or None."""
+        return None
+
+    def backward_ended(self) -> None:  # noqa: B027 - most have nothing to do
+        """Backward has ended, or (it raised) will not."""
+
+    def begin(self, plan: Plan, weight: Callable[[], int]) -> None:
+        """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave.
+
+        Raises:
+            PeerLost: the group has lost a rank before; what it still owes would be paired with new exchanges.
+        """
+        self.recorder.ensure_step()  # also of a rank that has nothing to compute
+        self.leave()  # the reduction before, if its backward raised
+        self.lane.drain()
+        if isinstance(lost := self.lane.failed, PeerLost):
+            raise PeerLost(
+                f"{lost}. This group is lost: {self.lost_fix}",
+                ranks=lost.ranks,
+                operation=lost.operation,
+            )
+        if self.lane.failed is not None:
+            self.lane.reset()
+        self.plan, self._declared = plan, plan.declared
+        self._weight = weight
+
+    def open_leaf(self, leaf: int, *, last: bool) -> None:
+        """Gradients that arrive from now on belong to ``leaf``; ``last``: of this rank in this reduction."""
+        self.leaf, self._last = leaf, last
+        self._counts = [0] * len(self.names)
+        self.gradients.open_leaf()
+        for bucket in self.bundles:
+            bucket.ready_ns = 0
+            bucket.is_open = True
+            bucket.pending = len(bucket.slots)
+            self._open(bucket)
+
+    def arrived(self, i: int, *, settles: bool = True) -> None:
+        """Autograd has accumulated into the ``.grad`` of parameter i; ``settles``: nobody will look at it."""
+        self.local[i] = True
+        if self.leaf is None:
+            return
+        if not self._reordered and self._counts[i] == 0 and i not in self._seen:
+            self._seen.append(i)
+        if settles and self.place[i].is_open:
+            self._settle(i)
+        self._counts[i] += 1
+        self.gradients.came(i, final=self._declared)
+        if self._last:
+            self.place[i].ready_ns = time.monotonic_ns()
+        expected = self._expected[i] or self._first_guess(i)
+        if expected is None or self._counts[i] < expected or not self._overlaps:
+            return
+        bucket = self.place[i]
+        if not bucket.is_open:
+            raise self._late(i, expected)
+        if self._counts[i] == expected:
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                self._take_over(bucket)
+
+    def close_leaf(self) -> None:
+        """The leaf's backward has ended: what has not been whole until now, is."""
+        for bucket in self.bundles:
+            if bucket.is_open:
+                self._take_over(bucket)
+        self.leaf = None
+        self._learn()
+
+    def steps_now(self) -> None:
+        """An optimizer begins to use the gradients."""
+        if self._update is not None:  # the last time it raised
+            self._update.cancel()
+        self._update = self.recorder.span("update", lane="compute").begin()
+
+    def stepped(self) -> None:
+        """An optimizer has used the gradients."""
+        if self._update is not None:
+            self._update.end()
+            self._update = None
+        self.steps += 1
+        self.exchanges = 0
+        if self.ends_steps:
+            self.recorder.stepped()
+
+    def _first_guess(self, i: int) -> int | None:
+        """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
+        return None
+
+    def _take_over(self, bucket: Bundle) -> None:
+        bucket.is_open = False
+        self._close(bucket)
+
+    def _header(self, bucket: Bundle, plan: Plan, weight: int, round: int = 0) -> Header:
+        return Header(
+            version=VERSION,
+            declared=int(plan.declared),
+            step=self.steps,
+            exchange=self.exchanges,
+            bucket=bucket.index,
+            num_elements=bucket.num_elements,
+            num_leaves=plan.num_leaves,
+            num_own=len(plan.leaves[self.group.rank]),
+            weight=weight,
+            ready_ns=bucket.ready_ns,
+            launched_ns=time.monotonic_ns(),
+            left=0,
+            round=round,
+        )
+
+    def _learn(self) -> None:
+        """Compare the accumulations of the closed leaf with what was expected."""
+        for i, count in enumerate(self._counts):
+            expected = self._expected[i]
+            if count == 0 or count == expected:
+                continue
+            if expected is None and i not in self._unsteady:
+                self._expected[i] = count
+            else:
+                self._unsteady.add(i)
+                self._expected[i] = None
+
+    def _late(self, i: int, expected: int) -> Desync:
+        self._unsteady.add(i)
+        self._expected[i] = None
+        return Desync(
+            f"rank {self.group.global_rank}: parameter {self.names[i]!r} received gradient number "
+            f"{self._counts[i]} of this backward after its bucket had left; so far there were {expected} per "
+            f"backward. If the model uses it a varying number of times, {self.late_fix}"
+        )
+
+    def _report_unused(self) -> None:
+        """Warn once, or raise, about parameters that some rank had no gradient for, though it had others."""
+        if self.options.unused or (self.options.unused is None and self._warned_unused):
+            return
+        unused = describe(self.bundles, self.names, self.group.ranks)
+        if not unused:
+            return
+        message = f"no gradient came for {unused} in step {self.steps}"
+        if self.options.unused is False:
+            raise ValueError(
+                f"{message}, and find_unused_parameters=False forbids it: pass True or freeze them"
+            )
+        self._warned_unused = True
+        if self.group.rank == 0:
+            warnings.warn(
+                f"{message}: where other ranks had one, zero was averaged in; where none had, .grad was left "
+                "alone. Pass find_unused_parameters=True if this is meant",
+                stacklevel=2,
+            )
