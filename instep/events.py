@@ -1,25 +1,63 @@
 """What happened when, on which rank: the one record that tracing, planning and charts share.
 
-Low layers emit (``recorder.span("exchange", lane="communication", ...)``), high layers read.
-A span costs two clock readings and an append to a ring buffer, a few microseconds, so it may stay on for
-every step.
+Low layers emit (``with recorder.span("exchange", lane="communication", ...)``), high layers read. A span
+costs two clock readings and a store into a ring, some two microseconds, so it stays on for every step.
+
+    compute        |forward|backward|forward|backward|             |clip|update|      the thread that trains
+    data          |data|            |data|                                            the same thread
+    host           ........................  |gradient sync|...........|loss|...|ledger|  the same thread
+    communication                       |queued|wait|agree|exchange|                  the thread of exchanges
+    step          |------------------------------ step 7 --------------------------------|
+
+Where it waits for other ranks, the thread that trains records a span with one of the names ``WAITS``.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import takewhile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from instep.ring import Ring
+
+LANES = ("compute", "communication", "data", "host")
+STEP = "step"  # the event that spans a step, from its begin to the begin of the next; on lane "host"
+
+# Where one rank has nothing to do because it waits for others: the names of its waits, and their causes.
+GRADIENT_SYNC = "gradient sync"
+PARAMETER_UPDATE = "parameter update"
+PARAMETER_GATHER = "parameter gather"
+BATCH_NORM = "batch-norm statistics"
+GLOBAL_LOSS = "loss over the global batch"
+SPLIT_SOFTMAX = "split softmax"
+EXPERT_DISPATCH = "expert dispatch"
+PIPELINE = "pipeline fill and drain"
+COMPARISON = "comparison of replicas"
+WAITS = frozenset(
+    {
+        GRADIENT_SYNC,
+        PARAMETER_UPDATE,
+        PARAMETER_GATHER,
+        BATCH_NORM,
+        GLOBAL_LOSS,
+        SPLIT_SOFTMAX,
+        EXPERT_DISPATCH,
+        PIPELINE,
+        COMPARISON,
+    }
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that took time, on a lane: "compute", "communication", "data" or "host".
+class Event(NamedTuple):
+    """One thing that took time, on one of ``LANES`` (or on "replica 0", "replica 1", ...: threads).
 
-    Times are ``time.monotonic_ns()``, the same clock for all ranks of one host.
+    Times are ``time.monotonic_ns()``, the same clock for all ranks of one host. ``bytes`` are those of the
+    message, ``leaf`` is the micro-batch, ``peer`` the global rank that was waited for; -1: none.
     """
 
     rank: int
@@ -30,32 +68,258 @@ class Event:
     bytes: int = 0
     step: int = -1
     leaf: int = -1
+    bucket: int = -1
+    peer: int = -1
 
     @property
     def duration_s(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
 
 
-class Recorder:
-    """A rank's last ``capacity`` events, oldest first."""
+class Timeline:
+    """Events of one or many ranks, recorded or predicted, by the order of their start."""
 
-    def __init__(self, rank: int = 0, capacity: int = 65536) -> None:
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.events = sorted(events, key=lambda event: (event.start_ns, -event.end_ns))
+        self._steps: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        for event in self.events:
+            self._steps[event.rank, event.step].append(event)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have events."""
+        return sorted({rank for rank, _ in self._steps})
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have events, without -1, which stands for none."""
+        return sorted({step for _, step in self._steps if step >= 0})
+
+    def of(self, rank: int, step: int) -> list[Event]:
+        """The events of one rank in one step."""
+        return self._steps.get((rank, step), [])
+
+    def window(self, rank: int, step: int) -> Event | None:
+        """The event that spans the step, if it has ended; of a step made twice, the last."""
+        return next((event for event in reversed(self.of(rank, step)) if event.name == STEP), None)
+
+    def whole_steps(self) -> list[int]:
+        """The steps that have ended on every rank."""
+        ended = {(event.rank, event.step) for event in self.events if event.name == STEP}
+        return [step for step in self.steps if all((rank, step) in ended for rank in self.ranks)]
+
+
+class DeviceMarks(Protocol):
+    """What times work on a device that goes on after Python has issued it (``instep.mesh.device.Marks``)."""
+
+    def begin(self) -> Any: ...
+    def end(self, begun: Any, what: Any) -> None: ...
+    def settled(self) -> list[tuple[Any, int, int]]: ...  # what, start_ns, end_ns: once each, when it is over
+
+
+class _Thread(threading.local):
+    """What a recorder knows of the calling thread: its own lane, if it is one of several that compute."""
+
+    def __init__(self) -> None:
+        self.lane: str | None = None
+        self.open: set[tuple[str, str]] = set()
+
+
+class Recorder:
+    """A rank's last ``capacity`` events, in memory or, from ``keep_in`` on, in a file.
+
+    ``step`` is given to the events. A span inside one of the same lane and name is a part of it and leaves no
+    event, so whoever knows more (the training loop) may span what others (the wrapper's hooks) would.
+    """
+
+    def __init__(self, rank: int = 0, capacity: int = 16384) -> None:
         self.rank = rank
-        self.events: deque[Event] = deque(maxlen=capacity)
         self.step = -1
+        self.by_optimizer = True  # an optimizer's step ends the step; False: whoever calls begin_step says so
+        self.marks: DeviceMarks | None = None
+        self._capacity = capacity
+        self._ring = Ring(capacity)
+        self._thread = _Thread()
+        self._open: set[tuple[str, str]] = set()  # on threads without a lane of their own
+        self._begun_ns = 0  # the step
+        self.optimizer_steps = 0
+        self._worked = False  # since the last of them
+
+    def keep_in(self, path: Path, capacity: int, head: Mapping[str, Any]) -> None:
+        """Record into file ``path`` from now on.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        self._ring = Ring(capacity, path, {**head, "rank": self.rank})
+
+    def keep_in_memory(self) -> None:
+        """The file, if there is one, keeps what it has; later events go into private memory."""
+        self._ring = Ring(self._capacity)
+
+    def span(
+        self, name: str, *, lane: str, num_bytes: int = 0, leaf: int = -1, bucket: int = -1, peer: int = -1
+    ) -> Span:
+        """Record what the block takes, also when it raises."""
+        return Span(self, name, lane, num_bytes, leaf, bucket, peer)
+
+    def put(
+        self,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        *,
+        lane: str,
+        num_bytes: int = 0,
+        leaf: int = -1,
+        bucket: int = -1,
+        peer: int = -1,
+    ) -> None:
+        """Record something that has ended."""
+        lane = self._thread.lane or lane
+        self._ring.put(name, lane, start_ns, end_ns, num_bytes, self.step, leaf, bucket, peer)
+
+    def begin_step(self, step: int) -> None:
+        """From now on it is ``step``; the one before has ended, if it had begun."""
+        now = time.monotonic_ns()
+        self.end_step(now)
+        self.step, self._begun_ns = step, now
+
+    def ensure_step(self) -> None:
+        """A step is under way: if none has begun, and nobody else says when one does, it begins here."""
+        self._worked = True
+        if self.by_optimizer and not self._begun_ns:
+            self.begin_step(self.optimizer_steps)
+
+    def stepped(self) -> None:
+        """An optimizer has made its step, the first one since there was something to compute."""
+        if self.by_optimizer and self._worked:
+            self._worked = False
+            self.optimizer_steps += 1
+            self.begin_step(self.optimizer_steps)
+
+    def end_step(self, now_ns: int | None = None) -> None:
+        """The step has ended, and none begins yet."""
+        if self._begun_ns:
+            self.settle()
+            self.put(STEP, self._begun_ns, now_ns or time.monotonic_ns(), lane="host")
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """The open step will not end, and none begins yet."""
+        self.step, self._begun_ns = -1, 0
+
+    def of_step(self, step: int) -> list[Event]:
+        """The events of ``step``, one of the last, in the order of their ends."""
+        found, begun = [], step == self.step
+        for event in self._backwards():
+            if event.name == STEP:
+                if begun and event.step != step:
+                    break
+                begun = begun or event.step == step
+            if event.step == step:
+                found.append(event)
+        return found[::-1]
+
+    def so_far(self) -> list[Event]:
+        """The events of the open step, as if it ended now."""
+        self.settle()
+        step = Event(self.rank, "host", STEP, self._begun_ns, time.monotonic_ns(), step=self.step)
+        return [*self.of_step(self.step), step] if self._begun_ns else []
+
+    def last_steps(self, count: int) -> list[Event]:
+        """The events of the last ``count`` steps that have ended, and since, in the order of their ends."""
+        found: list[Event] = []
+        for event in self._backwards():
+            count -= event.name == STEP
+            if count < 0:
+                break
+            found.append(event)
+        return found[::-1]
+
+    @property
+    def events(self) -> list[Event]:
+        """All events that are kept, in the order of their ends."""
+        return [*self._backwards()][::-1]
 
     @contextmanager
-    def span(self, name: str, *, lane: str, num_bytes: int = 0, leaf: int = -1) -> Iterator[None]:
-        """Record what the block took, also when it raises."""
-        start_ns = time.monotonic_ns()
+    def as_lane(self, lane: str) -> Iterator[None]:
+        """In the block, whatever this thread records is on ``lane``."""
+        before, self._thread.lane = self._thread.lane, lane
         try:
             yield
         finally:
-            end_ns = time.monotonic_ns()
-            self.events.append(Event(self.rank, lane, name, start_ns, end_ns, num_bytes, self.step, leaf))
+            self._thread.lane = before
 
-    def seconds(self, name: str, step: int) -> float:
-        """Sum of the durations of the events called ``name`` in ``step``, one of the last steps."""
-        # A copy, because the lane may be appending.
-        recent = takewhile(lambda e: e.step >= step, reversed(self.events.copy()))
-        return sum(e.duration_s for e in recent if e.step == step and e.name == name)
+    def settle(self) -> None:
+        """Record what the device has done since the last time."""
+        if self.marks is not None:
+            for (name, lane, step, leaf), start_ns, end_ns in self.marks.settled():
+                self._ring.put(name, lane, start_ns, end_ns, 0, step, leaf, -1, -1)
+
+    def _backwards(self) -> Iterator[Event]:
+        names, rank = self._ring.names, self.rank
+        for record in self._ring.backwards():
+            _, start_ns, end_ns, num_bytes, step, leaf, bucket, peer, name, lane = record
+            yield Event(rank, names[lane], names[name], start_ns, end_ns, num_bytes, step, leaf, bucket, peer)
+
+
+class Span:
+    """A block that is timed; see ``Recorder.span``."""
+
+    __slots__ = ("bucket", "bytes", "lane", "leaf", "name", "peer", "recorder", "start_ns", "token")
+
+    def __init__(
+        self, recorder: Recorder, name: str, lane: str, num_bytes: int, leaf: int, bucket: int, peer: int
+    ) -> None:
+        self.recorder, self.name, self.lane = recorder, name, lane
+        self.bytes, self.leaf, self.bucket, self.peer = num_bytes, leaf, bucket, peer
+
+    def __enter__(self) -> Span:
+        spans = self._open()
+        if (self.lane, self.name) in spans:
+            self.start_ns = 0
+            return self
+        if self.lane != "communication":  # where several threads may do the same at once
+            spans.add((self.lane, self.name))
+        marks = self.recorder.marks
+        self.token = marks.begin() if marks is not None and self.lane == "compute" else None
+        self.start_ns = time.monotonic_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    begin = __enter__
+
+    def end(self) -> None:
+        """What has begun is over."""
+        if not self.start_ns:
+            return
+        end_ns, recorder, lane = time.monotonic_ns(), self.recorder, self.lane
+        self._open().discard((self.lane, self.name))
+        if self.token is not None and recorder.marks is not None:
+            recorder.marks.end(self.token, (self.name, lane, recorder.step, self.leaf))
+            lane = "host"  # where it was issued
+        recorder._ring.put(
+            self.name,
+            recorder._thread.lane or lane,
+            self.start_ns,
+            end_ns,
+            self.bytes,
+            recorder.step,
+            self.leaf,
+            self.bucket,
+            self.peer,
+        )
+
+    def cancel(self) -> None:
+        """It will not end, and leaves no event."""
+        if self.start_ns:
+            self._open().discard((self.lane, self.name))
+
+    def _open(self) -> set[tuple[str, str]]:
+        thread = self.recorder._thread
+        return self.recorder._open if thread.lane is None else thread.open

@@ -14,6 +14,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     ("folder", "name"),
     [
         *(("steps", name) for name in ("communication table", "compute table", "environment")),
+        *(("timeline", name) for name in ("parts table", "account table", "cost table", "environment")),
+        *(("advice", name) for name in ("gains table", "lines table", "environment")),
+        *(("shard", f"{name} table") for name in ("update", "weights", "memory", "fits")),
         *(("link", name) for name in ("link table", "hosts table", "environment")),
     ],
 )

@@ -1,0 +1,213 @@
+"""A step by each strategy in one picture: records steps, draws the median ones, writes a table of parts.
+
+python benchmarks/timeline/run.py                           some minutes; writes into this folder
+python benchmarks/timeline/run.py --again                   draws and writes anew what was recorded before
+python benchmarks/timeline/run.py --params 2M --turns 1 --out DIR    a trial, which leaves this folder alone
+
+The ranks are on two hosts with 1 Gbit/s between them, which needs Linux, root and iproute2; where there are
+no such, they are on this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timeline.rank import record
+from instep.bench.contestants import OURS, Contestant
+from instep.bench.hosts import network, obstacle
+from instep.bench.link import RATE, RATE_TEXT
+from instep.bench.ranks import on_ranks
+from instep.bench.settings import Setting, setting
+from instep.bench.tables import environment, markdown, show, write_between, write_json
+from instep.bench.words import parse_count
+from instep.events import Event, Timeline
+from instep.timeline.boxes import panel
+from instep.timeline.parts import Parts, parts
+from instep.timeline.picture import side_by_side, step_picture
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/timeline/run.py"
+RANKS = 2
+# Near the best size for this link: ``benchmarks/link`` has the arithmetic.
+BUCKET_MB = 4.0
+NOTES = {
+    "naive": "a message per parameter, after backward",
+    "flat": "all in one message, after backward",
+    "overlap": "a message per parameter, as soon as its gradient is there",
+    "bucketed": f"a message per {BUCKET_MB:g} MiB, as soon as its gradients are there",
+}
+
+
+def main() -> int:
+    wanted = arguments()
+    if wanted.again:
+        found = json.loads((HERE / "results.json").read_text())
+        write(found, json.loads((HERE / "events.json").read_text()), wanted.out)
+        return 0
+    began = time.monotonic()
+    chosen = setting("link", parse_count(wanted.params) if wanted.params else None)
+    reason = obstacle()
+    if reason is not None:
+        print(f"on one host, for want of a second one: {reason}", file=sys.stderr)
+    told = {
+        "setting": asdict(chosen),
+        "contestants": [asdict(one) for one in contestants("gloo" if reason is None else "shm")],
+        "turns": wanted.turns,
+        "steps": wanted.steps,
+    }
+    by_rank = on_hosts(told) if reason is None else on_ranks(record, told, ranks=RANKS)
+    timelines = {
+        strategy: Timeline(Event(*fields) for rank in by_rank for fields in rank[strategy])
+        for strategy in OURS
+    }
+    found = results(chosen, timelines, reason is None, time.monotonic() - began)
+    events = {strategy: of_step(timelines[strategy], step) for strategy, step in found["steps"].items()}
+    write(found, events, wanted.out)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=3, help="of each strategy")
+    parser.add_argument("--steps", type=int, default=5, help="that count, per turn")
+    parser.add_argument("--params", default="")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--out", type=Path, default=HERE)
+    return parser.parse_args()
+
+
+def contestants(backend: str) -> list[Contestant]:
+    """The strategies that are drawn."""
+    return [Contestant(strategy, backend, BUCKET_MB if strategy == "bucketed" else None) for strategy in OURS]
+
+
+def on_hosts(told: Mapping[str, Any]) -> list[Any]:
+    """What ``record`` returned on each of two hosts.
+
+    Raises:
+        RuntimeError: a rank failed; the other one ends with the network.
+    """
+    with tempfile.TemporaryDirectory(prefix="instep-bench-") as directory, network(RANKS, rate=RATE) as hosts:
+        folder = Path(directory)
+        (folder / "told").write_text(json.dumps(told))
+        path = os.pathsep.join(filter(None, sys.path))
+        processes = [
+            host.popen(
+                [sys.executable, "-m", "benchmarks.timeline.rank", folder / "told", folder / str(rank)],
+                env={**env, "PYTHONPATH": path},
+                cwd=HERE.parents[1],
+            )
+            for rank, (host, env) in enumerate(zip(hosts, hosts.environments(), strict=True))
+        ]
+        for rank, process in enumerate(processes):  # the end of either is soon seen by the other
+            if code := process.wait():
+                raise RuntimeError(f"the rank on host {rank} ended with code {code}")
+        return [json.loads((folder / str(rank)).read_text()) for rank in range(RANKS)]
+
+
+def results(
+    chosen: Setting, timelines: Mapping[str, Timeline], over_link: bool, seconds: float
+) -> dict[str, Any]:
+    """What is written as JSON, but the events."""
+    found: dict[str, Any] = {"setting": asdict(chosen), "over_link": over_link, "minutes": seconds / 60}
+    found |= {"rows": [], "ms": {}, "steps": {}}
+    for strategy, timeline in timelines.items():
+        lengths = {step: panel(timeline, step).ms for step in timeline.whole_steps()}
+        median = statistics.median_low(lengths.values())
+        step = next(step for step, ms in lengths.items() if ms == median)
+        found["rows"].append(row(strategy, timeline, median))
+        found["ms"][strategy] = list(lengths.values())
+        found["steps"][strategy] = step
+    return found
+
+
+def of_step(timeline: Timeline, step: int) -> list[list[Any]]:
+    """The events of ``step`` as fields, with times since it began."""
+    begun_ns = panel(timeline, step).start_ns
+    events = [event for rank in timeline.ranks for event in timeline.of(rank, step)]
+    return [
+        list(event._replace(start_ns=event.start_ns - begun_ns, end_ns=event.end_ns - begun_ns))
+        for event in events
+    ]
+
+
+def row(strategy: str, timeline: Timeline, median_ms: float) -> dict[str, Any]:
+    """Medians over the steps of the mean over the ranks."""
+    steps = [
+        [part for rank in timeline.ranks if (part := parts(timeline.of(rank, step))) is not None]
+        for step in timeline.whole_steps()
+    ]
+
+    def median(figure: Callable[[Parts], float]) -> float:
+        return 1e3 * statistics.median(statistics.mean(map(figure, ranks)) for ranks in steps)
+
+    return {
+        "strategy": strategy,
+        "step(ms)": median_ms,
+        "compute(ms)": median(lambda part: part.compute),
+        "exposed(ms)": median(lambda part: part.exposed_s),
+        "waiting(ms)": median(lambda part: part.waiting_s),
+        "hidden(ms)": median(lambda part: part.hidden),
+        "else(ms)": median(lambda part: part.wall - part.compute - part.exposed_s - part.waiting_s),
+    }
+
+
+def write(found: Mapping[str, Any], events: Mapping[str, Any], folder: Path) -> None:
+    """Results, table and pictures into ``folder``, and a README with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() != HERE:
+        shutil.copy(HERE / "README.md", folder)
+    steps = {
+        strategy: (Timeline(Event(*fields) for fields in events[strategy]), step)
+        for strategy, step in found["steps"].items()
+    }
+    chosen = Setting(**found["setting"])
+    where = f"two hosts with {RATE_TEXT} between them" if found["over_link"] else "two ranks on one host"
+    draw(steps, folder, f"{chosen.text}; {where}", found)
+    show(found["rows"], f"{chosen.text}; {where}")
+    text = f"{chosen.text}; {where}.\n\n{markdown(found['rows'])}"
+    write_between(folder / "README.md", "parts table", text)
+    if folder.resolve() == HERE:
+        write_between(HERE.parents[1] / "README.md", "strategies table", text)
+    made = found.get("environment") or environment(COMMAND)
+    write_json(folder / "results.json", {**found, "environment": made}, command=COMMAND)
+    (folder / "events.json").write_text(json.dumps(events, separators=(",", ":")) + "\n")
+    write_between(
+        folder / "README.md",
+        "environment",
+        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
+        f"{made['date']}, {found['minutes']:.0f} minutes; ranks of one thread.",
+    )
+
+
+def draw(
+    steps: Mapping[str, tuple[Timeline, int]], folder: Path, what: str, found: Mapping[str, Any]
+) -> None:
+    """Both pictures: all strategies, and the last one by itself."""
+    count = len(found["ms"]["bucketed"])
+    side_by_side(
+        steps,
+        folder / "strategies.svg",
+        title="Why one strategy is faster than the other",
+        subtitle=f"{what}; of each strategy the step of median length, out of {count}",
+        notes=NOTES,
+    )
+    timeline, step = steps["bucketed"]
+    step_picture(timeline, folder / "step.svg", step=step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
