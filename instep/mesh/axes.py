@@ -3,9 +3,9 @@
 Ranks are numbered with the last axis fastest, so the ranks of a ``tp`` group are neighbours and those of
 a ``pp`` group are far apart:
 
-    Axes(pp=2, dp=2, tp=2)         tp 0  1
-                          pp 0, dp 0:  0  1
-                          pp 0, dp 1:  2  3
+    Axes(pp=2, dp=2, tp=2)         tp 0  1          Axes(dp=2, shard=3)     shard 0  1  2
+                          pp 0, dp 0:  0  1                              dp 0:    0  1  2     one host
+                          pp 0, dp 1:  2  3                              dp 1:    3  4  5     another
                           pp 1, dp 0:  4  5
                           pp 1, dp 1:  6  7
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
-ORDER = ("pp", "dp", "tp")
+ORDER = ("pp", "dp", "shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Axes:
         here = self.coordinates(rank)
         return tuple(self.rank_at(**{**here, axis: i}) for i in range(self.size(axis)))
 
+    def data_peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on ``dp`` and ``shard`` only, one shard row after another."""
+        here = self.coordinates(rank)
+        pairs = product(range(self.size("dp")), range(self.size("shard")))
+        return tuple(self.rank_at(**{**here, "dp": dp, "shard": shard}) for dp, shard in pairs)
+
     def partition(self, axis: str) -> list[tuple[int, ...]]:
         """All groups of ``axis``: every rank is in one of them."""
         return sorted({self.peers(axis, rank) for rank in range(self.world_size)})
@@ -61,14 +68,15 @@ class Axes:
         return self.names.index(axis)
 
 
-def resolve(world_size: int, *, dp: int = -1, pp: int = 1, tp: int = 1) -> Axes:
+def resolve(world_size: int, *, dp: int = -1, shard: int = 1, pp: int = 1, tp: int = 1) -> Axes:
     """Axes of a world of ``world_size`` ranks; one of the sizes may be -1, "what is left".
 
     Raises:
         ValueError: the sizes do not multiply to the world size; the message shows every factor.
     """
-    sizes = {"pp": pp, "dp": dp, "tp": tp}
-    written = " * ".join(f"{name}({sizes[name]})" for name in ("dp", "pp", "tp"))
+    sizes = {"pp": pp, "dp": dp, "shard": shard, "tp": tp}
+    shown = [name for name in ("dp", "shard", "pp", "tp") if name != "shard" or shard != 1]
+    written = " * ".join(f"{name}({sizes[name]})" for name in shown)
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise ValueError(f"{name}={size}: expected a positive number of ranks, or -1 for what is left")

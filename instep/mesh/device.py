@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,6 +23,9 @@ Event = torch.cuda.Event
 # Backends that stand above this file, by the module that registers them: found by name, as others' would be.
 OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
+REBASE_NS = 1_000_000_000
+SPIN_NS = 200_000  # what an event takes on an idle stream, many times over
+MAX_MARKED = 8192  # spans that nobody asks for
 
 
 class Waitable(Protocol):
@@ -150,3 +154,102 @@ class Stream:
             self._stream.wait_event(event)
             yield
             self._stream.synchronize()  # in the lane's thread: the computing thread goes on issuing
+
+
+_Tie = tuple[Event, int]  # an event that is over, and when it was, on the host's clock
+
+
+class Marks:
+    """When a GPU began and ended what Python issued, on the host's clock, without waiting for the GPU.
+
+    At construction one event is waited for, which ties the GPU's clock to the host's. ``begin`` and ``end``
+    record one each on the computing stream, and ``settled`` asks which of them are over:
+
+        host   begin...end....................settled......>     issues, and goes on
+        GPU    ...........|=== the span ===|...............>     comes to it later
+
+    An event knows its distance from another one alone, in float32 milliseconds, of which an hour leaves steps
+    of 0.25 ms, while the two clocks drift apart. So the tie is renewed every ``REBASE_NS``, by an event on an
+    idle stream, which the host sees come and go within some ten microseconds.
+
+    ``begin`` and ``end`` are for any thread, ``settled`` for one.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], int] = time.monotonic_ns) -> None:
+        self._device, self._now = device, now
+        self._aside = torch.cuda.Stream(device)
+        self._free: list[Event] = []
+        self._spans: deque[tuple[Any, Event, Event, _Tie]] = deque(maxlen=MAX_MARKED)
+        ties = [self._tie() for _ in range(8)]  # the first ones pay for what is made at first use
+        _, self._base = min(ties, key=lambda tie: tie[0])
+        self._renewal: _Tie | None = None  # under way, and since when
+
+    def begin(self) -> tuple[Event, _Tie] | None:
+        """Mark where the computing stream stands; None while it is captured, when no event has a time."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        base = self._base  # over before the mark is: distances are not negative
+        return self._record(torch.cuda.current_stream(self._device)), base
+
+    def end(self, begun: tuple[Event, _Tie], what: Any) -> None:
+        """Call ``what`` all that was issued since ``begun``."""
+        event, base = begun
+        self._spans.append((what, event, self._record(torch.cuda.current_stream(self._device)), base))
+
+    def settled(self) -> list[tuple[Any, int, int]]:
+        """What is over, with its start and end in ns: once each, in the order of ``end``."""
+        found: list[tuple[Any, int, int]] = []
+        if torch.cuda.is_current_stream_capturing():  # which ends at the first question
+            return found
+        while self._spans:
+            span = self._spans.popleft()
+            what, begun, ended, base = span
+            if not (ended.query() and begun.query()):
+                self._spans.appendleft(span)
+                break
+            found.append((what, _when_ns(begun, base), _when_ns(ended, base)))
+            self._free += begun, ended
+        self._renew()
+        return found
+
+    def _record(self, stream: torch.cuda.Stream) -> Event:
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _tie(self) -> tuple[int, _Tie]:
+        """Within how many ns the host saw an event come and go, and the event, in the middle of them."""
+        issued_ns = self._now()
+        event = self._record(self._aside)
+        event.synchronize()
+        width_ns = self._now() - issued_ns
+        return width_ns, (event, issued_ns + width_ns // 2)
+
+    def _renew(self) -> None:
+        """Have a new base if this one is old: when this one says, within what the host saw.
+
+        Where even the idle stream has to wait, that is long, and the GPU's clock goes on alone.
+        """
+        now_ns = self._now()
+        if self._renewal is None:
+            if now_ns - self._base[1] < REBASE_NS:
+                return
+            self._renewal = self._record(self._aside), now_ns
+        event, issued_ns = self._renewal
+        while not event.query():
+            if self._now() - issued_ns > SPIN_NS:
+                return
+        when_ns = min(max(_when_ns(event, self._base), issued_ns), self._now())
+        self._base, self._renewal = (event, when_ns), None
+
+
+def _when_ns(event: Event, base: _Tie) -> int:
+    return base[1] + round(base[0].elapsed_time(event) * 1e6)
+
+
+def marks_for(device: torch.device) -> Marks | None:
+    """What times work on ``device``; None on a CPU, where what has returned has happened."""
+    return Marks(device) if device.type == "cuda" else None

@@ -12,8 +12,11 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from instep.errors import InstepError
+
+E = TypeVar("E", bound=Exception)
 
 # A record's texts are cut to this many characters each, of which JSON writes at most six as bytes.
 MESSAGE_LIMIT, TRACEBACK_LIMIT = 1 << 13, 1 << 16
@@ -30,11 +33,18 @@ HINTS = {
 }
 
 
+def as_told(error: E) -> E:
+    """``error``, marked as one that another rank has raised first: that one explains it."""
+    error.told = True  # type: ignore[attr-defined]
+    return error
+
+
 @dataclass(frozen=True)
 class ErrorRecord:
     """The exception that ended a rank, as the rank wrote it down; times are ``time.monotonic_ns()``.
 
-    ``told`` is an attribute that an exception may have: another rank raised it first, and tells it.
+    ``told`` is an attribute that an exception may have (``as_told``): another rank raised it first, and tells
+    it.
     """
 
     type: str  # with its module unless that is builtins: "ValueError", "instep.errors.PeerLost"

@@ -10,6 +10,7 @@ is behind has skipped something, or stands before it.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -36,9 +37,13 @@ _INSTEP = Path(__file__).parent.parent
 # Frames in here say how a collective was called, not where: the user's are the others, and those of instep's
 # own training loop.
 _MACHINERY = (
-    *(f"{_INSTEP}{os.sep}{name}" for name in ("mesh", "shm", "comm", "ordered", "replicate", "work.py")),
+    *(
+        f"{_INSTEP}{os.sep}{name}"
+        for name in ("mesh", "shm", "comm", "ordered", "step", "replicate", "shard", "work.py")
+    ),
     *(f"{path}{os.sep}" for path in getattr(find_spec("torch"), "submodule_search_locations", ())),
 )
+_looking = threading.Lock()
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = os.sep + "site-packages" + os.sep
 
@@ -165,6 +170,23 @@ class Flight:
         )
 
 
+def running_frames() -> dict[int, FrameType]:
+    """The innermost frame of every thread of this process, by thread.
+
+    Before 3.11.9 and 3.12.3 Python collects garbage while it makes this list under the lock of all threads.
+    A finalizer that lets go of the GIL, as that of a process group does, then stops the process for ever:
+    whoever asks or starts a thread next waits for that lock with the GIL in hand (python/cpython#106883).
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def described(what: object) -> str:
     """ "float32 (3, 4)" for a dtype and a shape, else its own words."""
     if isinstance(what, tuple):
@@ -182,7 +204,7 @@ def printable(text: object) -> str:
 
 def _look_around(thread: int, home: int) -> tuple[str, tuple[str, ...]]:
     """The site of ``thread``, or if it has none that of ``home``, and the stack of ``home``."""
-    frames = sys._current_frames()
+    frames = running_frames()
     try:
         home_frame = frames.get(home)
         return _site(frames.get(thread)) or _site(home_frame), _stack(home_frame)

@@ -139,6 +139,16 @@ class Group:
         self.pg = None
 
     @property
+    def backend(self) -> str:
+        """What carries its messages: "shm", "nccl" or "gloo"; for one rank, "gloo"."""
+        if self._shared is not None:
+            return "shm"
+        if self.pg is None or torch.device("cuda") not in self.pg._device_types:
+            return "gloo"
+        name: str = self.pg._get_backend(torch.device("cuda")).name()
+        return name
+
+    @property
     def sends_best(self) -> bool:
         """Whether messages from rank to rank (``run``) are faster than the backend's own data movement.
 

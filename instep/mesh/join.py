@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def init(
     *,
     dp: int = -1,
+    shard: int = 1,
     pp: int = 1,
     tp: int = 1,
     backend: str | None = None,
@@ -35,9 +36,11 @@ def init(
     already there is used as it is and never destroyed.
 
     Args:
-        dp, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size.
+        dp, shard, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size. The
+            ranks of ``shard`` are neighbours: what ``fully_shard`` divides among them, the ranks of ``dp``
+            have copies of. For that, let it be the number of ranks on a host.
         backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else shm where all
-            ranks share a host, else gloo.
+            ranks share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
         timeout_s: the deadline of every wait, in seconds.
         threads: intra-op threads of a CPU rank. The same number for one rank as for many, because the
             number of threads changes the order of sums inside some kernels.
@@ -50,7 +53,7 @@ def init(
         rank, world_size, joins = dist.get_rank(), dist.get_world_size(), False
     else:
         rank, world_size, joins = place.rank, place.world_size, place.world_size > 1
-    resolve(world_size, dp=dp, pp=pp, tp=tp)  # before anybody is waited for
+    resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)  # before anybody is waited for
     one_host = place.local_world_size == place.world_size
     on_device, config = _choose(backend, place.local_rank, place.local_world_size, threads, one_host=one_host)
     if joins:
@@ -60,6 +63,7 @@ def init(
         rank,
         world_size,
         dp=dp,
+        shard=shard,
         pp=pp,
         tp=tp,
         timeout_s=timeout_s,
@@ -82,6 +86,7 @@ def meet(
     local_rank: int = 0,
     num_local: int | None = None,
     dp: int = -1,
+    shard: int = 1,
     pp: int = 1,
     tp: int = 1,
 ) -> Mesh:
@@ -96,13 +101,13 @@ def meet(
     Args:
         store: where all ``world_size`` ranks meet; None for a world of one.
         num_local: ranks on this host, by default all of them.
-        backend, timeout_s, threads, dp, pp, tp: as in ``init``.
+        backend, timeout_s, threads, dp, shard, pp, tp: as in ``init``.
 
     Raises:
         ValueError: the axes do not multiply to the world size.
         PeerLost, torch.distributed.DistError: a rank did not come to the meeting within ``timeout_s``.
     """
-    resolve(world_size, dp=dp, pp=pp, tp=tp)
+    resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
     num_local = world_size if num_local is None else num_local
     one_host = num_local == world_size
     on_device, config = _choose(backend, local_rank, num_local, threads, one_host=one_host)
@@ -114,6 +119,7 @@ def meet(
         rank,
         world_size,
         dp=dp,
+        shard=shard,
         pp=pp,
         tp=tp,
         timeout_s=timeout_s,

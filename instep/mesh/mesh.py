@@ -81,9 +81,9 @@ class Mesh:
     """Named axes over the ranks of a world, with this rank's place on each.
 
     ``mesh["dp"]`` is the same mesh seen along one axis: what ``process_group=`` and ``get(..., mesh=)``
-    take. ``recorder`` receives the spans of whoever was handed this mesh. ``close()`` gives back the
-    groups that the mesh made, then does what is in ``on_close``, the last first; groups that were there
-    before stay.
+    take. ``data`` are the ranks of ``dp`` and ``shard``, among which the batch is shared out. ``recorder``
+    receives the spans of whoever was handed this mesh. ``close()`` gives back the groups that the mesh made,
+    then does what is in ``on_close``, the last first; groups that were there before stay.
     """
 
     def __init__(
@@ -113,6 +113,9 @@ class Mesh:
         self.along = {name: along(name, axes.peers(name, rank)) for name in axes.names}
         whole = [axis for axis in self.along.values() if axis.size == axes.world_size]
         self.world = whole[-1] if whole else along("world", range(axes.world_size))
+        data = axes.data_peers(rank)
+        known = [axis for axis in (self.along["dp"], self.along["shard"], self.world) if axis.ranks == data]
+        self.data = known[0] if known else Axis("data", data, rank, None, own, timeout_s, store)
 
     @property
     def is_view(self) -> bool:
@@ -137,7 +140,7 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the groups that this mesh made. Call it on all ranks that are left, at the end."""
-        for axis in dict.fromkeys([self.world, *reversed(self.along.values())]):
+        for axis in dict.fromkeys([self.world, self.data, *reversed(self.along.values())]):
             axis.close()
         while self.on_close:
             self.on_close.pop()()
@@ -149,6 +152,7 @@ def build(
     world_size: int,
     *,
     dp: int = -1,
+    shard: int = 1,
     pp: int = 1,
     tp: int = 1,
     timeout_s: float = 300.0,
@@ -162,7 +166,7 @@ def build(
     With torch's default group there, the axes' groups are registered with torch.distributed. ``make_group``
     makes all groups instead; ``private`` leaves those of the user until they are asked for. Collective.
     """
-    axes = resolve(world_size, dp=dp, pp=pp, tp=tp)
+    axes = resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
     own = make_group or (_nobody if store is None else from_store(store, rank, timeout_s))
     shared = None if private else own
     if make_group is None and dist.is_initialized():

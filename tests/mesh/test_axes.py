@@ -25,9 +25,24 @@ sizes = st.integers(1, 6)
 def test_ranks_stand_as_drawn():
     for (pp, dp), ranks in DRAWN.items():
         for tp, rank in enumerate(ranks):
-            assert GRID.coordinates(rank) == {"pp": pp, "dp": dp, "tp": tp}
-            assert GRID.rank_at(pp=pp, dp=dp, tp=tp) == rank
+            assert GRID.coordinates(rank) == {"pp": pp, "dp": dp, "shard": 0, "tp": tp}
+            assert GRID.rank_at(pp=pp, dp=dp, shard=0, tp=tp) == rank
             assert GRID.peers("tp", rank) == ranks
+
+
+def test_shard_rows_are_neighbours_as_drawn():
+    grid = resolve(6, shard=3)
+    assert grid.partition("shard") == [(0, 1, 2), (3, 4, 5)]
+    assert grid.partition("dp") == [(0, 3), (1, 4), (2, 5)]
+
+
+@given(sizes, sizes, sizes, sizes)
+@settings(deadline=None)
+def test_the_ranks_that_share_a_batch_are_the_shard_rows_of_their_replicas(dp, shard, pp, tp):
+    axes = resolve(dp * shard * pp * tp, dp=dp, shard=shard, pp=pp, tp=tp)
+    for rank in range(axes.world_size):
+        rows = [axes.peers("shard", peer) for peer in axes.peers("dp", rank)]
+        assert axes.data_peers(rank) == sum(rows, ())
 
 
 def test_groups_of_an_axis_as_drawn():
@@ -63,20 +78,24 @@ def test_peers_differ_on_one_axis_only_and_stand_in_its_order(dp, pp, tp, axis):
 @given(sizes, sizes, sizes, st.sampled_from(["pp", "dp", "tp"]))
 @settings(deadline=None)
 def test_one_axis_may_take_what_is_left(dp, pp, tp, left):
-    given_sizes = {"dp": dp, "pp": pp, "tp": tp}
+    given_sizes = {"dp": dp, "shard": 1, "pp": pp, "tp": tp}
     axes = resolve(dp * pp * tp, **{**given_sizes, left: -1})
     assert {name: axes.size(name) for name in axes.names} == given_sizes
     assert axes.world_size == math.prod(axes.sizes)
 
 
 def test_all_ranks_are_data_parallel_unless_told_otherwise():
-    assert resolve(6) == Axes(("pp", "dp", "tp"), (1, 6, 1))
+    assert resolve(6) == Axes(("pp", "dp", "shard", "tp"), (1, 6, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
         ({"dp": 2, "pp": 2}, r"dp\(2\) \* pp\(2\) \* tp\(1\) = 4, but the world has 6 ranks: pass dp=-1"),
+        (
+            {"dp": 2, "shard": 2},
+            r"dp\(2\) \* shard\(2\) \* pp\(1\) \* tp\(1\) = 4, but the world has 6 ranks",
+        ),
         ({"dp": -1, "tp": 4}, r"the fixed axes need a multiple of 4 ranks, but the world has 6"),
         ({"dp": -1, "pp": -1}, "at most one axis can be -1, got pp and dp"),
         ({"dp": 0}, "dp=0: expected a positive number of ranks, or -1"),
@@ -90,5 +109,5 @@ def test_sizes_that_do_not_fit_are_refused_with_their_factors(wanted, message):
 
 def test_an_unknown_axis_is_refused_with_the_known_ones():
     for use in (GRID.size, GRID.partition, lambda axis: GRID.peers(axis, 0)):
-        with pytest.raises(ValueError, match="no axis 'cp' in this mesh: expected one of pp, dp, tp"):
+        with pytest.raises(ValueError, match="no axis 'cp' in this mesh: expected one of pp, dp, shard, tp"):
             use("cp")

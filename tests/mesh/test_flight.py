@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -67,8 +69,8 @@ def test_the_site_is_the_line_of_the_program_also_while_the_work_is_on_a_lane():
     lane.close()
     assert row.status == IN
     assert "mesh/test_flight.py" in row.site
-    assert "test_the_site_is_the_line" in row.stack[-3]
-    assert row.stack[-2].endswith(" row")
+    assert "test_the_site_is_the_line" in row.stack[-4]
+    assert row.stack[-3].endswith(" row")
     assert len(row.stack) <= NUM_FRAMES
 
 
@@ -86,6 +88,40 @@ def test_a_row_keeps_nothing_alive_of_what_it_has_seen():
         assert look()() is None
     finally:
         gc.enable()
+
+
+FINALIZERS_LET_GO_OF_THE_GIL = """
+import faulthandler, gc, os, threading
+from instep.mesh.flight import running_frames
+
+faulthandler.dump_traceback_later(30, exit=True)  # from a thread that needs no GIL
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        os.stat("/")
+
+def look():
+    for _ in range(4000):
+        Cycle()
+        running_frames()
+
+gc.set_threshold(3)
+threads = [threading.Thread(target=look) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+"""
+
+
+def test_threads_that_look_at_all_frames_while_garbage_is_collected_do_not_stop_the_process():
+    command = [sys.executable, "-c", FINALIZERS_LET_GO_OF_THE_GIL]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_two_waits_at_a_time_are_told_by_the_older_one():

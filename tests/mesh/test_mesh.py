@@ -26,8 +26,13 @@ def members(axis: Axis, rank: int) -> list[int]:
 @world(4, dp=2, pp=2)
 def test_two_by_two(mesh):
     pp, dp = divmod(mesh.rank, 2)  # dp is faster, so its groups are neighbours
-    assert mesh.coordinates == {"pp": pp, "dp": dp, "tp": 0}
-    expected = {"pp": [dp, dp + 2], "dp": [2 * pp, 2 * pp + 1], "tp": [mesh.rank]}
+    assert mesh.coordinates == {"pp": pp, "dp": dp, "shard": 0, "tp": 0}
+    expected = {
+        "pp": [dp, dp + 2],
+        "dp": [2 * pp, 2 * pp + 1],
+        "shard": [mesh.rank],
+        "tp": [mesh.rank],
+    }
     for name, axis in mesh.along.items():
         assert members(axis, mesh.rank) == list(axis.ranks) == expected[name]
         assert (axis.name, axis.size, axis.rank) == (name, len(axis.ranks), axis.ranks.index(mesh.rank))
@@ -61,7 +66,7 @@ def test_a_view_is_the_mesh_along_one_axis(mesh):
     assert view["dp"].whole is mesh.along["dp"]
     assert (view.rank, view.coordinates, view.recorder) == (mesh.rank, mesh.coordinates, mesh.recorder)
     assert mesh.recorder.rank == mesh.rank
-    with pytest.raises(ValueError, match="no axis 'ep' in this mesh: expected one of pp, dp, tp"):
+    with pytest.raises(ValueError, match="no axis 'ep' in this mesh: expected one of pp, dp, shard, tp"):
         mesh["ep"]
 
 
@@ -90,7 +95,7 @@ def test_what_is_issued_in_another_order_mixes_on_one_group_and_does_not_on_two(
 
 def test_a_world_of_one_has_axes_but_no_groups():
     mesh = build(None, 0, 1)
-    assert mesh.coordinates == {"pp": 0, "dp": 0, "tp": 0}
+    assert mesh.coordinates == {"pp": 0, "dp": 0, "shard": 0, "tp": 0}
     for axis in (*mesh.along.values(), mesh.world):
         assert (axis.pg, axis.size, axis.rank, axis.ranks) == (None, 1, 0, (0,))
         assert axis.pg is axis.duplicate().pg is None
