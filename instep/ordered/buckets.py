@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def flat_real(x: Tensor) -> Tensor:
     """``x`` in logical order as a flat real tensor; complex numbers become pairs."""
-    return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
 def num_real(x: Tensor) -> int:
@@ -85,26 +86,57 @@ class Slot:
 
 
 @dataclass
-class Bucket:
-    """The gradients of some parameters, from the first leaf of a step to the reduced gradient.
+class Bundle:
+    """Parameters whose gradients travel together, and how far those of the open leaf have come.
 
-    At construction: memory for one leaf. In backward: gradients land in the ``leaf`` buffer, and when the
-    leaf is whole, it is pushed into ``counter``. After the last leaf: the exchange turns
-    ``counter.roots`` into the reduced gradient, in ``counter.home``. ``pending`` counts the parameters
-    whose gradient of the open leaf is not whole.
+    ``pending`` counts the parameters whose gradient of the open leaf is not whole.
     """
 
     index: int
     slots: list[Slot]
     dtype: torch.dtype
     device: torch.device
+    pending: int = field(default=0, init=False)
+    is_open: bool = field(default=False, init=False)  # the open leaf has not been taken over
+    ready_ns: int = field(default=0, init=False)  # when the last gradient came, of the open leaf
+    presence: list[list[bool]] = field(default_factory=list, init=False)  # by rank, after an exchange
+
+    @property
+    def num_elements(self) -> int:
+        """With padding."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """All slots of ``buffer``, each with the shape of its parameter, in the bundle's dtype."""
+        raise NotImplementedError
+
+    def view_of(self, position: int, buffer: Tensor) -> Tensor:
+        """The slot of ``buffer`` for the parameter at ``position``, as one of ``views``."""
+        return self.views(buffer)[self._numbers[position]]
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {slot.position: k for k, slot in enumerate(self.slots)}
+
+
+@dataclass
+class Bucket(Bundle):
+    """The gradients of some parameters, from the first leaf of a step to the reduced gradient.
+
+    At construction: memory for one leaf. In backward: gradients land in the ``leaf`` buffer, and when the
+    leaf is whole, it is pushed into ``counter``. After the last leaf: the exchange turns
+    ``counter.roots`` into the reduced gradient, in ``counter.home``.
+    """
+
     num_ranks: int
     ordered: bool = True
     allocate: Allocate = allocate
-    pending: int = 0
-    leaf: Tensor | None = None
-    launched: bool = False
-    presence: list[list[bool]] = field(default_factory=list)  # by rank, after the exchange
+    leaf: Tensor | None = field(default=None, init=False)
+    launched: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         granule = align_bytes(self.device) // self.dtype.itemsize
@@ -117,10 +149,6 @@ class Bucket:
     @property
     def num_elements(self) -> int:
         return self.slice_length * self.num_ranks
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
 
     @property
     def home(self) -> Tensor:

@@ -20,6 +20,7 @@ G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ from instep.errors import Desync
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.group import Group
-from instep.ordered.buckets import Bucket
+from instep.ordered.buckets import Bucket, Bundle
 from instep.ordered.header import Header, disagreement, header_length, pack, unpack
 from instep.ordered.tree import Sum, plan_sum
 
@@ -48,6 +49,7 @@ class Exchange:
         self.recorder = recorder
         self.ordered = ordered
         self.header_length = header_length(max_parameters)
+        self.offsets_ns = (0,) * group.size  # of the ranks' clocks to that of the first
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def run(self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]]) -> None:
@@ -62,18 +64,25 @@ class Exchange:
             ValueError: the weights of all ranks sum to zero.
         """
         name = f"the exchange of bucket {header.bucket}"
-        with self.recorder.span("agree", lane="communication"):
-            headers = self._agree(bucket, header, name)
-        weight = sum(h.weight for h in headers)
-        if weight == 0:
-            raise ValueError(
-                "the weights of all micro-batches of the step sum to 0: there is nothing to average"
-            )
-        with self.recorder.span("exchange", lane="communication", num_bytes=bucket.nbytes):
+        scale = mean_scale(self.meet(bucket, header, name))
+        with self.recorder.span(
+            "exchange", lane="communication", num_bytes=bucket.nbytes, bucket=header.bucket
+        ):
             if self.ordered:
-                self._ordered(bucket, header.num_leaves, leaves, 1.0 / weight, name)
+                self._ordered(bucket, header.num_leaves, leaves, scale, name)
             else:
-                self._unordered(bucket, 1.0 / weight, name)
+                self._unordered(bucket, scale, name)
+
+    def meet(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
+        """The headers of all ranks, once all are there, and which of them have gradients, in ``presence``.
+
+        Raises:
+            Desync, PeerLost: as ``run``.
+        """
+        begun_ns = time.monotonic_ns()
+        headers = self._agree(bucket, header, name)
+        self._record(headers, begun_ns)
+        return headers
 
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
@@ -81,7 +90,25 @@ class Exchange:
         out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
         self.group.all_gather(out, pack(replace(header, left=1), (), length), name)
 
-    def _agree(self, bucket: Bucket, header: Header, name: str) -> list[Header]:
+    def _record(self, headers: Sequence[Header], begun_ns: int) -> None:
+        """Since ``begun_ns`` this rank was in ``_agree``; until when was that for want of the last rank?"""
+        agreed_ns, mine = time.monotonic_ns(), headers[self.group.rank]
+        ahead_ns = self.offsets_ns[self.group.rank]
+        launched = [
+            h.launched_ns - offset + ahead_ns for h, offset in zip(headers, self.offsets_ns, strict=True)
+        ]
+        last = max(range(self.group.size), key=launched.__getitem__)
+        until_ns = min(max(begun_ns, launched[last]), agreed_ns)
+
+        def put(name: str, start_ns: int, end_ns: int, peer: int = -1) -> None:
+            self.recorder.put(name, start_ns, end_ns, lane="communication", bucket=mine.bucket, peer=peer)
+
+        put("queued", min(mine.ready_ns, begun_ns), begun_ns)
+        if last != self.group.rank and until_ns > begun_ns:
+            put("wait", begun_ns, until_ns, self.group.ranks[last])
+        put("agree", until_ns, agreed_ns)
+
+    def _agree(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         length = self.header_length
         out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
         mine = pack(header, [slot.present for slot in bucket.slots], length)
@@ -162,7 +189,7 @@ class Exchange:
         else:
             self.group.all_gather(bucket.home, root, name)
 
-    def _by_messages(self, bucket: Bucket) -> bool:
+    def _by_messages(self, bucket: Bundle) -> bool:
         return self.group.sends_best and bucket.device.type == "cpu"
 
     def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
@@ -173,7 +200,7 @@ class Exchange:
         if scale != 1.0:
             bucket.home.mul_(scale)
 
-    def _receive(self, bucket: Bucket, num_elements: int) -> Tensor:
+    def _receive(self, bucket: Bundle, num_elements: int) -> Tensor:
         kind = (bucket.device, bucket.dtype)
         if kind not in self._scratch or self._scratch[kind].numel() < num_elements:
             nbytes = num_elements * bucket.dtype.itemsize
@@ -181,6 +208,18 @@ class Exchange:
                 bucket.dtype
             )
         return self._scratch[kind][:num_elements]
+
+
+def mean_scale(headers: Sequence[Header]) -> float:
+    """What the sum over all leaves is multiplied by.
+
+    Raises:
+        ValueError: the weights of all ranks sum to zero.
+    """
+    weight = sum(h.weight for h in headers)
+    if weight == 0:
+        raise ValueError("the weights of all micro-batches of the step sum to 0: there is nothing to average")
+    return 1.0 / weight
 
 
 def _by_owner(own_roots: Sequence[Tensor], size: int, length: int, home: Tensor) -> Tensor:

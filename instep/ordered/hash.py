@@ -11,15 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.ordered.blocks import BLOCK_ELEMENTS
+from instep.ordered.parts import Part, Row, own_runs
 
 Entry = tuple[str, Tensor]
+Described = tuple[str, str, Sequence[int], bytes]
+"""An entry's name, dtype as torch writes it, shape, and the SHA-256 of each of its blocks in a row."""
+DIGEST_BYTES = 32
 SHORT = 16  # hex digits of a hash that need not withstand an adversary
 
 
@@ -75,23 +79,67 @@ def state_sha256(entries: Iterable[Entry], step: int) -> str:
 
 def state_digests(entries: Iterable[Entry], step: int) -> tuple[str, dict[str, str]]:
     """``state_sha256`` and, by name, what ``entry_digests`` gives: every block is hashed once."""
-    whole, parts = hashlib.sha256(f"instep state 1 step {step}\n".encode()), {}
-    for name, data in _described(entries):
-        whole.update(data)
-        parts[name] = _short(data)
-    return whole.hexdigest(), parts
+    return described_digests(_described(entries), step)
 
 
 def entry_digests(entries: Iterable[Entry]) -> dict[str, str]:
     """16 hex digits of each entry's SHA-256, by its name: which part of a state is another."""
-    return {name: _short(data) for name, data in _described(entries)}
+    return {one[0]: _short(_to_hash(one)) for one in _described(entries)}
 
 
-def _described(entries: Iterable[Entry]) -> Iterator[tuple[str, bytes]]:
-    """Each entry's name and what a hash has to know of it: its description and its blocks' digests."""
-    for name, x in entries:
-        header = json.dumps([name, str(x.dtype), list(x.shape)]).encode() + b"\n"
-        yield name, b"".join([header, *block_digests(x)])
+def own_digests(parts: Sequence[Part], rows: Sequence[Row], rank: int) -> bytes:
+    """The digests of all blocks that ``rank``, which holds ``parts``, answers for in ``rows``."""
+    return b"".join(
+        b"".join(block_digests(part.blocks(run.first, run.last)))
+        for _, run, part in own_runs(parts, rows, rank)
+    )
+
+
+def whole_digests(everyone: Sequence[bytes], rows: Sequence[Row], step: int) -> tuple[str, dict[str, str]]:
+    """``state_digests`` of the state of which each rank has told its ``own_digests``."""
+    return described_digests(_put_together(everyone, rows), step)
+
+
+def described_digests(described: Iterable[Described], step: int) -> tuple[str, dict[str, str]]:
+    """``state_digests`` of entries whose blocks are hashed already."""
+    whole, parts = hashlib.sha256(f"instep state 1 step {step}\n".encode()), {}
+    for one in described:
+        data = _to_hash(one)
+        whole.update(data)
+        parts[one[0]] = _short(data)
+    return whole.hexdigest(), parts
+
+
+def whole_sha256(described: Iterable[Described], step: int) -> str:
+    """``state_sha256`` of entries whose blocks are hashed already."""
+    return described_digests(described, step)[0]
+
+
+def described(name: str, x: Tensor) -> Described:
+    """``x`` with its blocks hashed, after which it is not needed any more."""
+    return name, str(x.dtype), x.shape, b"".join(block_digests(x))
+
+
+def _described(entries: Iterable[Entry]) -> Iterator[Described]:
+    return (described(name, x) for name, x in entries)
+
+
+def _put_together(everyone: Sequence[bytes], rows: Sequence[Row]) -> Iterator[Described]:
+    """Each rank's digests stand in the order of its runs."""
+    told = [0] * len(everyone)  # bytes of each rank's that are used
+    for row in rows:
+        digests = []
+        for run in row.runs:
+            begin = told[run.rank]
+            told[run.rank] += (run.last - run.first) * DIGEST_BYTES
+            digests.append(everyone[run.rank][begin : told[run.rank]])
+        yield row.name, row.dtype, row.shape, b"".join(digests)
+
+
+def _to_hash(described: Described) -> bytes:
+    """What a hash has to know of an entry."""
+    name, dtype, shape, digests = described
+    return json.dumps([name, dtype, list(shape)]).encode() + b"\n" + digests
 
 
 def _short(data: bytes) -> str:

@@ -5,7 +5,7 @@ with the wrong numbers, or hang. Every exchange therefore begins with an all-gat
 per rank. Since everybody sees all the records, everybody reaches the same verdict, and on a bad one all
 ranks raise the same error before a single gradient has been sent.
 
-    | version | contract | step | exchange | bucket | leaves | weight | ready | left | presence bits ... |
+    | version | contract | step | exchange | bucket | leaves | weight | times | left | round | presence ... |
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
-VERSION = 1
+VERSION = 3
 BITS = 62  # presence bits per int64 word
 
 
@@ -34,17 +34,20 @@ class Header:
     num_leaves: int  # G of the tree
     num_own: int  # leaves that this rank computed
     weight: int  # sum of their weights
-    ready_ns: int  # when this rank's part was whole, time.monotonic_ns()
+    ready_ns: int  # when this rank's gradients were whole, time.monotonic_ns()
+    launched_ns: int  # when it handed the bucket over, in its turn
     left: int  # 1: this rank left the step early and sends nothing
+    round: int = 0  # of the step, where each leaf travels on its own (shard/slices.py)
 
 
-AGREED = ("version", "declared", "step", "exchange", "bucket", "num_elements", "num_leaves")
+AGREED = ("version", "declared", "step", "exchange", "round", "bucket", "num_elements", "num_leaves")
 NUM_FIELDS = len(fields(Header))
 WORDS = {
     "version": "speaks header version",
     "declared": "is in a declared step (1) or not (0):",
     "step": "has made optimizer steps:",
     "exchange": "has synchronised since then:",
+    "round": "is in the round of micro-batches number",
     "bucket": "sends bucket",
     "num_elements": "has a bucket of elements:",
     "num_leaves": "expects micro-batches in the step:",
@@ -103,6 +106,7 @@ _FIX = {
     "number of batches, or use model.micro_batches(G), where a rank may have none",
     "exchange": "Each rank must run the same number of synchronised backwards between two optimizer steps: "
     "look for a backward that some ranks skip, or that only some run under no_sync()",
+    "round": "Every rank must run its loop over micro_batches(G) to the end",
     "bucket": "The same cause as a different number of synchronised backwards",
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",
     "num_leaves": "micro_batches(G) must be given the same G on every rank",

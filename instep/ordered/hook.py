@@ -1,4 +1,4 @@
-"""A module hook that stays behind when its module is copied or pickled.
+"""Hooks that stay behind: when their module is copied or pickled, and when their owner goes.
 
 Hooks are part of a module: ``copy.deepcopy(model.module)``, for an average of the weights for instance,
 copies them too, and the copy's backward would then speak for the original. And a module with a closure for
@@ -7,6 +7,7 @@ a hook cannot be pickled.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,3 +26,14 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` as long as its object lives, then nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call

@@ -16,12 +16,13 @@ third of the time of SHA-256; whoever wants to deceive has ``state_sha256`` to d
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
-
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Sequence
 
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.hash import Entry, canonical_bytes
+from instep.ordered.parts import Part, Row, own_runs
+
+CRC_DIGITS = 8  # hexadecimal
 
 Sampled = tuple[str, int, str]
 """An entry's name, the number of a block in it, and its CRC-32 in hex."""
@@ -32,24 +33,52 @@ def sampled_blocks(entries: Iterable[Entry], step: int, every: int) -> list[Samp
 
     Nothing is read or copied but these blocks (of a tensor that is not contiguous, the rows they lie in).
     """
-    if every < 1:
-        raise ValueError(f"expected every >= 1, got {every}: a block has its turn each so many steps")
-    found, before = [], 0  # before: number of blocks in the entries so far
-    for name, x in entries:
-        num_blocks = -(-x.numel() // BLOCK_ELEMENTS)
-        for block in range(-(step + before) % every, num_blocks, every):
-            start = block * BLOCK_ELEMENTS
-            piece = _piece(x.detach(), start, min(start + BLOCK_ELEMENTS, x.numel()))
-            found.append((name, block, f"{zlib.crc32(canonical_bytes(piece)):08x}"))
-        before += num_blocks
+    entries = list(entries)
+    sizes = [(name, -(-x.numel() // BLOCK_ELEMENTS)) for name, x in entries]
+    parts = {name: Part.whole(name, x) for name, x in entries}
+    return [(name, block, _crc(parts[name], block)) for name, block in _turns(sizes, step, every)]
+
+
+def own_samples(parts: Sequence[Part], rows: Sequence[Row], rank: int, step: int, every: int) -> bytes:
+    """CRC-32 of the blocks whose turn it is and for which ``rank``, which holds ``parts``, answers."""
+    turns: dict[str, list[int]] = {}
+    for name, block in _turns(_sizes(rows), step, every):
+        turns.setdefault(name, []).append(block)
+    found = [
+        _crc(part, block)
+        for row, run, part in own_runs(parts, rows, rank)
+        for block in turns.get(row.name, ())
+        if run.first <= block < run.last
+    ]
+    return "".join(found).encode()
+
+
+def whole_samples(everyone: Sequence[bytes], rows: Sequence[Row], step: int, every: int) -> list[Sampled]:
+    """``sampled_blocks`` of the state of which each rank has told its ``own_samples``."""
+    runs = {row.name: row.runs for row in rows}
+    told = [iter(range(0, len(data), CRC_DIGITS)) for data in everyone]
+    found = []
+    for name, block in _turns(_sizes(rows), step, every):
+        rank = next(run.rank for run in runs[name] if run.first <= block < run.last)
+        at = next(told[rank])
+        found.append((name, block, everyone[rank][at : at + CRC_DIGITS].decode()))
     return found
 
 
-def _piece(x: Tensor, start: int, stop: int) -> Tensor:
-    """Elements ``start`` to ``stop`` of ``x`` in logical order: a view if it is contiguous."""
-    if x.is_contiguous():
-        return x.view(-1)[start:stop]
-    row = x.numel() // len(x)
-    first, last = start // row, (stop - 1) // row
-    start, stop = start - first * row, stop - first * row
-    return _piece(x[first], start, stop) if first == last else x[first : last + 1].reshape(-1)[start:stop]
+def _turns(sizes: Iterable[tuple[str, int]], step: int, every: int) -> Iterator[tuple[str, int]]:
+    """Name and number of each block whose turn it is; ``sizes``: the entries' names and numbers of blocks."""
+    if every < 1:
+        raise ValueError(f"expected every >= 1, got {every}: a block has its turn each so many steps")
+    before = 0  # number of blocks in the entries so far
+    for name, num_blocks in sizes:
+        for block in range(-(step + before) % every, num_blocks, every):
+            yield name, block
+        before += num_blocks
+
+
+def _sizes(rows: Iterable[Row]) -> Iterator[tuple[str, int]]:
+    return ((row.name, row.num_blocks) for row in rows)
+
+
+def _crc(part: Part, block: int) -> str:
+    return f"{zlib.crc32(canonical_bytes(part.blocks(block, block + 1))):08x}"

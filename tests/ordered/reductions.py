@@ -128,6 +128,7 @@ def header_for(bucket: Bucket, leaves: Leaves, weight: int) -> Header:
         num_own=0,
         weight=weight,
         ready_ns=0,
+        launched_ns=0,
         left=0,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -269,5 +270,37 @@ def test_weights_that_sum_to_zero_are_an_error_on_every_rank(mesh):
 def test_agreeing_and_exchanging_are_recorded(mesh):
     exchange, bucket, leaves, _ = ready(mesh.world.group)
     exchange.run(bucket, header_for(bucket, leaves, 1), leaves)
-    spans = [(event.name, event.lane, event.bytes) for event in exchange.recorder.events]
-    assert spans == [("agree", "communication", 0), ("exchange", "communication", bucket.nbytes)]
+    events = {event.name: event for event in exchange.recorder.events}
+    queued, agree, exchanged = (events[name] for name in ("queued", "agree", "exchange"))
+    assert {event.lane for event in events.values()} == {"communication"}
+    assert {event.bucket for event in events.values()} == {bucket.index}
+    assert (agree.bytes, exchanged.bytes) == (0, bucket.nbytes)
+    assert queued.end_ns <= agree.start_ns <= agree.end_ns <= exchanged.start_ns
+
+
+def waits(exchange: Exchange) -> list[int]:
+    """For whom this rank has waited."""
+    return [event.peer for event in exchange.recorder.events if event.name == "wait"]
+
+
+HOUR_NS = 3600 * 10**9
+
+
+@world(3)
+def test_who_waits_records_for_which_rank(mesh):
+    exchange, bucket, leaves, _ = ready(mesh.world.group)
+    launched = time.monotonic_ns() + (HOUR_NS if mesh.rank == 1 else 0)
+    exchange.run(bucket, replace(header_for(bucket, leaves, 1), launched_ns=launched), leaves)
+    assert waits(exchange) == ([] if mesh.rank == 1 else [1])
+    assert all(event.duration_s < 3600 for event in exchange.recorder.events if event.name != "queued")
+
+
+@world(2)
+def test_times_of_another_host_are_translated_into_those_of_this_one(mesh):
+    """By its own clock, an hour ahead, rank 1 was 59 minutes late; in truth it was a minute early."""
+    exchange, bucket, leaves, _ = ready(mesh.world.group)
+    exchange.offsets_ns = (0, HOUR_NS)
+    launched = time.monotonic_ns() + (HOUR_NS - HOUR_NS // 60 if mesh.rank == 1 else 0)
+    exchange.run(bucket, replace(header_for(bucket, leaves, 1), launched_ns=launched), leaves)
+    if mesh.rank == 0:
+        assert waits(exchange) == []

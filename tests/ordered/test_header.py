@@ -22,6 +22,7 @@ GOOD = Header(
     num_own=2,
     weight=64,
     ready_ns=10**18,
+    launched_ns=10**18,
     left=0,
 )
 int64 = st.integers(-(1 << 63), (1 << 63) - 1)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from instep.ordered import norm
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.norm import block_square_sums, clip_grad_norm_, grad_norm
 
@@ -165,3 +166,19 @@ def test_a_norm_that_is_not_finite_raises_on_demand_and_before_a_gradient_change
     clip_grad_norm_(parameter, 1.0)
     nn.utils.clip_grad_norm_(theirs, 1.0)
     torch.testing.assert_close(parameter.grad, theirs[0].grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pieces_of_a_tensor_give_the_bits_of_all_of_it(monkeypatch, dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for numel in (0, 1, 4095, 4096, 4097, 33 * 4096, 64 * 4096, 131 * 4096 + 5):
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+            in_pieces = norm.block_square_sums(x)
+            monkeypatch.setattr(norm, "PIECE_BLOCKS", {})
+            assert torch.equal(in_pieces, norm.block_square_sums(x)), numel
+            monkeypatch.undo()
+    finally:
+        torch.set_num_threads(before)

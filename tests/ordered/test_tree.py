@@ -60,7 +60,7 @@ def placements(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 
 
 @given(placements(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_every_placement_and_every_arrival_gives_one_expression(placement, random):
     num_leaves, ranks = placement
     names = [f"g{leaf}" for leaf in range(num_leaves)]
