@@ -1,0 +1,250 @@
+"""``fully_shard``: stages 2 and 3, in place. The module stays itself, with its names and its parameters.
+
+    stage 2   every rank has all weights, and a W-th of the gradients and of the optimizer's state
+    stage 3   every rank has a W-th of the weights too; a unit's are gathered to compute, and freed after
+
+Bytes per parameter and rank, Adam in float32: 4 + 4/W + 8/W in stage 2, 4/W + 4/W + 8/W in stage 3,
+and beside it the largest units on their way. W are the ranks of ``process_group``; those of one host, with
+a mesh of ``instep.init(shard=ranks_per_host)``, whose hosts are replicas of each other.
+
+    model = instep.fully_shard(model)
+    optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    for leaf in model.micro_batches(G):
+        loss_of(model, leaf).backward()
+    instep.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054, sections 5.2 and 5.3; in place, by a class of its own, as in torch's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from instep.events import Recorder
+from instep.mesh.group import Group
+from instep.mesh.mesh import Mesh
+from instep.ordered.placeholder import slices_of
+from instep.shard.sharding import Options, Sharding, Where
+from instep.step.leaves import Leaf
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+M = TypeVar("M", bound=nn.Module)
+KEY = "_instep_sharding"
+
+
+class FullySharded:
+    """What a sharded module can do beside what it could; its class is made of this one and its own.
+
+    Parameters stay the same objects, with the same names and shapes. What is computed has the bits of
+    ``DataParallel`` with the same micro-batches, in every stage and for every number of ranks.
+
+    In backward, as soon as a unit's gradients are whole, each rank gets its slice of all ranks' and adds it
+    to what it has; no rank ever has all of the reduced gradient. ``.grad`` then is a placeholder that shows
+    NaN: it says that there is a gradient, and whoever reads it sees that it is not here. ``ShardedOptimizer``
+    and ``instep.clip_grad_norm_`` know where it is, other optimizers are refused. ``zero_grad()`` discards
+    it, a second synchronised backward adds to it, and under ``no_sync`` gradients are kept whole until the
+    next synchronised backward.
+
+    Buffers and frozen parameters are every rank's; in stage 3 frozen parameters are sharded too.
+    """
+
+    @property
+    def sharding(self) -> Sharding:
+        """What keeps it sharded."""
+        found: Sharding = self.__dict__[KEY]
+        return found
+
+    @property
+    def group(self) -> Group:
+        """All ranks that share in a step, of all replicas."""
+        return self.sharding.group
+
+    @property
+    def recorder(self) -> Recorder:
+        """What has been recorded of its steps."""
+        return self.sharding.recorder
+
+    @property
+    def contract(self) -> str | None:
+        """Whichever the last step was, "declared" or "undeclared"; None before the first."""
+        return self.sharding.backward.contract
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """What a run is told to be: "strategy" and "stage"."""
+        return {"strategy": "fully_shard", "stage": self.sharding.options.stage}
+
+    def micro_batches(self, num_leaves: int, *, step: int | None = None) -> Iterator[Leaf]:
+        """Declare a step of ``num_leaves`` micro-batches and yield those that this rank computes.
+
+        As ``DataParallel.micro_batches``, but ranks take turns: rank r computes r, r + W, r + 2W, ... After
+        the last iteration ``.grad`` says whether there is a gradient; ``ShardedOptimizer`` has its pieces.
+
+        Args:
+            num_leaves: G, the number of micro-batches in the global batch; the bits depend on it.
+            step: what the random numbers are keyed by; by default the declared steps so far.
+        """
+        return self.sharding.micro_batches(num_leaves, step)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate whole gradients on this rank, without exchanging them, as in DDP."""
+        backward = self.sharding.backward
+        before, backward.sync = backward.sync, False
+        try:
+            yield
+        finally:
+            backward.sync = before
+
+    def sync_gradients(self) -> None:
+        """Exchange what was accumulated since the last exchange; a second call does nothing. Collective."""
+        self.sharding.backward.synchronise()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; a gradient in slices is None after it, and has no zeros to be filled with."""
+        module: Any = self
+        for parameter in module.parameters():
+            if parameter.grad is not None and slices_of(parameter.grad) is not None:
+                parameter.grad = None
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def materialise(self, init: Callable[[str, Tensor], None] | None = None, *, seed: int = 0) -> None:
+        """Give values to parameters from the meta device, one unit after the other; stage 3.
+
+        ``init(name, tensor)`` fills one whole parameter. By default the module's own ``init_parameter`` does,
+        else ``reset_parameters`` of its submodules.
+        """
+        self.sharding.materialise(init, seed)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the sharding; the module has its own class again. Stage 3 leaves it without values.
+
+        Take ``full_state_dict`` before, if they are wanted. Optimizers over it are of no use any more. Where
+        weights travel in messages, others may still ask for this rank's; without ``wait`` they ask in vain.
+        """
+        sharding = self.sharding
+        sharding.close(wait=wait)
+        del self.__dict__[KEY]
+        self.__class__ = sharding.kind  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "a fully sharded module cannot be copied, as it holds one rank's part: load "
+            "instep.full_state_dict(model) into another module"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a fully sharded module cannot be pickled, as it holds one rank's part: keep "
+            "instep.full_state_dict(model)"
+        )
+
+
+def fully_shard(
+    module: M,
+    process_group: Mesh | ProcessGroup | None = None,
+    stage: int = 3,
+    compute_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    *,
+    units: Sequence[nn.Module] | None = None,
+    one_copy: bool = False,
+    init_sync: bool | str = True,
+    find_unused_parameters: bool | None = None,
+    broadcast_buffers: bool = True,
+    seed: int = 0,
+    overlap: bool = True,
+    device: torch.device | None = None,
+    timeout_s: float | None = None,
+) -> M:
+    """Shard ``module`` over the ranks of a group, in place, and return it. Collective.
+
+    It becomes a ``FullySharded`` beside what it is; see there for ``.grad``. Optimizers are made after it.
+
+    Args:
+        module: whose parameters no other wrapper or sharded optimizer has.
+        process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1, each row of ``shard`` ranks has
+            the module in slices, and the ``dp`` rows are replicas: only the reduced slices of gradients
+            travel between them, once per step.
+        stage: 2 or 3.
+        compute_dtype: of weights and gradients in forward and backward; the weights that the optimizer steps
+            stay float32, and are in slices in stage 2 too, where they are gathered once per backward.
+        reshard_after_forward: False keeps gathered weights until their gradients have come. Stage 3.
+        units: submodules whose parameters are gathered and reduced together; by default every entry of an
+            outermost ``ModuleList`` or ``Sequential``, and all the rest.
+        one_copy: ranks that share a host have the weights once. Stage 2, backend "shm".
+        init_sync, find_unused_parameters, broadcast_buffers, seed: as for ``DataParallel``.
+        overlap: False sends gradients when the micro-batch has ended, which takes memory for all of them;
+            needed if a parameter gets several in one micro-batch.
+        device: where parameters on the meta device shall live; by default the CPU.
+        timeout_s: deadline of every wait in seconds, where no mesh brings one.
+
+    Raises:
+        ValueError: on all ranks; an argument is wrong, the ranks hold different models, or a parameter cannot
+            be sharded, or is already, or has an optimizer that was made before.
+        PeerLost: a rank did not come.
+    """
+    _require_plain(module)
+    how = Options(
+        stage=stage,
+        compute_dtype=compute_dtype,
+        reshard_after_forward=reshard_after_forward,
+        one_copy=one_copy,
+        init_sync=init_sync,
+        find_unused_parameters=find_unused_parameters,
+        seed=seed,
+        overlap=overlap,
+    )
+    where = Where(units, device, timeout_s)
+    sharding = Sharding(module, process_group, how, where, broadcast_buffers=broadcast_buffers)
+    module.__dict__[KEY] = sharding
+    module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (FullySharded, sharding.kind), {})
+    return module
+
+
+def shardings(module: nn.Module) -> Iterator[Sharding]:
+    """Of ``module`` and of what in it is sharded by itself."""
+    return (found for m in module.modules() if (found := m.__dict__.get(KEY)) is not None)
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict of ``module`` with all values, on every rank, in memory of its own. Collective.
+
+    Names are the module's own. Weights are what the optimizer steps: float32 where it computes in less.
+    Modules that are not sharded, or in part, are fine.
+    """
+    live = {x.untyped_storage()._cdata for x in (*module.parameters(), *module.buffers())}
+    whole: dict[str, Any] = {}
+    for name, value in module.state_dict().items():  # what was in slices is in new memory
+        shared = isinstance(value, Tensor) and value.untyped_storage()._cdata in live
+        whole[name] = value.clone() if shared else value
+    for sharding in shardings(module):
+        sharding.barrier("the gathering of a state dict")  # nobody steps while another one reads
+    return whole
+
+
+def _require_plain(module: nn.Module) -> None:
+    """Raise ``ValueError`` if ``module`` is sharded, or has attributes that would be hidden."""
+    if isinstance(module, FullySharded):
+        raise ValueError("the module is sharded already: close() it first, or shard a new one")
+    added = [name for name in vars(FullySharded) if not name.startswith("_") and name != "zero_grad"]
+    taken = [name for name in added if hasattr(module, name)]
+    if taken:
+        raise ValueError(
+            f"the module has an attribute {taken[0]!r} of its own, which fully_shard would hide: give it "
+            "another name, or shard a module around it"
+        )
+
+
+fully_shard.__module__ = "instep"
+full_state_dict.__module__ = "instep"

@@ -1,0 +1,363 @@
+"""Stage 3: weights in slices, whole only while a unit computes; the next unit's come meanwhile.
+
+    forward     gather 0 |= 0 =|= 1 =|= 2 =|= 3 =|            a unit goes when the one after it begins
+                    ~ 1 ~|~ 2 ~|~ 3 ~|
+    backward             |= 3 =|= 2 =|= 1 =|= 0 =|            ... and its gradients have come
+                         |~ 2 ~|~ 1 ~|~ 0 ~|
+
+The root unit stays from the begin of forward to the end of backward, and the last one between the two. Which
+unit comes next is what came next the last time; a wrong guess costs its gather and no more.
+
+What a rank needs it fetches alone (``gather``), so nothing here is collective but the construction. Any
+module with parameters in it may be called, the whole one, a unit, or a layer of one: it finds its weights
+there. In backward the gradient of its output brings them back, or else the first node that needs one
+(``saved_weights``): when a unit goes decides about memory and time, never about what is computed.
+
+Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054, section 5.3.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from instep.events import Recorder
+from instep.mesh.group import Group
+from instep.ordered.hook import Hook, weakly
+from instep.shard.gather import Gathers, Source, find_source
+from instep.shard.materialise import Init, materialise
+from instep.shard.pages import Rooms
+from instep.shard.saved_weights import SavedWeights
+from instep.shard.state_dicts import StateDicts
+from instep.shard.unit import Unit
+from instep.shard.units import by_kind, entries, partition
+from instep.work import Lane
+
+NO_TASK = -1
+Numbers = tuple[int, ...]
+HOOKS = (
+    "a module with weights in slices watches what autograd saves of them: with reshard_after_forward=False, "
+    "where they stay until their gradients have come, it does not"
+)
+
+
+class Stage3:
+    """Keeps the weights of ``module`` in slices over ``group``, and brings them where they are used.
+
+    At construction, collective: every floating-point parameter moves into a ``Unit``, with the values that
+    it has on the group's first rank; with ``compute_dtype`` it has that dtype from now on, and its masters
+    keep float32 or more. Those on the meta device get their values from ``materialise``. In forward and
+    backward, hooks gather and free. Whoever reduces gradients says ``closed`` when all of a unit's have come.
+    ``close`` ends it; the parameters then show nothing any more.
+
+    Args:
+        gather_group: a second group over the same ranks, which is closed with this.
+        reshard_after_forward: False keeps every unit from forward to its gradients: more memory, no gather
+            in backward.
+        units: submodules that shall be units, instead of the entries of outermost lists.
+        device: where parameters from the meta device live; by default the CPU.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        gather_group: Group,
+        recorder: Recorder,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+        units: Sequence[nn.Module] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.module, self._group = module, group
+        members = [kind for unit in partition(module, units) for kind in by_kind(unit)]
+        storages: dict[int, Unit] = {}
+        self._rooms = Rooms()
+        shared: dict[str, Any] = {"storages": storages, "rooms": self._rooms}
+        self.units = [
+            Unit(i, kind, group, compute_dtype=compute_dtype, device=device, **shared)
+            for i, kind in enumerate(members)
+        ]
+        self._saved = SavedWeights(self.units, storages, weakly(self._unpacked))
+        self._reshard = reshard_after_forward
+        self._place = {id(p): unit for unit in self.units for p in unit.parameters}
+        self._root = {unit.number for unit in self.units if unit.name == ""}
+        self._needs = entries(module, members)
+        source = find_source(group, gather_group, self.units)
+        self._source = source
+        target = self.units[0].flat.device if self.units else torch.device("cpu")
+        self._gathers = Gathers(group, source, recorder, target)
+        self._guess([x.module for x in members])
+        self._last: Numbers = ()  # what was needed last, in this forward or backward
+        self._inside = [0] * len(self.units)  # calls of modules that use the unit, and have not returned
+        self._kept: set[int] = set()  # whose parameters are used where no module is called
+        self._in_backward = False
+        self._closed: set[int] = set()  # whose gradients have all come in this backward
+        self._came: set[int] = set()  # whose weights were whole in this backward
+        self._ran: set[nn.Module] = set()  # whose forward began since the masters are what they are
+        self._generation = 0
+        self._around: dict[int, list[nn.Module]] = {i: [] for i in self._place}
+        for m in module.modules():
+            for p in m.parameters():
+                self._around.get(id(p), []).append(m)
+        self._on_gradient = weakly(self._reached)
+        self._states = StateDicts(module, self.units, self._gathers.whole)
+        hooks = [*self._hook(), *self._states.hooks]
+        self._close = weakref.finalize(self, _let_go, hooks, self._gathers.lane, source, gather_group)
+        self._close.atexit = False  # at the end of a process its source waits itself
+
+    def materialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+        """Give values to what was on the meta device, on every rank the same. Collective.
+
+        One parameter at a time is whole, or one unit where submodules fill their own.
+
+        Args:
+            init: ``init(name, tensor)`` fills one whole parameter. By default the module's own
+                ``init_parameter`` does (``instep.ordered.keys.initialize``), else ``reset_parameters`` of the
+                submodules, with torch's generators seeded by ``seed`` and the submodule's name.
+
+        Raises:
+            ValueError: a submodule has no ``reset_parameters``, or one has a buffer on the meta device.
+        """
+        materialise(self.module, self.units, init, seed)
+        self._group.barrier("the first values of the parameters")
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The master values of ``parameter``, gathered into new memory. Not collective."""
+        unit = self._place[id(parameter)]
+        found = self._gathers.whole(unit)
+        return next(x for p, x in zip(unit.parameters, found, strict=True) if p is parameter).clone()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[Tensor] | None = None) -> Iterator[None]:
+        """Inside, these parameters (all, by default) show their values, to be read. Not collective."""
+        wanted = self._place.values() if parameters is None else [self._place[id(p)] for p in parameters]
+        numbers = sorted({unit.number for unit in wanted})
+        for i in numbers:
+            self._inside[i] += 1
+        try:
+            self._gathers.need([self.units[i] for i in numbers])
+            yield
+        finally:
+            for i in numbers:
+                self._inside[i] -= 1
+            self._free_all_but(set())
+
+    def closed(self, unit: Unit) -> None:
+        """All gradients of ``unit`` have come: it goes when backward comes to another one, if not at once."""
+        i = unit.number
+        self._closed.add(i)
+        self._kept.discard(i)
+        if i not in self._root and i not in self._last and not self._inside[i]:
+            unit.free()
+
+    def ended(self) -> None:
+        """Backward has ended, or will not: no weights are needed any more."""
+        self._in_backward = False
+        self._came.clear()
+        self._closed.clear()
+        self._kept.clear()
+        self._last = ()
+        self._free_all_but(set())
+
+    abandoned = ended
+
+    def problem(self, parameter: Tensor) -> str | None:
+        """Why the gradient that has just come for ``parameter`` cannot be right; None if it can."""
+        unit = self._place.get(id(parameter))
+        if unit is None or any(m in self._ran for m in self._around[id(parameter)]):
+            return None
+        name = next(n for p, n in zip(unit.parameters, unit.names, strict=True) if p is parameter)
+        return (
+            f"parameter {name!r} was used outside of the forward of the module that it belongs to, where its "
+            "weights are not gathered: call that module, or make all that uses the parameter one unit, with "
+            "fully_shard(..., units=[...]), or have it in no unit, which is then the root's"
+        )
+
+    def close(self, *, wait: bool = True) -> None:
+        """Remove the hooks, and ask for no more slices; give one's own until no rank asks any more.
+
+        Without ``wait`` that ends at once: after a rank was lost, or if no rank gathers any more.
+        """
+        self._saved.closed = True
+        self._saved.reset()
+        if not wait:
+            self._source.abandon()
+        if (alive := self._close.detach()) is not None:
+            _release(*alive[2])
+        for unit in self.units:
+            unit.free()
+        self._rooms.drop()
+
+    def _hook(self) -> list[Any]:
+        """Before and after the forward of whatever has parameters in it."""
+        enter, leave = weakly(self._enter), weakly(self._leave)
+        hooks: list[Any] = []
+        for module, needs in self._needs.items():
+            hooks.append(module.register_forward_pre_hook(Hook(partial(enter, needs)), prepend=True))
+            hooks.append(module.register_forward_hook(Hook(partial(leave, needs)), always_call=True))
+        return hooks
+
+    def _guess(self, modules: Iterable[nn.Module]) -> None:
+        """Until it is known better, modules run in the order of their registration."""
+        order = list(dict.fromkeys(self._needs[m] for m in modules))
+        self._next = dict(pairwise(order))
+        self._previous = {after: before for before, after in pairwise(order)}
+
+    def _enter(self, needs: Numbers, module: nn.Module, args: Any) -> None:
+        """The forward of ``module`` begins."""
+        backward = torch._C._current_graph_task_id() != NO_TASK
+        outermost = not backward and module is self.module
+        if outermost:
+            self._saved.reset()
+        if not any(self._inside) and self._generation != (now := sum(u.generation for u in self.units)):
+            self._ran, self._generation = set(), now
+        self._ran.add(module)
+        if self._reshard:
+            self._saved.enter(module)
+        if not backward and self._in_backward:  # it raised
+            self.ended()
+        if outermost:
+            self._gathers.recover()
+            self._kept.clear()
+            self._last = ()
+        if backward:
+            self._bring_back(needs)
+        elif not all(self._inside[i] and self.units[i].shown for i in needs):
+            self._bring(needs)
+        for i in needs:
+            self._inside[i] += 1
+
+    def _leave(self, needs: Numbers, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward of ``module`` has ended, or was left by an exception."""
+        self._saved.leave(module)
+        for i in needs:
+            self._inside[i] = max(self._inside[i] - 1, 0)
+        hooked = False
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf:
+                x.register_hook(partial(self._on_gradient, needs))
+                hooked = True
+            elif isinstance(x, nn.Parameter) and id(x) in self._place:
+                self._kept.add(self._place[id(x)].number)
+        if torch._C._current_graph_task_id() != NO_TASK:
+            return
+        error = sys.exc_info()[1] if output is None else None
+        raised = error is not None
+        if error is not None and "saved tensor hooks" in str(error) and not any(self._inside):
+            error.add_note(HOOKS)
+        if not raised and not any(self._inside):
+            self._require_unchanged()
+        if torch.is_grad_enabled() and not hooked and not raised:
+            self._kept.update(i for i in needs if self.units[i].trainable)
+        if not any(self._inside):
+            stay = {*self._root, *self._last, *self._used_for_backward()}
+            self._free_all_but(stay if hooked else set())
+
+    def _bring(self, needs: Numbers) -> None:
+        """In forward: ``needs`` have to be whole; let go what is over, and begin what comes next."""
+        if self._last and self._last != needs:
+            self._next[self._last], self._previous[needs] = needs, self._last
+        self._last = needs
+        following = self._next.get(needs, ())
+        stay = {*needs, *following, *self._used_for_backward()}
+        self._free_all_but(stay | self._root if any(self._inside) else stay)
+        self._require_values(needs)
+        self._gathers.need([self.units[i] for i in needs])
+        self._gathers.begin([self.units[i] for i in following])
+
+    def _reached(self, needs: Numbers, gradient: Tensor) -> None:
+        """Backward has come to an output of a module that has used ``needs``."""
+        self._bring_back(needs)
+
+    def _unpacked(self, unit: Unit) -> None:
+        """A node of a graph has come to its turn, and needs what it has saved of ``unit``."""
+        if torch._C._current_graph_task_id() != NO_TASK:
+            self._begin_backward()
+            self._came.add(unit.number)
+        if not unit.shown:
+            self._gathers.need([unit])
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._gathers.recover()
+            torch.autograd.Variable._execution_engine.queue_callback(weakly(self.ended))
+
+    def _bring_back(self, needs: Numbers) -> None:
+        """In backward: ``needs`` have to be whole; begin what was used before them."""
+        self._begin_backward()
+        self._came.update(needs)
+        if needs == self._last and all(self.units[i].shown for i in needs):
+            return
+        previous = self._previous.get(needs, ())
+        if needs != self._last:
+            stay = {*needs, *previous, *(set(self._last) - self._closed), *self._root}
+            self._free_all_but(stay if self._reshard else {*range(len(self.units))})
+        self._last = needs
+        self._gathers.need([self.units[i] for i in needs])
+        self._gathers.begin([self.units[i] for i in previous if i not in self._came])
+
+    def _require_values(self, needs: Numbers) -> None:
+        for i in needs:
+            if not self.units[i].materialised:
+                raise ValueError(
+                    f"parameter {self.units[i].names[0]!r} was on the meta device and has no values yet: "
+                    "call materialise() on every rank, or load a checkpoint"
+                )
+
+    def _require_unchanged(self) -> None:
+        for unit in self.units:
+            unit.look()
+        changed = [unit for unit in self.units if unit.changed is not None]
+        name = changed[0].changed if changed else None
+        for unit in changed:
+            unit.changed = None
+            unit.free(changed=True)
+        if name is not None:
+            raise RuntimeError(
+                f"parameter {name!r} was written to in forward, which is lost when its gathered weights go: "
+                "keep what forward changes in a buffer, or use stage=2"
+            )
+
+    def _used_for_backward(self) -> set[int]:
+        """What stays after forward because nothing is resharded there."""
+        if self._reshard or not torch.is_grad_enabled():
+            return set()
+        return {unit.number for unit in self.units if unit.shown}
+
+    def _free_all_but(self, stay: set[int]) -> None:
+        for unit in self.units:
+            i = unit.number
+            if i not in stay and not unit.is_free and not self._inside[i] and i not in self._kept:
+                unit.free()
+
+
+def _let_go(hooks: list[Any], lane: Lane, source: Source, gather_group: Group) -> None:
+    """As ``_release``, in whatever thread collects garbage, which must not wait for other ranks."""
+    for hook in hooks:
+        hook.remove()
+    gather_group.peers.given_up = True
+    farewell = partial(_release, [], lane, source, gather_group)
+    threading.Thread(target=farewell, name="instep farewell", daemon=True).start()
+
+
+def _release(hooks: list[Any], lane: Lane, source: Source, gather_group: Group) -> None:
+    for hook in hooks:
+        hook.remove()
+    gather_group.peers.given_up = True
+    lane.close()
+    source.close()
+    gather_group.close()

@@ -1,0 +1,330 @@
+"""What a program may do to parameters around a sharded optimizer: right, or a clear error on every rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from instep.mesh.mesh import Mesh
+from instep.replicate.wrapper import DataParallel
+from instep.shard.optimizer import ShardedOptimizer
+from tests.parity import filled, momentum, numbers, world_of_one
+from tests.replicate.replicas import equal_everywhere
+from tests.shard.given import parameters, set_gradients, steps
+from tests.shard.trained import WIDTH, Wide, assert_same
+from tests.world import world
+
+LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}  # as tests.parity.momentum
+
+
+def undeclared(mesh: Mesh, model: DataParallel, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> None:
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(numbers(4, WIDTH, key=f"{step} on rank {mesh.rank}")).square().mean().backward()
+        optimizer.step()
+
+
+def expected(mesh: Mesh) -> dict[str, Any]:
+    """The weights after ``undeclared`` with the plain optimizer."""
+    module = filled(Wide())
+    model = DataParallel(module, process_group=mesh)
+    undeclared(mesh, model, momentum(module.parameters()))
+    model.close()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_wrapping_with_data_parallel_before_or_after_is_the_same(backend: str) -> None:
+    @world(2, backend=backend)
+    def body(mesh: Mesh) -> None:
+        wanted = expected(mesh)
+        for wrapped_first in (True, False):
+            module = filled(Wide())
+            if wrapped_first:
+                model = DataParallel(module, process_group=mesh)
+            optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
+            if not wrapped_first:
+                model = DataParallel(module, process_group=mesh)
+            undeclared(mesh, model, optimizer)
+            assert_same({**module.state_dict()}, {**wanted}, "weights")
+            optimizer.close()
+            model.close()
+
+    body()
+
+
+@world(2)
+def test_all_ranks_begin_with_the_values_of_the_first(mesh: Mesh) -> None:
+    module = filled(Wide())
+    with torch.no_grad():
+        module.layers[0].weight.add_(mesh.rank)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
+    assert_same({**module.state_dict()}, {**filled(Wide()).state_dict()}, "weights")
+    optimizer.close()
+
+
+@world(2)
+def test_parameters_stay_the_same_objects_and_are_aligned(mesh: Mesh) -> None:
+    module = Wide()
+    before = [*module.parameters()]
+    optimizer = ShardedOptimizer(before, SGD, mesh, **LOOP)
+    assert all(x is y for x, y in zip(module.parameters(), before, strict=True))
+    assert all(p.data_ptr() % 64 == 0 and p.is_leaf and p.requires_grad for p in before)
+    assert optimizer.param_groups[0]["params"] == before
+    optimizer.close()
+
+
+CHANGES: dict[str, Callable[[list[nn.Parameter]], None]] = {
+    "data": lambda given: setattr(given[1], "data", given[1].data.clone()),
+    "another shape": lambda given: setattr(given[3], "data", given[3].data.t()),
+    "another dtype": lambda given: setattr(given[1], "data", given[1].data.double()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@world(2)
+def test_memory_that_was_replaced_is_an_error_and_nothing_is_changed(mesh: Mesh, change: str) -> None:
+    ours = parameters()
+    optimizer = ShardedOptimizer(ours, AdamW, mesh)
+    set_gradients(ours, 0)
+    before = ours[0].detach().clone()
+    kept = [p.data for p in ours]
+    CHANGES[change](ours)
+    with pytest.raises(ValueError, match=r"parameter \d of group 0, shape .* has other memory"):
+        optimizer.step()
+    for p, data in zip(ours, kept, strict=True):
+        p.data = data
+    assert_same(ours[0].detach(), before, "weights")
+    optimizer.step()  # it can go on
+    assert not torch.equal(ours[0], before)
+    optimizer.close()
+
+
+@world(2)
+def test_an_error_on_one_rank_alone_is_raised_on_both(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = ShardedOptimizer(ours, AdamW, mesh)
+    set_gradients(ours, 0)
+    if mesh.rank == 1:
+        ours[1].data = ours[1].data.clone()
+    kind, message = (
+        (RuntimeError, "rank 1 raised, .* weights and moments are not those of one step any more"),
+        (ValueError, "parameter 1 of group 0, shape .* has other memory"),
+    )[mesh.rank]
+    with pytest.raises(kind, match=message):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="cannot go on, because in step 0 rank 1 raised"):
+        optimizer.step()
+    optimizer.close()
+
+
+@world(2)
+def test_a_module_that_was_converted_is_an_error(mesh: Mesh) -> None:
+    module = Wide()
+    optimizer = ShardedOptimizer(module.parameters(), AdamW, mesh)
+    module.double()
+    module(numbers(4, WIDTH, key="x", dtype=torch.float64)).sum().backward()
+    with pytest.raises(ValueError, match="has other memory than when the ShardedOptimizer was made"):
+        optimizer.step()
+    optimizer.close()
+
+
+@world(2)
+def test_values_may_be_changed_in_place_and_loaded(mesh: Mesh) -> None:
+    module, other = filled(Wide()), Wide()
+    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
+    module.load_state_dict(other.state_dict())
+    assert_same({**module.state_dict()}, {**other.state_dict()}, "loaded")
+    module.zero_grad()
+    model = DataParallel(module, process_group=mesh)
+    undeclared(mesh, model, optimizer, 1)
+    assert equal_everywhere(mesh, module.parameters())
+    optimizer.close()
+    model.close()
+
+
+@world(2)
+def test_unfreezing_later_is_an_error_and_freezing_is_not(mesh: Mesh) -> None:
+    ours = parameters()
+    ours[3].requires_grad_(False)
+    optimizer = ShardedOptimizer(ours, AdamW, mesh)
+    place, values = ours[3].data_ptr(), ours[3].detach().clone()
+    ours[0].requires_grad_(False)
+    set_gradients(ours, 0)
+    ours[0].grad = ours[3].grad = None
+    first = ours[0].detach().clone()
+    optimizer.step()
+    assert ours[3].data_ptr() == place
+    assert_same([ours[3].detach(), ours[0].detach()], [values, first], "frozen")
+    ours[3].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"parameter 3 of group 0, .* was frozen .* add_param_group\(\)"):
+        optimizer.step()
+    optimizer.close()
+
+
+@world(2)
+def test_a_parameter_that_was_replaced_in_its_module_is_named_by_data_parallel(mesh: Mesh) -> None:
+    """As with the plain optimizer: it does not know of modules."""
+    module = filled(Wide())
+    model = DataParallel(module, process_group=mesh)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
+    module.layers[3].weight = nn.Parameter(torch.zeros(WIDTH, 4 * WIDTH))
+    with pytest.raises((RuntimeError, ValueError), match=r"layers.3.weight"):
+        undeclared(mesh, model, optimizer, 1)
+    optimizer.close()
+    model.close()
+
+
+@world(2)
+def test_two_sharded_optimizers_of_one_parameter_are_refused(mesh: Mesh) -> None:
+    ours = parameters()
+    first = ShardedOptimizer(ours[:4], AdamW, mesh)
+    with pytest.raises(ValueError, match=r"parameter 1, shape \(131, 77\), belongs to another ShardedOpt"):
+        ShardedOptimizer([ours[6], ours[3]], AdamW, mesh)
+    second = ShardedOptimizer(ours[4:], SGD, mesh, lr=0.1)  # others are fine, and it can go on
+    for optimizer, given in ((first, ours[:4]), (second, ours[4:])):
+        set_gradients(given, 0)
+        optimizer.step()
+    first.close()
+    third = ShardedOptimizer(ours[:4], AdamW, mesh)
+    third.close()
+    second.close()
+
+
+@world(2)
+def test_an_optimizer_that_nobody_has_any_more_has_no_parameters(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = ShardedOptimizer(ours, AdamW, mesh)
+    optimizer.register_step_pre_hook(optimizer.zero_grad)  # a cycle, which is found by and by
+    del optimizer
+    again = ShardedOptimizer(ours, AdamW, mesh)
+    steps(again, ours, 1)
+    again.close()
+
+
+@world(2)
+def test_a_closed_one_says_so_and_its_parameters_go_on(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = ShardedOptimizer(ours, AdamW, mesh)
+    optimizer.close()
+    for call in (optimizer.step, optimizer.state_dict, optimizer.sharded_state_dict):
+        with pytest.raises(RuntimeError, match="is closed: make another one"):
+            call()
+    plain = AdamW(ours)
+    steps(plain, ours, 1)
+
+
+@world(2)
+def test_parameters_that_are_given_twice_are_refused(mesh: Mesh) -> None:
+    ours = parameters()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns, and would step it twice
+        with pytest.raises(ValueError, match="given twice: pass tied parameters once"):
+            ShardedOptimizer([*ours, ours[0]], AdamW, mesh)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ShardedOptimizer([{"params": ours}, {"params": [ours[0]]}], AdamW, mesh)
+
+
+@world(2)
+def test_parameters_that_share_memory_are_refused(mesh: Mesh) -> None:
+    memory = torch.zeros(10, 10)
+    with pytest.raises(ValueError, match="two parameters share memory"):
+        ShardedOptimizer([nn.Parameter(memory[:6]), nn.Parameter(memory[5:])], AdamW, mesh)
+    apart = ShardedOptimizer([nn.Parameter(memory[:5]), nn.Parameter(memory[5:])], AdamW, mesh)
+    apart.close()
+    with pytest.raises(ValueError, match="materialise the module first"):
+        ShardedOptimizer(nn.Linear(2, 2, device="meta").parameters(), AdamW, mesh)
+
+
+@world(2)
+def test_a_view_with_gaps_becomes_dense(mesh: Mesh) -> None:
+    ours, plain = (nn.Parameter(numbers(90, 200, key="wide")[:, :100]) for _ in range(2))
+    optimizer, other = ShardedOptimizer([ours], AdamW, mesh), AdamW([plain])
+    for p, stepping in ((ours, optimizer), (plain, other)):
+        p.grad = numbers(90, 100, key="gradient")
+        stepping.step()
+    assert torch.equal(ours, plain)
+    optimizer.close()
+
+
+@world(2)
+def test_gradients_in_another_layout_are_used_rightly(mesh: Mesh) -> None:
+    ours, plain = (nn.Parameter(numbers(90, 100, key="value")) for _ in range(2))
+    optimizer, other = ShardedOptimizer([ours], SGD, mesh, lr=0.1), SGD([plain], lr=0.1)
+    for p, stepping in ((ours, optimizer), (plain, other)):
+        p.grad = numbers(100, 90, key="gradient").t()
+        stepping.step()
+    assert torch.equal(ours, plain)
+    optimizer.close()
+
+
+@world(2)
+def test_sparse_gradients_are_an_error_with_a_way_out(mesh: Mesh) -> None:
+    embedding = nn.Embedding(100, 50, sparse=True)
+    optimizer = ShardedOptimizer(embedding.parameters(), AdamW, mesh)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match=r"parameter 0 of group 0, .* sparse gradient: .* sparse=False"):
+        optimizer.step()
+    optimizer.close()
+
+
+@world(3)
+def test_groups_added_later_are_trained_too(mesh: Mesh) -> None:
+    ours, plain = parameters(), parameters()
+    sharded, other = ShardedOptimizer(ours[:3], AdamW, mesh, lr=0.1), AdamW(plain[:3], lr=0.1)
+    steps(sharded, ours, 1)
+    steps(other, plain, 1)
+    sharded.add_param_group({"params": ours[3:], "lr": 0.3})
+    other.add_param_group({"params": plain[3:], "lr": 0.3})
+    steps(sharded, ours, 2, first=1)
+    steps(other, plain, 2, first=1)
+    assert_same([p.detach() for p in ours], [p.detach() for p in plain], "weights")
+    saved = copy.deepcopy(sharded.state_dict())
+    assert_same(saved, other.state_dict(), "state")
+    sharded.load_state_dict(saved)
+    steps(sharded, ours, 1, first=3)
+    steps(other, plain, 1, first=3)
+    assert_same([p.detach() for p in ours], [p.detach() for p in plain], "weights")
+    sharded.close()
+
+
+@world(2)
+def test_groups_that_cannot_be_added_change_nothing(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = ShardedOptimizer(ours[:3], AdamW, mesh)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": ours[2:]})
+    with pytest.raises(ValueError, match=r"parameter group 1: .*lr=0\..* on rank 0, but"):
+        optimizer.add_param_group({"params": ours[3:], "lr": 0.5 + mesh.rank})
+    assert len(optimizer.param_groups) == 1
+    steps(optimizer, ours[:3], 1)
+    optimizer.close()
+
+
+@world(2)
+def test_a_graph_from_before_the_step_is_not_used_after_it(mesh: Mesh) -> None:
+    """New values come from another rank without torch knowing."""
+    ours = parameters(((5, 4096), (3, 4096)))
+    optimizer = ShardedOptimizer(ours, SGD, mesh, lr=0.1)
+    loss = (ours[0][0] * ours[0][0]).sum() + (ours[1] * ours[1]).sum()
+    set_gradients(ours, 0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.close()
+
+
+def test_one_rank_raises_as_the_plain_optimizer_and_goes_on() -> None:
+    ours = parameters()
+    optimizer = ShardedOptimizer(ours, AdamW, world_of_one())
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    steps(optimizer, ours, 1)
+    optimizer.close()

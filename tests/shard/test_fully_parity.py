@@ -1,0 +1,143 @@
+"""Stages 2 and 3 give the bits of one process: weights and moments, declared steps, one to four ranks."""
+
+from __future__ import annotations
+
+import pytest
+from torch.optim import SGD, AdamW
+
+from instep.errors import Desync
+from instep.mesh.mesh import Mesh
+from instep.shard.fully import full_state_dict, fully_shard
+from instep.shard.optimizer import ShardedOptimizer
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import PLAIN, Segments, requires_input
+from tests.shard.fully import assert_bits_of_one, train_fully
+from tests.shard.trained import (
+    FUSED,
+    Run,
+    TiedWide,
+    Wide,
+    WideImages,
+    assert_same,
+    images_step,
+    matrices_and_vectors,
+    plain,
+    tokens_step,
+    train,
+    wide_step,
+)
+from tests.world import world
+
+LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
+STAGES = [2, 3]
+
+RUNS = {
+    "cut": Run(Wide, wide_step, num_steps=4),
+    "cut, clipped, scheduled, two groups": Run(
+        Wide, wide_step, groups=matrices_and_vectors, clip=0.1, scheduled=True, num_leaves=8
+    ),
+    "fewer micro-batches than ranks": Run(Wide, wide_step, SGD, LOOP, num_leaves=1),
+    "tied and frozen": Run(TiedWide, tokens_step, groups=matrices_and_vectors, num_leaves=7),
+    "channels last": Run(WideImages, images_step, num_leaves=3),
+}
+ODD = {
+    name: Run(training.module, training.leaf_step, SGD, LOOP, num_leaves=training.num_leaves)
+    for name, training in PLAIN.items()
+}
+
+
+SEVERAL = ODD.pop("two backwards")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_gives_the_bits_of_the_plain_loop(stage: int) -> None:
+    for run in [*RUNS.values(), *ODD.values()]:
+        assert_bits_of_one(world_of_one(), run, stage=stage)
+
+
+@world(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
+    """The odd models in stage 3; in stage 2 on three ranks that share memory."""
+    for run in [*RUNS.values(), *(ODD.values() if stage == 3 else ())]:
+        assert_bits_of_one(mesh, run, stage=stage)
+
+
+@world(3)
+@pytest.mark.parametrize("stage", STAGES)
+def test_three_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
+    for run in RUNS.values():
+        assert_bits_of_one(mesh, run, stage=stage)
+
+
+@world(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
+    for run in RUNS.values():
+        assert_bits_of_one(mesh, run, stage=stage)
+
+
+@world(3, by="process", backend="shm")
+@pytest.mark.parametrize("stage", STAGES)
+def test_three_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
+    for run in [*RUNS.values(), *(ODD.values() if stage == 2 else ())]:
+        assert_bits_of_one(mesh, run, stage=stage)
+
+
+@world(4, by="process", backend="shm")
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
+    for run in RUNS.values():
+        assert_bits_of_one(mesh, run, stage=stage)
+
+
+@world(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_backwards_in_a_micro_batch_need_to_be_told_and_say_so(mesh: Mesh, stage: int) -> None:
+    with pytest.raises(Desync, match=r"received gradient number 2 of this backward.*pass overlap=False"):
+        train_fully(SEVERAL, mesh, stage=stage)
+    assert_bits_of_one(mesh, SEVERAL, stage=stage, overlap=False)
+
+
+@world(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_reentrant_checkpoint_used_several_times_is_whole_when_it_is_sent(mesh: Mesh, stage: int) -> None:
+    again = Run(lambda: Segments(reentrant=True), requires_input, SGD, LOOP, num_leaves=5)
+    assert_bits_of_one(mesh, again, stage=stage)
+
+
+@world(3, backend="shm")
+def test_one_copy_of_the_weights_gives_the_bits_of_one(mesh: Mesh) -> None:
+    for run in RUNS.values():
+        assert_bits_of_one(mesh, run, stage=2, one_copy=True)
+
+
+@world(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_given_units_give_the_same_bits(mesh: Mesh, stage: int) -> None:
+    module = filled(Wide())
+    model = fully_shard(module, mesh, stage, units=[module.layers])
+    assert [space.names for space in model.sharding.spaces] == [
+        [name for name, _ in module.named_parameters()]
+    ]
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, mesh, **FUSED)
+    run = RUNS["cut"]
+    for step in range(run.num_steps):
+        for leaf in model.micro_batches(run.num_leaves):
+            run.leaf_step(model, leaf, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(full_state_dict(model), plain(run).module, "module")
+    optimizer.close()
+    model.close()
+
+
+@world(2, by="process", backend="shm")  # threads share the generator
+@pytest.mark.parametrize("stage", STAGES)
+def test_dropout_has_the_bits_of_one(mesh: Mesh, stage: int) -> None:
+    run = Run(lambda: Wide(dropout=0.3), wide_step, clip=0.1)
+    ours = train_fully(run, mesh, stage=stage)
+    alone = train_fully(run, world_of_one(), stage=2)
+    replicated = train(run, world_of_one(), sharded=False)
+    assert_same(ours.module, replicated.module, "replicated")
+    assert_same(ours.module, alone.module, "alone")

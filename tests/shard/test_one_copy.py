@@ -1,0 +1,382 @@
+"""Ranks that have one copy of the weights: the bits of the plain optimizer, in memory for one model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW
+
+import instep
+from instep.errors import Desync, PeerLost
+from instep.mesh.exits import RankFailed
+from instep.mesh.join import init
+from instep.mesh.launch import launch
+from instep.mesh.mesh import Mesh
+from instep.mesh.resident import resident
+from instep.replicate.strategies import STRATEGIES
+from instep.replicate.wrapper import DataParallel
+from instep.shard.flat import Flat
+from instep.shard.layout import cut
+from instep.shard.optimizer import ShardedOptimizer
+from tests.parity import filled, world_of_one
+from tests.shard.given import parameters, set_gradients, steps
+from tests.shard.test_bad_use import LOOP, expected, undeclared
+from tests.shard.test_parity import DROPOUT, ODD, RUNS
+from tests.shard.trained import Wide, assert_bits_of_plain, assert_same
+from tests.world import world
+
+MB = 1 << 20
+
+
+def one_copy(given: list[nn.Parameter], mesh: Mesh, kind: type = AdamW) -> ShardedOptimizer:
+    return ShardedOptimizer(given, kind, mesh, one_copy=True)
+
+
+def plain_values(num_steps: int, kind: type = AdamW) -> list[Tensor]:
+    given = parameters()
+    steps(kind(given), given, num_steps)
+    return [p.detach() for p in given]
+
+
+def meet(mesh: Mesh) -> None:
+    mesh.world.group.barrier("the meeting of a test")
+
+
+@world(2, backend="shm")
+def test_two_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
+    for run in [*RUNS.values(), *ODD.values()]:
+        assert_bits_of_plain(mesh, run, one_copy=True)
+
+
+@world(4, backend="shm")
+def test_four_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
+    for run in RUNS.values():
+        assert_bits_of_plain(mesh, run, one_copy=True)
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+@world(3, by="process", backend="shm")
+def test_three_processes_give_the_bits_of_one_with_dropout(mesh: Mesh, name: str) -> None:
+    assert_bits_of_plain(mesh, DROPOUT[name], one_copy=True)
+
+
+def test_one_rank_is_the_plain_optimizer() -> None:
+    for run in RUNS.values():
+        assert_bits_of_plain(world_of_one(), run, one_copy=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@world(2, backend="shm")
+def test_data_parallel_of_any_strategy_may_wrap_before_or_after(
+    mesh: Mesh, strategy: str, wrapped_first: bool
+) -> None:
+    wanted = expected(mesh)
+    module = filled(Wide())
+    if wrapped_first:
+        model = DataParallel(module, process_group=mesh, strategy=strategy)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, one_copy=True, **LOOP)
+    if not wrapped_first:
+        model = DataParallel(module, process_group=mesh, strategy=strategy)
+    undeclared(mesh, model, optimizer)
+    assert_same({**module.state_dict()}, {**wanted}, "weights")
+    optimizer.close()
+    model.close()
+
+
+@world(2, backend="shm")
+def test_what_one_rank_writes_the_other_reads_until_it_is_closed(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    assert all(p.data_ptr() % 64 == 0 for p in ours)
+    if mesh.rank == 1:
+        with torch.no_grad():
+            ours[0].fill_(3.0)
+    meet(mesh)
+    assert bool((ours[0] == 3.0).all())
+    optimizer.close()
+    with torch.no_grad():
+        ours[0].fill_(float(mesh.rank))
+    meet(mesh)
+    assert bool((ours[0] == mesh.rank).all())
+
+
+@world(2, backend="shm")
+def test_a_plain_optimizer_after_one_that_was_collected_steps_this_ranks_weights_once(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    steps(optimizer, ours, 1)
+    state = optimizer.state_dict()
+    del optimizer
+    gc.collect()
+    alone = AdamW(ours)
+    alone.load_state_dict(state)
+    steps(alone, ours, 1, first=1)
+    assert_same([p.detach() for p in ours], plain_values(2), "weights")
+
+
+@world(2, backend="shm")
+def test_all_ranks_begin_with_the_values_of_the_first(mesh: Mesh) -> None:
+    ours = parameters()
+    with torch.no_grad():
+        ours[0].add_(mesh.rank)
+    optimizer = one_copy(ours, mesh)
+    assert_same([p.detach() for p in ours], [p.detach() for p in parameters()], "weights")
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_buffers_stay_each_rank_s_own(mesh: Mesh) -> None:
+    module = nn.BatchNorm1d(3)
+    optimizer = ShardedOptimizer(module.parameters(), AdamW, mesh, one_copy=True)
+    module.running_mean.fill_(float(mesh.rank))
+    meet(mesh)
+    assert bool((module.running_mean == mesh.rank).all())
+    optimizer.close()
+
+
+@pytest.fixture
+def noticed() -> threading.Event:
+    return threading.Event()
+
+
+@world(2, backend="shm")
+def test_nobody_updates_before_all_have_come_nor_goes_on_before_all_have_updated(
+    mesh: Mesh, noticed: threading.Event
+) -> None:
+    """Rank 1 comes late, then updates late: until it comes, the weights are the old ones."""
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    meet(mesh)
+    before = [p.detach().clone() for p in ours]
+    set_gradients(ours, 0)
+    if mesh.rank == 1:
+        assert not noticed.wait(0.3)  # rank 0 is in step()
+        assert_same([p.detach() for p in ours], before, "weights")
+
+        def update_late(*_: object) -> None:
+            assert not noticed.wait(0.3)  # rank 0 has updated, and waits
+
+        optimizer._inner.register_step_pre_hook(update_late)
+    optimizer.step()
+    if mesh.rank == 0:
+        noticed.set()
+    assert_same([p.detach() for p in ours], plain_values(1), "weights")
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_a_rank_that_raises_before_its_update_leaves_everything_as_it_was(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    set_gradients(ours, 0)
+
+    def closure() -> float:
+        if mesh.rank == 1:
+            raise KeyError("no such batch")
+        return 0.0
+
+    kind, message = (
+        (Desync, "rank 1 raised, its own traceback has the cause; nothing was changed"),
+        (KeyError, "no such batch"),
+    )[mesh.rank]
+    with pytest.raises(kind, match=message):
+        optimizer.step(closure)
+    assert_same([p.detach() for p in ours], [p.detach() for p in parameters()], "weights")
+    steps(optimizer, ours, 2)
+    assert_same([p.detach() for p in ours], plain_values(2), "weights")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("what", ["options", "gradients"])
+@world(2, backend="shm")
+def test_ranks_that_mean_different_steps_leave_everything_as_it_was(mesh: Mesh, what: str) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    set_gradients(ours, 0)
+    if mesh.rank == 1 and what == "options":
+        optimizer.param_groups[0]["lr"] = 0.5
+    if mesh.rank == 1 and what == "gradients":
+        ours[0].grad = None
+    with pytest.raises(Desync, match=rf"{what}.* than rank 0.*; nothing was changed"):
+        optimizer.step()
+    meet(mesh)
+    assert_same([p.detach() for p in ours], [p.detach() for p in parameters()], "weights")
+    optimizer.param_groups[0]["lr"] = 1e-3
+    steps(optimizer, ours, 1)
+    assert_same([p.detach() for p in ours], plain_values(1), "weights")
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_a_rank_that_raises_in_its_update_stops_all(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    if mesh.rank == 1:
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError("in the update")
+
+        optimizer._inner.register_step_pre_hook(broken)
+    set_gradients(ours, 0)
+    with pytest.raises((Desync, ZeroDivisionError), match=r"rank 1 raised|in the update"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="not those of one step any more"):
+        optimizer.step()
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_a_group_that_is_added_is_one_copy_too(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours[:3], mesh)
+    optimizer.add_param_group({"params": ours[3:]})
+    if mesh.rank == 0:
+        with torch.no_grad():
+            ours[3].fill_(5.0)
+    meet(mesh)
+    assert bool((ours[3] == 5.0).all())
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_a_class_that_needs_whole_parameters_gives_the_bits_of_the_plain_one(mesh: Mesh) -> None:
+    shapes = ((5, 4096), (131, 77), (33,))
+    ours, wanted = parameters(shapes), parameters(shapes)
+    optimizer = one_copy(ours, mesh, Adafactor)
+    steps(optimizer, ours, 3)
+    steps(Adafactor(wanted), wanted, 3)
+    assert_same([p.detach() for p in ours], [p.detach() for p in wanted], "weights")
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_the_pieces_of_all_ranks_are_the_weights_once(mesh: Mesh) -> None:
+    """An average of the weights in pieces is the average of the weights."""
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    means = [x.clone() for _, _, _, x in optimizer.pieces()]
+    reference = parameters()
+    plain, wanted = AdamW(reference), [p.detach().clone() for p in parameters()]
+    for step in range(3):
+        steps(optimizer, ours, 1, first=step)
+        steps(plain, reference, 1, first=step)
+        for mean, (_, _, _, new) in zip(means, optimizer.pieces(), strict=True):
+            mean.lerp_(new, 0.25)
+        for mean, p in zip(wanted, reference, strict=True):
+            mean.lerp_(p.detach(), 0.25)
+    positions = {id(p): i for i, p in enumerate(ours)}
+    mine = []
+    for mean, (p, first, last, _) in zip(means, optimizer.pieces(), strict=True):
+        assert torch.equal(mean, wanted[positions[id(p)]].flatten()[first:last])
+        mine.append((positions[id(p)], first, last))
+    rows = mesh.world.group.all_gather_bytes(json.dumps(mine).encode(), "the pieces of a test")
+    ranges = sorted(tuple(x) for row in rows for x in json.loads(row))
+    assert sum(last - first for _, first, last in ranges) == sum(p.numel() for p in ours)
+    assert len({(i, first) for i, first, last in ranges if last > first}) == len(
+        [x for x in ranges if x[2] > x[1]]
+    )
+    optimizer.close()
+
+
+@world(2)
+def test_without_shared_memory_it_is_refused_on_all_ranks(mesh: Mesh) -> None:
+    ours = parameters()
+    before = [p.data_ptr() for p in ours]
+    with pytest.raises(ValueError, match=r"one_copy=True needs ranks that share memory.*'gloo'.*\"shm\""):
+        one_copy(ours, mesh)
+    assert [p.data_ptr() for p in ours] == before
+    ShardedOptimizer(ours, AdamW, mesh).close()  # they are free
+
+
+@world(2, backend="shm")
+def test_ranks_that_differ_in_it_raise(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="one_copy=True on rank 0, but one_copy=False on rank 1"):
+        ShardedOptimizer(parameters(), AdamW, mesh, one_copy=mesh.rank == 0)
+
+
+def die_in_the_update(path: str) -> None:
+    mesh = init(timeout_s=30)
+    ours = parameters()
+    optimizer = ShardedOptimizer(ours, AdamW, dist.new_group(backend="shm"), one_copy=True)
+    steps(optimizer, ours, 1)
+    if mesh.rank == 1:
+        optimizer._inner.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    set_gradients(ours, 1)
+    try:
+        optimizer.step()
+    except PeerLost as error:
+        (Path(path) / "report").write_text(json.dumps([error.ranks, error.operation]))
+    with pytest.raises(RuntimeError, match="closed, because"):
+        optimizer.step()
+    steps(ShardedOptimizer(ours, AdamW, world_of_one()), ours, 1)  # the parameters can go on
+
+
+def test_a_rank_that_dies_in_its_update_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        launch(die_in_the_update, (str(tmp_path),), ranks=2)
+    assert json.loads((tmp_path / "report").read_text()) == [[1], "the verdict on step 1"]
+
+
+def _pss_together(mesh: Mesh) -> int:
+    """Of all ranks, shared pages once."""
+    gc.collect()
+    meet(mesh)
+    mine = resident()
+    assert mine is not None
+    rows = mesh.world.group.all_gather_bytes(str(mine.pss).encode(), "the memory of a test")
+    meet(mesh)
+    return sum(map(int, rows))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@world(2, by="process", backend="shm")
+def test_the_host_has_the_weights_once_and_the_moments_once(mesh: Mesh, shared: bool) -> None:
+    size = 2 * 36 * MB  # glibc gives what is larger than 32 MB back at once
+    warm = parameters()
+    optimizer = ShardedOptimizer(warm, AdamW, mesh, one_copy=shared, fused=True)
+    steps(optimizer, warm, 2)  # what is loaded on first use, and the first part of each arena
+    optimizer.close()
+    before = _pss_together(mesh)
+    ours = [nn.Parameter(torch.full((size // 8,), 0.5)) for _ in range(2)]
+    optimizer = instep.ShardedOptimizer(ours, AdamW, mesh, one_copy=shared, fused=True)
+    for p in ours:
+        p.grad = torch.full_like(p, 0.25)
+    for _ in range(2):
+        optimizer.step()
+    optimizer.zero_grad()
+    taken = _pss_together(mesh) - before
+    copies = 1 if shared else 2
+    assert abs(taken - (copies * size + 2 * size)) < 0.1 * size, f"{taken / MB:.1f} MB"
+    optimizer.close()
+
+
+class Late(Flat):
+    """Whose first rank copies its values late."""
+
+    noticed: threading.Event
+
+    def _move(self, parameter: Tensor, offset: int) -> None:
+        if self.group.rank == 0:
+            assert not self.noticed.wait(0.1), "a rank has gone on without them"
+        super()._move(parameter, offset)
+
+
+@world(2, backend="shm")
+def test_nobody_has_the_space_before_the_first_values_are_there(mesh: Mesh, noticed: threading.Event) -> None:
+    Late.noticed = noticed
+    given = parameters(((3,), (5,)))
+    space = Late(given, cut, mesh.world.group, one_copy=True)
+    noticed.set()
+    assert space.one_copy
+    assert_same([p.detach() for p in given], [p.detach() for p in parameters(((3,), (5,)))], "weights")
+    meet(mesh)

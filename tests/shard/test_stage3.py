@@ -1,0 +1,250 @@
+"""Stage 3 computes what the plain module does, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from instep.mesh.mesh import Mesh
+from tests.parity import numbers
+from tests.shard.gathered import (
+    LAYERS,
+    WIDTH,
+    Stack,
+    assert_same_gradients,
+    built,
+    gathered_units,
+    in_slices,
+    inputs,
+    loss_of,
+)
+from tests.world import world
+
+LAST = f"layers.{LAYERS - 1}"
+
+
+def compare(mesh: Mesh, kind: Callable[[], nn.Module] = Stack, **options: Any) -> None:
+    """Three forwards and backwards, other inputs on every rank, against the plain module."""
+    module, plain = built(kind)
+    with in_slices(mesh, module, **options) as stage3:
+        for step in range(3):
+            loss, expected = loss_of(module, mesh.rank + step), loss_of(plain, mesh.rank + step)
+            assert torch.equal(loss, expected)
+            loss.backward()
+            expected.backward()
+        assert_same_gradients(module, plain)
+        assert gathered_units(stage3) == []
+
+
+@world(1)
+def test_one_rank_computes_the_bits_of_the_plain_module(mesh: Mesh) -> None:
+    compare(mesh)
+
+
+@world(2)
+def test_two_ranks_compute_the_bits_of_the_plain_module(mesh: Mesh) -> None:
+    compare(mesh)
+
+
+@world(3)
+def test_three_ranks_that_keep_units_after_forward_do_too(mesh: Mesh) -> None:
+    compare(mesh, reshard_after_forward=False)
+
+
+@world(4, backend="shm")
+def test_four_ranks_that_share_memory_do_too(mesh: Mesh) -> None:
+    compare(mesh)
+
+
+@world(2, by="process", backend="shm")
+def test_two_processes_that_share_memory_do_too(mesh: Mesh) -> None:
+    compare(mesh)
+
+
+@world(2, by="process")
+def test_two_processes_do_too(mesh: Mesh) -> None:
+    compare(mesh)
+
+
+class Checkpointed(Stack):
+    """Layers compute again in backward, each for itself; ``reentrant`` is how."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+class CheckpointedPairs(Checkpointed):
+    """Two units in one checkpoint, and one that begins in the middle of a unit."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=False):
+            x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=self.reentrant)
+        x = x + checkpoint(self.layers[-1].feed, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+@world(2)
+def test_activation_checkpointing_computes_the_same_bits(mesh: Mesh) -> None:
+    compare(mesh, Checkpointed)
+
+
+@world(2)
+def test_reentrant_checkpointing_of_several_units_and_of_a_part_of_one_computes_the_same_bits(
+    mesh: Mesh,
+) -> None:
+    compare(mesh, CheckpointedPairs)
+
+
+class Twice(Stack):
+    """One unit runs twice in a forward, and one is not used at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for i in (0, 1, 3, 1, 4):
+            x = self.layers[i](x)
+        return self.out(x)
+
+
+@world(2)
+def test_a_unit_that_runs_twice_and_one_that_never_runs_change_nothing(mesh: Mesh) -> None:
+    compare(mesh, Twice)
+
+
+class Tied(nn.Module):
+    """Two layers share a weight with each other, two with the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(12, WIDTH)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.layers[2].weight = self.layers[1].weight
+        self.out.weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layers(torch.tanh(self.into(x))))
+
+
+@world(3)
+def test_tied_parameters_keep_their_bits(mesh: Mesh) -> None:
+    compare(mesh, Tied)
+
+
+class Images(nn.Module):
+    """Convolutions in channels_last, whose weights are not in logical order in memory, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 40, 3), nn.BatchNorm2d(40), nn.Conv2d(40, 36, 3))
+        self.out = nn.Linear(36, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(1, 16)[:, :147].view(-1, 3, 7, 7).contiguous(memory_format=torch.channels_last)
+        return self.out(self.features(x).mean((2, 3)))
+
+
+@world(2)
+def test_convolutions_in_channels_last_keep_their_bits(mesh: Mesh) -> None:
+    compare(mesh, Images)
+
+
+class Frozen(Stack):
+    """A frozen stack of layers with something small beside each that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.requires_grad_(False)
+        for layer in self.layers:
+            layer.gain.requires_grad_(True)
+            layer.prompt = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x) + layer.prompt
+        return self.out(x)
+
+
+@world(2)
+def test_frozen_weights_are_in_slices_too_and_nothing_changes(mesh: Mesh) -> None:
+    compare(mesh, Frozen)
+
+
+class AuxiliaryLoss(Stack):
+    """Every layer leaves a loss of its own behind, which no output leads to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        losses = []
+        for layer in self.layers:
+            x = layer(x)
+            losses.append(layer.feed[0](x).square().mean())
+        return self.out(x) + torch.stack(losses).sum()
+
+
+@world(2)
+def test_layers_of_a_unit_that_are_called_by_themselves_find_their_weights(mesh: Mesh) -> None:
+    compare(mesh, AuxiliaryLoss)
+
+
+@world(2)
+def test_submodules_can_be_called_directly(mesh: Mesh) -> None:
+    module, plain = built()
+    with in_slices(mesh, module) as stage3:
+        for m in (module, plain):
+            m.layers[2](m.layers[1].feed(numbers(4, WIDTH, key="x"))).square().mean().backward()
+        assert_same_gradients(module, plain)
+        assert gathered_units(stage3) == []
+
+
+@world(3)
+def test_a_rank_may_compute_alone_run_other_units_or_nothing_at_all(mesh: Mesh) -> None:
+    module, plain = built()
+    with in_slices(mesh, module):
+        if mesh.rank == 0:
+            for _ in range(3):
+                assert torch.equal(module(inputs()), plain(inputs()))
+        if mesh.rank == 1:
+            x, y = numbers(4, WIDTH, key="x"), numbers(4, WIDTH, key="x")
+            for i in (4, 0, 2, 0):
+                x, y = module.layers[i](x), plain.layers[i](y)
+            x.sum().backward()
+            y.sum().backward()
+            assert_same_gradients(module, plain)
+
+
+@world(2)
+def test_two_forwards_before_their_backwards_and_a_graph_that_is_used_twice(mesh: Mesh) -> None:
+    module, plain = built()
+    with in_slices(mesh, module):
+        for m in (module, plain):
+            first, second = loss_of(m, 0), loss_of(m, 1)
+            first.backward(retain_graph=True)
+            second.backward()
+            first.backward()
+        assert_same_gradients(module, plain)
+
+
+@world(2)
+def test_gradients_of_gradients_find_their_weights(mesh: Mesh) -> None:
+    module, plain = built()
+    with in_slices(mesh, module) as stage3:
+        for m in (module, plain):
+            x = inputs().requires_grad_()
+            (slope,) = torch.autograd.grad(m(x).square().mean(), x, create_graph=True)
+            slope.square().sum().backward()
+        assert_same_gradients(module, plain)
+        assert gathered_units(stage3) == []
