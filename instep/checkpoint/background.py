@@ -28,11 +28,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from instep import memory
+from instep.checkpoint import files, shards, tensors
+from instep.checkpoint import plan as planning
 from instep.checkpoint import save as saving
-from instep.checkpoint import tensors
 from instep.checkpoint.manifest import (
     MAX_BYTES,
     Json,
@@ -42,12 +44,12 @@ from instep.checkpoint.manifest import (
     parse_json,
     require_json,
 )
+from instep.checkpoint.owned import Holding
 
 Named: TypeAlias = Mapping[str, Tensor]
 Digest: TypeAlias = Callable[[Named, Named], str]
 
 EXIT_GRACE_S = 10.0
-NOT_YET = "0" * 64
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,58 @@ class Saver:
         draft = saving.draft(
             step=step,
             data_cursor=data_cursor,
-            state_sha256=NOT_YET if callable(state_sha256) else state_sha256,
+            state_sha256=saving.NOT_YET if callable(state_sha256) else state_sha256,
             numerical=numerical,
             world_size=world_size,
             extra=_frozen(extra or {}),
         )
         copies = self._memory.hold(model, optimizer)
-        self._flight = _Flight(Path(directory), draft, copies, digest, keep)
-        atexit.register(self._flight.leave, EXIT_GRACE_S)
-        self._flight.start()
+
+        def write(given_up: threading.Event) -> Path:
+            final = draft if digest is None else replace(draft, state_sha256=digest(*copies))
+            return saving.write(Path(directory), final, *copies, keep)
+
+        self._start(_Flight(Path(directory), draft.step, write))
         return Begun(waited - began, time.monotonic() - waited)
+
+    def save_sharded(
+        self,
+        directory: Path,
+        draft: Manifest,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        division: Holding,
+        keep: int,
+    ) -> Begun:
+        """The same where the state is divided as ``division`` says; ``draft`` needs no hash. Collective.
+
+        Returns once all ranks have agreed on who writes what, and this one's part is copied. The rest needs
+        the file system alone, not the ranks' group: see :mod:`instep.checkpoint.shards`. Ends at once if this
+        very state is there already.
+        """
+        began = time.monotonic()
+        self._land(self.timeout_s)
+        waited = time.monotonic()
+        saving.require_keep(keep)
+        directory, step = Path(directory), draft.step
+        plan = planning.plan(module, optimizer, division, directory / files.step_name(step))
+        draft = replace(draft, extra=_frozen({**draft.extra, "optimizer": plan.rest}))
+        if not plan.exists or not shards.already_saved(directory, draft, plan, division.group):
+            copies, _ = self._memory.hold({part.name: part.tensor for part in plan.parts}, {})
+            parts = tuple(part._replace(tensor=copies[part.name]) for part in plan.parts)
+            copied = replace(plan, parts=parts)
+
+            def write(given_up: threading.Event) -> Path:
+                waits = shards.Wait(self.timeout_s, given_up)
+                return shards.write(directory, draft, copied, keep, waits)
+
+            self._start(_Flight(directory, step, write))
+        return Begun(waited - began, time.monotonic() - waited)
+
+    def give_up(self) -> None:
+        """Whoever this save waits for has died: it ends as soon as it can, and is no error."""
+        if self._flight is not None:
+            self._flight.given_up.set()
 
     def check(self) -> None:
         """Raise what the save in flight ended with, if it has ended."""
@@ -123,34 +167,40 @@ class Saver:
         """Wait for the save in flight and raise what it ended with; TimeoutError if it does not end."""
         self._land(self.timeout_s if timeout_s is None else timeout_s)
 
+    def _start(self, flight: _Flight) -> None:
+        self._flight = flight
+        atexit.register(flight.leave, EXIT_GRACE_S)
+        flight.start()
+
     def _land(self, timeout_s: float) -> None:
         flight = self._flight
         if flight is None:
             return
         if not flight.wait(timeout_s):
             raise TimeoutError(
-                f"{flight.directory}: expected the save of step {flight.draft.step} to end within "
+                f"{flight.directory}: expected the save of step {flight.step} to end within "
                 f"{timeout_s:g} s, it still writes: the disk is too slow for this interval, or hangs"
             )
         self._flight = None
         atexit.unregister(flight.leave)
+        if flight.given_up.is_set() and flight.error is not None:
+            return
         if flight.error is not None:
-            raise _with_step(flight.error, flight.draft.step)
+            raise _with_step(flight.error, flight.step)
         self.last = flight.path
 
 
 class _Flight:
     """One save under way."""
 
-    def __init__(
-        self, directory: Path, draft: Manifest, copies: tuple[Named, Named], digest: Digest | None, keep: int
-    ) -> None:
-        self.directory, self.draft = directory, draft
+    def __init__(self, directory: Path, step: int, write: Callable[[threading.Event], Path]) -> None:
+        self.directory, self.step = directory, step
+        self.given_up = threading.Event()
         self.path: Path | None = None
         self.error: BaseException | None = None
-        self._copies, self._digest, self._keep = copies, digest, keep
+        self._write = write
         # A daemon: a disk that hangs must not keep the interpreter from ending.
-        self._thread = threading.Thread(target=self._fly, name=f"saving step {draft.step}", daemon=True)
+        self._thread = threading.Thread(target=self._fly, name=f"saving step {step}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -165,19 +215,14 @@ class _Flight:
         ended = self.wait(grace_s)
         said = self.error if ended else f"still writes after {grace_s:g} s"
         if said is not None:
-            print(
-                f"{self.directory}: the save of step {self.draft.step}: {said}", file=sys.stderr, flush=True
-            )
+            print(f"{self.directory}: the save of step {self.step}: {said}", file=sys.stderr, flush=True)
         if not ended:
             sys.stdout.flush()
             os._exit(1)
 
     def _fly(self) -> None:
         try:
-            draft, (model, optimizer) = self.draft, self._copies
-            if self._digest is not None:
-                draft = replace(draft, state_sha256=self._digest(model, optimizer))
-            self.path = saving.write(self.directory, draft, model, optimizer, self._keep)
+            self.path = self._write(self.given_up)
         except BaseException as error:
             self.error = error
 

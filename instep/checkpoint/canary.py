@@ -11,14 +11,16 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from instep.checkpoint.fleeting import Fleeting
 from instep.errors import ContractBroken
 from instep.mesh.device import generators
 from instep.mesh.group import Group
-from instep.ordered.hash import Entry, state_sha256
+from instep.ordered.hash import Described, described, whole_sha256
 from instep.ordered.keys import derive, seed_generator
 
 LossOf = Callable[[nn.Module], Tensor]
@@ -33,15 +35,16 @@ def canary(module: nn.Module, loss_of: LossOf, *, seed: int, device: torch.devic
     The copy's weights, its buffers and what is drawn in forward depend on ``seed`` and names alone; it is in
     training or evaluation mode as ``module`` is. Nothing of ``module`` changes, nor do the random generators,
     and hooks of a wrapper do not run. Takes a forward, a backward, and the memory of a second model with
-    gradients, until it returns.
+    gradients, until it returns; of a ``module`` on the meta device, that of one unit.
     """
     model = copy.deepcopy(module)
-    _fill(model, seed)
+    _fill_buffers(model)
     with _drawing(seed, device), torch.enable_grad():
-        loss = loss_of(model)
-        loss.backward()
-    gradients: list[Entry] = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return state_sha256([("loss", loss), *((name, _dense(x)) for name, x in gradients)], 0)
+        if any(p.is_meta for p in model.parameters()):
+            loss, gradients = Fleeting(model, partial(_fill, seed), device).gradients(loss_of)
+        else:
+            loss, gradients = _gradients(model, loss_of, seed)
+    return whole_sha256([described("loss", loss), *gradients], 0)
 
 
 def agree_on_canary(group: Group, digest: str, recorded: str | None = None) -> None:
@@ -75,19 +78,33 @@ def _verdict(odd: Sequence[int], right: str | None, recorded: str | None) -> str
     return f"{names} would compute other bits than the majority, whose canary is {right[:DIGITS]}"
 
 
-@torch.no_grad()
-def _fill(model: nn.Module, seed: int) -> None:
-    """Weights, and the buffers that training changes, from names alone.
+def _gradients(model: nn.Module, loss_of: LossOf, seed: int) -> tuple[Tensor, list[Described]]:
+    """As ``Fleeting.gradients``, with the whole model in memory."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            _fill(seed, name, p)
+    loss = loss_of(model)
+    loss.backward()
+    came = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return loss, [described(name, _dense(x)) for name, x in came]
+
+
+def _fill(seed: int, name: str, p: Tensor) -> None:
+    """Values from the name alone.
 
     Matrices keep the size of what passes through them, and vectors are near one, so that neither numbers nor
-    gradients vanish or overflow. Buffers that a state dict does not carry are constants, and stay.
+    gradients vanish or overflow.
     """
-    for name, p in model.named_parameters():
-        generator = torch.Generator()
-        seed_generator(generator, derive(seed, "canary", name))
-        kind = p.dtype if p.is_complex() else torch.float32
-        drawn = torch.randn(p.shape, generator=generator, dtype=kind)
-        p.copy_(drawn.mul_(max(p.shape[1:].numel(), 1) ** -0.5) if p.ndim > 1 else drawn.mul_(0.1).add_(1))
+    generator = torch.Generator()
+    seed_generator(generator, derive(seed, "canary", name))
+    kind = p.dtype if p.is_complex() else torch.float32
+    drawn = torch.randn(p.shape, generator=generator, dtype=kind)
+    p.copy_(drawn.mul_(max(p.shape[1:].numel(), 1) ** -0.5) if p.ndim > 1 else drawn.mul_(0.1).add_(1))
+
+
+@torch.no_grad()
+def _fill_buffers(model: nn.Module) -> None:
+    """Those that training changes; others, which a state dict does not carry, are constants, and stay."""
     kept = model.state_dict(keep_vars=True)
     for name, b in model.named_buffers():
         if name in kept:

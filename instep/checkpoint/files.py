@@ -63,26 +63,27 @@ def make_directory(path: Path) -> None:
         sync(path.parent)
 
 
-def publish(parent: Path, name: str, write: Callable[[Path], None]) -> Path:
+def publish(parent: Path, name: str, write: Callable[[Path], None], *, token: str | None = None) -> Path:
     """Let ``write`` fill a temporary directory (mode 0700), then give it its ``name`` in ``parent``.
 
     When this returns, the directory is on the disk. When it raises, and be it what ``write`` raised, the
     temporary directory is gone and ``parent`` is as it was; only a failed sync of ``parent`` itself leaves
-    the new directory there, whole. An existing ``name`` is never replaced: FileExistsError.
+    the new directory there, whole. An existing ``name`` is never replaced: FileExistsError. Others who write
+    to the temporary directory know it by ``token``, 16 random hexadecimal digits.
     """
     if not PLAIN_NAME.fullmatch(name):
         raise ValueError(
             f"expected a name of 1 to 64 of A-Z a-z 0-9 . _ - without a leading dot, got {name!r}"
         )
     target = parent / name
-    _refuse_existing(target)
-    path, lock = _begin(parent, name)
+    refuse_existing(target)
+    path, lock = _begin(parent, name, token)
     try:
         write(path)
         for file in sorted(path.rglob("*")):
             sync(file)
         sync(path)
-        _refuse_existing(target)
+        refuse_existing(target)
         os.rename(path, target)
         sync(parent)
     except BaseException:
@@ -93,21 +94,23 @@ def publish(parent: Path, name: str, write: Callable[[Path], None]) -> Path:
     return target
 
 
-def _refuse_existing(target: Path) -> None:
+def refuse_existing(target: Path) -> None:
+    """FileExistsError if ``target`` is there."""
     if os.path.lexists(target):
         raise FileExistsError(
             errno.EEXIST, "exists already and is never overwritten: move it away", str(target)
         )
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+def temporary(path: Path, token: str | None = None) -> Path:
+    """Where what becomes ``path`` is written first."""
+    return path.with_name(f".{path.name}.tmp-{token or secrets.token_hex(8)}")
 
 
-def _begin(parent: Path, name: str) -> tuple[Path, int]:
+def _begin(parent: Path, name: str, token: str | None) -> tuple[Path, int]:
     """A new temporary directory, and the descriptor whose lock says that its writer lives."""
     while True:
-        path = _temporary(parent / name)
+        path = temporary(parent / name, token)
         os.mkdir(path, 0o700)
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -135,7 +138,7 @@ def _try_lock(fd: int) -> bool | None:
 
 def remove(path: Path) -> None:
     """Delete a directory; it loses its name first, so that half of it never looks like a checkpoint."""
-    doomed = _temporary(path)
+    doomed = temporary(path)
     os.rename(path, doomed)
     try:
         shutil.rmtree(doomed)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from instep.checkpoint import files, manifest, tensors
+from instep.checkpoint import files, manifest, pieces, ranges, tensors
 from instep.checkpoint.manifest import FileRecord, Manifest
 from instep.errors import CheckpointRejected
 
@@ -54,12 +54,24 @@ def verify(path: Path) -> Manifest:
 
     Raises CheckpointRejected, which says which file is wrong and in what.
     """
+    return verify_share(path, 0, 1)
+
+
+def verify_share(path: Path, share: int, num_shares: int) -> Manifest:
+    """As :func:`verify`, but of the hashes only every ``num_shares``-th: others look at the rest."""
     found = measure(path)
-    for name, record in found.files.items():
-        _verify_hash(path / name, record)
-        if name.endswith(".safetensors"):
-            tensors.contents(path / name)
+    for name in sorted(found.files)[share::num_shares]:
+        _verify_hash(path / name, found.files[name])
+    ranges.source(path, found)
     return found
+
+
+def source(path: Path) -> pieces.Source:
+    """The state in checkpoint ``path``, sharded or not, to be read range by range.
+
+    Only names and shapes are compared: :func:`verify` first, or a hash of what was read afterwards.
+    """
+    return ranges.source(path, read_manifest(path))
 
 
 def _measure_file(path: Path, record: FileRecord) -> None:
@@ -105,33 +117,55 @@ def newest(directory: Path) -> Found | None:
             rejected.append((path, str(error)))
     if not rejected:
         return None
+    raise none_verifies(directory, rejected)
+
+
+def none_verifies(directory: Path, rejected: list[tuple[Path, str]]) -> CheckpointRejected:
+    """There are checkpoints, and each was ``rejected`` for its reason."""
     reasons = "\n  ".join(reason for _, reason in rejected)
-    raise CheckpointRejected(
+    return CheckpointRejected(
         f"{directory}: expected a checkpoint that verifies, got {len(rejected)} that do not: restore one, or "
         f"start in an empty directory\n  {reasons}"
     )
 
 
 def layout(path: Path, file: str) -> tensors.Layout:
-    """What ``file`` of checkpoint ``path`` holds, by its header: shape and dtype of each tensor."""
-    return tensors.contents(_vouched(Path(path), file)).layout
+    """What ``file`` of checkpoint ``path`` holds, by its header: shape and dtype of each tensor.
+
+    Of a sharded checkpoint, what all of the files hold together that stand for ``file``.
+    """
+    found = _vouched(Path(path), file)
+    if found.pieces is not None:
+        return ranges.source(path, found).contents(_kind(file)).layout
+    return tensors.contents(path / file).layout
 
 
 def read_tensors(path: Path, file: str, expected: tensors.Layout) -> dict[str, Tensor]:
     """The tensors of ``file`` in checkpoint ``path``; see :func:`instep.checkpoint.tensors.read`.
 
-    CheckpointRejected for a file that the manifest does not name: nobody has checked its hash.
+    Those of a sharded checkpoint are put together. CheckpointRejected for a file that the manifest does not
+    name: nobody has checked its hash.
     """
-    return tensors.read(_vouched(Path(path), file), expected)
+    found = _vouched(Path(path), file)
+    if found.pieces is None:
+        return tensors.read(path / file, expected)
+    whole, kind = ranges.source(path, found), _kind(file)
+    tensors.require_expected(path, whole.contents(kind), expected)
+    return {name: whole.whole(kind + whole.ties.get(name, name)) for name in expected}
 
 
-def _vouched(path: Path, file: str) -> Path:
+def _kind(file: str) -> str:
+    return file.removesuffix(".safetensors") + ":"
+
+
+def _vouched(path: Path, file: str) -> Manifest:
     if not files.PLAIN_NAME.fullmatch(file):
         raise ValueError(f"expected the plain name of a file in {path}, got {file!r}")
-    names = read_manifest(path).files
-    if file not in names:
+    found = read_manifest(path)
+    known = found.files if found.pieces is None else ("model.safetensors", "optimizer.safetensors")
+    if file not in known:
         raise CheckpointRejected(
-            f"{path}: expected {file} among the files of its manifest, got {', '.join(names) or 'none'}: "
+            f"{path}: expected {file} among the files of its manifest, got {', '.join(known) or 'none'}: "
             "take another checkpoint"
         )
-    return path / file
+    return found

@@ -25,6 +25,7 @@ Scalar: TypeAlias = str | int | float | bool | None
 Json: TypeAlias = Any  # Scalar | list[Json] | dict[str, Json]
 
 FORMAT = "instep-checkpoint/1"
+FORMAT_IN_PIECES = "instep-checkpoint/2"  # with ``pieces``, and otherwise the same
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 16 << 20
 MAX_VALUES = 1 << 20  # in one text: three bytes of it can become a hundred in memory
@@ -56,6 +57,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]  # plain names in the manifest's own directory
     extra: Mapping[str, Json]
+    pieces: Json = None  # where each entry of a sharded state is: see pieces.py
 
     def __post_init__(self) -> None:
         _require_count("step", self.step, below=10**8)
@@ -71,10 +73,14 @@ class Manifest:
         _require_mapping("extra", self.extra, object, "JSON")
         require_json("numerical", self.numerical)
         require_json("extra", self.extra)
+        require_json("pieces", self.pieces)
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``: indented JSON with sorted keys and a hash of all the rest."""
-        body = {"format": FORMAT, **asdict(self)}
+        body = {"format": FORMAT_IN_PIECES, **asdict(self)}
+        if self.pieces is None:
+            body["format"] = FORMAT
+            del body["pieces"]
         body["sha256"] = hashlib.sha256(canonical(body)).hexdigest()
         data = json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
         _require(len(data) <= MAX_BYTES, "manifest", f"at most {MAX_BYTES} bytes", len(data))
@@ -92,12 +98,15 @@ def parse(data: bytes, path: Path) -> Manifest:
     try:
         body = parse_json(data, MAX_BYTES)
         _require(isinstance(body, dict), "manifest", "an object", body)
-        found = body.pop("format", None)
-        _require(found == FORMAT, "format", f"{FORMAT!r}, the one this version of instep reads", found)
-        names = {field.name for field in fields(Manifest)}
+        found = body.get("format")
+        known = (FORMAT, FORMAT_IN_PIECES)
+        _require(found in known, "format", f"{FORMAT!r}, or another that this version of instep reads", found)
+        names = {"format", *(field.name for field in fields(Manifest))}
+        names -= {"pieces"} if found == FORMAT else set()
         digest = body.pop("sha256", None)
         _require(set(body) == names, "fields", ", ".join(sorted(names)), sorted(body))
         _require(digest == _digest(body), "sha256", "the hash of the other fields", digest)
+        del body["format"]
         return _from_fields(body)
     except ValueError as error:
         raise CheckpointRejected(
@@ -129,7 +138,7 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 def _digest(body: dict[str, Json]) -> str:
     require_json("manifest", body)  # bounds the depth before json walks it, and lets no NaN in
-    return hashlib.sha256(canonical({"format": FORMAT, **body})).hexdigest()
+    return hashlib.sha256(canonical(body)).hexdigest()
 
 
 def _from_fields(body: dict[str, Json]) -> Manifest:

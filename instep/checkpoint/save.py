@@ -22,6 +22,7 @@ from instep.errors import CheckpointRejected
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEAST_KEPT = 2
+NOT_YET = "0" * 64  # in a draft: the hash of a state that is still to be hashed
 
 
 def save(
@@ -97,7 +98,7 @@ def write(
     """What :func:`save` does once its arguments have been found sound."""
     files.make_directory(directory)
     path = directory / files.step_name(draft.step)
-    if not _is_saved(path, draft):
+    if not is_saved(path, draft):
         contents = {MODEL_FILE: model, OPTIMIZER_FILE: optimizer}
         files.publish(directory, path.name, lambda temporary: _write(temporary, draft, contents))
         load.verify(path)
@@ -122,7 +123,7 @@ def _write(path: Path, draft: Manifest, contents: Mapping[str, Mapping[str, Tens
     files.write_file(path / MANIFEST_FILE, replace(draft, files=records).to_bytes())
 
 
-def _is_saved(path: Path, draft: Manifest) -> bool:
+def is_saved(path: Path, draft: Manifest) -> bool:
     """Whether ``path`` is this very checkpoint; one that does not verify is moved out of the way."""
     if not path.is_dir() or path.is_symlink():
         return False
@@ -138,7 +139,7 @@ def _is_saved(path: Path, draft: Manifest) -> bool:
 
 
 def _without_placement(manifest: Manifest) -> bytes:
-    return replace(manifest, files={}, versions={}, world_size=1).to_bytes()
+    return replace(manifest, files={}, versions={}, world_size=1, pieces=None).to_bytes()
 
 
 def prune(path: Path, keep: int) -> list[Path]:

@@ -11,6 +11,7 @@ A loop that can be stopped anywhere and started again:
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep.checkpoint import contract, files, state, whole
+from instep.checkpoint import contract, files, shards, state, whole
 from instep.checkpoint import load as loading
 from instep.checkpoint import save as saving
 from instep.checkpoint.manifest import Json, Manifest, Scalar
+from instep.checkpoint.owned import Holding, holding, require_all_rows
+from instep.checkpoint.plan import plan, together
+from instep.checkpoint.reload import newest, reload_found
 from instep.errors import CheckpointRejected
 from instep.ordered.hash import state_entries, state_sha256
 from instep.replicate.wrapper import DataParallel
+from instep.shard.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,19 @@ def save(
     knows its rank; with another model pass ``rank`` and ``world_size``. Whoever reads the checkpoint in the
     same run needs a barrier in between. ``extra`` is JSON of your own (a scheduler's state, the loss); tuples
     come back as lists. The newest ``keep`` stay, at least two.
+
+    Where weights or moments are sharded (:func:`instep.fully_shard`, :class:`instep.ShardedOptimizer`) every
+    rank writes its part into one directory, which all have to see, and returns when the whole has been
+    verified. Collective; ``rank`` and ``world_size`` are those of the sharding.
+
+    Raises:
+        ValueError: rows of ranks have the moments (``instep.init(shard=N)``), and ``model`` is not the
+            wrapper, which knows all of them.
     """
     path = Path(directory) / files.step_name(step)
+    if (division := holding(model, optimizer)) is not None:
+        require_all_rows(division, optimizer)
+        return _save_sharded(Path(directory), model, optimizer, division, step, data_cursor, keep, extra)
     if isinstance(model, DataParallel):
         rank = model.group.rank if rank is None else rank
         world_size = world_size or model.group.size
@@ -80,22 +96,65 @@ def save(
     )
 
 
+def _save_sharded(
+    directory: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    division: Holding,
+    step: int,
+    data_cursor: int,
+    keep: int,
+    extra: Mapping[str, Json],
+) -> Path:
+    group, path = division.group, directory / files.step_name(step)
+    made = plan(model, optimizer, division, path)
+    draft = saving.draft(
+        step=step,
+        data_cursor=data_cursor,
+        state_sha256=saving.NOT_YET,
+        numerical=_numerical(model),
+        world_size=group.size,
+        extra={"user": dict(extra), "optimizer": made.rest},
+    )
+    saving.require_keep(keep)
+    if made.exists and shards.already_saved(directory, draft, made, group):
+        return path
+    wait = shards.Wait(group.timeout_s, threading.Event())
+    together(
+        group,
+        "the end of a save",
+        lambda: shards.write(directory, draft, made, keep, wait),
+        lambda written: b"",
+    )
+    return path
+
+
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
     """Load the newest checkpoint that verifies into ``model`` and ``optimizer``; every rank reads for itself.
 
-    A ``DataParallel`` goes on counting its declared steps, which key the random numbers, where it was saved.
+    A wrapped or sharded model goes on counting its declared steps, which key the random numbers, where it was
+    saved.
     Without any checkpoint nothing is touched and ``step`` is 0. CheckpointRejected if none verifies, or if it
     is of another model or optimizer; then nothing has been changed either.
+
+    Any number of ranks loads what any other has saved, sharded or not. Into
+    what is sharded itself it is collective: each rank reads the part that it holds.
     """
-    found = loading.newest(Path(directory))
+    division = holding(model, optimizer)
+    found = loading.newest(Path(directory)) if division is None else newest(Path(directory), division.group)
     if found is None:
         return Resumed()
     rest = _require_shorthand(found.path, found.manifest)["optimizer"]
-    whole.restore(found, model, optimizer)
-    if (optimizer is None) == (rest is None):
-        _require_hash(found, model, optimizer)
+    if division is not None:
+        reload_found(found, model, optimizer, division)
+    else:
+        whole.restore(found, model, optimizer)
+        if (optimizer is None) == (rest is None):
+            _require_hash(found, model, optimizer)
     if isinstance(model, DataParallel):
         model.next_step = found.manifest.step
+    elif isinstance(sharding := getattr(model, "sharding", None), Sharding):
+        sharding.next_step = found.manifest.step
     return Resumed(
         step=found.manifest.step,
         data_cursor=found.manifest.data_cursor,

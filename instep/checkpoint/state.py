@@ -54,13 +54,22 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
     for parameter, name in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             (tensors if isinstance(value, Tensor) else scalars)[f"{_plain(key)}/{name}"] = value
-    groups = []
     for index, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
-        tensors |= {_option(index, key): v for key, v in options.items() if isinstance(v, Tensor)}
-        plain = {key: value for key, value in options.items() if not isinstance(value, Tensor)}
-        groups.append({"parameters": [names[p] for p in group["params"]], "options": plain})
+        tensors |= {_option(index, key): v for key, v in group.items() if isinstance(v, Tensor)}
+    groups = optimizer_groups(model, optimizer)
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
+
+
+def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[Json]:
+    """The groups with their parameters' names and all options that are no tensors."""
+    names = _parameter_names(model, optimizer)
+    return [
+        {
+            "parameters": [names[p] for p in group["params"]],
+            "options": {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)},
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
@@ -100,27 +109,31 @@ def restore_optimizer(
     for full, value in (*rest["scalars"].items(), *tensors.items()):
         key, name = moments.split(full)
         state.setdefault(name, {})[key] = value
-    groups = list(_groups(optimizer, tensors, rest))
+    groups = list(saved_groups(optimizer, tensors, rest))
     indices = {name: index for index, name in enumerate(names.values())}
     by_index = {indices[name]: entries for name, entries in state.items() if name in indices}
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
     for parameter, name in names.items():
-        _keep_dtypes(optimizer.state.get(parameter, {}), state.get(name, {}))
+        keep_dtypes(optimizer.state.get(parameter, {}), state.get(name, {}))
 
 
-def require_fit(model: nn.Module, optimizer: Optimizer, rest: Json, layout: Layout) -> None:
+def require_fit(
+    model: nn.Module, optimizer: Optimizer, rest: Json, layout: Layout, local: Optimizer | None = None
+) -> None:
     """CheckpointRejected unless ``optimizer`` has the saved class, groups, parameter names, kinds of options.
 
-    ``layout`` is that of the saved tensors: their shapes must be those of this optimizer's moments.
+    ``layout`` is that of the saved tensors: their shapes must be those of this optimizer's moments. ``local``
+    is what keeps the moments of a sharded ``optimizer``.
     """
+    local = local or optimizer
     names = _parameter_names(model, optimizer)
     if not _is_saved_optimizer(rest):
         raise CheckpointRejected(
             "expected class, groups and scalars of an optimizer: take another checkpoint"
         )
-    if type(optimizer).__name__ != rest["class"]:
+    if type(local).__name__ != rest["class"]:
         raise CheckpointRejected(
-            f"expected the optimizer of the checkpoint, {rest['class']}, got {type(optimizer).__name__}: "
+            f"expected the optimizer of the checkpoint, {rest['class']}, got {type(local).__name__}: "
             "build that one, or load without an optimizer"
         )
     saved = [set(group["parameters"]) for group in rest["groups"]]
@@ -139,7 +152,7 @@ def require_fit(model: nn.Module, optimizer: Optimizer, rest: Json, layout: Layo
             )
         _require_options(index, optimizer.param_groups[index], rest["groups"][index]["options"])
     parameters = {name: parameter for parameter, name in names.items()}
-    moments.require_sound(optimizer, parameters, layout, rest["scalars"], len(now))
+    moments.require_sound(local, parameters, layout, rest["scalars"], len(now))
 
 
 def _require_options(index: int, current: Mapping[str, object], saved: Mapping[str, Json]) -> None:
@@ -177,7 +190,9 @@ def _is_saved_optimizer(rest: Json) -> bool:
     )
 
 
-def _groups(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Json) -> Iterator[dict[str, Json]]:
+def saved_groups(
+    optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Json
+) -> Iterator[dict[str, Json]]:
     """The saved groups in the form that ``load_state_dict`` reads, over this optimizer's parameters."""
     first = 0
     for index, (group, saved) in enumerate(zip(optimizer.param_groups, rest["groups"], strict=True)):
@@ -194,7 +209,8 @@ def _like(current: object, saved: Json) -> Json:
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
 
 
-def _keep_dtypes(state: dict[str, Json], saved: Mapping[str, Json]) -> None:
+def keep_dtypes(state: dict[str, Json], saved: Mapping[str, Json]) -> None:
+    """Moments of ``state`` get the dtype that they have in ``saved``."""
     for key, value in saved.items():
         if isinstance(value, Tensor) and state[key].dtype != value.dtype:
             state[key] = value.to(state[key].device)

@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from functools import cache
+from threading import Lock
 from types import ModuleType
 
 import torch
@@ -27,6 +28,8 @@ from instep.checkpoint.manifest import Scalar
 
 UNKNOWN = "no source"
 SHORT = 16  # hex digits
+# Before Python 3.11.9 two threads that parse at once break each other (python/cpython#106905).
+PARSING = Lock()
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -65,17 +68,19 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _code_of_class(kind: type) -> str:
-    known = _code_in(sys.modules.get(kind.__module__)).get(kind.__qualname__)
-    if known is not None:
-        return known
-    try:  # a notebook has no file, and inspect knows its cells
-        return _code_of(textwrap.dedent(inspect.getsource(kind)))[kind.__name__]
-    except (OSError, TypeError, SyntaxError, KeyError):
-        return UNKNOWN
+    with PARSING:
+        known = _code_in(sys.modules.get(kind.__module__)).get(kind.__qualname__)
+        if known is not None:
+            return known
+        try:  # a notebook has no file, and inspect knows its cells
+            return _code_of(textwrap.dedent(inspect.getsource(kind)))[kind.__name__]
+        except (OSError, TypeError, SyntaxError, KeyError):
+            return UNKNOWN
 
 
 def _code_of_file(name: str) -> str:
-    return _code_in(sys.modules.get(name)).get("", UNKNOWN)
+    with PARSING:
+        return _code_in(sys.modules.get(name)).get("", UNKNOWN)
 
 
 @cache

@@ -152,7 +152,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def contents(path: Path) -> Contents:
     """Names, shapes and dtypes of a file, without its values; CheckpointRejected if it is not sound."""
     try:
-        header = _bounded_header(path)
+        header = bounded_header(path)
         with safe_open(path, framework="pt", backend="pread") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             layout = {
@@ -165,7 +165,7 @@ def contents(path: Path) -> Contents:
     return Contents(layout, {name: first for name, first in metadata.items() if first in layout})
 
 
-def _bounded_header(path: Path) -> bytes:
+def bounded_header(path: Path) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -201,10 +201,7 @@ def read(path: Path, expected: Layout) -> dict[str, Tensor]:
     CheckpointRejected unless names, shapes and dtypes of the file are exactly the expected ones. A name that
     the file has only as a tie is found, and then its first name need not be expected.
     """
-    held = contents(path)
-    where = {name: held.ties.get(name, name) if name not in held.layout else name for name in expected}
-    _require_names(path, held, expected, where)
-    _require_layout(path, held, expected, where)
+    where = require_expected(path, contents(path), expected)
     loaded: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", backend="pread") as file:
@@ -213,6 +210,14 @@ def read(path: Path, expected: Layout) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise CheckpointRejected(f"{path}: {error}: take another checkpoint") from error
     return {name: loaded[first] for name, first in where.items()}
+
+
+def require_expected(path: Path, held: Contents, expected: Layout) -> dict[str, str]:
+    """Under which name each tensor of ``expected`` is held; CheckpointRejected unless they are those."""
+    where = {name: held.ties.get(name, name) if name not in held.layout else name for name in expected}
+    _require_names(path, held, expected, where)
+    _require_layout(path, held, expected, where)
+    return where
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -158,9 +158,9 @@ def test_a_field_of_another_type_or_range_is_rejected_even_with_the_right_hash(
 
 def test_an_unknown_format_is_rejected_and_said_to_be_one() -> None:
     with pytest.raises(
-        CheckpointRejected, match=r"format: expected 'instep-checkpoint/1'.* got 'instep-checkpoint/2'"
+        CheckpointRejected, match=r"format: expected 'instep-checkpoint/1'.* got 'instep-checkpoint/3'"
     ):
-        parse(changed(format="instep-checkpoint/2"), WHERE)
+        parse(changed(format="instep-checkpoint/3"), WHERE)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from instep.checkpoint import structure
 from instep.checkpoint.fields import differences
 from instep.checkpoint.structure import UNKNOWN, module_fields, optimizer_fields
 
@@ -108,6 +110,37 @@ def test_a_class_inside_a_function_has_its_code_and_one_without_source_says_so()
     assert module_fields(Local())[here] not in ("", UNKNOWN)
     made = type("Made", (nn.Module,), {"__module__": "nowhere"})
     assert module_fields(made())["model.code.Made"] == UNKNOWN
+
+
+class Garbage:
+    """Its end is Python code that runs in the midst of what collects it: there threads take turns."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        pass
+
+
+def test_threads_describe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of these failed in CPython 3.11.7 before, within ``ast.parse``."""
+
+    def described(_: int) -> object:
+        Garbage()
+        return optimizer_fields(Mine([nn.Parameter(torch.ones(1))]))
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    monkeypatch.setattr(structure, "_code_in", structure._code_in.__wrapped__)
+    expected = described(0)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(described, range(40))) == [expected] * 40
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_optimizer_of_one_s_own_comes_with_its_code() -> None:
