@@ -4,7 +4,8 @@
     instep train --fault kill:rank=1,step=3,phase=exchange --fault stop:rank=0,step=5
 
 A fault happens once per run, also when the step is made again after it: the page that a supervisor shares
-with its workers remembers. Without a supervisor it happens once per process. (nan: each time.)
+with its workers remembers. Without a supervisor it happens once per process. (nan: each time. slow over
+several steps: once in each.)
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ class Fault:
     phase: str = "forward"
     after_ms: float = 0.0
     seconds: float = 0.0  # how long, for slow
+    steps: int = 1  # in how many steps in a row, for slow
     code: int = 1  # of exit
     ranks: int = 0  # how many from then on, for resize
     name: str = ""  # of the entry of the state, for flip: "exp_avg/tokens.weight"; the first if empty
+
+    @property
+    def when(self) -> range:
+        """The steps in which it happens."""
+        return range(self.step, self.step + self.steps)
 
     def __str__(self) -> str:
         """As ``parse`` reads it."""
@@ -89,6 +96,10 @@ def parse(spec: str) -> Fault:
     fault = Fault(kind, **options)
     if fault.phase not in PHASES:
         raise ValueError(f"fault {spec!r}: phase: expected one of {', '.join(PHASES)}, got {fault.phase!r}")
+    if fault.steps < 1 or (fault.steps > 1 and kind != "slow"):
+        raise ValueError(f"fault {spec!r}: steps: expected 1, or more for slow, got {fault.steps}")
+    if kind == "slow" and not fault.seconds:
+        raise ValueError(f"fault {spec!r}: seconds: expected how long it takes, got none")
     if kind == "resize" and fault.ranks < 1:
         raise ValueError(f"fault {spec!r}: ranks: expected how many ranks there shall be, got {fault.ranks}")
     for key in ("seconds", "after_ms"):
@@ -122,13 +133,13 @@ class Injector:
         self._faults = faults
         self._page = page
         self._entries = entries
-        self._fired: set[int] = set()
+        self._fired: set[tuple[int, int]] = set()
 
     def reach(self, phase: str, step: int) -> None:
         """The worker enters ``phase`` with ``step`` steps done."""
         for number, fault in enumerate(self._faults):
-            here = (fault.rank, fault.step, fault.phase) == (self.rank, step, phase)
-            if here and fault.kind not in ELSEWHERE and self._first(number, fault.after_ms):
+            here = (fault.rank, fault.phase) == (self.rank, phase) and step in fault.when
+            if here and fault.kind not in ELSEWHERE and self._first(number, fault, step):
                 self._inject(fault)
 
     def spoil(self, loss: Tensor, model: nn.Module, step: int) -> Tensor:
@@ -138,11 +149,11 @@ class Injector:
                 return poisoned(loss, _named(fault, list(model.named_parameters())))
         return loss
 
-    def _first(self, number: int, after_ms: float) -> bool:
-        if self._page is not None:
-            return self._page.fire(number, after_ms)
-        first = number not in self._fired
-        self._fired.add(number)
+    def _first(self, number: int, fault: Fault, step: int) -> bool:
+        if self._page is not None and fault.steps == 1:
+            return self._page.fire(number, fault.after_ms)
+        first = (number, step) not in self._fired
+        self._fired.add((number, step))
         return first
 
     def _inject(self, fault: Fault) -> None:

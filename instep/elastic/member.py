@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from instep.elastic.memory import Copy, Place
+from instep.elastic.memory import Copy, Kept, Place
 from instep.elastic.page import Page
 from instep.elastic.pulse import Pulse
 
@@ -32,14 +32,14 @@ class Desk:
 class Seat:
     """A worker's place in one generation of the group.
 
-    ``store`` is the file in which its ranks meet; ``memory`` is the memory copy, if there is one.
+    ``store`` is the file in which its ranks meet; ``memory`` are the memory copies that there are.
     """
 
     generation: int
     rank: int
     world_size: int
     store: str
-    memory: Place | None
+    memory: tuple[Kept, ...] = ()
 
     def to_bytes(self) -> bytes:
         """As it travels."""
@@ -50,7 +50,9 @@ class Seat:
         """What ``to_bytes`` wrote."""
         fields: dict[str, Any] = json.loads(data)
         memory = fields.pop("memory")
-        return Seat(**fields, memory=Place(**memory) if memory else None)
+        return Seat(
+            **fields, memory=tuple(Kept(**{**kept, "place": Place(**kept["place"])}) for kept in memory)
+        )
 
 
 class Member:
@@ -81,9 +83,14 @@ class Member:
         with suppress(OSError):
             self._connection.send_bytes(json.dumps(message).encode())
 
-    def hand_over(self, copy: Copy) -> None:
-        """Let the supervisor hold the memory of ``copy``, which then outlives this process."""
-        self.say("memory", inode=copy.mapping.inode)
+    def hand_over(self, copy: Copy, rank: int = 0, num_ranks: int = 1, generation: int | None = None) -> None:
+        """Let the supervisor hold the memory of ``copy``, which then outlives this process.
+
+        It is that of ``rank``, one of ``num_ranks`` that make up the state, in a set of copies that was begun
+        in ``generation``, or now.
+        """
+        begun = self.generation if generation is None else generation
+        self.say("memory", inode=copy.mapping.inode, rank=rank, num_ranks=num_ranks, generation=begun)
         with suppress(OSError):
             reduction.send_handle(self._connection, copy.mapping.fd, None)
 

@@ -16,7 +16,6 @@ gives it (stopped), and the words that its main thread leaves in the shared page
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +27,10 @@ from instep.elastic.crew import Crew
 from instep.elastic.failures import Failure, Patience
 from instep.elastic.faults import Fault
 from instep.elastic.member import Seat
-from instep.elastic.memory import Place
+from instep.elastic.memory import Kept
 from instep.elastic.page import MAX_WORKERS
 from instep.elastic.recovery import Recovery
+from instep.elastic.shelf import Shelf
 from instep.elastic.signals import preempted
 from instep.elastic.stuck import Reading, stuck
 from instep.elastic.table import table
@@ -122,7 +122,7 @@ class Supervisor:
         self.patience = Patience()
         self.recovery: Recovery | None = None
         self.code: int | None = None
-        self._memory: Place | None = None
+        self._memory = Shelf()
         self._spares_lost = 0
         self._noticed_ns = 0
         self._somebody_died = False  # of this generation
@@ -130,10 +130,8 @@ class Supervisor:
         self._lost: list[dict[str, Any]] = []  # what this generation's members said when they left it
 
     def forget_memory(self) -> None:
-        """Let the memory copy go."""
-        if self._memory is not None:
-            os.close(self._memory.fd)
-        self._memory = None
+        """Let the memory copies go."""
+        self._memory.clear()
 
     def run(self) -> int:
         """Until it is finished; the exit code."""
@@ -164,8 +162,8 @@ class Supervisor:
                 if worker in self.members and worker.generation == self.generation and self.generation:
                     self._left(worker, message)
             case "memory":
-                self.forget_memory()
-                self._memory = message["place"]
+                generation, rank = message["generation"], message["rank"]
+                self._memory.add(Kept(message["place"], generation, rank, message["num_ranks"]))
             case "stepped" if message["generation"] == self.generation and not self.forming:
                 self._stepped(message)
             case "finished":
@@ -333,7 +331,7 @@ class Supervisor:
         for worker, rank in zip(self.members, seats, strict=True):
             worker.named_since = None
             store = str(self.directory / f"store-{self.generation}")
-            worker.give(Seat(self.generation, rank, len(self.members), store, self._memory))
+            worker.give(Seat(self.generation, rank, len(self.members), store, self._memory.kept))
         if self.recovery is not None:
             self.recovery.seated()
 

@@ -36,7 +36,7 @@ some = st.builds(
     step=st.integers(0, 10**9),
     phase=st.sampled_from(PHASES),
     after_ms=st.just(0.0),
-    seconds=st.floats(0, 1e6),
+    seconds=st.floats(1e-9, 1e6),
     code=st.integers(0, 255),
     ranks=st.integers(1, 1000),
     name=st.from_regex(r"[a-z_]+/[a-z_.0-9]+", fullmatch=True) | st.just(""),
@@ -66,8 +66,8 @@ def test_only_what_differs_from_the_default_is_written() -> None:
         ("explode:rank=1", f"fault 'explode:rank=1': expected one of {', '.join(KINDS)}, got 'explode'"),
         (
             "kill:node=1",
-            "fault 'kill:node=1': expected one of rank, step, phase, after_ms, seconds, code, ranks, name, "
-            "got 'node'",
+            "fault 'kill:node=1': expected one of rank, step, phase, after_ms, seconds, steps, code, ranks, "
+            "name, got 'node'",
         ),
         ("kill:rank", "fault 'kill:rank': rank: expected int, got ''"),
         ("kill:rank=one", "fault 'kill:rank=one': rank: expected int, got 'one'"),
@@ -83,7 +83,7 @@ def test_a_bad_spec_is_refused_in_words(spec: str, message: str) -> None:
         parse(spec)
 
 
-@pytest.mark.parametrize("spec", ["slow:seconds=-1", "kill:after_ms=-5", "raise:after_ms=5"])
+@pytest.mark.parametrize("spec", ["slow:seconds=-1", "slow:rank=1", "kill:after_ms=-5", "raise:after_ms=5"])
 def test_what_could_never_happen_as_asked_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=f"^fault '{spec}': "):
         parse(spec)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.elastic.member import MESSAGE_BYTES, Desk, Member, Seat
-from instep.elastic.memory import Copy, Place
+from instep.elastic.memory import Copy, Kept, Place
 from instep.elastic.page import Page
 
 numbers = st.integers(0, 2**40)
@@ -26,7 +26,9 @@ seats = st.builds(
     rank=numbers,
     world_size=numbers,
     store=st.text(),
-    memory=st.none() | st.builds(Place, numbers, numbers, numbers),
+    memory=st.lists(
+        st.builds(Kept, st.builds(Place, numbers, numbers, numbers), numbers, numbers, numbers), max_size=3
+    ).map(tuple),
 )
 
 
@@ -59,7 +61,7 @@ def test_a_seat_travels(seat: Seat) -> None:
 
 
 def test_a_worker_asks_says_why_and_sits(line: Line) -> None:
-    seat = Seat(3, 1, 2, "store", None)
+    seat = Seat(3, 1, 2, "store")
     line.ours.send_bytes(seat.to_bytes())
     assert line.member.sit(error="PeerLost: rank 0", step=4) == seat
     assert line.heard() == {"say": "free", "generation": 0, "error": "PeerLost: rank 0", "step": 4}
@@ -87,7 +89,7 @@ def test_an_answer_that_is_too_long_is_not_read(line: Line) -> None:
 
 
 def test_a_generation_is_asked_to_part_by_its_number(line: Line) -> None:
-    line.ours.send_bytes(Seat(3, 0, 1, "", None).to_bytes())
+    line.ours.send_bytes(Seat(3, 0, 1, "").to_bytes())
     line.member.sit()
     assert not line.member.regroup
     line.page.regroup = 2  # the wish of the generation before
@@ -104,10 +106,16 @@ def test_its_pulse_is_in_its_own_place(line: Line) -> None:
 def test_memory_is_handed_over_and_outlives_whoever_made_it(line: Line) -> None:
     copy = Copy.create(10, 64)
     copy.write(b"whole", [torch.ones(1)])
-    line.member.hand_over(copy)
+    line.member.hand_over(copy, 1, 3)
     inode = copy.mapping.inode
     del copy
-    assert line.heard() == {"say": "memory", "generation": 0, "inode": inode}
+    assert line.heard() == {
+        "say": "memory",
+        "generation": 0,
+        "inode": inode,
+        "rank": 1,
+        "num_ranks": 3,
+    }
     place = Place(os.getpid(), reduction.recv_handle(line.ours), inode)
     assert Copy.attach(place).description() == b"whole"
     os.close(place.fd)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.elastic import memory
-from instep.elastic.memory import Copy, Interval, Place, tensor_bytes
+from instep.elastic.memory import Copy, Interval, Place, common_step, tensor_bytes
 
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((), torch.float32),
@@ -64,6 +64,13 @@ def test_nothing_is_in_a_new_one() -> None:
 @settings(max_examples=30)
 def test_the_last_one_written_is_the_one_that_is_read(numbers: list[int]) -> None:
     assert_holds(filled(*numbers), numbers[-1])
+
+
+def test_a_rank_that_owns_nothing_has_a_copy_all_the_same() -> None:
+    copy = Copy.create(100, 0)
+    copy.write(b"of step 3", [], 3)
+    copy.read_into([])
+    assert (copy.description(), list(copy.halves)) == (b"of step 3", [3])
 
 
 def test_live_tensors_of_any_layout_are_copied_without_autograd() -> None:
@@ -273,3 +280,77 @@ def test_one_slow_copy_is_followed_by_a_pause_and_forgotten(clock: list[float]) 
         14,
         15,
     ]
+
+
+def test_each_half_says_of_which_step_it_is() -> None:
+    copy = Copy.create(100, tensor_bytes(state(0)))
+    assert copy.halves == {}
+    for step in (3, 5, 9):
+        copy.write(description(step), state(step), step)
+    assert sorted(copy.halves) == [5, 9]
+    for step, half in copy.halves.items():
+        assert copy.description(half) == description(step)
+
+
+@pytest.mark.parametrize("copied", range(len(SHAPES) + 1))
+def test_a_half_that_was_being_written_is_of_no_step(copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = filled()
+    for step in (1, 2):
+        copy.write(description(step), state(step), step)
+
+    def die_after(into: list[Tensor], tensors: list[Tensor]) -> None:
+        for x, y in list(zip(into, tensors, strict=True))[:copied]:
+            x.copy_(y)
+        raise Died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", die_after)
+        with pytest.raises(Died):
+            copy.write(description(3), state(3), 3)
+    assert list(copy.halves) == [2]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_wherever_ranks_are_killed_they_leave_a_step_that_all_have(data: st.DataObject) -> None:
+    """No rank begins a copy before all have ended the one before; no more is known of their speeds."""
+    num_ranks, last = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 5))
+    copies = [filled() for _ in range(num_ranks)]
+    for step in range(1, last):
+        for copy in copies:
+            copy.write(description(step), state(step), step)
+    for copy in copies:
+        fate = data.draw(st.sampled_from(["has not begun", "in the middle", "done"]))
+        if fate == "in the middle":
+            copy._words.post(3 + 1 - copy._words[0] % 2, 0)  # as ``write`` begins
+        elif fate == "done":
+            copy.write(description(last), state(last), last)
+    common = common_step(copies)
+    assert common == (last if all(last in copy.halves for copy in copies) else last - 1)
+    for copy in copies:
+        assert copy.description(copy.halves[common]) == description(common)
+        copy.return_to(common)
+        assert_holds(copy, common)
+        copy.write(description(9), state(9), 9)
+    assert sorted(copies[0].halves) == [common, 9]
+    assert common_step(copies) == 9
+
+
+def test_copies_of_ranks_of_which_one_has_none_have_no_step() -> None:
+    one = filled()
+    one.write(description(1), state(1), 1)
+    assert common_step([one, filled()]) == -1
+    assert common_step([]) == -1
+
+
+def test_a_larger_copy_has_what_was_current() -> None:
+    copy = filled()
+    for step in (4, 6):
+        copy.write(description(step), state(step), step)
+    larger = copy.grown(500, 3 * copy.tensor_bytes)
+    assert list(larger.halves) == [6]
+    assert_holds(larger, 6)
+    tensors = [*state(7), *state(7)]
+    assert larger.fits(b"x" * 400, tensors)
+    larger.write(b"x" * 400, tensors, 7)
+    assert sorted(larger.halves) == [6, 7]

@@ -62,7 +62,7 @@ class Toy:
 
     def __init__(self, member: Member, script: Script) -> None:
         self.member, self.script = member, script
-        self.step, self.seat = -1, Seat(0, -1, 0, "", None)
+        self.step, self.seat = -1, Seat(0, -1, 0, "")
         self.injectors = [
             Injector(parse_all(script.faults), member.page),
             Injector(parse_all(script.always)),
@@ -93,7 +93,7 @@ class Toy:
         why: dict[str, object] = {}
         while (seat := self.member.sit(**why)) is not None:
             self.seat = seat
-            self.log("sits", world_size=seat.world_size, memory=seat.memory is not None)
+            self.log("sits", world_size=seat.world_size, memory=bool(seat.memory))
             code, why = None, {"rank": seat.rank, "pid": os.getpid()}
             try:
                 code = self.train()
@@ -133,8 +133,8 @@ class Toy:
     def agree(self, group: Group) -> None:
         """Take the newest state of all."""
         self.member.pulse.enter("agree")
-        if self.seat.memory is not None and not self.seat.rank:
-            self.copy = Copy.attach(self.seat.memory)
+        if self.seat.memory and not self.seat.rank:
+            self.copy = Copy.attach(self.seat.memory[-1].place)
             kept = int(self.copy.description() or b"0")
             self.log("found", kept=kept)
             group.newest = max(group.newest, kept)
