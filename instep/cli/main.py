@@ -13,6 +13,7 @@ from instep.cli.exits import DONE, USAGE
 COMMANDS = {
     "train": "train a small GPT on text, with the same bits on any number of ranks",
     "bench": "measure collectives, strategies and bucket sizes on this machine",
+    "report": "show where the time of a run went, on a page, as traces, in words",
     "compare": "find where two runs part, in which parameter, and what caused it",
     "doctor": "say what this machine offers and what would bite; --verify proves the gradients",
 }

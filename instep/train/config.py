@@ -6,13 +6,14 @@ all others say where and how the same work is done, and must not.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from instep.models.config import GPTConfig
+from instep.train.ranges import check_range
+from instep.train.rows import check_rows
 
 Scalar = str | int | float | bool
 
@@ -26,44 +27,6 @@ NUMERICAL_NAMES = (
     "checks.spike",
     "checks.skip_steps",
 )
-
-Range = tuple[str, Callable[[float], bool]]
-ABOVE_0: Range = ("a number above 0", lambda number: number > 0)
-FROM_0: Range = ("0 or more", lambda number: number >= 0)
-FROM_2: Range = ("2 or more", lambda number: number >= 2)
-BELOW_1: Range = ("a number from 0 to below 1", lambda number: 0 <= number < 1)
-UP_TO_1: Range = ("a number from 0 to 1", lambda number: 0 <= number <= 1)
-
-# GPTConfig checks the numbers of the model.
-RANGES = {
-    "ranks": FROM_0,
-    "min_ranks": FROM_0,
-    "steps": ABOVE_0,
-    "seed": FROM_0,
-    "stop_after": FROM_0,
-    "timeout_s": ABOVE_0,
-    "batch.global_size": ABOVE_0,
-    "batch.micro_size": ABOVE_0,
-    "optim.lr": ABOVE_0,
-    "optim.warmup_steps": FROM_0,
-    "optim.min_lr_ratio": UP_TO_1,
-    "optim.clip": FROM_0,
-    "optim.weight_decay": FROM_0,
-    "optim.betas": BELOW_1,
-    "optim.momentum": BELOW_1,
-    "parallel.bucket_mb": ABOVE_0,
-    "parallel.threads": ABOVE_0,
-    "checkpoint.every": FROM_0,
-    "checkpoint.keep": FROM_2,
-    "eval.every": FROM_0,
-    "eval.windows": ABOVE_0,
-    "checks.max_skipped": FROM_0,
-    "checks.spike": FROM_0,
-    "checks.skip_steps": FROM_0,
-    "checks.replicas_every": FROM_0,
-    "checks.leaves_every": FROM_0,
-    "ledger.every": FROM_0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +97,15 @@ class Parallel:
     host, else gloo."""
     threads: int = 1
     """Threads per rank on a CPU."""
+    shard_stage: int = 0
+    """What is divided among the ranks instead of kept by each: 0 nothing, 1 the optimizer's state, 2 the
+    gradients too, 3 the weights too. From 2 on, gradients travel block by block."""
+    shard_ranks: int = 0
+    """How many ranks divide it among them: each row of so many has all of it, and rows have the same. 0: all
+    ranks are one row. Best is the number of ranks per host."""
+    one_copy: bool = False
+    """The ranks of a host, or of a row of shard-ranks, have the weights once; with shard-stage 1 or 2, on the
+    shm backend."""
 
     @property
     def named_backend(self) -> str | None:
@@ -191,6 +163,32 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What every rank records of its time; ``instep report`` shows it."""
+
+    events: int = 1 << 17
+    """How many events each rank keeps, the last ones; a step has some 30 to 300, of 56 bytes each. 0: none
+    on disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logs:
+    """Where the figures of metrics.jsonl go beside it, from rank 0."""
+
+    tensorboard: bool = False
+    """Write tensorboard/ in the run directory; needs instep[tensorboard]."""
+    wandb: bool = False
+    """Tell Weights & Biases, offline without a key; needs instep[wandb]."""
+    wandb_project: str = "instep"
+    """The project there."""
+
+    @property
+    def names(self) -> list[str]:
+        """Those that were asked for."""
+        return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -210,7 +208,8 @@ class Config:
     min_ranks: int = 0
     """Go on with as few as this many when a rank dies, until it is back; 0: wait for another in its place."""
     fault: tuple[str, ...] = ()
-    """Faults to inject, to watch a recovery: kill:rank=1,step=12,phase=exchange"""
+    """Faults to inject, to watch a recovery: kill:rank=1,step=12,phase=exchange, or who is slow:
+    slow:rank=1,step=20,steps=100,phase=data,seconds=0.03"""
     stop_after: int = 0
     """Stop cleanly after this step with a checkpoint, as a time limit would; --resume continues. 0: go on."""
     data: Path | None = None
@@ -227,6 +226,8 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     checks: Checks = field(default_factory=Checks)
     ledger: Ledger = field(default_factory=Ledger)
+    trace: Trace = field(default_factory=Trace)
+    logs: Logs = field(default_factory=Logs)
 
     @property
     def num_leaves(self) -> int:
@@ -268,7 +269,7 @@ def validate(config: Config) -> None:
     for name, kind, value in flatten(config):
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise ValueError(f"{name}: expected one of {', '.join(get_args(kind))}, got {value!r}")
-        _check_range(name, value)
+        check_range(name, value)
     try:
         GPTConfig(**asdict(config.model))
     except ValueError as error:
@@ -281,8 +282,10 @@ def validate(config: Config) -> None:
             f"use {f'{below} or ' if below else ''}{below + micro}, or another micro-batch"
         )
     _check_strategy(config)
+    _check_sharding(config)
     if config.ranks:
         check_ranks(config, config.ranks)
+        check_rows(config.ranks, config.parallel.shard_ranks)
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
@@ -296,10 +299,15 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         )
 
 
-def check_world(config: Config, world_size: int) -> None:
-    """Raise ``ValueError`` unless ``world_size`` processes can make this run."""
+def check_world(config: Config, world_size: int, *, restarted: bool = False) -> None:
+    """Raise ``ValueError`` unless ``world_size`` processes can make this run.
+
+    One that its launcher has ``restarted`` goes on with as many as there are: rows are longer then.
+    """
     if config.parallel.strategy != "threads":
         check_ranks(config, world_size)
+        if not restarted:
+            check_rows(world_size, config.parallel.shard_ranks)
     elif world_size > 1:
         raise ValueError(
             f"parallel.strategy threads is one process, but a launcher has started {world_size}: start one, "
@@ -322,16 +330,48 @@ def _check_strategy(config: Config) -> None:
         )
 
 
+def _check_sharding(config: Config) -> None:
+    """Raise ``ValueError`` for settings that the stage of sharding does not go with."""
+    parallel, stage = config.parallel, config.parallel.shard_stage
+    named = f"parallel.shard_stage {stage}"
+    if stage and parallel.strategy in ("server", "threads"):
+        holder = "rank 0 has" if parallel.strategy == "server" else "one process has"
+        raise ValueError(
+            f"{named} with parallel.strategy {parallel.strategy}, where {holder} all of the optimizer's "
+            "state: set parallel.shard_stage 0, or use another strategy"
+        )
+    if stage >= 2 and parallel.strategy != "bucketed":
+        raise ValueError(
+            f"{named} with parallel.strategy {parallel.strategy}: it sends gradients block by block to who "
+            "keeps them, and knows no other way; leave the strategy out, or set parallel.shard_stage 1"
+        )
+    if stage >= 2 and not parallel.ordered:
+        raise ValueError(
+            f"{named} with parallel.ordered false: it always adds in the order of the tree; leave ordered "
+            "on, or set parallel.shard_stage 1"
+        )
+    if stage >= 2 and config.ledger.leaves:
+        raise ValueError(
+            f"{named} with ledger.leaves: no rank has a whole gradient to hash; set ledger.leaves false, or "
+            "parallel.shard_stage 0 or 1, whose bits are the same"
+        )
+    if parallel.shard_ranks and not stage:
+        raise ValueError(
+            f"parallel.shard_ranks {parallel.shard_ranks} with {named}, where nothing is divided: set "
+            "parallel.shard_stage 1, 2 or 3, or leave shard_ranks out"
+        )
+    if parallel.one_copy and stage not in (1, 2):
+        raise ValueError(
+            f"parallel.one_copy with {named}: ranks that share the weights divide the optimizer's state, "
+            "and do not divide the weights; set parallel.shard_stage 1 or 2, or leave one_copy out"
+        )
+    if parallel.one_copy and parallel.backend not in ("auto", "shm"):
+        raise ValueError(
+            f"parallel.one_copy with parallel.backend {parallel.backend}, whose ranks share no memory: set "
+            "parallel.backend shm, with the ranks of a row on one host, or leave one_copy out"
+        )
+
+
 def local_ranks(config: Config, num_cores: int) -> int:
     """How many ranks to start on this host when no launcher did: ``ranks``, or what its cores carry."""
     return config.ranks or max(min(num_cores // config.parallel.threads, config.num_leaves), 1)
-
-
-def _check_range(name: str, value: Any) -> None:
-    """Raise ``ValueError`` for a number, or one of a tuple, outside of the range of ``name``."""
-    wanted, holds = RANGES.get(name, ("", lambda _: True))
-    for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ValueError(f"{name}: expected a finite number, got {number}")
-        if not holds(number):
-            raise ValueError(f"{name}: expected {wanted}, got {number}")

@@ -5,7 +5,8 @@
 
 A flipped bit in one rank's weights spoils the gradient of all, and no loss curve tells. Replicas have the
 same bits by construction, so one hash per rank shows it. The majority is taken to be right; two ranks have
-none.
+none. What is sharded in one row has no replica: there a flip changes the state's hash, and another run has to
+tell. With several rows each part has as many replicas.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from instep.errors import ReplicasDiffer
+from instep.mesh.exits import as_told
 from instep.mesh.group import Group
 from instep.ordered.hash import Entry, block_digests, state_sha256
 from instep.train.majority import Odd, listed, odd_one_out, ranks_listed
 from instep.train.recompute import Compute
-from instep.train.together import as_told, on_every_rank
+from instep.train.together import on_every_rank
 
 REPLICAS = "the comparison of replicas"
 LEAVES = "the comparison of micro-batches"
@@ -30,20 +32,22 @@ Digests = dict[str, str]
 """Half a SHA-256 in hexadecimal, by name."""
 
 
-def compare_replicas(entries: Sequence[Entry], step: int, group: Group) -> str:
+def compare_replicas(entries: Sequence[Entry], step: int, group: Group, *, row_size: int = 1) -> str:
     """The ``state_sha256`` of ``entries`` after ``step`` steps, if all ranks have the same. Collective.
 
-    Pass what every rank holds: with a parameter server, the weights without the moments.
+    Pass what every rank holds: with a parameter server or sharded moments, the weights alone. What is divided
+    among ``row_size`` ranks is compared with that of the same rank of the other rows.
 
     Raises:
         ReplicasDiffer: on every rank, naming the odd ranks and what differs.
     """
     mine = state_sha256(entries, step)
     hashes = group.all_gather_bytes(mine.encode(), REPLICAS)
-    if len(set(hashes)) == 1:
+    if all(len(set(hashes[i::row_size])) == 1 for i in range(row_size)):
         return mine
     votes = _gather(group, {"the step": str(step), **digests(entries)}, REPLICAS)
-    error = _hold_different(votes, step)
+    alike = [{rank: votes[rank] for rank in group.ranks[i::row_size]} for i in range(row_size)]
+    error = _hold_different(alike, step)
     raise as_told(error) if group.rank else error
 
 
@@ -97,13 +101,14 @@ def digests(entries: Iterable[Entry]) -> Digests:
     return found
 
 
-def _hold_different(votes: Mapping[int, Digests], step: int) -> ReplicasDiffer:
-    odd = odd_one_out(votes)
+def _hold_different(alike: Sequence[Mapping[int, Digests]], step: int) -> ReplicasDiffer:
+    """``alike`` are the votes of ranks that should hold the same."""
+    odd = _together([one for votes in alike if (one := odd_one_out(votes)) is not None])
     if odd is None:
         return ReplicasDiffer(
             f"after step {step} the ranks' hashes of their states differ, but nothing does when it is hashed "
             "once more: the memory or the arithmetic of one of the hosts is unreliable",
-            ranks=tuple(votes),
+            ranks=tuple(rank for votes in alike for rank in votes),
         )
     than = "other values than the other ranks" if odd.certain else "different values"
     verb = "hold" if len(odd.ranks) > 1 else "holds"
@@ -115,21 +120,27 @@ def _hold_different(votes: Mapping[int, Digests], step: int) -> ReplicasDiffer:
     )
 
 
+def _together(found: Sequence[Odd]) -> Odd | None:
+    """All of ``found`` as one."""
+    if not found:
+        return None
+    names = dict.fromkeys(name for odd in found for name in odd.names)
+    ranks = {rank for odd in found for rank in odd.ranks}
+    return Odd(tuple(names), tuple(sorted(ranks)), all(odd.certain for odd in found))
+
+
 def _compute_different(votes: Mapping[int, Mapping[int, Digests]], step: int) -> ReplicasDiffer:
     lines: list[str] = []
-    ranks: set[int] = set()
-    names: list[str] = []
-    certain = True
+    found: list[Odd] = []
     for leaf, said in votes.items():
         odd = odd_one_out(said)
         assert odd is not None
         asked = ranks_listed(tuple(sorted(said)))
         blame = f": {ranks_listed(odd.ranks)} computed otherwise" if odd.certain else ", all that were asked"
         lines.append(f"  micro-batch {leaf}, by {asked}{blame}: {listed(odd.names)}")
-        ranks.update(odd.ranks)
-        names += odd.names
-        certain = certain and odd.certain
-    whole = Odd(tuple(dict.fromkeys(names)), tuple(sorted(ranks)), certain)
+        found.append(odd)
+    whole = _together(found)
+    assert whole is not None
     table = "\n".join(lines)
     return ReplicasDiffer(
         f"in step {step} ranks computed different gradients of one micro-batch:\n{table}\n{_way_out(whole)}",

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from instep.errors import Diverged
+from instep.mesh.exits import as_told
 from instep.mesh.group import Group
 from instep.ordered.hash import Entry
 from instep.train.health import Health
 from instep.train.majority import ranks_listed
 from instep.train.recompute import Compute
-from instep.train.together import as_told, on_every_rank
+from instep.train.together import on_every_rank
 
 OPERATION = "the search for a number that is not finite"
 UNSEEN = (

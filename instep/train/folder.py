@@ -4,8 +4,10 @@
     metrics.jsonl    a line per step, to plot       ledger.jsonl   a line per step, to compare bit by bit
     summary.json     the figures of the whole run   checkpoints/   step-00000100/ ...
     faults.jsonl     what went wrong, and what it took to go on
+    trace/           what each rank did when, in its last steps; and what instep report makes of it
+    report.html      by instep report, with report.json        tensorboard/, wandb/   if they are asked for
 
-Only rank 0 writes, and who starts the ranks.
+Only rank 0 writes, and who starts the ranks; but for trace/, where every rank has a file.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def claim(config: Config) -> Path:
     is_empty = not any(path.iterdir())
     holds_run = (path / CONFIG).exists()
     if config.resume:
-        busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in _workers(path) if lives(peer)]
+        busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in workers(path) if lives(peer)]
         if busy:
             raise ValueError(
                 f"{path}: the run is still going on in {', '.join(busy)}: wait for it, or end it"
@@ -72,10 +74,14 @@ def begin(path: Path, config: Config, workers: Sequence[Peer]) -> None:
     _replace(path / WORKERS, json.dumps({str(peer.rank): asdict(peer) for peer in workers}, indent=1) + "\n")
 
 
-def end(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Write and return the figures; what is None in ``summary`` stays what the part before has left."""
-    before = _read_object(path / SUMMARY)
+def end(path: Path, summary: Mapping[str, Any], also: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write and return the figures; what is None in ``summary`` stays what the part before has left.
+
+    ``also`` is written as it is.
+    """
+    before = read_object(path / SUMMARY)
     whole = {name: before.get(name) if figure is None else figure for name, figure in summary.items()}
+    whole |= also or {}
     _replace(path / SUMMARY, json.dumps(whole, indent=1) + "\n")
     return whole
 
@@ -166,14 +172,15 @@ def _make(path: Path, *, fresh: bool) -> Path:
     raise FileExistsError(f"{path} and 998 more of that name exist: pass --run-dir")
 
 
-def _workers(path: Path) -> list[Peer]:
+def workers(path: Path) -> list[Peer]:
+    """The processes that work, or have worked, in ``path``, as far as it says."""
     try:
-        return [Peer(**record) for record in _read_object(path / WORKERS).values()]
+        return [Peer(**record) for record in read_object(path / WORKERS).values()]
     except TypeError:
         return []
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -50,21 +50,23 @@ def run_steps(trainer: Trainer, books: Books, display: Display, aside: Aside) ->
 
     def follow_up(*, stop: bool) -> None:
         """What follows a step; all of it may be done twice."""
-        made = trainer.last
+        made, span = trainer.last, trainer.mesh.recorder.span
         saves = stop or due(config.checkpoint.every)
         if made is not None and trainer.steps_done > written:
             trainer.pulse.enter("gather")
-            books.leaves(made)
-            held_out = evaluate() if due(config.eval.every) else None
-            trainer.pulse.enter("ledger")
-            books.step(made, held_out, last=trainer.steps_done == last or stop)
-            display.step(trainer.steps_done, made)
+            with span("ledger", lane="host"):
+                books.leaves(made)
+                held_out = evaluate() if due(config.eval.every) else None
+                trainer.pulse.enter("ledger")
+                books.step(made, held_out, last=trainer.steps_done == last or stop)
+                display.step(trainer.steps_done, made, trainer.timing.slow)
         every = config.checks.replicas_every
         if trainer.group.size > 1 and (saves or (every and trainer.steps_done % every == 0)):
             trainer.compare_replicas()
         if saves:
-            trainer.pulse.enter("save")
-            aside.save()
+            with span("save", lane="host"):
+                trainer.pulse.enter("save")
+                aside.save()
 
     if trainer.steps_done == 0 and written < 0:
         books.before_steps(evaluate())
@@ -75,7 +77,8 @@ def run_steps(trainer: Trainer, books: Books, display: Display, aside: Aside) ->
         aside.watch()
         began = time.monotonic()
         made = trainer.step()
-        aside.keep(time.monotonic() - began)
+        with trainer.mesh.recorder.span("snapshot", lane="host"):
+            aside.keep(time.monotonic() - began)
         if is_first:
             aside.first_step()
             is_first = False

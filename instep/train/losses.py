@@ -36,23 +36,33 @@ def gather(values: Mapping[int, float], length: int, group: Group) -> list[float
 
 
 class Shared(NamedTuple):
-    """What all ranks know at the end of a step: the loss of each micro-batch, and sums over ranks by name."""
+    """What all ranks know at the end of a step: the loss of each micro-batch, sums over ranks by name, and
+    the figures of each rank, in group order."""
 
     losses: list[float]
     sums: dict[str, float]
+    figures: list[list[float]]
 
 
 def share(
-    losses: Mapping[int, Tensor], num_leaves: int, addends: Mapping[str, float], group: Group
+    losses: Mapping[int, Tensor],
+    num_leaves: int,
+    addends: Mapping[str, float],
+    group: Group,
+    figures: Sequence[float] = (),
 ) -> Shared:
-    """Tell each other the ``losses`` of this rank's micro-batches and, in the same message, ``addends``.
+    """Tell each other the ``losses`` of this rank's micro-batches and, in one message, the others' arguments.
 
-    All ranks name the same addends. Collective.
+    All ranks name the same addends, and have as many figures. Collective.
     """
+    names, width = sorted(addends), len(figures)
+    first = num_leaves + len(names)
     values = {i: loss.item() for i, loss in losses.items()}
-    values |= {num_leaves + k: addends[name] for k, name in enumerate(sorted(addends))}
-    told = gather(values, num_leaves + len(addends), group)
-    return Shared(told[:num_leaves], dict(zip(sorted(addends), told[num_leaves:], strict=True)))
+    values |= {num_leaves + k: addends[name] for k, name in enumerate(names)}
+    values |= {first + group.rank * width + k: figure for k, figure in enumerate(figures)}
+    told = gather(values, first + group.size * width, group)
+    rows = [told[first + r * width : first + (r + 1) * width] for r in range(group.size)]
+    return Shared(told[:num_leaves], dict(zip(names, told[num_leaves:first], strict=True)), rows)
 
 
 def mean_loss(losses: Sequence[float]) -> float:

@@ -1,31 +1,44 @@
 """Optimizers with their implementation spelled out, and the learning rate of a step.
 
 torch chooses between a loop, foreach and fused by device and version, and they differ in the last bit. The
-fused AdamW and the SGD loop give the same bits for a parameter however it is sliced.
+fused AdamW and the SGD loop give the same bits for a parameter however it is sliced, so among however many
+ranks the update is divided.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep.mesh.mesh import Mesh
+from instep.shard.optimizer import ShardedOptimizer
 from instep.train.config import Optim
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], optim: Optim) -> Optimizer:
     """The optimizer that ``optim`` names. Vectors (norms, biases) are not decayed."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True, foreach=False)
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=False, fused=False)
+    kind, groups, options = _named(parameters, optim)
+    made: Optimizer = kind(groups, **options)
+    return made
+
+
+def make_sharded(
+    parameters: Iterable[nn.Parameter], optim: Optim, ranks: Mesh, *, one_copy: bool = False
+) -> ShardedOptimizer:
+    """The same, with its state and its update divided among ``ranks``. Collective."""
+    kind, groups, options = _named(parameters, optim)
+    return ShardedOptimizer(groups, kind, ranks, one_copy=one_copy, **options)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """As before its first step; on this rank alone, where its state is divided."""
+    state = optimizer.local_state if isinstance(optimizer, ShardedOptimizer) else optimizer.state
+    cast(dict[Any, Any], state).clear()
 
 
 def learning_rate(optim: Optim, step: int, num_steps: int) -> float:
@@ -43,3 +56,25 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """Use ``rate`` in all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def _named(
+    parameters: Iterable[nn.Parameter], optim: Optim
+) -> tuple[type[Optimizer], list[dict[str, Any]], dict[str, Any]]:
+    """Class, groups of parameters, and options."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if optim.name == "adamw":
+        return (
+            torch.optim.AdamW,
+            groups,
+            {"lr": optim.lr, "betas": optim.betas, "fused": True, "foreach": False},
+        )
+    return (
+        torch.optim.SGD,
+        groups,
+        {"lr": optim.lr, "momentum": optim.momentum, "foreach": False, "fused": False},
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -11,13 +13,21 @@ from typing import Any
 from instep.checkpoint import contract
 from instep.checkpoint.contract import agree_on_canary
 from instep.errors import ContractBroken
+from instep.timeline import tape
+from instep.timeline.breakdown import RankBreakdown
+from instep.timeline.insight import Insight, look
+from instep.timeline.words import lines
 from instep.train import folder, summary
 from instep.train.books import Books, position, starts
+from instep.train.config import Parallel
 from instep.train.folder import METRICS
-from instep.train.keep import Checkpoints, MemoryCopy, find
+from instep.train.footprint import footprint, words
+from instep.train.keep import Checkpoints, MemoryCopy, restore_newest
+from instep.train.loggers import Loggers
 from instep.train.loop import Aside, Ending, run_steps
 from instep.train.progress import Display
-from instep.train.state import agree
+from instep.train.setting import described
+from instep.train.timing import LOOKED_AT, REMEMBERED
 from instep.train.together import on_rank_zero
 from instep.train.trainer import Trainer
 
@@ -38,9 +48,14 @@ class Part:
         trainer, mesh, path = self.trainer, self.trainer.mesh, self.path
         with closing(Display(mesh.rank, trainer.config.steps)) as display:
             begun = self._begin(display)
-            with closing(Books(path, trainer, begun["written"])) as books:
+            self._record(display)
+            with (
+                self._loggers(display, begun["written"]) as loggers,
+                closing(Books(path, trainer, begun["written"], loggers.step)) as books,
+            ):
                 books.started(begun["restarts"], begun["accepted"])
                 ending = run_steps(trainer, books, display, self._aside())
+                trainer.timing.end()
             if ending is Ending.REGROUP:
                 return ending
             if ending is Ending.STOPPED:
@@ -48,8 +63,14 @@ class Part:
                 display.say(f"stopped after step {steps}; --resume goes on")
         trainer.pulse.enter("summary")
         self.checkpoints.finish(trainer)
+        told = mesh.world.group.all_gather_bytes(
+            json.dumps(trainer.timing.breakdown().to_json()).encode(), "the gathering of breakdowns"
+        )
+        memory = footprint(trainer)
+        state = trainer.state_sha256() if trainer.hashes else ""
+        trainer.pulse.enter("summary")
         # The others wait for rank 0 here: some launchers end everybody when the first rank has ended.
-        on_rank_zero(mesh.world.group, "summing up", lambda: self._sum_up(begun))
+        on_rank_zero(mesh.world.group, "summing up", lambda: self._sum_up(begun, told, memory, state))
         return ending
 
     def _begin(self, display: Display) -> dict[str, Any]:
@@ -57,7 +78,7 @@ class Part:
         trainer, path = self.trainer, self.path
         world = trainer.mesh.world.group
         trainer.pulse.enter("agree")
-        source, told = agree(trainer, lambda: find(trainer, self.memory, self.checkpoints))
+        source, told = restore_newest(trainer, self.memory, self.checkpoints)
 
         def look() -> dict[str, Any]:
             before = starts(path)
@@ -79,12 +100,38 @@ class Part:
         agree_on_canary(world, trainer.canary, seen["canary"])
         if trainer.generation == 1 or not seen["restarts"]:
             _announce(display, trainer, path)
+        _announce_rows(display, trainer)
         for note in told.get("notes", ()):
             display.say(note)
         if trainer.mesh.rank == 0:
             folder.begin(path, trainer.config, world.peers.table)
         self.agreed(source)
         return {**seen, "accepted": told.get("accepted", [])}
+
+    def _loggers(self, display: Display, written: int) -> Loggers:
+        config, rank = self.trainer.config, self.trainer.mesh.rank
+        return Loggers(
+            config.logs.names,
+            self.path,
+            asdict(config),
+            rank=rank,
+            written=written,
+            project=config.logs.wandb_project,
+            timeout_s=min(30.0, config.timeout_s / 4),  # the other ranks wait for this one
+            say=display.say,
+        )
+
+    def _record(self, display: Display) -> None:
+        """From now on, what this rank does is on disk, to be read at any time."""
+        mesh, capacity = self.trainer.mesh, self.trainer.config.trace.events
+        if not capacity:  # on no rank
+            return
+        placed, run = tape.head_of(mesh.world.group), described(self.trainer)
+        head = {**placed, **run, "generation": self.trainer.generation}
+        try:
+            tape.record(mesh.recorder, self.path / tape.FOLDER, capacity, head)
+        except (OSError, ValueError) as error:  # which ends no run for want of its trace
+            display.say(f"no trace is kept: {error}")
 
     def _aside(self) -> Aside:
         trainer, memory = self.trainer, self.memory
@@ -95,9 +142,27 @@ class Part:
             first_step=self.stepped,
         )
 
-    def _sum_up(self, begun: dict[str, Any]) -> None:
-        figures = _summary(self.trainer, self.path, begun["first_step"], begun["restarts"])
-        summary.show(folder.end(self.path, figures), self.path)
+    def _sum_up(
+        self, begun: dict[str, Any], told: Sequence[bytes], memory: dict[str, Any], state: str
+    ) -> None:
+        figures = _summary(self.trainer, self.path, begun["first_step"], begun["restarts"], state)
+        insight = self._look([RankBreakdown.from_json(json.loads(each)) for each in told])
+        written = folder.end(self.path, {**figures, "memory": memory}, insight.figures())
+        shown = lines(insight.breakdowns, insight.slow, insight.advice)
+        summary.show(written, self.path, [("memory", words(memory)), *shown])
+
+    def _look(self, breakdowns: Sequence[RankBreakdown]) -> Insight:
+        """Where the time went; a run that is done does not fail for want of it."""
+        slow = None
+        try:
+            slow = self.trainer.timing.slow(REMEMBERED)
+            if not self.trainer.config.trace.events:
+                return Insight({}, breakdowns, [], slow, [])
+            tapes = tape.read_tapes(self.path / tape.FOLDER)
+            return look(tapes, tapes.steps[-LOOKED_AT:], breakdowns=breakdowns, slow=slow)
+        except Exception as error:
+            print(f"no advice: the trace cannot be read: {error!r}", file=sys.stderr)
+            return Insight({}, breakdowns, [], slow, [])
 
 
 def _begun(before: Sequence[dict[str, Any]], generation: int, step: int) -> int:
@@ -116,17 +181,35 @@ def _announce(display: Display, trainer: Trainer, path: Path) -> None:
     display.say(
         f"{size / 1e6:.2f} M parameters on {where} of {trainer.mesh.device.type}, "
         f"{config.parallel.threads} thread(s) each; global batch {batch.global_size} = {config.num_leaves} "
-        f"micro-batches of {batch.micro_size}; strategy {config.parallel.strategy}"
-        f"{'' if config.parallel.ordered else ', not ordered'}; deadline {config.timeout_s:g} s"
+        f"micro-batches of {batch.micro_size}; "
+        f"strategy {_strategy(config.parallel, trainer.parallel.row_size)}; deadline {config.timeout_s:g} s"
     )
     display.say(f"{trainer.text.train.name}; run directory {path}")
 
 
-def _summary(trainer: Trainer, path: Path, first_step: int, restarts: int) -> dict[str, Any]:
+def _announce_rows(display: Display, trainer: Trainer) -> None:
+    """Say so where the ranks could not be cut as ``parallel.shard_ranks`` says."""
+    asked, size = trainer.config.parallel.shard_ranks, trainer.mesh.data.size
+    if asked and (row := trainer.parallel.row_size) != asked:
+        display.say(
+            f"{size} rank(s) are no whole rows of parallel.shard_ranks {asked}: the state is divided among "
+            f"{row}, which changes no bits"
+        )
+
+
+def _strategy(parallel: Parallel, row_size: int) -> str:
+    order = "" if parallel.ordered else ", not ordered"
+    stage = f", stage {parallel.shard_stage} of sharding" if parallel.shard_stage else ""
+    stage += f" in rows of {row_size} ranks" if parallel.shard_ranks else ""
+    copies = ", one copy of the weights" if parallel.one_copy else ""
+    return f"{parallel.strategy}{order}{stage}{copies}"
+
+
+def _summary(trainer: Trainer, path: Path, first_step: int, restarts: int, state: str) -> dict[str, Any]:
     config = trainer.config
     tokens_per_step = config.batch.global_size * config.model.context
     return {
-        "state_sha256": trainer.state_sha256(),
+        "state_sha256": state,
         "steps": trainer.steps_done,
         "first_step": first_step,
         "world_size": trainer.mesh.axes.world_size,

@@ -2,8 +2,9 @@
 
 The gradient of a micro-batch is a function of the weights, the samples and the keys of the random numbers.
 So whoever has these gets the bits that its owner got, and may ask where a nan began, or whether another
-rank computes as it should. It happens in a copy of the module: hooks of a data-parallel wrapper stay behind
-when a module is copied, and no ``.grad``, buffer or generator of the training is touched.
+rank computes as it should. It happens in a twin of the module, so no ``.grad``, buffer or generator of the
+training is touched: a copy, as hooks of a data-parallel wrapper stay behind when a module is copied, or,
+where no rank has all weights, a new module that was given them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from instep.mesh.device import generators
 from instep.ordered.keys import LeafKeys
-from instep.replicate.leaves import Leaf
+from instep.step.leaves import Leaf
 
 LossOf = Callable[[nn.Module, Leaf], Tensor]
 """The loss of one micro-batch with the given model, which is not the trained one."""
@@ -40,14 +41,24 @@ def leaf_gradients(
 ) -> Computed:
     """The gradients that micro-batch ``leaf`` of ``num_leaves`` has in a declared step, with their bits.
 
+    As ``twin_gradients``, in a copy of ``module``, which is not a wrapper.
+    """
+    twin = copy.deepcopy(module)
+    return twin_gradients(twin, loss_of, leaf, num_leaves=num_leaves, step=step, seed=seed)
+
+
+def twin_gradients(
+    twin: nn.Module, loss_of: LossOf, leaf: int, *, num_leaves: int, step: int, seed: int
+) -> Computed:
+    """The gradients that micro-batch ``leaf`` of ``num_leaves`` has in a declared step, with their bits.
+
     They are of the loss as it is: not yet summed, weighted or clipped. No communication. Takes memory for a
     second set of weights and gradients, as long as it runs.
 
     Args:
-        module: with the weights of before the step; not a wrapper.
+        twin: with the weights of before the step; nobody else uses it.
         step, seed: as in ``micro_batches`` and its ``DataParallel``; they key the random numbers.
     """
-    twin = copy.deepcopy(module)
     device = next((parameter.device for parameter in twin.parameters()), torch.device("cpu"))
     keys = LeafKeys(twin, seed, generators(device))
     with keys.leaf(step, leaf), torch.enable_grad():

@@ -14,11 +14,12 @@ from instep.elastic.supervise import Terms, supervise
 from instep.mesh.groups import launcher_store
 from instep.mesh.join import init
 from instep.mesh.place import Place, detect
-from instep.train import folder
+from instep.train import folder, loggers
 from instep.train.config import Config, check_ranks, check_world, local_ranks, validate
 from instep.train.folder import FAULTS, Lines
 from instep.train.keep import Checkpoints
 from instep.train.part import Part
+from instep.train.rows import check_rows, shard_axis
 from instep.train.together import on_rank_zero
 from instep.train.trainer import Trainer
 from instep.train.work import EXIT_CODES, work
@@ -31,16 +32,18 @@ def run(config: Config) -> int:
     resumed.
     """
     validate(config)
+    loggers.check(config.logs.names)
     faults = parse_all(config.fault)
     for fault in faults:
         check_ranks(config, fault.ranks)
     if detect(os.environ).source != "single":
         return run_rank(config)
+    threads = config.parallel.strategy == "threads"
+    ranks = 1 if threads else local_ranks(config, len(os.sched_getaffinity(0)))
+    check_rows(ranks, config.parallel.shard_ranks)
     # The directory is claimed here, so that all ranks are told the same one.
     path = folder.claim(config)
     config = replace(config, run_dir=path)
-    threads = config.parallel.strategy == "threads"
-    ranks = 1 if threads else local_ranks(config, len(os.sched_getaffinity(0)))
     try:
         with closing(_FaultLog(path)) as log:
             terms = Terms(
@@ -59,14 +62,19 @@ def run(config: Config) -> int:
 
 def run_rank(config: Config) -> int:
     """One rank's part of a run that another launcher has started, which restarts all ranks if one is lost."""
+    world_size = detect(os.environ).world_size
     mesh = init(
-        backend=config.parallel.named_backend, timeout_s=config.timeout_s, threads=config.parallel.threads
+        shard=shard_axis(world_size, config.parallel.shard_ranks),
+        backend=config.parallel.named_backend,
+        timeout_s=config.timeout_s,
+        threads=config.parallel.threads,
     )
     path: Path | None = None
 
     def claim() -> tuple[str, bool]:
-        check_world(config, mesh.world.group.size)
-        return _claim_again(config, detect(os.environ))
+        place = detect(os.environ)
+        check_world(config, mesh.world.group.size, restarted=bool(place.restart_count))
+        return _claim_again(config, place)
 
     try:
         claimed, resume = on_rank_zero(mesh.world.group, "claiming the run directory", claim)

@@ -4,6 +4,8 @@ When ranks meet, each brings what it has: a survivor the state after its last st
 survivors may have made a step that others have not; it was whole, or they could not have made it. So the
 newest state is right, and everybody takes it. Where nobody has one, rank 0 looks in the memory copy, then on
 the disk.
+
+That is so where each rank has all of the state. Of a sharded one nobody has: see ``keep.restore_newest``.
 """
 
 from __future__ import annotations

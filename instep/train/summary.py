@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,32 @@ def where(strategy: str, num_replicas: int) -> str:
     return f"{num_replicas} {'replica thread' if strategy == 'threads' else 'rank'}(s)"
 
 
-def show(summary: Mapping[str, Any], path: Path) -> None:
-    """The result, on stdout."""
+def show(summary: Mapping[str, Any], path: Path, insight: Iterable[tuple[str, str]] = ()) -> None:
+    """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
 
     def number(name: str, form: str) -> str:
         return "-" if summary[name] is None else format(summary[name], form)
 
-    rows = {
-        "run": str(path),
-        "steps": f"{summary['steps']} on {where(summary['strategy'], summary['num_replicas'])}, "
-        f"{summary['strategy']}",
-        "loss": f"{number('held_out_loss', '.3f')} nats per byte held out, from "
-        f"{number('held_out_loss_first', '.3f')} (training {number('loss_last', '.3f')})",
-        "speed": f"{number('tokens_per_s', ',.0f')} tokens/s, {number('step_ms_median', '.0f')} ms a step "
-        f"(median), {number('exposed_comm_share', '.1%')} of it exposed communication",
-        "state": f"sha256 {summary['state_sha256']}",
-    }
+    rows = [
+        ("run", str(path)),
+        (
+            "steps",
+            f"{summary['steps']} on {where(summary['strategy'], summary['num_replicas'])}, "
+            f"{summary['strategy']}",
+        ),
+        (
+            "loss",
+            f"{number('held_out_loss', '.3f')} nats per byte held out, from "
+            f"{number('held_out_loss_first', '.3f')} (training {number('loss_last', '.3f')})",
+        ),
+        (
+            "speed",
+            f"{number('tokens_per_s', ',.0f')} tokens/s, {number('step_ms_median', '.0f')} ms a step "
+            f"(median), {number('exposed_comm_share', '.1%')} of it exposed communication",
+        ),
+        *insight,
+        ("state", f"sha256 {summary['state_sha256']}"),
+    ]
     with suppress(BrokenPipeError):
-        sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows.items()))
+        sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows))
         sys.stdout.flush()

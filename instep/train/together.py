@@ -15,11 +15,11 @@ from typing import TypeVar
 from instep import errors
 from instep.checkpoint.contract import differences
 from instep.checkpoint.manifest import Scalar
+from instep.mesh.exits import as_told
 from instep.mesh.group import Group
 
 T = TypeVar("T")  # something that JSON can carry
 R = TypeVar("R")
-E = TypeVar("E", bound=Exception)
 
 KINDS: tuple[type[Exception], ...] = (
     ValueError,
@@ -95,9 +95,3 @@ def _rebuilt(record: list[str]) -> Exception:
     name, message = record
     kind = next((kind for kind in KINDS if kind.__name__ == name), errors.InstepError)
     return as_told(kind(message))
-
-
-def as_told(error: E) -> E:
-    """``error``, marked as one that another rank tells."""
-    error.told = True  # type: ignore[attr-defined]
-    return error

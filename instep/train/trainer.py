@@ -19,25 +19,30 @@ from instep.data.loader import micro_batch_indices
 from instep.data.text import TextSplits, open_text
 from instep.elastic.faults import Injector, parse_all
 from instep.elastic.pulse import Pulse
+from instep.events import COMPARISON, GLOBAL_LOSS
 from instep.mesh.mesh import Mesh
 from instep.models.transformer import GPT, GPTConfig
-from instep.ordered.hash import Entry, state_entries, state_sha256
+from instep.ordered.hash import Entry, state_digests, state_sha256
 from instep.ordered.keys import initialize
-from instep.ordered.tree import rank_major
-from instep.replicate.leaves import Leaf
+from instep.ordered.parts import Part
+from instep.ordered.sample import Sampled, sampled_blocks
 from instep.replicate.witness import Seen, observe_leaves
+from instep.shard.parts import state_parts
+from instep.step.leaves import Leaf
 from instep.train.canary import text_canary
 from instep.train.config import Config, numerical
 from instep.train.corruption import compare_leaves, compare_replicas
 from instep.train.culprit import give_up
+from instep.train.hashes import Together
 from instep.train.health import Health
 from instep.train.losses import held_out_loss, mean_loss, share, text_loss
-from instep.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from instep.train.optimizers import forget, learning_rate, make_optimizer, set_learning_rate
 from instep.train.parallel import Ranks, parallel
-from instep.train.recompute import Computed, leaf_gradients
+from instep.train.recompute import Computed, twin_gradients
+from instep.train.timing import Timing
 from instep.train.together import on_every_rank, require_same
 
-WISHES = ("stop", "regroup")
+WISHES = ("stop", "regroup", "copy")
 
 
 @dataclass
@@ -48,11 +53,13 @@ class Made:
     rate: float
     norm: float
     step_ms: float
-    exposed_ms: float
+    exposed_ms: float  # waited while messages travelled
+    waiting_ms: float  # waited for a slower rank
     tokens_per_s: float
     skipped: str = ""
     stop: bool = False  # a rank has been asked to end the run
     regroup: bool = False  # a rank has been asked to leave the group
+    copy: bool = False  # it is time to copy the state to memory, where all ranks have to
 
 
 class Trainer:
@@ -62,6 +69,11 @@ class Trainer:
     ranks compare what they have, and the model is wrapped; collective. Then ``step`` after ``step``, until
     ``leave``, after which another mesh may be joined. ``state_of_run`` says whether the state is that of the
     run after ``steps_done``; it is not yet when others have it and this rank is new.
+
+    Where the state is sharded, no rank has all of it, and ``state_of_run`` is False for good;
+    ``parts_of_run`` says whether what this rank holds is of the run after ``steps_done``. ``optimizer`` is
+    that of the mesh then, until ``leave``, with which the moments go, and weights that were in slices: in
+    stage 3 the module is on the meta device whenever there is no mesh, and whole on no rank, but for a twin.
     """
 
     parallel: Ranks
@@ -70,12 +82,13 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh | None = None, pulse: Pulse | None = None) -> None:
         self.config = config
         self.pulse = pulse or Pulse()
-        self.state_of_run = False
+        self.state_of_run = self.parts_of_run = False
         self.generation = 1
         self.seen: Seen | None = None  # the hashes of the last step's leaves, where they are asked for
         self.wishes: dict[str, Callable[[], bool]] = {}
-        self.module = GPT(GPTConfig(**asdict(config.model)))
-        self.optimizer: Optimizer = make_optimizer(self.module.parameters(), config.optim)
+        self.device = torch.device("cpu")
+        self.module = self._empty()
+        self.optimizer: Optimizer = self._plain_optimizer()
         self.begin()
         self.injector = Injector(parse_all(config.fault), self.pulse.page, self.entries)
         self.pulse.on_enter = self.injector.reach
@@ -84,9 +97,12 @@ class Trainer:
             self.join(mesh)
 
     def begin(self) -> None:
-        """Take the state of before the first step."""
-        initialize(self.module, self.config.seed)
-        self.optimizer.state.clear()
+        """Take the state of before the first step; in stage 3 on a mesh alone. Collective where sharded."""
+        if (wrapped := self.__dict__.get("parallel")) is not None:
+            wrapped.begin()
+        elif not self._without_values:
+            initialize(self.module, self.config.seed)
+        forget(self.optimizer)
         self.health = Health(self.config.checks)
         self.steps_done, self.fresh = 0, True
         self.last: Made | None = None
@@ -104,20 +120,27 @@ class Trainer:
             ContractBroken: a rank has another configuration, or computes otherwise.
         """
         self.mesh = mesh
-        self.group = mesh["dp"].whole.group
+        self.group = mesh.data.group
         self.injector.rank = mesh.rank
         world = mesh.world.group
         self.text: TextSplits = on_every_rank(world, "reading the text", self._read)
         self._move(mesh.device)
         self.contract = self.numerical()
         require_same(world, self.contract)
-        self.parallel = parallel(self.config, mesh, self.module, self.optimizer, self.pulse)
+        if self.config.parallel.shard_stage >= 2:
+            _ = self.canary  # which takes a copy, and a module in slices has none
+        self.parallel = parallel(self.config, mesh, self.module, self.optimizer, self.pulse, self._bare)
+        self.optimizer = self.parallel.optimizer
+        self._together = Together(self.group, self.pulse.enter)
+        self.timing = Timing(mesh.recorder, self.group.size)
 
     def _move(self, device: torch.device) -> None:
         """Weights and moments to ``device``; a survivor may have sat at another."""
-        if next(self.module.parameters()).device != device:
+        if self.device != device:
             self.__dict__.pop("canary", None)
-        self.module.to(device)
+        self.device = device
+        if not self._without_values:  # those come to where they are filled
+            self.module.to(device)
         for parameter, state in self.optimizer.state.items():
             moments = {
                 key: x.to(parameter.device) for key, x in state.items() if torch.is_tensor(x) and x.ndim
@@ -128,8 +151,16 @@ class Trainer:
         """Give the groups back; whatever happened to the others, it waits for nobody."""
         if (wrapped := self.__dict__.pop("parallel", None)) is not None:
             wrapped.close()
+            if wrapped.is_sharded:
+                self.state_of_run = self.parts_of_run = False
+        if self._without_values:  # or in slices by half, after a rank was lost
+            self.module = self._empty()
+        if self.config.parallel.shard_stage:
+            self.optimizer = self._plain_optimizer()
         self.module.zero_grad()  # a step may have been given up between its gradient and its update
         if (mesh := self.__dict__.pop("mesh", None)) is not None:
+            mesh.recorder.keep_in_memory()  # a thread that is stuck may record on; the file is the next one's
+            self.__dict__.pop("_together", None)
             del self.group
             mesh.close()
 
@@ -153,16 +184,38 @@ class Trainer:
     @cached_property
     def canary(self) -> str:
         """The hash of what this process computes on one fixed micro-batch."""
-        device = next(self.module.parameters()).device
-        return text_canary(self.module, self.config, device)
+        return text_canary(self.module, self.config, self.device)
+
+    def parts(self) -> list[Part]:
+        """What this rank holds of the state."""
+        return state_parts(self.module, self.optimizer)
 
     def entries(self) -> list[Entry]:
-        """What this rank holds of the state, by name."""
-        return state_entries(self.module, self.optimizer)
+        """What this rank holds of the state, by name: all of an entry, or its piece of it."""
+        return [(part.name, part.tensor) for part in self.parts()]
+
+    @property
+    def hashes(self) -> bool:
+        """Whether this rank has to take part when rank 0 wants to know a hash of the state."""
+        return self.parallel.is_sharded or self.mesh.rank == 0
 
     def state_sha256(self) -> str:
-        """The hash of weights, moments and step."""
+        """The hash of weights, moments and step. Collective where the state is sharded."""
+        if self.parallel.is_sharded:
+            return self.state_digests()[0]
         return state_sha256(self.entries(), self.steps_done)
+
+    def state_digests(self) -> tuple[str, dict[str, str]]:
+        """``state_sha256``, and the short hash of each entry. Collective where the state is sharded."""
+        if self.parallel.is_sharded:
+            return self._together.digests(self.parts(), self.steps_done)
+        return state_digests(self.entries(), self.steps_done)
+
+    def sampled(self, every: int) -> list[Sampled]:
+        """The blocks of the state whose turn it is, one in ``every``. Collective where it is sharded."""
+        if self.parallel.is_sharded:
+            return self._together.samples(self.parts(), self.steps_done, every)
+        return sampled_blocks(self.entries(), self.steps_done, every)
 
     def step(self) -> Made:
         """One optimizer step. Collective.
@@ -173,13 +226,16 @@ class Trainer:
         """
         config, recorder = self.config, self.mesh.recorder
         began = time.monotonic()
-        recorder.step = self.steps_done
+        self.timing.begin(self.steps_done)
         rate = learning_rate(config.optim, self.steps_done, config.steps)
         skipped = self.health.planned(self.steps_done)
         losses, norm = ({}, 0.0) if skipped else self._gradients()
         self.pulse.enter("loss")
         wishes = {name: float(wish()) for name, wish in self.wishes.items()}
-        told = share(losses, config.num_leaves, {**wishes, **self.parallel.told(norm)}, self.group)
+        addends = {**wishes, **self.parallel.told(norm)}
+        with recorder.span(GLOBAL_LOSS, lane="host"):
+            told = share(losses, config.num_leaves, addends, self.group, self.timing.own)
+        self.timing.heard(told.figures)
         norm = told.sums.get("norm", norm)
         self._check_leaves()
         # From here to the count of the step nothing fails but the process: it is made, or it is not.
@@ -189,8 +245,8 @@ class Trainer:
             self._skip(skipped, norm)
         else:
             self._update(rate)
-        exposed_s = recorder.seconds("exposed", self.steps_done)
         self._count()
+        exposed_s, waiting_s = self.timing.waits()
         step_s = time.monotonic() - began
         tokens = config.batch.global_size * config.model.context
         self.last = Made(
@@ -199,6 +255,7 @@ class Trainer:
             norm=norm,
             step_ms=step_s * 1e3,
             exposed_ms=exposed_s * 1e3,
+            waiting_ms=waiting_s * 1e3,
             tokens_per_s=tokens / step_s,
             skipped=skipped or "",
             **{name: told.sums.get(name, 0.0) > 0 for name in WISHES},
@@ -208,6 +265,10 @@ class Trainer:
     def evaluate(self) -> float:
         """The held-out loss, in nats per byte. Collective."""
         self.pulse.enter("evaluate")
+        with self.mesh.recorder.span("evaluate", lane="host"):
+            return self._held_out_loss()
+
+    def _held_out_loss(self) -> float:
         return held_out_loss(
             self.module,
             self.text.held_out,
@@ -220,18 +281,25 @@ class Trainer:
         )
 
     def compare_replicas(self) -> None:
-        """Raise ``ReplicasDiffer`` unless all ranks hold the same bits. Collective."""
+        """Raise ``ReplicasDiffer`` unless all ranks hold the same bits, or all rows do. Collective."""
         self.pulse.enter("gather")
-        compare_replicas(self.parallel.replicated(self.entries()), self.steps_done, self.group)
+        entries, row_size = self.entries(), self.parallel.row_size
+        with self.mesh.recorder.span(COMPARISON, lane="host"):
+            everywhere = self.parallel.replicated(entries)
+            compare_replicas(everywhere, self.steps_done, self.group)
+            if self.parallel.is_sharded and row_size < self.group.size:
+                known = {name for name, _ in everywhere}
+                divided = [entry for entry in entries if entry[0] not in known]
+                compare_replicas(divided, self.steps_done, self.group, row_size=row_size)
 
     def plan(self) -> Sequence[Sequence[int]]:
         """The micro-batches of each rank."""
-        return rank_major(self.config.num_leaves, self.group.size)
+        return self.parallel.plan(self.group.size)
 
     def compute(self, leaf: int) -> Computed:
         """The gradients of micro-batch ``leaf`` of the step that is under way, of nobody's group."""
-        computed = leaf_gradients(
-            self.module,
+        computed = twin_gradients(
+            self.parallel.twin(),
             self._loss,
             leaf,
             num_leaves=self.config.num_leaves,
@@ -251,9 +319,25 @@ class Trainer:
     def _update(self, rate: float) -> None:
         """New weights. Until it is over they are those of no step."""
         set_learning_rate(self.optimizer, rate)  # not before: until here the state is that of the last step
-        before, self.state_of_run = self.state_of_run, False
+        before = self.state_of_run, self.parts_of_run
+        self.state_of_run = self.parts_of_run = False
         self.parallel.update()
-        self.state_of_run = before
+        self.state_of_run, self.parts_of_run = before
+
+    @property
+    def _without_values(self) -> bool:
+        """Whether the module has none until it is in slices, which are filled one parameter at a time."""
+        return self.config.parallel.shard_stage == 3
+
+    def _empty(self) -> nn.Module:
+        with torch.device("meta" if self._without_values else "cpu"):
+            return self._bare()
+
+    def _bare(self) -> nn.Module:
+        return GPT(GPTConfig(**asdict(self.config.model)))
+
+    def _plain_optimizer(self) -> Optimizer:
+        return make_optimizer(self.module.parameters(), self.config.optim)
 
     def _skip(self, reason: str, norm: float) -> None:
         if self.health.exhausted:
@@ -277,15 +361,18 @@ class Trainer:
     def _check_leaves(self) -> None:
         every = self.config.checks.leaves_every
         if every and (self.steps_done + 1) % every == 0:
-            compare_leaves(self.group, self.compute, self.plan(), self.steps_done)
+            with self.mesh.recorder.span(COMPARISON, lane="host"):
+                compare_leaves(self.group, self.compute, self.plan(), self.steps_done)
 
     def _loss(self, model: nn.Module, leaf: Leaf) -> Tensor:
-        self.pulse.enter("data")
-        with self.mesh.recorder.span("data", lane="data", leaf=leaf.index):
+        recorder = self.mesh.recorder
+        with recorder.span("data", lane="data", leaf=leaf.index):
+            self.pulse.enter("data")
             windows = self._windows(leaf.index)
-        self.pulse.enter("forward")
-        loss = text_loss(model, windows, device=self.mesh.device, autocast=self.config.autocast)
-        return self.injector.spoil(loss, model, self.steps_done)
+        with recorder.span("forward", lane="compute", leaf=leaf.index):
+            self.pulse.enter("forward")
+            loss = text_loss(model, windows, device=self.mesh.device, autocast=self.config.autocast)
+            return self.injector.spoil(loss, model, self.steps_done)
 
     def _windows(self, leaf: int) -> Tensor:
         indices = micro_batch_indices(

@@ -20,6 +20,7 @@ from instep.train.config import Config
 from instep.train.keep import Checkpoints, MemoryCopy
 from instep.train.loop import Ending
 from instep.train.part import Part
+from instep.train.rows import shard_axis
 from instep.train.trainer import Trainer
 
 EXIT_CODES = {Ending.DONE: 0, Ending.STOPPED: 75}
@@ -37,11 +38,16 @@ def work(desk: Desk, config: Config) -> None:
     listen(stop)
     trainer = Trainer(config, pulse=member.pulse)
     trainer.injector.rank = -1  # not one yet
-    trainer.wishes = {"stop": lambda: member.page.stop, "regroup": lambda: member.regroup}
+    memory = MemoryCopy(member)
+    trainer.wishes = {
+        "stop": lambda: member.page.stop,
+        "regroup": lambda: member.regroup,
+        "copy": lambda: memory.due(trainer),
+    }
     if not torch.cuda.is_available():
         trainer.prepare()
     checkpoints = Checkpoints(config.run_dir, config.timeout_s)
-    part = Part(trainer, config.run_dir, checkpoints, MemoryCopy(member))
+    part = Part(trainer, config.run_dir, checkpoints, memory)
     trainer.pulse.enter("built")
     why: dict[str, Any] = {}
     while (seat := member.sit(**why)) is not None:
@@ -74,7 +80,7 @@ def _sit(part: Part, member: Member, seat: Seat) -> tuple[Ending, dict[str, Any]
     trainer.pulse.enter("join")
     try:
         assert part.memory is not None
-        part.memory.take_over(seat.memory if seat.rank == 0 else None)
+        part.memory.take_over(seat.memory)
         _join(trainer, seat, member)
         times.update(joined_ns=time.monotonic_ns())
         ending = part.run()
@@ -103,5 +109,6 @@ def _join(trainer: Trainer, seat: Seat, member: Member) -> None:
         timeout_s=config.timeout_s,
         threads=config.parallel.threads,
         local_rank=seat.rank,
+        shard=shard_axis(seat.world_size, config.parallel.shard_ranks),
     )
     trainer.join(mesh)

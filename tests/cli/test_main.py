@@ -57,5 +57,5 @@ def test_help_imports_no_torch(args):
 
 
 @pytest.mark.parametrize("args", HELPS, ids=" ".join)
-def test_help_takes_less_than_a_third_of_a_second(args):
+def test_help_is_there_at_once(args):
     assert_quick(*args)

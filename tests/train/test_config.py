@@ -15,7 +15,6 @@ from instep.replicate.strategies import STRATEGIES, WRAPPERS
 from instep.train import config as config_module
 from instep.train import recipes
 from instep.train.config import (
-    RANGES,
     Config,
     Parallel,
     check_ranks,
@@ -25,9 +24,10 @@ from instep.train.config import (
     numerical,
     validate,
 )
+from instep.train.ranges import RANGES
 from instep.train.toml import load_toml, merge, to_toml
 
-TOPICS = ("model", "batch", "optim", "parallel", "checkpoint", "eval", "checks", "ledger")
+TOPICS = ("model", "batch", "optim", "parallel", "checkpoint", "eval", "checks", "ledger", "trace", "logs")
 
 
 def changed(**topics: object) -> Config:

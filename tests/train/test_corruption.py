@@ -10,8 +10,8 @@ from instep.elastic.bits import flip_bit
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.ordered.hash import state_entries, state_sha256
-from instep.replicate.leaves import Leaf
 from instep.replicate.server import ParameterServer
+from instep.step.leaves import Leaf
 from instep.train.corruption import compare_leaves, compare_replicas
 from tests.parity import world_of_one
 from tests.replicate.nets import fused, gpt, text

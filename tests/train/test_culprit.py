@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from instep.elastic.bits import poison, poisoned
 from instep.errors import Diverged, InstepError
 from instep.mesh.mesh import Mesh
-from instep.replicate.leaves import Leaf
+from instep.step.leaves import Leaf
 from instep.train.config import Checks
 from instep.train.culprit import NonFinite, first_nonfinite
 from tests.parity import world_of_one

@@ -174,6 +174,7 @@ def test_figures_that_a_part_of_a_run_has_not_stay_those_of_the_part_before(tmp_
     end(tmp_path, {"steps": 8, "speed": 5.0, "gone": 1})
     assert end(tmp_path, {"steps": 9, "speed": None, "new": None}) == {"steps": 9, "speed": 5.0, "new": None}
     assert json.loads((tmp_path / SUMMARY).read_text()) == {"steps": 9, "speed": 5.0, "new": None}
+    assert end(tmp_path, {"steps": 10}, {"speed": None}) == {"steps": 10, "speed": None}
 
 
 def written(path: Path, *steps: int) -> Path:

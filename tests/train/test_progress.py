@@ -7,7 +7,9 @@ import pytest
 from instep.train.progress import LINES_PER_RUN, Display
 from instep.train.trainer import Made
 
-MADE = Made(loss=2.3456, rate=1e-3, norm=0.5, step_ms=12.3, exposed_ms=4.5, tokens_per_s=12345.6)
+MADE = Made(
+    loss=2.3456, rate=1e-3, norm=0.5, step_ms=12.3, exposed_ms=4.5, waiting_ms=0.2, tokens_per_s=12345.6
+)
 
 
 def shown(capsys, num_steps: int, rank: int = 0) -> list[str]:

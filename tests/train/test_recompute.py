@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
 from instep.ordered.tree import adds
-from instep.replicate.leaves import Leaf
+from instep.step.leaves import Leaf
 from instep.train.recompute import leaf_gradients
 from tests.parity import assert_same_bits, world_of_one
 from tests.replicate.nets import gpt

@@ -35,10 +35,16 @@ def beginning() -> tuple[str, dict[str, object]]:
     return "the beginning", {}
 
 
+def begun(trainer: Trainer) -> None:
+    """All ranks take the state of before the first step, as where no rank finds another. Collective."""
+    trainer.begin()
+    agree(trainer, beginning)
+
+
 def trained(config: Config, mesh: Mesh, steps: int = STEPS) -> Trainer:
     """A trainer after some steps of the run."""
     trainer = Trainer(config, mesh)
-    agree(trainer, beginning)
+    begun(trainer)
     for _ in range(steps):
         trainer.step()
     return trainer

@@ -13,8 +13,8 @@ from instep.ordered.hash import Entry, state_entries, state_sha256
 from instep.ordered.keys import initialize
 from instep.ordered.norm import clip_grad_norm_
 from instep.ordered.tree import rank_major
-from instep.replicate.leaves import Leaf
 from instep.replicate.wrapper import DataParallel
+from instep.step.leaves import Leaf
 from instep.train.config import Checks
 from instep.train.culprit import give_up
 from instep.train.health import Health

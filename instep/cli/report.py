@@ -1,0 +1,62 @@
+"""``instep report RUN``: where the time of a run went, as a page, as traces, as a picture and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from instep.cli.exits import DONE, tell
+
+PROGRAM = "instep report"
+DESCRIPTION = """\
+Say where the time of a run's steps went, who was slow, and what would make it faster.
+
+Writes into the run's directory report.html (one file, needs no network), report.json (its figures),
+trace/trace.json.gz (for ui.perfetto.dev), trace/hta/ (for Holistic Trace Analysis), and
+trace/step.png and .svg. The run may be finished, going on, or dead.
+
+Exit codes: 0 done, 1 failed, 2 usage.\
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to report, and where to."""
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]
+    """Directory of a run of instep train."""
+    out: Path | None = None
+    """Write into this directory instead."""
+    steps: tuple[int, ...] = ()
+    """The steps of the timeline; by default the median, the slowest and some more."""
+    trace_steps: int = 20
+    """How many of the last steps go into the traces; 0: none are written."""
+
+
+def parse(args: Sequence[str]) -> Options:
+    """The options that ``args`` ask for.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
+    """
+    return tyro.cli(Options, prog=PROGRAM, description=DESCRIPTION, args=list(args))
+
+
+def main(args: Sequence[str]) -> int:
+    """Report as ``args`` say; return the exit code."""
+    try:
+        options = parse(args)
+        # From here on torch is imported, which --help and a mistyped flag do not wait for.
+        from instep.train.report import report
+
+        for line in report(options.run_dir, options.out, options.steps, options.trace_steps):
+            print(line)
+        return DONE
+    except BrokenPipeError:  # who reads has seen enough
+        return DONE
+    except (Exception, KeyboardInterrupt) as error:
+        return tell(PROGRAM, error)

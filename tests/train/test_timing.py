@@ -1,0 +1,169 @@
+"""Where the time of a rank's steps goes, while it trains, and what the ranks tell each other of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from instep.events import GLOBAL_LOSS, GRADIENT_SYNC, STEP, Recorder
+from instep.mesh.mesh import Mesh
+from instep.timeline.bubbles import bubbles
+from instep.timeline.parts import parts
+from instep.timeline.straggler import Own
+from instep.train.timing import LOOKED_AT, NUM_OWN, Timing
+from tests.train.test_trainer import STEPS, config, trained
+from tests.world import world
+
+
+class Played:
+    """A clock that stands still unless it is told to go on, and a recorder by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms = 1000
+        monkeypatch.setattr("instep.events.time.monotonic_ns", lambda: self.now_ms * 1_000_000)
+        self.recorder = Recorder(rank=1)
+
+    def span(self, name: str, ms: int, lane: str = "host", **more: int) -> None:
+        with self.recorder.span(name, lane=lane, **more):
+            self.now_ms += ms
+
+    def step(self, compute_ms: int = 30) -> None:
+        """One micro-batch, after which the gradients travel for 5 ms."""
+        self.span("data", 2, "data")
+        self.span("forward", compute_ms // 3, "compute")
+        self.span("backward", compute_ms - compute_ms // 3, "compute")
+        self.span(GRADIENT_SYNC, 5)
+        self.span("update", 3, "compute")
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(monkeypatch)
+
+
+def test_a_ranks_own_figures_are_those_of_the_step_before_with_all_that_followed_it(played: Played) -> None:
+    timing = Timing(played.recorder, num_ranks=2)
+    timing.begin(0)
+    assert timing.own == [0.0] * NUM_OWN
+    played.step(compute_ms=30)
+    timing.waits()
+    played.span("ledger", 4)
+    assert timing.own == [0.0] * NUM_OWN
+    timing.begin(1)
+    own = Own.from_list(timing.own)
+    assert (own.rank, own.step, own.leaves) == (1, 0, 1)
+    assert [own.compute, own.data, own.host, own.wall] == pytest.approx([0.030, 0.002, 0.004, 0.044])
+    played.step(compute_ms=60)
+    timing.waits()
+    assert Own.from_list(timing.own) == own
+    timing.begin(2)
+    assert Own.from_list(timing.own).compute == pytest.approx(0.060)
+
+
+def test_no_time_between_two_steps_is_in_neither(played: Played) -> None:
+    timing = Timing(played.recorder, num_ranks=1)
+    for step in range(3):
+        timing.begin(step)
+        played.step()
+        played.now_ms += 7  # of nobody
+    timing.end()
+    ends = [event for event in played.recorder.events if event.name == STEP]
+    assert [(e.start_ns, e.end_ns) for e in ends] == [
+        (s * 10**6, (s + 47) * 10**6) for s in (1000, 1047, 1094)
+    ]
+    found = timing.breakdown()
+    assert found.parts["unattributed"] == pytest.approx(0.007) and found.steps == 3
+
+
+def test_an_optimizers_step_does_not_end_a_step_that_is_begun_by_name(played: Played) -> None:
+    timing = Timing(played.recorder, num_ranks=1)
+    timing.begin(5)
+    played.recorder.stepped()
+    played.step()
+    timing.end()
+    assert [event.step for event in played.recorder.events if event.name == STEP] == [5]
+
+
+def test_waits_are_those_of_the_open_step_so_far(played: Played) -> None:
+    timing = Timing(played.recorder, num_ranks=2)
+    assert timing.waits() == (0, 0)
+    timing.begin(0)
+    played.step()
+    assert timing.waits() == pytest.approx((0.005, 0))
+    played.span("parameter update", 11, peer=0)
+    assert timing.waits() == pytest.approx((0.005, 0.011))
+    timing.begin(1)
+    assert timing.waits() == (0, 0)
+
+
+def test_the_breakdown_is_of_all_steps_and_of_no_step_it_is_empty(played: Played) -> None:
+    timing = Timing(played.recorder, num_ranks=1)
+    assert (timing.breakdown().steps, timing.breakdown().rank, timing.breakdown().wall_s) == (0, 1, 0)
+    timing.end()
+    assert timing.breakdown().steps == 0 and timing.slow() is None and timing.own == [0.0] * NUM_OWN
+    for step in range(4):
+        timing.begin(step)
+        played.step(compute_ms=30 + 10 * step)
+    timing.end()
+    found = timing.breakdown()
+    assert found.steps == 4 and found.wall_s == pytest.approx(0.055)
+    assert found.parts["compute"] == pytest.approx(0.045) and found.causes == {
+        GRADIENT_SYNC: pytest.approx(0.005)
+    }
+
+
+def test_the_slow_rank_is_found_from_what_was_heard_and_ranks_without_a_step_count_for_nothing() -> None:
+    timing = Timing(Recorder(), num_ranks=3)
+    timing.heard([[0.0] * NUM_OWN] * 3)
+    assert timing.slow() is None
+
+    def own(rank: int, step: int, compute: float) -> list[float]:
+        return Own(rank, step, 1, compute, 0.001, 0.002, 0.1).to_list()
+
+    for step in range(8):
+        timing.heard([own(0, step, 0.05), own(1, step, 0.05), own(2, step, 0.08)])
+    slow = timing.slow()
+    assert slow is not None and (slow.rank, slow.phase, slow.since) == (2, "its own compute", 0)
+    for step in range(8, 8 + LOOKED_AT):
+        timing.heard([own(0, step, 0.05), own(1, step, 0.05), own(2, step, 0.05)])
+    assert timing.slow() is None
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "naive", "server"])
+@world(2)
+def test_in_training_every_rank_hears_of_every_other_one_step_later(
+    mesh: Mesh, data: Path, strategy: str
+) -> None:
+    trainer = trained(config(data, strategy), mesh)
+    heard = [*trainer.timing._heard]
+    assert [(own.step, own.rank) for own in heard] == [(s, r) for s in range(STEPS - 1) for r in range(2)]
+    mine = [own for own in heard if own.rank == mesh.rank]
+    for step, own in enumerate(mine):
+        found = parts(mesh.recorder.of_step(step))
+        assert found is not None
+        whole = Own.of(found)  # whose end is read some moments after
+        assert (own.compute, own.data, own.leaves) == (whole.compute, whole.data, whole.leaves)
+        assert own.wall <= whole.wall and whole.wall - own.wall == pytest.approx(whole.host - own.host)
+        assert own.wall >= own.compute + own.data + own.host > 0
+        assert own.leaves == trainer.config.num_leaves // 2
+
+
+@world(2)
+def test_what_a_step_says_it_waited_is_what_its_bubbles_are(mesh: Mesh, data: Path) -> None:
+    trainer = trained(config(data), mesh)
+    trainer.timing.end()
+    made = trainer.last
+    assert made is not None
+    found = bubbles(mesh.recorder.of_step(STEPS - 1))
+    told = sum(bubble.duration_s for bubble in found) * 1e3
+    assert made.exposed_ms + made.waiting_ms == pytest.approx(told, rel=1e-6)
+    assert {bubble.cause for bubble in found} <= {GRADIENT_SYNC, GLOBAL_LOSS}
+    assert trainer.timing.breakdown().steps == STEPS
+
+
+@world(2)
+def test_a_run_that_takes_no_step_has_a_breakdown_that_can_be_told(mesh: Mesh, data: Path) -> None:
+    trainer = trained(config(data), mesh, steps=0)
+    trainer.timing.end()
+    assert trainer.timing.breakdown().steps == 0
