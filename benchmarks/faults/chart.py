@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.faults.judge import PARTS
-from instep.bench import style
 from instep.bench.tables import cell
+from instep.timeline import style
 
 WIDTH, BAR = 10.5, 0.3  # inches
 # Apart, because what is watched for seconds before it is believed would dwarf the rest.

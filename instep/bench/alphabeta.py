@@ -30,56 +30,22 @@ Source: the uniform case of S. Shi et al., "MG-WFBP", INFOCOM 2019. Units: secon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+
+from instep.timeline.predict import Cost
 
 
-@dataclass(frozen=True)
-class Link:
-    """What a message costs: ``latency_s`` + ``s_per_byte`` x bytes (alpha and beta)."""
-
-    latency_s: float
-    s_per_byte: float
-
-    def time_s(self, size_bytes: float) -> float:
-        return self.latency_s + self.s_per_byte * size_bytes
-
-
-def fit(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
-    """The link whose *relative* errors on the measured times are least, in the sense of least squares.
-
-    Relative, because sizes span decades: otherwise the largest message alone would decide, and the latency
-    would be whatever is left. Neither figure is negative.
-
-    Raises:
-        ValueError: fewer than two different sizes.
-    """
-    if len(set(sizes_bytes)) < 2 or len(sizes_bytes) != len(times_s):
-        raise ValueError(f"expected times of two sizes or more, got {len(set(sizes_bytes))} sizes")
-    # Minimise sum((a/t + b s/t - 1)^2): two linear equations in a and b.
-    p, q = [1 / t for t in times_s], [s / t for s, t in zip(sizes_bytes, times_s, strict=True)]
-    pp, qq = sum(x * x for x in p), sum(x * x for x in q)
-    pq = sum(x * y for x, y in zip(p, q, strict=True))
-    determinant = pp * qq - pq * pq
-    a = (sum(p) * qq - sum(q) * pq) / determinant
-    b = (sum(q) * pp - sum(p) * pq) / determinant
-    if a < 0:
-        return Link(0.0, sum(q) / qq)
-    return Link(sum(p) / pp, 0.0) if b < 0 else Link(a, b)
-
-
-def comm_bound_s(bucket: float, total: float, backward_s: float, link: Link) -> float:
+def comm_bound_s(bucket: float, total: float, backward_s: float, link: Cost) -> float:
     """Exposed communication if the network is busy from the first bucket on, in seconds."""
     num_buckets = total / bucket
     return backward_s / num_buckets + num_buckets * link.latency_s + link.s_per_byte * total - backward_s
 
 
-def compute_bound_s(bucket: float, link: Link) -> float:
+def compute_bound_s(bucket: float, link: Cost) -> float:
     """Exposed communication if the network has caught up when the last bucket is full, in seconds."""
     return link.time_s(bucket)
 
 
-def exposed_s(bucket: float, total: float, backward_s: float, link: Link) -> float:
+def exposed_s(bucket: float, total: float, backward_s: float, link: Cost) -> float:
     """Communication that the step waits for, with buckets of ``bucket`` of the ``total`` bytes, in seconds.
 
     A bucket that is larger than the whole is the whole.
@@ -88,7 +54,7 @@ def exposed_s(bucket: float, total: float, backward_s: float, link: Link) -> flo
     return max(comm_bound_s(bucket, total, backward_s, link), compute_bound_s(bucket, link))
 
 
-def best_bucket(total: float, backward_s: float, link: Link) -> float:
+def best_bucket(total: float, backward_s: float, link: Cost) -> float:
     """The bucket size in bytes with the least exposed communication; at most ``total``."""
     balanced = total * math.sqrt(link.latency_s / backward_s)
     spare_s = backward_s - link.s_per_byte * total

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench import charts, tables
-from instep.bench.alphabeta import Link, best_bucket, exposed_s, fit
+from instep.bench.alphabeta import best_bucket, exposed_s
 from instep.bench.options import Buckets
 from instep.bench.ranks import merge, on_ranks
 from instep.bench.sweep import WARM_UP, body
 from instep.bench.words import parse_count
 from instep.models.config import GPTConfig, num_parameters
+from instep.timeline.predict import Cost, fit
 
 MIB = 1 << 20
 WIDTHS = (64, 128, 256, 384, 512, 768)
@@ -126,7 +127,7 @@ def title_of(results: Mapping[str, Any]) -> str:
 
 def notes(results: Mapping[str, Any]) -> list[str]:
     """What has to be known to read the table."""
-    link = Link(results["alpha_us"] * 1e-6, results["beta_ns_per_byte"] * 1e-9)
+    link = Cost(results["alpha_us"] * 1e-6, results["beta_ns_per_byte"] * 1e-9)
     total_ms = 1e3 * link.s_per_byte * results["gradient_bytes"]
     bound = "communication-bound" if total_ms > results["backward_ms"] else "compute-bound"
     way = "in the fixed order" if results["ordered"] else "by the backend's all-reduce"

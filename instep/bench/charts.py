@@ -4,8 +4,8 @@
     bars             a row per thing, with its spread
     sweep            a curve, its best point and the predicted one
 
-Rows are those of ``tables``. This file and ``style`` are the only ones that import matplotlib, which takes
-half a second: modules that ranks import must not import it.
+Rows are those of ``tables``. This file, ``timeline.style`` and ``timeline.picture`` are the only ones that
+import matplotlib, which takes half a second: modules that ranks import must not import it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from instep.bench import style
-from instep.bench.style import INK, MUTED
 from instep.bench.tables import Row, cell
 from instep.bench.words import duration_text, size_text
+from instep.timeline import style
+from instep.timeline.style import INK, MUTED
 
 PANEL = (4.2, 3.1)  # inches
 BAR = 0.46

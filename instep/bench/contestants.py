@@ -4,6 +4,7 @@
     unordered                      bucketed with ``ordered=False``: the backend's all-reduce adds
     server                         ``instep.ParameterServer``
     threads                        ``instep.ThreadedReplicas``: rank 0 alone, with the batches of all ranks
+    stage1 stage2 stage3           what each rank holds a part of, with weights of their own (``sharded``)
     DDP                            torch's ``DistributedDataParallel``, as it comes
     none                           as many processes at once, and no synchronisation: the baseline
     alone                          rank 0 steps, the others wait: what one rank could do with the machine
@@ -12,8 +13,9 @@
 Many contestants are in one process at a time, so that they can take turns, and memory is what there is
 least of. They share the memory of the weights: each has a copy of the module whose parameters are other
 objects, with hooks and gradients of their own, over the same storage. Plain SGD has no moments, and with a
-step size of zero it reads and writes all weights without changing a bit of them. So nobody disturbs anybody,
-every step of every contestant computes the same numbers, and what remains per contestant is its gradients.
+step size of zero it reads and writes all weights without changing a bit of them; so does AdamW without decay.
+So nobody disturbs anybody, every step of every contestant computes the same numbers, and what remains per
+contestant is its gradients, and moments if the optimizer has some.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from instep.bench.ranks import World
 from instep.bench.settings import Setting
+from instep.bench.sharded import KINDS, Kind, shard, whole
 from instep.events import Recorder
-from instep.models.transformer import GPT
 from instep.replicate.server import ParameterServer
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
@@ -48,11 +52,22 @@ class Stage:
 
     def __init__(self, world: World, setting: Setting) -> None:
         torch.manual_seed(0)
-        self.world = world
-        self.module = GPT(setting.config)
+        self.world, self.setting = world, setting
         batches = torch.randint(256, (world.size, setting.batch, setting.tokens + 1))
         self.batch = batches[world.rank]
         self.batches = batches.flatten(0, 1)
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The weights that contestants share, made when the first of them wants some."""
+        return whole(self.setting.config)
+
+    @property
+    def optimizer(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Class and options."""
+        if self.setting.optimizer == "sgd":
+            return torch.optim.SGD, {"lr": 0.0}
+        return torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0, "fused": True}
 
     def copy(self) -> nn.Module:
         """The module with parameters of its own over the shared storage."""
@@ -71,12 +86,19 @@ class Loop:
     forward, ``guard_s`` that of the hooks which instep has around every optimizer step.
     """
 
-    def __init__(self, stage: Stage, model: nn.Module, batch: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        model: nn.Module,
+        batch: Tensor | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
         self.stage = stage
         self.model = model
         self.batch = stage.batch if batch is None else batch
         self.recorder: Recorder | None = getattr(model, "recorder", None)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        kind, options = stage.optimizer
+        self.optimizer = optimizer or kind(model.parameters(), **options)
         self.forward_s = self.guard_s = 0.0
         self._times: list[float] = []
         # torch calls the hooks of all optimizers before those of one, and after the step the other way round.
@@ -106,7 +128,8 @@ class Serve:
 
     def __init__(self, stage: Stage, backend: str) -> None:
         module = stage.copy()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        kind, options = stage.optimizer
+        optimizer = kind(module.parameters(), **options)
         self.stage = stage
         self.server = ParameterServer(module, optimizer, stage.world.group(backend), init_sync=False)
         self.recorder: Recorder | None = self.server.recorder
@@ -162,8 +185,20 @@ class Contestant:
         return "-".join(filter(None, (self.strategy, size, self.backend)))
 
     @property
+    def kind(self) -> Kind:
+        """What is divided; of stage 0 nothing."""
+        return KINDS.get(self.strategy, Kind(0))
+
+    @property
+    def words(self) -> set[str]:
+        """By which it can be chosen."""
+        return {self.strategy, self.name, *(["sharded"] if self.kind.stage else [])}
+
+    @property
     def label(self) -> str:
         """The strategy, and what is not the default about it."""
+        if self.kind.stage:
+            return self.kind.label
         size = "" if self.bucket_mb is None else f" {self.bucket_mb:g} MB"
         return ("bucketed unordered" if self.strategy == "unordered" else self.strategy) + size
 
@@ -187,11 +222,17 @@ class Contestant:
                 return Transfer(stage, 4, NUM_LATENCIES)
             case "server":
                 return Serve(stage, self.backend)
+        if self.backend == "shm" and not available():
+            raise Absent("this platform has no backend shm")
+        if self.kind.stage:
+            kind, options = stage.optimizer
+            group = world.group(self.backend)
+            model, optimizer = shard(self.kind, stage.setting.config, group, kind, options)
+            self._require_shm(model, world)
+            return Loop(stage, model, optimizer=optimizer)
         return Loop(stage, self._wrap(stage.copy(), world))
 
     def _wrap(self, module: nn.Module, world: World) -> nn.Module:
-        if self.backend == "shm" and not available():
-            raise Absent("this platform has no backend shm")
         group = world.group(self.backend)
         if self.strategy == "DDP":
             return nn.parallel.DistributedDataParallel(
@@ -205,10 +246,13 @@ class Contestant:
             bucket_cap_mb=self.bucket_mb or BUCKET_MB,
             init_sync=False,
         )
-        # Where the ranks share no memory, a group of "shm" is one of gloo: a time under a wrong name.
+        self._require_shm(model, world)
+        return model
+
+    def _require_shm(self, model: Any, world: World) -> None:
+        """Where the ranks share no memory, a group of "shm" is one of gloo: a time under a wrong name."""
         if self.backend == "shm" and world.size > 1 and not isinstance(model.group.pg, ShmGroup):
             raise Absent("these ranks do not exchange gradients through shared memory")
-        return model
 
 
 NONE, ALONE = Contestant("none"), Contestant("alone")
@@ -225,6 +269,11 @@ HOST = (
     *(Contestant(strategy, "shm") for strategy in (*OURS, "unordered")),
     Contestant("threads"),
 )
+# On one host, if they are asked for: each needs memory for weights of its own.
+SHARDED = (
+    *(Contestant(strategy, "gloo") for strategy, kind in KINDS.items() if not kind.one_copy),
+    *(Contestant(strategy, "shm") for strategy in KINDS),
+)
 # Over a link. The smaller buckets are near the best size, S sqrt(latency / backward).
 LINK = (
     NONE,
@@ -239,15 +288,20 @@ LINK = (
 ALWAYS = {NONE, ALONE, WIRE, LATENCY, DDP}
 
 
-def choose(all_of_them: Sequence[Contestant], words: Sequence[str]) -> list[Contestant]:
-    """Those whose strategy or name is among ``words``, all if there are none; and what they are held against.
+def choose(
+    all_of_them: Sequence[Contestant], words: Sequence[str], more: Sequence[Contestant] = ()
+) -> list[Contestant]:
+    """Those whose strategy or name is among ``words``, ``more`` too; and what they are held against.
+
+    If there are no words, ``all_of_them``.
 
     Raises:
         ValueError: a word that is neither.
     """
-    known = {word for one in all_of_them for word in (one.strategy, one.name)}
+    known = {word for one in (*all_of_them, *more) for word in one.words}
     for word in words:
         if word not in known:
             raise ValueError(f"strategy {word!r}: expected one of {', '.join(sorted(known))}")
-    wanted = set(words) or known
-    return [one for one in all_of_them if one in ALWAYS or {one.strategy, one.name} & wanted]
+    if not words:
+        return list(all_of_them)
+    return [one for one in (*all_of_them, *more) if one in ALWAYS or one.words & set(words)]

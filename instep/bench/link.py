@@ -69,7 +69,9 @@ class Found:
 def run(options: Steps) -> int:
     """Measure over links, print the table, write the files; 0, or an exception."""
     params = parse_count(options.params) if options.params else None
-    found = measure(setting("link", params), options.ranks, words(options.strategies), options.samples)
+    found = measure(
+        setting("link", params, options.optimizer), options.ranks, words(options.strategies), options.samples
+    )
     print()
     show(found.rows, title(found), notes=found.notes)
     write(options, found.as_json(), found.rows, lambda path: chart(found, path))

@@ -117,9 +117,12 @@ class Steps(Files):
     setting: Literal["communication", "compute", "both"] = "both"
     """What takes most of the step: a model that is large for its batch, or the other way round."""
     strategies: Words = ()
-    """Strategies to compare, measured alternately; all, if none is named."""
+    """Strategies to compare, measured alternately; if none is named, all but those that shard. These are
+    stage1, stage2, stage3, stage1-one-copy and stage2-one-copy, together: sharded."""
     samples: int = 20
     """Steps of each strategy that are timed."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """What steps the weights, with a rate of zero: SGD has no state, AdamW two numbers per parameter."""
     params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
     """About how many parameters the model has: 70M, or 20M over a link, if nothing is said."""
     memory: bool = True

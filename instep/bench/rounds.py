@@ -13,7 +13,6 @@ rounds, and every other round goes backwards, so nobody always follows the same 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from instep.events import Event
 
 DROPPED = 2
 # Spans of the communication lane's name in which nothing is sent or received.
-WAITING = ("exposed", "idle", "update", "aggregate")
+WAITING = ("queued", "wait", "aggregate")
 
 # What a rank has measured of one contestant, a list with one entry per round in each.
 Measured = dict[str, list[Any]]
@@ -67,19 +66,19 @@ _KEYS = ("step_s", "forward_s", "guard_s", "busy_s", "agree_s", "sent_bytes", "r
 
 
 def _step(world: World, player: Player) -> dict[str, Any]:
-    events: deque[Event] = deque() if player.recorder is None else player.recorder.events
-    events.clear()
     world.barrier()
     before = traffic()
-    began = time.perf_counter()
+    began, began_ns = time.perf_counter(), time.monotonic_ns()
     player.step()
     step_s = time.perf_counter() - began
     after = traffic()
+    recorded = [] if player.recorder is None else player.recorder.events
+    events = [event for event in recorded if event.start_ns >= began_ns]
     return {
         "step_s": step_s,
         "forward_s": player.forward_s,
         "guard_s": player.guard_s,
-        "busy_s": busy_s(list(events)),
+        "busy_s": busy_s(events),
         "agree_s": [event.duration_s for event in events if event.name == "agree"],
         "sent_bytes": after[0] - before[0],
         "received_bytes": after[1] - before[1],

@@ -16,17 +16,19 @@ TOKENS = 128
 LAYERS = 10
 HEAD_WIDTH = 64
 FLOAT_BYTES = 4
+OPTIMIZERS = {"sgd": 0, "adamw": 2}  # by the moments of a parameter
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One model and one batch per rank: ``batch`` windows of ``tokens``."""
+    """One model and one batch per rank: ``batch`` windows of ``tokens``. The optimizer is of OPTIMIZERS."""
 
     name: str
     params: int
     batch: int
     what: str
     tokens: int = TOKENS
+    optimizer: str = "sgd"
 
     @property
     def config(self) -> GPTConfig:
@@ -37,10 +39,16 @@ class Setting:
         return FLOAT_BYTES * num_parameters(self.config)
 
     @property
+    def num_moments(self) -> int:
+        """Floats per parameter that the optimizer keeps."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def text(self) -> str:
         """The model and the batch in words."""
         millions = num_parameters(self.config) / 1e6
-        return f"{millions:.3g} M parameters, {self.batch} x {self.tokens} tokens per rank"
+        stepped = "" if self.optimizer == "sgd" else f", {self.optimizer}"
+        return f"{millions:.3g} M parameters, {self.batch} x {self.tokens} tokens per rank{stepped}"
 
 
 SETTINGS = {
@@ -51,9 +59,9 @@ SETTINGS = {
 }
 
 
-def setting(name: str, params: int | None = None) -> Setting:
+def setting(name: str, params: int | None = None, optimizer: str = "sgd") -> Setting:
     """The setting called ``name``, with another number of parameters if one is given."""
-    found = SETTINGS[name]
+    found = replace(SETTINGS[name], optimizer=optimizer)
     return found if params is None else replace(found, params=params)
 
 

@@ -12,18 +12,21 @@ from instep.bench import link
 from instep.bench.answers import Answers
 from instep.bench.bound import available_bytes
 from instep.bench.charts import bars
-from instep.bench.contestants import ALONE, DDP, HOST, NONE, Contestant, choose
+from instep.bench.contestants import ALONE, DDP, HOST, NONE, SHARDED, Contestant, choose
 from instep.bench.options import Steps
-from instep.bench.peak import peak
+from instep.bench.peak import columns, peak
 from instep.bench.ranks import on_ranks
 from instep.bench.rounds import perform
 from instep.bench.settings import Setting, setting
-from instep.bench.tables import Row, markdown, show, write
+from instep.bench.tables import Row, cell, markdown, show, write
 from instep.bench.words import parse_count, words
 
-MEGABYTE = 1e6
 # What the table on stdout leaves to the files.
-FILES_ONLY = ("setting", "q25(ms)", "q75(ms)", "x DDP q25", "x DDP q75")
+FILES_ONLY = (
+    *("setting", "q25(ms)", "q75(ms)", "x DDP q25", "x DDP q75"),
+    *("parameters(MB)", "gradients(MB)", "optimizer(MB)", "buffers(MB)", "scratch(MB)"),
+    *("gathered(MB)", "activations(MB)"),
+)
 PANELS = {"": "nothing sent", "gloo": "over gloo (sockets)", "shm": "over shared memory"}
 
 
@@ -62,7 +65,7 @@ def run(options: Steps) -> int:
 
 def measure(chosen: Setting, options: Steps) -> Found:
     """All contestants of one host in one setting."""
-    contestants = choose(HOST, words(options.strategies))
+    contestants = choose(HOST, words(options.strategies), SHARDED)
     _require_memory(chosen, contestants, options.ranks)
     print(f"{chosen.what}: {chosen.text}; {options.ranks} ranks", file=sys.stderr, flush=True)
     told = {
@@ -77,12 +80,13 @@ def measure(chosen: Setting, options: Steps) -> Found:
         {
             "setting": chosen.name,
             **answers.row(one),
-            **({"peak(MB)": peaks.get(one.name)} if options.memory else {}),
+            **peaks.get(one.name, {}),
         }
         for one in there
     ]
     samples = {name: [step * 1e3 for step in answers.steps(name)] for name in answers.names}
-    return Found(chosen, rows, notes(answers), samples)
+    said = [memory(peaks[NONE.name])] if NONE.name in peaks else []
+    return Found(chosen, rows, [*notes(answers), *said], samples)
 
 
 def notes(answers: Answers) -> list[str]:
@@ -111,6 +115,15 @@ def notes(answers: Answers) -> list[str]:
         else "gap closed: 0 % is torch's DDP over gloo, 100 % is no synchronisation"
     )
     return lines
+
+
+def memory(figures: Row) -> str:
+    """What a rank needs without any synchronisation: who shards nothing needs as much, and more."""
+    return (
+        f"memory of a rank: {cell(figures['state(MB)'])} MB of state where nothing is sent, "
+        f"{cell(figures['formula(MB)'])} MB by the formula, and {cell(figures['activations(MB)'])} MB of "
+        "activations; formula: of state, by stage and ranks; host: all ranks, shared pages once"
+    )
 
 
 def table(found: Found) -> None:
@@ -152,24 +165,27 @@ def chart(found: Found, path: Path, ranks: int) -> list[Path]:
 
 
 def _setting(name: str, options: Steps) -> Setting:
-    return setting(name, parse_count(options.params) if options.params else None)
+    return setting(name, parse_count(options.params) if options.params else None, options.optimizer)
 
 
-def _peak(one: Contestant, chosen: Setting, options: Steps) -> float | None:
+def _peak(one: Contestant, chosen: Setting, options: Steps) -> dict[str, float | None]:
     told = {"setting": asdict(chosen), "contestant": asdict(one)}
-    found = [bytes_ for bytes_ in on_ranks(peak, told, ranks=options.ranks) if bytes_ is not None]
-    return max(found) / MEGABYTE if found else None
+    return columns(
+        [found for found in on_ranks(peak, told, ranks=options.ranks) if found is not None], chosen, one
+    )
 
 
 def _require_memory(chosen: Setting, contestants: Sequence[Contestant], ranks: int) -> None:
-    """Raise ``ValueError`` if the contestants' gradients will not fit beside each other."""
+    """Raise ``ValueError`` if what the contestants hold will not fit side by side."""
     held = {"none": 0, "alone": 0, "flat": 2, "server": 1 + ranks, "threads": ranks}
+    stepped = [one for one in contestants if one.strategy not in ("wire", "latency")]
     copies = 3 + sum(held.get(one.strategy, 1) for one in contestants)  # weights, gradients, activations
+    copies += chosen.num_moments * len(stepped) + sum(one.kind.stage > 0 for one in contestants)
     needed = ranks * copies * chosen.gradient_bytes
     available = available_bytes()
     if needed > available:
         raise ValueError(
             f"{len(contestants)} contestants on {ranks} ranks need about {needed / 1e9:.1f} GB of memory for "
-            f"their gradients, and {available / 1e9:.1f} GB are available: pass fewer --strategies, or "
+            f"what they hold, and {available / 1e9:.1f} GB are available: pass fewer --strategies, or "
             "smaller --params"
         )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.bench.charts import against_size, bars, sweep
-from instep.bench.style import colours, spread
+from instep.timeline.style import colours, spread
 
 SIZES = [
     {

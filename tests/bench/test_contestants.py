@@ -1,11 +1,23 @@
 """Who takes part in a comparison of steps: alike in what they compute, apart in what they hold."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from instep.bench.contestants import ALONE, DDP, HOST, LATENCY, LINK, NONE, WIRE, Contestant, Stage, choose
+from instep.bench.contestants import (
+    ALONE,
+    DDP,
+    HOST,
+    LATENCY,
+    LINK,
+    NONE,
+    SHARDED,
+    WIRE,
+    Contestant,
+    Stage,
+    choose,
+)
 from instep.bench.ranks import World
 from instep.bench.rounds import perform
 from instep.bench.settings import SETTINGS, Setting, setting, shape
@@ -45,6 +57,31 @@ def test_a_step_changes_no_weight(stage, one):
 
 
 @world(2, by="process")
+def test_who_shards_computes_what_the_others_compute_and_changes_no_weight(mesh):
+    """The same loss step after step, of weights that are stepped with a rate of zero."""
+    stepped = replace(TINY, optimizer="adamw")
+    world_ = World()
+    players = {one.name: one.play(Stage(world_, stepped)) for one in (NONE, *SHARDED) if available()}
+    losses = {name: [_loss(player) for _ in range(2)] for name, player in players.items()}
+    assert len({loss for both in losses.values() for loss in both}) <= 1
+
+
+def _loss(player):
+    player.step()
+    with torch.no_grad():
+        return player.stage.loss(player.model, player.batch).item()
+
+
+def test_who_shards_takes_part_only_if_it_is_asked_for():
+    assert choose(HOST, [], SHARDED) == list(HOST)
+    assert set(choose(HOST, ["sharded"], SHARDED)) == {NONE, ALONE, DDP, *SHARDED}
+    assert set(choose(HOST, ["stage3"], SHARDED)) - {NONE, ALONE, DDP} == {
+        Contestant("stage3", "gloo"),
+        Contestant("stage3", "shm"),
+    }
+
+
+@world(2, by="process")
 def test_every_contestant_steps_and_no_weight_differs_from_before(mesh):
     told = {"setting": asdict(TINY), "contestants": [asdict(one) for one in {*HOST, *LINK}], "samples": 1}
     told["contestants"].sort(key=lambda fields: str(fields))
@@ -75,7 +112,7 @@ def test_what_the_others_are_held_against_always_takes_part():
 
 
 def test_nobody_has_the_name_of_another():
-    for contestants in (HOST, LINK):
+    for contestants in ((*HOST, *SHARDED), LINK):
         assert len({one.name for one in contestants}) == len(contestants)
 
 

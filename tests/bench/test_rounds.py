@@ -33,7 +33,7 @@ def test_a_lane_is_busy_for_the_union_of_its_spans():
 
 
 def test_waiting_and_other_lanes_are_not_busy():
-    assert busy_s([span(0, 9, "exposed"), span(0, 9, "idle"), span(0, 9, lane="compute"), span(3, 4)]) == 1
+    assert busy_s([span(0, 9, "queued"), span(0, 9, "wait"), span(0, 9, lane="compute"), span(3, 4)]) == 1
 
 
 def test_a_contestant_without_spans_is_not_busy():

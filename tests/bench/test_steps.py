@@ -6,9 +6,9 @@ import json
 import pytest
 
 from instep.bench import link, steps
-from instep.bench.contestants import LINK
+from instep.bench.contestants import LINK, Contestant
 from instep.bench.options import Steps
-from instep.bench.peak import high_water_bytes
+from instep.bench.peak import columns
 from instep.bench.settings import Setting
 from tests.lab import why_not
 
@@ -38,8 +38,30 @@ def test_contestants_that_memory_cannot_hold_are_refused_before_any_process_star
         steps.run(Steps(params="1000G"))
 
 
-def test_the_high_water_mark_is_read_in_bytes():
-    assert high_water_bytes("Name:\tpython\nVmPeak:\t  9 kB\nVmHWM:\t    2 kB\nVmRSS:\t 1 kB\n") == 2048
+def test_the_rank_that_needs_most_is_told_and_shared_pages_count_once():
+    setting = Setting("tiny", 200_000, batch=1, what="tiny", tokens=8)
+    held = {"parameters": 4_000_000, "gradients": 4_000_000, "optimizer": 0, "buffers": 0, "scratch": 0}
+    process = {"peak": 30_000_000, "now": 30_000_000, "private": 10_000_000, "pss": 15_000_000}
+    server = {"held": {**held, "scratch": 7_000_000}, "activations": 2_000_000, "resident": process}
+    worker = {"held": held, "activations": 1_000_000, "resident": {**process, "peak": 32_000_000}}
+    idle = {"held": None, "activations": None, "resident": None}
+    found = columns([server, worker, idle], setting)
+    assert (found["state(MB)"], found["scratch(MB)"], found["activations(MB)"]) == (8, 7, 2)
+    assert (found["peak(MB)"], found["host(MB)"]) == (32, 10 + 10 + 20 + 2)
+    assert found["formula(MB)"] * 1e6 == 2 * setting.gradient_bytes
+    assert set(columns([idle], setting).values()) == {None, found["formula(MB)"], 0}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "each"),
+    [("bucketed", 16), ("stage1", 12), ("stage2", 10), ("stage3", 8), ("stage1-one-copy", 10)],
+)
+def test_the_formula_beside_a_contestant_is_that_of_its_stage_and_its_ranks(strategy, each):
+    setting = Setting("tiny", 200_000, batch=1, what="tiny", tokens=8, optimizer="adamw")
+    idle = {"held": None, "activations": None, "resident": None}
+    found = columns([idle, idle], setting, Contestant(strategy, "shm"))
+    assert found["formula(MB)"] * 1e6 == pytest.approx(each * setting.gradient_bytes / 4)
+    assert (found["gathered(MB)"] > 0) is (strategy == "stage3")
 
 
 def test_a_run_over_a_link_counts_the_bytes_of_the_gradients():

@@ -1,0 +1,192 @@
+"""What a rank holds in each stage, next to what the formula says, and what the system says of its process.
+
+python benchmarks/shard/memory.py                   some minutes; writes memory.json and the README's table
+python benchmarks/shard/memory.py --layers 2 --out /tmp/trial
+
+Every way trains the same model for some steps with AdamW in processes of its own, through the library alone:
+a run of the command would end with a checkpoint of 1.2 GB. All ways on as many ranks have to end with the
+same weights and moments, or there is an error instead of a table.
+
+    parameters ... scratch   bytes of tensors, of the rank that has most, between backward and ``zero_grad``
+    formula                  16 bytes per parameter, divided as the stage says
+    gathered                 the most that was gathered at once; the formula is of two blocks and the rest
+    peak                     the most that was resident of a process, with the pages that it shares, and
+                             before there was a model: Python, torch and what the forkserver has loaded
+    host                     of all processes together, shared pages once
+    x one                    weights and moments of all ranks together, over those of one
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+import instep
+import instep.shm  # which makes the backend known
+from instep.bench.ranks import World, on_ranks
+from instep.bench.sharded import KINDS, Kind, shard, whole
+from instep.bench.tables import markdown, write_between, write_json
+from instep.mesh.find import find_ranks
+from instep.mesh.resident import Resident, resident, together
+from instep.models.config import GPTConfig, num_parameters
+from instep.shard import claims
+from instep.shard.parts import state_parts
+from instep.shard.unit import Unit
+from instep.train.footprint import formula
+from instep.train.hashes import Together
+from instep.train.held import held
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/shard/memory.py"
+MODEL = GPTConfig(layers=14, width=768, heads=12, context=32)  # 99 M parameters
+STEPS, MOMENTS, FLOAT_BYTES = 3, 2, 4
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
+WAYS = {"stage 0": Kind(0), **{kind.label: kind for kind in KINDS.values()}}
+STATES = ("parameters", "gradients", "optimizer")
+CLOSE = 0.05  # how far from the formula a stage may be
+MEGABYTE = 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What does a rank hold?")
+    parser.add_argument("-n", "--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--layers", type=int, default=MODEL.layers)
+    parser.add_argument("--out", type=Path, default=HERE)
+    wanted = parser.parse_args()
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    model = replace(MODEL, layers=wanted.layers)
+    rows = [row for ranks in wanted.ranks for row in measure(model, ranks)]
+    print(markdown(rows))
+    about = {"model": asdict(model), "parameters": num_parameters(model), "rows": rows}
+    write_json(wanted.out / "memory.json", about, command=COMMAND)
+    if wanted.out == HERE:
+        write_between(HERE / "README.md", "memory table", markdown(rows))
+    return 0
+
+
+def measure(model: GPTConfig, ranks: int) -> list[dict[str, Any]]:
+    """All ways on so many ranks, a line of the table each."""
+    rows, hashes = [], {}
+    for name, kind in WAYS.items():
+        found = on_ranks(train, {"model": asdict(model), "kind": asdict(kind)}, ranks=ranks)
+        hashes[name] = {each["state_sha256"] for each in found}
+        rows.append({"way": name, "ranks": ranks, **figures(model, kind, found)})
+        print(f"{name} on {ranks} ranks: x formula {rows[-1]['x formula']}", file=sys.stderr, flush=True)
+    if len(set.union(*hashes.values())) > 1:
+        raise RuntimeError(f"expected the same weights and moments, got {hashes}")
+    return rows
+
+
+def train(world: World, told: dict[str, Any]) -> dict[str, Any]:
+    """One rank: some steps, and what it held in the last one."""
+    config, kind = GPTConfig(**told["model"]), Kind(**told["kind"])
+    before = resident()
+    world.barrier()
+    model, optimizer = make(kind, config, world)
+    module = model.module if isinstance(model, instep.DataParallel) else model
+    with gathered(module) as most:
+        for step in range(STEPS):
+            for leaf in model.micro_batches(world.size):
+                tokens = windows(config, step, leaf.index)
+                F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            instep.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            counted = held(module, optimizer, model)
+            optimizer.zero_grad()
+    world.barrier()
+    now = resident()
+    world.barrier()  # what is hashed from here on takes memory of its own
+    group, _ = find_ranks(world.group("gloo", "hashes"))
+    digest, _ = Together(group, lambda phase: None).digests(state_parts(module, optimizer), STEPS)
+    return {
+        "held": asdict(counted),
+        "gathered": max(most, default=0),
+        "before": None if before is None else asdict(before),
+        "resident": None if now is None else asdict(now),
+        "state_sha256": digest,
+    }
+
+
+def make(kind: Kind, config: GPTConfig, world: World) -> tuple[Any, torch.optim.Optimizer]:
+    """The model and its optimizer over shared memory, with the same first weights in every way."""
+    group = world.group("shm")
+    if kind.stage:
+        return shard(kind, config, group, AdamW, OPTIONS)
+    model = instep.DataParallel(whole(config), process_group=group, init_sync=False)
+    return model, AdamW(model.parameters(), **OPTIONS)
+
+
+def windows(config: GPTConfig, step: int, leaf: int) -> torch.Tensor:
+    """(1, context + 1) bytes that nobody wrote."""
+    generator = torch.Generator().manual_seed(1000 * step + leaf)
+    return torch.randint(256, (1, config.context + 1), generator=generator)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[list[int]]:
+    """Bytes of gathered weights, each time that something in ``module`` has computed or has its gradient."""
+    units = [space for space in claims.homes(module.parameters()) if isinstance(space, Unit)]
+    seen: list[int] = []
+
+    def look(*ignored: Any) -> None:
+        seen.append(sum(unit.gathered_bytes for unit in units))
+
+    hooks: list[Any] = [m.register_forward_hook(look) for m in module.modules() if units]
+    hooks += [p.register_post_accumulate_grad_hook(look) for p in module.parameters() if units]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def figures(model: GPTConfig, kind: Kind, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """In MB. Of a rank, that of the rank that has most."""
+    ranks, size = len(found), FLOAT_BYTES * num_parameters(model)
+    said = formula(model, MOMENTS, 1, stage=kind.stage, ranks=ranks, one_copy=kind.one_copy)
+    states = max(sum(each["held"][name] for name in STATES) for each in found)
+    expected = sum(said[name] for name in STATES)
+    if abs(states / expected - 1) > CLOSE:
+        raise RuntimeError(f"{kind.label}, {ranks} ranks: expected {expected:,} bytes, got {states:,}")
+    weights = sum(each["held"]["parameters"] for each in found)
+    moments = sum(each["held"]["optimizer"] for each in found)
+    return {
+        **{f"{name}(MB)": max(each["held"][name] for each in found) / MEGABYTE for name in STATES},
+        "sum(MB)": states / MEGABYTE,
+        "formula(MB)": expected / MEGABYTE,
+        "x formula": f"{states / expected:.3f}",
+        "gathered(MB)": max(each["gathered"] for each in found) / MEGABYTE,
+        "formula of gathered(MB)": said["gathered"] / MEGABYTE,
+        "scratch(MB)": max(each["held"]["scratch"] for each in found) / MEGABYTE,
+        **processes(found),
+        "weights and moments, x one": f"{(weights + moments) / (size * (1 + MOMENTS)):.3f}",
+        "state sha256": found[0]["state_sha256"][:8],
+    }
+
+
+def processes(found: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """What the system says, if it does."""
+    if any(each["resident"] is None for each in found):
+        return {}
+    now = [Resident(**each["resident"]) for each in found]
+    before = [Resident(**each["before"]) for each in found]
+    return {
+        "peak(MB)": max(each.peak for each in now) / MEGABYTE,
+        "before(MB)": max(each.peak for each in before) / MEGABYTE,
+        "host(MB)": together(now) / MEGABYTE,
+        "host before(MB)": together(before) / MEGABYTE,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
