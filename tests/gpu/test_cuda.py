@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from instep.events import Recorder
+from instep.mesh.device import marks_for
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.models.transformer import GPT, GPTConfig
@@ -65,3 +69,48 @@ def test_two_gpus_give_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
     for ranks in (1, 2):
         launch(write_digest, (strategy, str(tmp_path / "digests")), ranks=ranks)
     assert len(set((tmp_path / "digests").read_text().split())) == 1
+
+
+def test_spans_of_compute_last_as_long_as_the_gpu_takes_and_follow_each_other() -> None:
+    device = torch.device("cuda", 0)
+    x = torch.randn(4096, 4096, device=device)
+    x @ x  # the library's own beginning
+    torch.cuda.synchronize()
+    recorder = Recorder()
+    recorder.marks = marks_for(device)
+    by_hand, until = [], time.monotonic() + 2.5  # longer than a tie of the clocks is kept
+    step = 0
+    while time.monotonic() < until:
+        recorder.begin_step(step)
+        for leaf in range(4):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            with recorder.span("forward", lane="compute", leaf=leaf):
+                for _ in range(10):
+                    x @ x
+            after.record()
+            by_hand.append((step, leaf, before, after))
+        if step % 3 == 0:
+            torch.cuda.synchronize()  # else it is behind, with a step or two
+        elif step % 3 == 2:
+            by_hand[-8][3].synchronize()
+        step += 1
+    torch.cuda.synchronize()
+    over_ns = time.monotonic_ns()
+    recorder.end_step()
+
+    issued = {(e.step, e.leaf): e for e in recorder.events if e.lane == "host" and e.name == "forward"}
+    done = [event for event in recorder.events if event.lane == "compute"]
+    assert [(event.step, event.leaf) for event in done] == [(step, leaf) for step, leaf, *_ in by_hand]
+    # By hand the two events lie outside the recorder's, which Python records some microseconds apart.
+    for event, (*_, before, after) in zip(done, by_hand, strict=True):
+        by_hand_s = before.elapsed_time(after) / 1e3
+        assert event.duration_s <= by_hand_s + 5e-6
+        assert event.duration_s >= 0.9 * by_hand_s - 200e-6
+    slack_ns = 50_000  # of a tie: within how much the host sees an event come and go
+    for event, following in itertools.pairwise(done):
+        assert following.start_ns >= event.end_ns - slack_ns
+    for event in done:
+        assert event.start_ns >= issued[event.step, event.leaf].start_ns - slack_ns
+    assert done[-1].end_ns <= over_ns + slack_ns
+    assert any(event.start_ns > issued[event.step, event.leaf].end_ns for event in done)

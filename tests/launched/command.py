@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import IO
 
 from instep.train.folder import read_lines
 from instep.train.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60
+PATIENCE_S = 100  # below what pytest grants: a busy machine is slow
 LIMIT_BYTES = 1 << 20
 MARK = "INSTEP_TEST"
 INSTEP = (sys.executable, "-m", "instep")
@@ -62,10 +64,29 @@ def train(*args: object, cwd: Path) -> Ended:
 
 def instep(*words: object, cwd: Path) -> Ended:
     """``instep`` with ``words``, started warm: see ``ember``."""
+    with started_warm(*words, cwd=cwd) as command:
+        out, err = command.communicate()
+    assert command.returncode is not None
+    return Ended(command.returncode, out, err)
+
+
+@contextmanager
+def started_warm(
+    *words: object, cwd: Path, env: Mapping[str, str] | None = None, host: str = ""
+) -> Iterator[Warm]:
+    """``instep`` with ``words`` while it runs, started warm; in the end no process of it may be left.
+
+    Args:
+        env: added to this process's environment.
+        host: the name of one of ``tests.lab``, if it is not to run on this one.
+    """
     if not _embers:
         _embers.append(_Ember())
+    environ = {**os.environ, **(env or {}), "PYTHONPATH": str(ROOT)}
+    request = {"words": [*map(str, words)], "cwd": str(cwd), "env": environ, "host": host}
     try:
-        return _embers[0].run(*map(str, words), cwd=cwd)
+        with _embers[0].start(request) as command:
+            yield command
     except BaseException:
         put_out()
         raise
@@ -75,6 +96,30 @@ def put_out() -> None:
     """End the process that commands are forked from, and them with it."""
     while _embers:
         _embers.pop().end()
+
+
+@dataclass
+class Warm:
+    """A command that was started warm: of what ``subprocess.Popen`` is to others, as much as tests need."""
+
+    stdout: IO[bytes]
+    stderr: IO[str]
+    answers: IO[bytes]
+    pid: int
+    returncode: int | None = None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = PATIENCE_S) -> tuple[str, str]:
+        """What it has said on both streams, once it has ended; on stderr, what has not been read yet."""
+        if not select.select([self.answers], [], [], timeout)[0]:
+            self.send_signal(signal.SIGKILL)
+            raise AssertionError(f"it did not end within {timeout} s:\n{self.stderr.read()}")
+        ended = json.loads(self.answers.readline())
+        assert not ended["left"], f"processes left behind: {ended['left']}"
+        self.returncode = ended["code"]
+        return os.pread(self.stdout.fileno(), LIMIT_BYTES, 0).decode(), self.stderr.read()
 
 
 class _Ember:
@@ -93,22 +138,24 @@ class _Ember:
                 process_group=0,
             )
 
-    def run(self, *words: str, cwd: Path) -> Ended:
-        request = {"words": words, "cwd": str(cwd), "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-        with TemporaryFile() as out, TemporaryFile() as err:
-            answer, theirs = os.pipe()
-            with open(answer, "rb") as answers:
-                streams = [out.fileno(), err.fileno(), theirs]
-                socket.send_fds(self.socket, [json.dumps(request).encode()], streams)
-                os.close(theirs)
-                in_time = select.select([answers], [], [], PATIENCE_S)[0]
-                answered = answers.read(LIMIT_BYTES) if in_time else b""
-            said, complained = (os.pread(stream.fileno(), LIMIT_BYTES, 0).decode() for stream in (out, err))
-        assert in_time, f"instep {' '.join(words)} did not end within {PATIENCE_S} s:\n{complained}"
-        assert answered, f"the process that commands are forked from has ended: {self.process.poll()}"
-        ended = json.loads(answered)
-        assert not ended["left"], f"processes left behind: {ended['left']}"
-        return Ended(ended["code"], said, complained)
+    @contextmanager
+    def start(self, request: Mapping[str, object]) -> Iterator[Warm]:
+        answer, answering = os.pipe()
+        error, erring = os.pipe()
+        with TemporaryFile() as out, open(answer, "rb", 0) as answers, open(error) as err:
+            streams = [out.fileno(), erring, answering]
+            socket.send_fds(self.socket, [json.dumps(request).encode()], streams)
+            os.close(erring)
+            os.close(answering)
+            begun = answers.readline() if select.select([answers], [], [], PATIENCE_S)[0] else b""
+            assert begun, f"the process that commands are forked from gives no answer: {self.process.poll()}"
+            command = Warm(out, err, answers, int(begun))
+            try:
+                yield command
+            finally:
+                if command.returncode is None:
+                    command.send_signal(signal.SIGKILL)
+                    command.communicate()
 
     def end(self) -> None:
         self.socket.close()
@@ -159,7 +206,7 @@ def outliving(mark: str) -> Iterator[int]:
                         yield pid
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
+def read_until(process: subprocess.Popen[str] | Warm, text: str) -> str:
     """What ``process`` says on stderr up to and with the first line that has ``text`` in it."""
     assert process.stderr is not None
     said = ""

@@ -1,4 +1,4 @@
-"""Two runs that many tests look at or go on from: one that nothing disturbed, one that stopped half-way."""
+"""Runs that many tests look at or go on from: two that nothing disturbed, one that stopped half-way."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from instep.train.toml import to_toml
 from tests.launched.command import train
 
 STEPS = 8
+LONG = 48  # steps: with them slowed down, enough for a signal to arrive, and for new ranks to be ready
+SLOWLY = ("--fault", f"slow:rank=0,phase=data,step=1,steps={LONG},seconds=0.1")  # no load, and no other bits
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +36,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, recipe: tuple[str, ...
     ended = train(*recipe, "-n", 1, "--run-dir", path / "run", cwd=path)
     assert ended.code == 0, ended.err
     return path / "run"
+
+
+@pytest.fixture(scope="session")
+def longer(
+    recipe: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[object, ...], Path]:
+    """The flags of a run that is long enough to be met on its way, and the run that nothing disturbed."""
+    flags = (*recipe, "--steps", LONG, "--checkpoint.every", 5)
+    path = tmp_path_factory.mktemp("longer")
+    ended = train(*flags, "-n", 1, "--run-dir", path / "run", cwd=path)
+    assert ended.code == 0, ended.err
+    return flags, path / "run"
 
 
 @pytest.fixture(scope="session")

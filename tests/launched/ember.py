@@ -8,8 +8,8 @@ forkserver. Here it is done once, for all commands of the tests:
                                └─ command                   as ``python -m instep`` runs it
                                     └─ forkserver ─ ranks   the former a fork too, not a new interpreter
 
-What this cannot show is how an interpreter starts. The tests that send signals to a command, or have it start
-in an environment of its own, start a new one.
+What this cannot show is how an interpreter starts: a few tests start a new one, with an environment of its
+own, under torchrun, or to be interrupted as from a terminal.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from instep.mesh.launch import PRELOAD
 REQUEST_LIMIT_BYTES = 1 << 16
 PATIENCE_S = 10
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CLONE_NEWNET = 0x40000000
 
 
 def serve(requests: socket.socket) -> None:
@@ -59,7 +60,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def keep(request: dict[str, Any], out: int, err: int, answer: int) -> None:
-    """Fork the command, wait for it and for what it leaves behind, and tell how both ended."""
+    """Fork the command and tell its id, wait for it and for what it leaves behind, tell how both ended."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -68,6 +69,9 @@ def keep(request: dict[str, Any], out: int, err: int, answer: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         become(request, out, err)
         return
+    os.write(answer, f"{command}\n".encode())
+    for stream in (out, err):
+        os.close(stream)  # who reads them waits for their end
     _, status = os.waitpid(command, 0)
     ended = {"code": os.waitstatus_to_exitcode(status), "left": bury_orphans()}
     os.write(answer, json.dumps(ended).encode())
@@ -75,8 +79,10 @@ def keep(request: dict[str, Any], out: int, err: int, answer: int) -> None:
 
 
 def become(request: dict[str, Any], out: int, err: int) -> None:
-    """Be the command from here on: its process group, streams, directory, environment and words."""
+    """Be the command from here on: its process group, streams, host, directory, environment and words."""
     os.setpgid(0, 0)
+    if request["host"]:
+        enter(request["host"])
     with open(os.devnull) as nothing:
         for number, stream in enumerate((nothing.fileno(), out, err)):
             os.dup2(stream, number)
@@ -87,6 +93,13 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     sys.argv = ["", *request["words"]]
     multiprocessing.util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
     runpy.run_module("instep", run_name="__main__", alter_sys=True)
+
+
+def enter(host: str) -> None:
+    """Be on a host of ``tests.lab`` from here on, as by ``ip netns exec``."""
+    with open(f"/run/netns/{host}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {host}")
 
 
 def fork_instead(path: bytes, args: Sequence[str], kept: Sequence[int]) -> int:

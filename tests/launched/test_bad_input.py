@@ -7,13 +7,25 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from instep.cli.exits import FAILED, INTERRUPTED, REJECTED, USAGE
+from instep.timeline.tape import FOLDER
 from instep.train.folder import CHECKPOINTS, CONFIG, SUMMARY, WORKERS
-from tests.launched.command import INSTEP, TORCHRUN, read_until, run, started, train, tree
+from tests.launched.command import (
+    INSTEP,
+    PATIENCE_S,
+    read_until,
+    run,
+    started,
+    started_warm,
+    train,
+    tree,
+)
 
 NEWEST, OLDER = f"{CHECKPOINTS}/step-00000004", f"{CHECKPOINTS}/step-00000002"
 
@@ -90,14 +102,24 @@ def test_a_directory_with_another_run_is_left_as_it_is(recipe, half_way, tmp_pat
     assert tree(path) == before
 
 
-def test_under_torchrun_one_rank_speaks_for_all(recipe, half_way, tmp_path):
+def test_of_ranks_that_a_launcher_started_one_speaks_for_all(recipe, half_way, tmp_path):
+    """With the variables that torchrun sets, and a store like its own; not with its imports of torch."""
     path = half_way()
     before = tree(path)
-    command = [*TORCHRUN[:-1], "--nproc-per-node", 2, TORCHRUN[-1], "instep", "train"]
-    ended = run(*command, *recipe, "--run-dir", path, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
-    assert ended.code != 0
-    assert len(ended.errors) == 1, ended.err
-    assert f"{path} holds another run" in ended.errors[0]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    with ExitStack() as ranks:
+        processes = []
+        for rank in range(2):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            env = {name: str(value) for name, value in (own | numbers).items()}
+            words = ("train", *recipe, "--run-dir", path)
+            processes.append(ranks.enter_context(started_warm(*words, cwd=tmp_path, env=env)))
+        said = "".join(process.communicate()[1] for process in processes)
+    assert all(process.returncode != 0 for process in processes)
+    errors = [line for line in said.splitlines() if line.startswith("instep train: ")]
+    assert len(errors) == 1, said
+    assert f"{path} holds another run" in errors[0]
     assert tree(path) == before
 
 
@@ -189,15 +211,18 @@ def test_a_rank_that_dies_in_start_up_is_named_and_replaced(recipe, undisturbed,
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, recipe, tmp_path):
+    """Two ranks as from a terminal, with an interpreter of their own; one rank started warm."""
     flags = ("-n", ranks, "--steps", 100_000, "--eval.every", 1, "--run-dir", "run")
-    with started(*INSTEP, "train", *recipe, *flags, cwd=tmp_path) as process:
+    words = ("train", *recipe, *flags)
+    starting = started(*INSTEP, *words, cwd=tmp_path) if ranks > 1 else started_warm(*words, cwd=tmp_path)
+    with starting as process:
         read_until(process, "step 3  held out")
         assert (tmp_path / "run" / WORKERS).exists()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
-        out, err = process.communicate(timeout=15)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == INTERRUPTED
     assert err.endswith("instep train: interrupted\n")
     assert "Traceback" not in err
     assert out == ""
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl"}
+    assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl", FOLDER}

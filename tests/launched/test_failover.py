@@ -14,10 +14,8 @@ import pytest
 
 from instep.train.folder import FAULTS, SUMMARY, WORKERS, read_lines
 from instep.train.ledger import LEDGER
-from tests.launched.command import INSTEP, TORCHRUN, instep, read_until, run, started, steps_of, train
-from tests.launched.conftest import STEPS
-
-LONG = 200  # steps: enough for new ranks to be ready, and for a signal to arrive, before they are made
+from tests.launched.command import TORCHRUN, instep, read_until, run, started_warm, steps_of, train
+from tests.launched.conftest import LONG, SLOWLY, STEPS
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -34,7 +32,8 @@ def events(run_dir: Path, event: str, file: str = FAULTS) -> list[dict[str, Any]
 
 def assert_same_run(run_dir: Path, reference: Path, global_size: int = 16) -> None:
     """The same steps, each once, from data that nobody else has read, to the same weights and moments."""
-    assert summary(run_dir)["state_sha256"] == summary(reference)["state_sha256"]
+    for field in ("state_sha256", "fingerprint", "loss_first", "loss_last", "held_out_loss"):
+        assert summary(run_dir)[field] == summary(reference)[field], field
     lines = steps_of(run_dir)
     assert lines == steps_of(reference)
     assert [(line["step"], line["cursor"]) for line in lines] == [
@@ -50,18 +49,6 @@ def nothing_on_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("TMPDIR", directory)
         yield
         assert list(Path(directory).glob("instep-*")) == []
-
-
-@pytest.fixture(scope="module")
-def longer(
-    recipe: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[tuple[object, ...], Path]:
-    """The flags of a run that is long enough to be met on its way, and the run that nothing disturbed."""
-    flags = (*recipe, "--steps", LONG)
-    path = tmp_path_factory.mktemp("longer")
-    ended = train(*flags, "-n", 1, "--run-dir", path / "run", cwd=path)
-    assert ended.code == 0, ended.err
-    return flags, path / "run"
 
 
 def test_four_faults_in_one_run_do_not_move_a_bit(
@@ -100,8 +87,8 @@ def test_two_ranks_four_one_three_in_one_run_give_the_bits_of_one(
     longer: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:
     flags, reference = longer
-    specs = ["resize:step=8,ranks=4", "resize:step=24,ranks=1", "resize:step=36,ranks=3"]
-    ended = train(*flags, *faults(*specs), "-n", 2, "--run-dir", "run", cwd=tmp_path)
+    specs = ["resize:step=4,ranks=4", "resize:step=16,ranks=1", "resize:step=28,ranks=3"]
+    ended = train(*flags, *SLOWLY, *faults(*specs), "-n", 2, "--run-dir", "run", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "run", reference)
     starts = events(tmp_path / "run", "started", LEDGER)
@@ -115,10 +102,10 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
 ) -> None:
     flags, reference = longer
     path = tmp_path / "run"
-    with started(*INSTEP, "train", *flags, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
+    with started_warm("train", *flags, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
         read_until(process, "held out")
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate()
     assert process.returncode == 75, err
     assert "SIGTERM: ending after this step, with a checkpoint; once more ends at once\n" in err
     done = summary(path)["steps"]
@@ -132,7 +119,10 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
 def test_torchrun_restarts_a_run_that_finds_its_place_by_itself(
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The directory's name is made up, so it is the launcher's store that knows it after the restart."""
+    """The directory's name is made up, so it is the launcher's store that knows it after the restart.
+
+    One run stands for all under torchrun, for it imports torch five times.
+    """
     launcher = [*TORCHRUN[:-1], "--nproc-per-node", 2, "--max-restarts", 1, TORCHRUN[-1]]
     flags = (*recipe, "--checkpoint.every", 2, *faults("kill:rank=1,step=5,phase=exchange"))
     env = {"TMPDIR": os.environ["TMPDIR"]}
@@ -141,7 +131,8 @@ def test_torchrun_restarts_a_run_that_finds_its_place_by_itself(
     (path,) = (tmp_path / "runs").iterdir()
     assert_same_run(path, undisturbed)
     assert f"resumed from {path / 'checkpoints' / 'step-00000004'}, step 4" in ended.err
-    assert summary(path)["restarts"] == 1
+    assert (summary(path)["restarts"], summary(path)["world_size"]) == (1, 2)
+    assert ended.out.count("state  sha256") == 1
 
 
 def test_an_exception_that_comes_back_ends_the_run_with_both_in_its_words(

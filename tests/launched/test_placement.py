@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from instep.timeline.tape import FOLDER
 from instep.train.folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, WORKERS, read_lines
 from instep.train.ledger import LEDGER
-from tests.launched.command import INSTEP, PATIENCE_S, TORCHRUN, read_until, run, started, steps_of, train
-from tests.launched.conftest import STEPS
+from tests.launched.command import read_until, started_warm, steps_of, train
+from tests.launched.conftest import LONG, SLOWLY, STEPS
 
 # What others read in summary.json.
 FIELDS = {
@@ -54,7 +55,7 @@ def assert_every_sample_once(run_dir: Path, global_size: int = 16) -> None:
 
 def test_a_run_leaves_its_whole_record(undisturbed):
     assert sorted(path.name for path in undisturbed.iterdir()) == sorted(
-        [CONFIG, METRICS, LEDGER, SUMMARY, CHECKPOINTS]
+        [CONFIG, METRICS, LEDGER, SUMMARY, CHECKPOINTS, FOLDER]
     )
     found = summary(undisturbed)
     assert found.keys() >= FIELDS
@@ -99,38 +100,29 @@ def test_stopped_on_two_ranks_and_resumed_on_others_gives_the_run_that_nothing_d
     assert (found["restarts"], found["first_step"], found["world_size"]) == (1, 4, ranks)
 
 
-@pytest.fixture(scope="module")
-def longer(
-    recipe: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[tuple[object, ...], Path]:
-    """The flags of a run long enough to be hit in the middle, and the run that nothing hit."""
-    flags = (*recipe, "--steps", 60, "--checkpoint.every", 5)
-    path = tmp_path_factory.mktemp("longer")
-    ended = train(*flags, "-n", 1, "--run-dir", path / "run", cwd=path)
-    assert ended.code == 0, ended.err
-    return flags, path / "run"
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_is_replaced_in_the_run_that_nothing_disturbed(
-    killed: int, longer: tuple[tuple[object, ...], Path], tmp_path: Path
+def test_ranks_that_are_killed_are_replaced_in_the_run_that_nothing_disturbed(
+    longer: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:
-    """The signal comes at any moment of a step."""
+    """First one, then the other. The signals come at any moment of a step."""
     long, reference = longer
     path = tmp_path / "run"
-    with started(*INSTEP, "train", *long, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
-        read_until(process, "step 12/60")
-        pid = json.loads((path / WORKERS).read_text())[str(killed)]["pid"]
-        os.kill(pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, err
-    assert re.search(rf"rank {killed} \(pid {pid}\).* was killed by SIGKILL: out of memory\?", err), err
-    assert "going on with 2 rank(s) after step" in err
-    assert "Traceback" not in err
+    with started_warm("train", *long, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
+        said, pids = "", []
+        for killed, step in ((0, 8), (1, 20)):
+            said += read_until(process, f"step {step:>2}/{LONG}")
+            pids.append(json.loads((path / WORKERS).read_text())[str(killed)]["pid"])
+            os.kill(pids[-1], signal.SIGKILL)
+        out, err = process.communicate()
+    said += err
+    assert process.returncode == 0, said
+    for rank, pid in enumerate(pids):
+        assert re.search(rf"rank {rank} \(pid {pid}\).* was killed by SIGKILL: out of memory\?", said), said
+    assert said.count("going on with 2 rank(s) after step") == 2
+    assert "Traceback" not in said
     assert_same_run(path, reference)
     assert_every_sample_once(path)
     found = summary(path)
-    assert (found["restarts"], found["world_size"]) == (1, 2)
+    assert (found["restarts"], found["world_size"]) == (2, 2)
     assert out.endswith(f"state  sha256 {found['state_sha256']}\n")
     assert not (path / WORKERS).exists()
 
@@ -141,12 +133,12 @@ def test_killed_with_all_its_ranks_and_resumed_on_others_gives_the_run_that_noth
     """The work since the last checkpoint is done again."""
     long, reference = longer
     path = tmp_path / "run"
-    with started(*INSTEP, "train", *long, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
-        read_until(process, "step 12/60")
+    with started_warm("train", *long, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
+        read_until(process, f"step  8/{LONG}")
         workers = json.loads((path / WORKERS).read_text()).values()
         for pid in (process.pid, *(worker["pid"] for worker in workers)):  # nobody is left to replace one
             os.kill(pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=15)
+        out, err = process.communicate()
     assert "Traceback" not in err
     assert out == ""
     assert not (path / SUMMARY).exists()
@@ -179,18 +171,6 @@ def test_threads_give_the_hash_of_one_rank_where_nothing_is_random(recipe, tmp_p
     found = summary(tmp_path / "threads")
     assert (found["strategy"], found["num_replicas"], found["world_size"]) == ("threads", 3, 1)
     assert "steps  6 on 3 replica thread(s), threads\n" in ended.out
-
-
-def test_torchrun_gives_the_same_hash(recipe, undisturbed, tmp_path):
-    command = [*TORCHRUN[:-1], "--nproc-per-node", 2, TORCHRUN[-1]]
-    ended = run(
-        *command, "instep", "train", *recipe, "--run-dir", "run", cwd=tmp_path, env={"TMPDIR": str(tmp_path)}
-    )
-    assert ended.code == 0, ended.err
-    assert_same_run(tmp_path / "run", undisturbed)
-    assert summary(tmp_path / "run")["world_size"] == 2
-    assert not (tmp_path / "run" / WORKERS).exists()
-    assert ended.out.count("state  sha256") == 1
 
 
 def test_without_the_ordered_sum_the_hash_depends_on_the_ranks(recipe, tmp_path):

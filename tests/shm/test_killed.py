@@ -24,7 +24,7 @@ from instep.shm.futex import Words
 from instep.shm.heap import Heap
 from tests.shm.calls import PATIENCE_S
 
-SOON_S = 1.5  # one slice of a wait, and a machine that is busy with other things
+SOON_S = PATIENCE_S / 2  # far above a slice of a wait, for a busy machine
 LONG = 5 << 20
 
 

@@ -20,7 +20,7 @@ from tests.shm import calls
 from tests.shm.calls import PATIENCE_S, group_of
 from tests.world import world
 
-SOON_S = 1.5  # one slice of a wait, and a machine that is busy with other things
+SOON_S = 4.0  # below a world's deadline, and far above a slice of a wait, for a busy machine
 
 
 class Meeting:
@@ -75,7 +75,7 @@ def test_a_rank_that_never_comes_is_named_by_the_deadline_with_what_it_did_last(
     waited_s = time.monotonic() - began
     assert 0.25 < waited_s < 0.3 + SOON_S
     assert (lost.value.ranks, lost.value.operation) == ((1,), operation)
-    told = rf"rank {mesh.rank} waited 0\.\d s in {operation}, and never came: rank 1 \(pid "
+    told = rf"rank {mesh.rank} waited \d\.\d s in {operation}, and never came: rank 1 \(pid "
     assert re.search(told, str(lost.value))
     sentence, _, first, *lines = str(lost.value).splitlines()
     assert ", alive, after the exchange of a test. " in sentence

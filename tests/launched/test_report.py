@@ -1,0 +1,110 @@
+"""``instep report`` on runs as they are left: whole, going on, killed in the middle of a step, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.train.folder import METRICS, read_lines, workers
+from instep.train.ledger import LEDGER
+from tests.launched.command import Ended, instep, read_until, started_warm, train
+from tests.launched.conftest import SLOWLY, STEPS
+
+LONG = 60  # steps: more than are made before a signal arrives
+
+
+def report(run_dir: Path, out: Path, *words: object) -> tuple[dict[str, Any], Ended]:
+    """The figures of a report, and how the command ended."""
+    ended = instep("report", run_dir, "--out", out, *words, cwd=out.parent)
+    assert ended.code == 0, ended.err
+    assert ended.err == "" and "</html>" in (out / "report.html").read_text()
+    return json.loads((out / "report.json").read_text()), ended
+
+
+def test_a_finished_run_is_accounted_for_rank_by_rank(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    ended = train(*recipe, "--steps", 20, "-n", 2, "--run-dir", "run", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    story, said = report(tmp_path / "run", tmp_path / "out", "--steps", 3, 19)
+    assert (story["run"]["state"], story["run"]["notes"]) == ("finished", [])
+    assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0, 1]
+    for row in story["breakdown"]["ranks"]:
+        assert row["steps"] == 18 and sum(row["parts"].values()) == pytest.approx(row["wall_ms"])
+        assert row["unattributed_share"] < 0.1 and min(row["parts"].values()) >= 0
+    assert [step["step"] for step in story["timeline"]["steps"]] == [3, 19]
+    assert story["curves"]["steps"] == [*range(1, 21)] and story["buckets"] and story["contract"]
+    assert re.search(r"^time   [\d,.]+ ms a step on average over \d+ = compute ", said.out, re.MULTILINE)
+
+
+def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    path, flags = tmp_path / "run", (*recipe, "--steps", LONG, "--checkpoint.every", 10)
+    with started_warm("train", *flags, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
+        read_until(process, f"step 12/{LONG}")
+        pids = [process.pid, *(peer.pid for peer in workers(path))]
+        for pid in pids:  # in the middle of something, until it has been looked at
+            os.kill(pid, signal.SIGSTOP)
+        story, _ = report(path, tmp_path / "going on")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+    done = max(line["step"] for line in read_lines(path / METRICS))
+    assert story["run"]["state"] == "running"
+    assert story["run"]["notes"] == [f"the run is going on: it has made {done} of {LONG} steps so far"]
+
+    story, said = report(path, tmp_path / "killed")
+    assert story["run"]["state"] == "ended early"
+    assert f"note   the run ended early, after {done} of {LONG} steps\n" in said.out
+    known = story["over_time"]["steps"]
+    assert known == [*range(len(known))] and abs(len(known) - done) <= 1
+    assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0, 1]
+
+    resumed = train(*flags, "-n", 1, "--run-dir", path, "--resume", "--stop-after", done + 5, cwd=tmp_path)
+    assert resumed.code == 75, resumed.err
+    (begin,) = (line["step"] for line in read_lines(path / LEDGER) if line.get("restarts") == 1)
+    story, _ = report(path, tmp_path / "resumed", "--steps", begin - 1, begin, done + 4)
+    ranks = [[row["rank"] for row in step["ranks"]] for step in story["timeline"]["steps"]]
+    assert ranks == [[0, 1], [0], [0]] and story["over_time"]["steps"] == [*range(done + 5)]
+    assert story["run"]["world_size"] == 1 and [line["world_size"] for line in story["starts"]] == [2, 1]
+    assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0]
+    assert re.fullmatch(r"rank 1 took part until step \d+: .*", story["run"]["notes"][-1])
+
+
+def test_a_run_that_kept_no_trace_is_told_by_its_books(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    ended = train(*recipe, "--trace.events", 0, "-n", 1, "--run-dir", "run", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert not (tmp_path / "run" / "trace").exists()
+    story, said = report(tmp_path / "run", tmp_path / "out")
+    assert story["run"]["state"] == "finished" and story["curves"]["steps"] == [*range(1, STEPS + 1)]
+    assert "note   there is no trace in trace/: the run kept none (--trace.events 0)" in said.out
+
+
+def test_a_run_that_stopped_half_way_with_a_torn_and_a_lost_file(
+    half_way: Callable[[], Path], tmp_path: Path
+) -> None:
+    path = half_way()
+    os.truncate(path / "trace" / "rank-00000.ring", 20_000)
+    (path / "trace" / "rank-00001.ring").unlink()
+    story, _ = report(path, tmp_path / "out")
+    assert [note.split(":")[0] for note in story["run"]["notes"]] == [
+        f"the run ended early, after {STEPS // 2} of {STEPS} steps", "rank-00000.ring is truncated",
+        "no trace of rank 1",
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_resumed_after_its_last_step_ends_well(
+    undisturbed: Path, recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It makes no step, so it has none to sum up; on two ranks, one of which has made none ever."""
+    path = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    again = train(*recipe, "-n", 2, "--run-dir", path, "--resume", cwd=tmp_path)
+    assert again.code == 0, again.err
+    story, _ = report(path, tmp_path / "out")
+    assert story["run"]["state"] == "finished" and story["over_time"]["steps"] == [*range(STEPS)]
+    assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0]
