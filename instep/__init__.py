@@ -18,31 +18,42 @@ if TYPE_CHECKING:
     from instep.replicate.server import ParameterServer
     from instep.replicate.threads import ThreadedReplicas
     from instep.replicate.wrapper import DataParallel
+    from instep.shard.fully import full_state_dict, fully_shard
+    from instep.shard.optimizer import ShardedOptimizer
+    from instep.timeline.context import trace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DataParallel",
     "ParameterServer",
+    "ShardedOptimizer",
     "ThreadedReplicas",
     "__version__",
     "clip_grad_norm_",
     "errors",
+    "full_state_dict",
+    "fully_shard",
     "get",
     "init",
     "load",
     "save",
+    "trace",
 ]
 
 _HOMES = {
     "DataParallel": "instep.replicate.wrapper",
     "ParameterServer": "instep.replicate.server",
+    "ShardedOptimizer": "instep.shard.optimizer",
     "ThreadedReplicas": "instep.replicate.threads",
     "clip_grad_norm_": "instep.ordered.norm",
+    "full_state_dict": "instep.shard.fully",
+    "fully_shard": "instep.shard.fully",
     "get": "instep.mesh.current",
     "init": "instep.mesh.join",
     "load": "instep.checkpoint.shorthand",
     "save": "instep.checkpoint.shorthand",
+    "trace": "instep.timeline.context",
 }
 
 

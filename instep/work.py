@@ -81,9 +81,10 @@ class Lane:
     def submit(self, operation: str, function: Callable[[], None]) -> Work:
         """Queue ``function``; it begins when everything before it has ended."""
         with self._lock:
-            work = self._last = Work(operation)
             if not self.inline:
                 self._begin()
+            work = self._last = Work(operation)
+            if not self.inline:
                 self._queue.put((work, function, self._state))
                 return work
         _run(work, function, self._state)
@@ -128,8 +129,9 @@ class Lane:
 
     def _begin(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
+            thread.start()  # which raises where the system has no room for another one
+            self._thread = thread
             weakref.finalize(self, self._queue.put, None)
 
     def close(self, *, wait: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 PATIENCE_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -20,6 +22,12 @@ SHARED_MEMORY = Path("/dev/shm")
 SERVERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker", b"tests.launched.ember")
 # torch sets the last one at the first step of any optimizer.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+# No deadline for an example, which would be a test of the machine. The same examples in every run: what is
+# found must be found by whoever broke it. Others with --hypothesis-seed=N.
+settings.register_profile("instep", deadline=None, max_examples=50, derandomize=True)
+settings.load_profile("instep")
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +46,15 @@ def nothing_left_behind() -> Iterator[None]:
     left = [*_groups(), *before.variables(), *before.threads(), *before.processes(), *before.segments()]
     if left:
         pytest.fail("the test left behind " + "; ".join(left), pytrace=False)
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector look at the tests' own objects only: torch and all test modules stay to the end.
+
+    Tests of what is let go make it run, and it then looks at each of some million objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
@@ -113,9 +130,10 @@ def _descendants() -> set[int]:
 
 def _children(pid: int) -> set[int]:
     children: set[int] = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            children |= set(map(int, path.read_text().split()))
+    with suppress(OSError):  # before and after each test: pathlib's ways would take it milliseconds
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
+                children.update(map(int, file.read().split()))
     return children
 
 

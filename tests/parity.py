@@ -15,8 +15,8 @@ from instep.mesh.mesh import Mesh, build
 from instep.ordered.hash import Entry, state_entries
 from instep.ordered.keys import derive
 from instep.ordered.norm import clip_grad_norm_
-from instep.replicate.leaves import Leaf
 from instep.replicate.wrapper import DataParallel
+from instep.step.leaves import Leaf
 
 LeafStep = Callable[[nn.Module, Leaf, int], None]
 """Forward and backward of one leaf in step number k."""
@@ -39,7 +39,7 @@ class Training:
     num_leaves: int = 8
     optimizer: Callable[[Iterable[Tensor]], Optimizer] = adamw
     clip: float | None = None
-    num_steps: int = 3
+    num_steps: int = 2  # the first plans, and the second goes by the plan
 
 
 def numbers(*shape: int, key: str, dtype: torch.dtype = torch.float32) -> Tensor:

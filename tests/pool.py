@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,6 +37,7 @@ from instep.mesh.place import Place, detect
 
 REPLY_LIMIT_BYTES = 1 << 16
 JOIN_S = 10
+IMPORT_S = 60
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,9 @@ def _serve(connections: list[Connection], backend: str, stacks: str) -> None:
 
 def _perform(job: Job, place: Place, store: dist.Store, backend: str) -> str:
     body = inspect.unwrap(getattr(importlib.import_module(job.module), job.name))
+    # Imports take longer than a deadline where the machine is busy, and not as long on each rank.
+    store.set(f"imported on {place.rank}", "")
+    store.wait([f"imported on {rank}" for rank in range(place.world_size)], timedelta(seconds=IMPORT_S))
     torch.manual_seed(0)
     dist.init_process_group(
         backend,

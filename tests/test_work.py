@@ -178,6 +178,17 @@ def test_a_closed_lane_ends_its_thread_after_what_is_queued_and_can_be_used_agai
     assert done == ["last", "again"]
 
 
+def test_a_lane_that_can_get_no_thread_says_so_and_can_still_be_drained_and_closed(threaded, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        threaded.submit("never", list)
+    threaded.drain()
+    threaded.close()
+
+
 def test_what_is_run_in_an_idle_lane_runs_here_and_has_ended_on_return(lane):
     before = threading.enumerate()
     seen: list[threading.Thread] = []

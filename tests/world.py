@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import inspect
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from instep.mesh.exits import ErrorRecord, Exit, root_cause
+from instep.mesh.flight import running_frames
 from instep.mesh.groups import MakeGroup, backend_timeout
 from instep.mesh.mesh import Mesh, build
 from instep.shm import connect
@@ -195,5 +195,5 @@ def _raw_groups(backend: str, store: dist.Store, rank: int, timeout: timedelta) 
 
 
 def _stack(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = running_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame else "  it has just ended\n"
