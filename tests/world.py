@@ -125,6 +125,7 @@ class _Threads:
 
     def _live(self, rank: int, body: Callable[..., None], params: dict[str, Any]) -> None:
         end = _End(rank)
+        torch.get_num_threads()  # a new thread takes one per core until it is asked; convolutions round by it
         try:
             mesh = self._mesh(rank)
             end.where = ", ".join(f"{axis}={at}" for axis, at in mesh.coordinates.items())

@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 
 class Ambient:
-    """What torch keeps per thread, as the caller has it: grad mode, inference mode, autocast.
+    """What torch keeps per thread, as the caller has it: grad mode, inference mode, autocast, threads.
+
+    A new thread has as many threads for operators as there are cores, whatever ``torch.set_num_threads`` was
+    told elsewhere, until something asks how many it has; convolutions do not ask, and round accordingly.
 
     The cache of autocast is off inside. All threads share it, and the first that leaves an autocast block
     empties it for the others, who would then cast a weight twice, or not, as it happens.
@@ -26,6 +29,7 @@ class Ambient:
     def __init__(self, device: torch.device) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
+        self.num_threads = torch.get_num_threads()
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind))
             for kind in sorted({"cpu", device.type})
@@ -38,6 +42,8 @@ class Ambient:
         before = [(kind, torch.is_autocast_enabled(kind)) for kind, _ in self.autocast]
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
         try:
             for kind, dtype in self.autocast:
                 torch.set_autocast_enabled(kind, True)

@@ -51,6 +51,44 @@ def test_declared_steps_in_threads_give_the_bits_of_one_rank(num_replicas: int) 
             raise
 
 
+class Images(nn.Module):
+    """Convolutions in channels_last, whose gradients are rounded by the number of threads on some CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 40, 3), nn.ReLU(), nn.Conv2d(40, 36, 3))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x.contiguous(memory_format=torch.channels_last))
+
+
+def test_convolutions_in_threads_give_the_bits_of_one_rank() -> None:
+    def leaf_step(model: nn.Module, leaf: Leaf, step: int) -> None:
+        model(numbers(2, 3, 7, 7, key=f"images {step} {leaf.index}")).square().mean().backward()
+
+    training = Training(Images, leaf_step, 3)
+    assert_same_bits(train(training, 2), bits_of_one(training))
+
+
+def test_operators_in_threads_take_as_many_threads_as_the_caller_s() -> None:
+    replicas, before = ThreadedReplicas(filled(Dense()), 2), torch.get_num_threads()
+    try:
+        for num_threads in (2, 3, before):
+            torch.set_num_threads(num_threads)
+            found = replicas.micro_batches(4, _num_threads)
+            assert found == [num_threads] * 4
+            replicas.zero_grad()
+    finally:
+        torch.set_num_threads(before)
+        replicas.close()
+
+
+def _num_threads(model: nn.Module, leaf: Leaf) -> int:
+    mean_square(model, leaf, 0)
+    return torch.get_num_threads()
+
+
 @pytest.mark.parametrize("num_leaves", [1, 2, 5, 12])
 def test_five_threads_give_the_bits_of_one_rank_also_without_a_micro_batch(num_leaves: int) -> None:
     training = Training(Dense, mean_square, num_leaves, clip=0.1, num_steps=2)
