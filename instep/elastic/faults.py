@@ -5,7 +5,8 @@
 
 A fault happens once per run, also when the step is made again after it: the page that a supervisor shares
 with its workers remembers. Without a supervisor it happens once per process. (nan: each time. slow over
-several steps: once in each.)
+several steps: once in each.) To resize is the supervisor's part: the rank waits in its phase until that has
+noticed, so that with fewer ranks this is the last step of the old ones.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from instep.elastic.bits import flip_bit, poisoned
 from instep.elastic.page import MAX_FAULTS, PHASES, Page
 
 FOREVER_S = 1 << 20
+RESIZE_S = 5.0  # for a supervisor that looks several times a second, when no other change is under way
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ class Injector:
         """The worker enters ``phase`` with ``step`` steps done."""
         for number, fault in enumerate(self._faults):
             here = (fault.rank, fault.phase) == (self.rank, phase) and step in fault.when
-            if here and fault.kind not in ELSEWHERE and self._first(number, fault, step):
+            if here and fault.kind == "resize":
+                self._await_resize(number)
+            elif here and fault.kind not in ELSEWHERE and self._first(number, fault, step):
                 self._inject(fault)
 
     def spoil(self, loss: Tensor, model: nn.Module, step: int) -> Tensor:
@@ -148,6 +152,15 @@ class Injector:
             if (fault.kind, fault.rank, fault.step) == ("nan", self.rank, step):
                 return poisoned(loss, _named(fault, list(model.named_parameters())))
         return loss
+
+    def _await_resize(self, number: int) -> None:
+        """Until the supervisor has fired fault ``number``, unless it has other cares."""
+        page = self._page
+        if page is None:
+            return
+        until, over = time.monotonic() + RESIZE_S, page.over
+        while not (page.fired(number) or page.stop or page.over > over) and time.monotonic() < until:
+            time.sleep(0.01)
 
     def _first(self, number: int, fault: Fault, step: int) -> bool:
         if self._page is not None and fault.steps == 1:

@@ -109,6 +109,10 @@ class Page:
             self._words[_FAULTS + fault] = time.monotonic_ns() + int(after_ms * 1e6)
         return first
 
+    def fired(self, fault: int) -> bool:
+        """Whether fault number ``fault`` has been fired."""
+        return bool(self._words[_FAULTS + fault])
+
     @property
     def fired_ns(self) -> int:
         """When the last fault was fired, by ``time.monotonic_ns()``; 0 if none was."""

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,11 +168,42 @@ def test_a_pulse_injects(happened: list[Fault]) -> None:
     assert len(happened) == 1
 
 
-def test_what_happens_elsewhere_is_no_worker_s_business(happened: list[Fault], tmp_path: Path) -> None:
+def test_what_happens_elsewhere_is_no_worker_s_business(
+    happened: list[Fault], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "RESIZE_S", 0.0)
     page = Page(tmp_path / "page", create=True)
     Injector([Fault(kind, ranks=1) for kind in ELSEWHERE], page).reach("forward", 0)
     assert happened == []
     assert page.fired_ns == 0
+
+
+@pytest.mark.parametrize("end", ["fire", "stop", "over"])
+def test_a_rank_waits_for_the_supervisor_to_resize(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, looks = Page(tmp_path / "page", create=True), list[float]()
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3 and end == "fire":
+            page.fire(1)
+        elif len(looks) == 3:
+            setattr(page, end, 1)
+
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=time.monotonic, sleep=look))
+    injector = Injector([Fault("kill", rank=1), Fault("resize", step=4, ranks=3)], page)
+    injector.reach("forward", 3)
+    assert looks == []
+    injector.reach("forward", 4)
+    assert len(looks) == 3
+
+
+def test_nobody_waits_for_a_resize_that_has_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Page(tmp_path / "page", create=True)
+    page.fire(0)
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=time.monotonic))  # nobody sleeps
+    Injector([Fault("resize", step=4, ranks=3)], page).reach("forward", 4)
 
 
 def test_a_delayed_fault_comes_from_the_side(happened: list[Fault]) -> None:
