@@ -124,20 +124,29 @@ class Delivery(Exchange):
 
 
 def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: float | None) -> None:
-    """Make the sums of ``turn``; with a ``scale`` the root is all, and its mean the reduced gradient."""
+    """Make the sums of ``turn``; with a ``scale`` the root is all, and its mean the reduced gradient.
+
+    The last sum is written where it is kept: what is kept of before stays at its number, so no other one is
+    read from there.
+    """
     before = bucket.num_kept
     sums = [*bucket.kept[:before], *values]
-    homes = [bucket.keep(d) for d in range(len(turn.kept))]
+    homes = {value: bucket.keep(d) for d, value in enumerate(turn.kept)}
+    moved = {value for value in homes if value >= before}
+    targets = [sums[left] for left, _ in turn.adds]
+    if turn.adds and (last := turn.adds[-1][0]) in moved:
+        targets[-1] = homes[last]
+        moved.remove(last)
     most = PIECE_BYTES // bucket.dtype.itemsize
     for start in range(0, bucket.slice_length, most):
         piece = slice(start, min(start + most, bucket.slice_length))
         terms = [x[piece] for x in sums]
-        for left, right in turn.adds:
-            torch.add(terms[left], terms[right], out=terms[left])
-        for home, value in zip(homes, turn.kept, strict=True):
+        for (left, right), target in zip(turn.adds, targets, strict=True):
+            terms[left] = torch.add(terms[left], terms[right], out=target[piece])
+        for value, home in homes.items():
             if scale is not None and scale != 1.0:
                 torch.mul(terms[value], scale, out=home[piece])
-            elif value >= before:
+            elif value in moved:
                 home[piece].copy_(terms[value])
             if scale is not None and bucket.reduced is not home:
                 bucket.reduced[piece].copy_(home[piece])
