@@ -1,4 +1,4 @@
-"""``instep doctor``: what this machine offers to instep, and what would bite."""
+"""``instep doctor``: what this machine offers to instep, and what would cause trouble."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.cli.exits import FAILED, tell
 
 PROGRAM = "instep doctor"
 DESCRIPTION = """\
-Say what this machine offers to instep, and what would bite, with the fix.
+Say what this machine offers to instep, and what would cause trouble, with the fix.
 
 Exit codes: 0 done, 1 an error was found, 2 usage.\
 """

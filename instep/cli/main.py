@@ -15,7 +15,7 @@ COMMANDS = {
     "bench": "measure collectives, strategies and bucket sizes on this machine",
     "report": "show where the time of a run went, on a page, as traces, in words",
     "compare": "find where two runs part, in which parameter, and what caused it",
-    "doctor": "say what this machine offers and what would bite; --verify proves the gradients",
+    "doctor": "say what this machine offers and what would cause trouble; --verify proves the gradients",
 }
 
 

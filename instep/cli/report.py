@@ -32,7 +32,7 @@ class Options:
     out: Path | None = None
     """Write into this directory instead."""
     steps: tuple[int, ...] = ()
-    """The steps of the timeline; by default the median, the slowest and some more."""
+    """The steps of the timeline, counted from 0; by default the median, the slowest and some more."""
     trace_steps: int = 20
     """How many of the last steps go into the traces; 0: none are written."""
 

@@ -22,7 +22,7 @@ SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "faul
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 run me again.\
+Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on).\
 """
 
 

@@ -98,9 +98,10 @@ def open_text(path: Path | None, context: int, held_out: float = 0.05) -> TextSp
     name, corpus = read_corpus(path)
     check_length(corpus, context, name)
     train, rest = split_blocks(corpus, context + 1, held_out)
+    size, percent = f"its {len(corpus):,} bytes", 100 * held_out
     return TextSplits(
-        ByteText(train, context, f"{name} (train, all but {held_out:g} of {len(corpus)} bytes)"),
-        ByteText(rest, context, f"{name} (held out, {held_out:g} of {len(corpus)} bytes)"),
+        ByteText(train, context, f"{name} ({100 - percent:g}% of {size}, to train on)"),
+        ByteText(rest, context, f"{name} ({percent:g}% of {size}, held out)"),
     )
 
 

@@ -41,6 +41,13 @@ def starts(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found]
 
 
+def placement(trainer: Trainer) -> Placement:
+    """Who does the work from here on."""
+    axes, parallel = trainer.mesh.axes, trainer.config.parallel
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    return Placement(sizes, parallel.strategy, axes.world_size, asdict(parallel))
+
+
 class Books:
     """``metrics.jsonl`` and ``ledger.jsonl`` of rank 0; other ranks write nothing.
 
@@ -56,12 +63,8 @@ class Books:
         self.keeps = trainer.mesh.rank == 0
         if self.keeps:
             self._metrics = self._open(path / METRICS, written)
-        axes = trainer.mesh.axes
-        placement = Placement(
-            dict(zip(axes.names, axes.sizes, strict=True)), trainer.config.parallel.strategy, axes.world_size
-        )
         write = self._open(path / LEDGER, written).write if self.keeps else _nothing
-        self._ledger = Ledger(write, placement, every=trainer.config.ledger.every)
+        self._ledger = Ledger(write, placement(trainer), every=trainer.config.ledger.every)
         if trainer.config.ledger.leaves:
             leaves = self._open(path / LEAVES, trainer.steps_done) if self.keeps else None
             self._leaves = Leaves(trainer.group, leaves.write if leaves else _nothing)

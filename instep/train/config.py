@@ -49,7 +49,8 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """How a step's samples are cut; G = global-size / micro-size leaves are summed in a fixed tree."""
+    """How a step's samples are cut: into global-size / micro-size micro-batches, whose gradients are summed
+    in a fixed order."""
 
     global_size: int
     """Samples per optimizer step, over all ranks."""
@@ -101,11 +102,11 @@ class Parallel:
     """What is divided among the ranks instead of kept by each: 0 nothing, 1 the optimizer's state, 2 the
     gradients too, 3 the weights too. From 2 on, gradients travel block by block."""
     shard_ranks: int = 0
-    """How many ranks divide it among them: each row of so many has all of it, and rows have the same. 0: all
-    ranks are one row. Best is the number of ranks per host."""
+    """How many ranks divide among them what shard-stage says: a row of so many has all of it, and every row
+    has the same. 0: all ranks are one row. Best is the number of ranks per host."""
     one_copy: bool = False
-    """The ranks of a host, or of a row of shard-ranks, have the weights once; with shard-stage 1 or 2, on the
-    shm backend."""
+    """The ranks of a host, or of a row of shard-ranks, share one copy of the weights; with shard-stage 1 or
+    2, on the shm backend."""
 
     @property
     def named_backend(self) -> str | None:
@@ -154,17 +155,18 @@ class Checks:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What the ledger says beyond a sample of the state's blocks at each step."""
+    """What ledger.jsonl, by which instep compare compares, has beside a sample of the state at each step."""
 
     every: int = 50
     """Steps between two hashes of the whole state; 0: at the end only."""
     leaves: bool = False
-    """Write down the hash of every micro-batch's gradient, to tell computing from reducing in compare."""
+    """Write down the hash of every micro-batch's gradient, so that instep compare can tell whether a gradient
+    was computed otherwise, or only the sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What every rank records of its time; ``instep report`` shows it."""
+    """What every rank records of its time; instep report shows it."""
 
     events: int = 1 << 17
     """How many events each rank keeps, the last ones; a step has some 30 to 300, of 56 bytes each. 0: none
@@ -193,8 +195,9 @@ class Config:
     """A whole run."""
 
     ranks: int = 0
-    """Ranks to start on this host, or threads with that strategy; 0: one per core, but no more than
-    micro-batches. Where torchrun, Slurm or mpirun has started them, their number holds."""
+    """Ranks (processes) to start on this host, or threads with parallel.strategy threads; 0: one per core,
+    but no more than there are micro-batches. Where torchrun, Slurm or mpirun has started the ranks, there
+    are as many as it says."""
     steps: int
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
     seed: int = 0
@@ -204,7 +207,8 @@ class Config:
     resume: bool = False
     """Continue the run in --run-dir, with its config, from its newest checkpoint that verifies."""
     accept_contract: bool = False
-    """Resume although the settings or the machine have changed; the ledger says where."""
+    """Resume although the bits may not be those of one run: settings have changed (more steps, say), or the
+    machine; the ledger says where."""
     min_ranks: int = 0
     """Go on with as few as this many when a rank dies, until it is back; 0: wait for another in its place."""
     fault: tuple[str, ...] = ()

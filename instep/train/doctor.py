@@ -1,4 +1,4 @@
-"""What this machine offers to instep and what would bite, in words, each with its fix."""
+"""What this machine offers to instep and what would cause trouble, in words, each with its fix."""
 
 from __future__ import annotations
 
@@ -94,12 +94,14 @@ def examine(machine: Machine) -> list[Finding]:
 
 
 def _shown(proof: Proof) -> list[str]:
-    """The whole table of each way that is wrong, and of the last as an example; a line for the others."""
-    lines = []
+    """A line for each way that is right; the whole table of each that is wrong, and of the last."""
+    lines, tables = list[str](), list[str]()
     for report, table in zip(proof.reports, proof.tables, strict=True):
-        whole = not report["ok"] or report is proof.reports[-1]
-        lines += ["", table] if whole else ["", table.partition("\n")[0]]
-    return lines
+        if report["ok"] and report is not proof.reports[-1]:
+            lines.append(table.partition("\n")[0])
+        else:
+            tables += ["", table]
+    return [*([""] if lines else []), *lines, *tables]
 
 
 def _lines(findings: list[Finding]) -> list[str]:
@@ -291,7 +293,8 @@ def _determinism(machine: Machine) -> Finding:
     flags.append(f"float32 products {torch.get_float32_matmul_precision()}")
     if not torch.cuda.is_available():
         return Finding(
-            "determinism", f"{', '.join(flags)}; the CPU's kernels are so with a fixed thread count"
+            "determinism",
+            f"{', '.join(flags)}; on CPUs kernels are deterministic with a fixed number of threads",
         )
     flags.append(f"cudnn benchmark {'on' if torch.backends.cudnn.benchmark else 'off'}")
     if torch.backends.cudnn.benchmark or not torch.are_deterministic_algorithms_enabled():
@@ -328,9 +331,9 @@ def _verify(num_ranks: int = 2) -> tuple[Finding, Proof]:
         return Finding("verify", str(error), ERROR, fix), Proof([], [])
     wrong = [report for report in proof.reports if not report["ok"]]
     if wrong:
-        text = f"{len(wrong)} of {len(proof.reports)} ways to reduce gave a wrong gradient"
+        text = f"{len(wrong)} of {len(proof.reports)} ways to sum gradients gave a wrong one"
         return Finding("verify", text, ERROR, wrong[0]["cause"]), proof
-    text = f"{len(proof.reports)} ways to reduce gave the gradient of one process on {num_ranks} ranks"
+    text = f"{len(proof.reports)} ways to sum gradients on {num_ranks} ranks gave the gradient of one process"
     return Finding("verify", text), proof
 
 

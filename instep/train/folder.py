@@ -74,16 +74,9 @@ def begin(path: Path, config: Config, workers: Sequence[Peer]) -> None:
     _replace(path / WORKERS, json.dumps({str(peer.rank): asdict(peer) for peer in workers}, indent=1) + "\n")
 
 
-def end(path: Path, summary: Mapping[str, Any], also: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Write and return the figures; what is None in ``summary`` stays what the part before has left.
-
-    ``also`` is written as it is.
-    """
-    before = read_object(path / SUMMARY)
-    whole = {name: before.get(name) if figure is None else figure for name, figure in summary.items()}
-    whole |= also or {}
-    _replace(path / SUMMARY, json.dumps(whole, indent=1) + "\n")
-    return whole
+def end(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write the figures: none of an earlier part stays, which may have been made on other ranks."""
+    _replace(path / SUMMARY, json.dumps(summary, indent=1) + "\n")
 
 
 def release(path: Path) -> None:

@@ -75,8 +75,9 @@ def footprint(trainer: Trainer) -> dict[str, Any]:
 def everyone(group: Group, mine: Mapping[str, int | None]) -> dict[str, Any]:
     """``ranks``, a row of bytes for each: ``mine``, and what its process takes; and ``hosts``. Collective.
 
-    ``resident_peak`` is the most that was resident: of a process with the pages that it shares, of a host
-    each page once. ``resident``, ``private`` and ``pss`` are of now. None where the kernel does not tell.
+    ``resident_peak`` is the most that was resident since the process began, though it may have been one of
+    fewer or more ranks then: of a process with the pages that it shares, of a host each page once.
+    ``resident``, ``private`` and ``pss`` are of now. None where the kernel does not tell.
     """
     now = resident()
     told = {**mine, **{name: now and getattr(now, field) for name, field in PROCESS.items()}}

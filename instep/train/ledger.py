@@ -12,13 +12,14 @@ each of its ``entries`` too. After a crash a step may be there twice; the last l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 LEDGER = "ledger.jsonl"
 LEAVES = "leaves.jsonl"
 SAMPLE_EVERY = 50  # steps until each block of the state has been sampled once
 STARTED, ACCEPTED = "started", "contract accepted"
+LAYOUT = ("world_size", "placement", "strategy", "parallel")  # of a start
 
 Whole = tuple[str, Mapping[str, str]]
 """``state_sha256`` and the short hash of each entry, by name: what ``ordered.hash.state_digests`` gives."""
@@ -28,15 +29,45 @@ Write = Callable[..., None]
 
 @dataclass(frozen=True)
 class Placement:
-    """Who does the work: the mesh's axes by name, and the strategy among the ranks of ``dp``."""
+    """Who does the work: the mesh's axes by name, and the strategy among the ranks of ``dp``.
+
+    ``parallel`` has all that the run was told of it; only a start says so much.
+    """
 
     axes: Mapping[str, int]
     strategy: str
     world_size: int
+    parallel: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
         """As it stands in a line."""
         return {"world_size": self.world_size, "placement": dict(self.axes), "strategy": self.strategy}
+
+    def layout(self) -> dict[str, Any]:
+        """As it stands in the line of a start."""
+        return {**self.fields(), "parallel": dict(self.parallel)}
+
+
+def part_begins(starts: Sequence[Mapping[str, Any]]) -> int:
+    """The step after which the last part of a run begins, of the lines of its ``starts``.
+
+    A part is what one command has made in one layout. Ranks that are replaced go on with it; ``--resume``
+    begins another, and so does another number of ranks.
+    """
+    part: list[Mapping[str, Any]] = []
+    for start in reversed(starts):
+        if part and not _goes_on(part[-1], start):
+            break
+        part.append(start)
+    step = part[-1].get("step") if part else 0
+    return step if isinstance(step, int) else 0
+
+
+def _goes_on(start: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether ``start`` is of the command that has made ``before``, in the same layout."""
+    earlier, later = before.get("generation", 1), start.get("generation", 1)
+    is_next = isinstance(earlier, int) and isinstance(later, int) and earlier < later
+    return is_next and all(before.get(name) == start.get(name) for name in LAYOUT)
 
 
 class Ledger:
@@ -75,7 +106,7 @@ class Ledger:
             STARTED,
             step,
             restarts=restarts,
-            **self.placement.fields(),
+            **self.placement.layout(),
             fingerprint=fingerprint,
             canary=canary,
             generation=generation,

@@ -18,11 +18,12 @@ from instep.timeline.breakdown import RankBreakdown
 from instep.timeline.insight import Insight, look
 from instep.timeline.words import lines
 from instep.train import folder, summary
-from instep.train.books import Books, position, starts
+from instep.train.books import Books, placement, position, starts
 from instep.train.config import Parallel
-from instep.train.folder import METRICS
+from instep.train.folder import METRICS, SUMMARY
 from instep.train.footprint import footprint, words
 from instep.train.keep import Checkpoints, MemoryCopy, restore_newest
+from instep.train.ledger import part_begins
 from instep.train.loggers import Loggers
 from instep.train.loop import Aside, Ending, run_steps
 from instep.train.progress import Display
@@ -48,6 +49,11 @@ class Part:
         trainer, mesh, path = self.trainer, self.trainer.mesh, self.path
         with closing(Display(mesh.rank, trainer.config.steps)) as display:
             begun = self._begin(display)
+            if begun["is_finished"]:
+                display.say(summary.finished(trainer.steps_done, trainer.config.steps))
+                trainer.pulse.enter("summary")
+                on_rank_zero(mesh.world.group, "looking at the summary", self._show_again)
+                return Ending.DONE
             self._record(display)
             with (
                 self._loggers(display, begun["written"]) as loggers,
@@ -64,7 +70,8 @@ class Part:
         trainer.pulse.enter("summary")
         self.checkpoints.finish(trainer)
         told = mesh.world.group.all_gather_bytes(
-            json.dumps(trainer.timing.breakdown().to_json()).encode(), "the gathering of breakdowns"
+            json.dumps(trainer.timing.breakdown(begun["first_step"]).to_json()).encode(),
+            "the gathering of breakdowns",
         )
         memory = footprint(trainer)
         state = trainer.state_sha256() if trainer.hashes else ""
@@ -89,9 +96,11 @@ class Part:
                     "the ranks would go on under another contract than the one they began with:\n  "
                     + "\n  ".join(contract.differences(before[-1]["numerical"], trainer.contract))
                 )
+            now = {"step": trainer.steps_done, "generation": trainer.generation}
             return {
                 "restarts": len(before),
-                "first_step": _begun(before, trainer.generation, trainer.steps_done),
+                "first_step": part_begins([*before, {**now, **placement(trainer).layout()}]),
+                "is_finished": self._is_finished(),
                 "written": min(position(path), trainer.steps_done),  # the rest is done again
                 "canary": recorded[-1] if recorded else None,
             }
@@ -103,10 +112,22 @@ class Part:
         _announce_rows(display, trainer)
         for note in told.get("notes", ()):
             display.say(note)
-        if trainer.mesh.rank == 0:
+        if trainer.mesh.rank == 0 and not seen["is_finished"]:
             folder.begin(path, trainer.config, world.peers.table)
         self.agreed(source)
         return {**seen, "accepted": told.get("accepted", [])}
+
+    def _is_finished(self) -> bool:
+        """Whether an earlier command has made the last step, and summed up."""
+        trainer, path = self.trainer, self.path
+        done = trainer.steps_done
+        if trainer.generation > 1 or done < trainer.config.steps or position(path) != done:
+            return False
+        told = folder.read_object(path / SUMMARY)
+        return told.get("steps") == done and told.keys() >= summary.SHOWN
+
+    def _show_again(self) -> None:
+        summary.show_again(folder.read_object(self.path / SUMMARY), self.path)
 
     def _loggers(self, display: Display, written: int) -> Loggers:
         config, rank = self.trainer.config, self.trainer.mesh.rank
@@ -145,33 +166,27 @@ class Part:
     def _sum_up(
         self, begun: dict[str, Any], told: Sequence[bytes], memory: dict[str, Any], state: str
     ) -> None:
-        figures = _summary(self.trainer, self.path, begun["first_step"], begun["restarts"], state)
-        insight = self._look([RankBreakdown.from_json(json.loads(each)) for each in told])
-        written = folder.end(self.path, {**figures, "memory": memory}, insight.figures())
+        first = begun["first_step"]
+        figures = _summary(self.trainer, self.path, first, begun["restarts"], state)
+        insight = self._look([RankBreakdown.from_json(json.loads(each)) for each in told], first)
+        folder.end(self.path, {**figures, "memory": memory, **insight.figures()})
         shown = lines(insight.breakdowns, insight.slow, insight.advice)
-        summary.show(written, self.path, [("memory", words(memory)), *shown])
+        summary.show(figures, self.path, [("memory", words(memory)), *shown])
 
-    def _look(self, breakdowns: Sequence[RankBreakdown]) -> Insight:
-        """Where the time went; a run that is done does not fail for want of it."""
+    def _look(self, breakdowns: Sequence[RankBreakdown], first: int) -> Insight:
+        """Where the time went after step ``first``; a run that is done does not fail for want of it."""
         slow = None
         try:
             slow = self.trainer.timing.slow(REMEMBERED)
             if not self.trainer.config.trace.events:
                 return Insight({}, breakdowns, [], slow, [])
             tapes = tape.read_tapes(self.path / tape.FOLDER)
-            return look(tapes, tapes.steps[-LOOKED_AT:], breakdowns=breakdowns, slow=slow)
+            done = self.trainer.steps_done  # a rank that is gone may have made more
+            steps = [step for step in tapes.steps if first <= step < done]  # counted from 0
+            return look(tapes, steps[-LOOKED_AT:], breakdowns=breakdowns, slow=slow)
         except Exception as error:
             print(f"no advice: the trace cannot be read: {error!r}", file=sys.stderr)
             return Insight({}, breakdowns, [], slow, [])
-
-
-def _begun(before: Sequence[dict[str, Any]], generation: int, step: int) -> int:
-    """Where this command began: the step of its first generation, of which ``before`` may tell."""
-    for start in reversed(before):
-        if start.get("generation", 1) >= generation:
-            break
-        step, generation = start["step"], start.get("generation", 1)
-    return step
 
 
 def _announce(display: Display, trainer: Trainer, path: Path) -> None:

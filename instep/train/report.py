@@ -33,16 +33,16 @@ def report(path: Path, out: Path | None, steps: Sequence[int], trace_steps: int)
     for label, text in lines(insight.breakdowns, insight.slow, insight.advice):
         yield f"{label:<7}{text}"
     written = [_write(out / PAGE, render(story)), _write(out / FIGURES, to_json(story))]
-    written += _traces(tapes, story, out / FOLDER, trace_steps)
+    part = sorted({row.step for rows in insight.rows.values() for row in rows})
+    written += _traces(tapes, story, out / FOLDER, part[-trace_steps:] if trace_steps > 0 else [])
     written += _picture(tapes, story, out / FOLDER / PICTURE)
     for file in written:
         yield f"{'wrote':<7}{printable(str(file))}"
 
 
-def _traces(tapes: Tapes, story: Story, folder: Path, count: int) -> list[Path]:
+def _traces(tapes: Tapes, story: Story, folder: Path, steps: Sequence[int]) -> list[Path]:
     for old in folder.glob("hta/rank-*.json.gz"):  # of ranks that there may not be any more
         old.unlink()
-    steps = tapes.steps[-count:] if count > 0 else []
     if not steps:
         return []
     timeline = Timeline(event for step in steps for event in tapes.timeline(step).events)
@@ -58,13 +58,16 @@ def _picture(tapes: Tapes, story: Story, path: Path) -> list[Path]:
         return []
     step, run = shown[0]["step"], story["run"]
     ranks = tapes.ranks(step)[:MOST_PICTURED]
+    known = step >= run["first_step"]  # how a step of an earlier part was made is not told
     return step_picture(
         tapes.timeline(step),
         path,
         step=step,
         ranks=ranks,
-        title=_no_formula(f"One step on {len(tapes.ranks(step))} rank(s), {run['strategy']}"),
-        subtitle=_no_formula(f"{run['name']}, step {step} ({shown[0]['why']}), backend {run['backend']}"),
+        title=_no_formula(f"One step on {len(tapes.ranks(step))} rank(s)" + known * f", {run['strategy']}"),
+        subtitle=_no_formula(
+            f"{run['name']}, step {step} ({shown[0]['why']})" + known * f", backend {run['backend']}"
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import tomllib
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from instep.mesh.peers import Peer, lives
 from instep.timeline.insight import setting_of
 from instep.timeline.tape import Tapes
 from instep.train import folder
+from instep.train.ledger import part_begins
 
 Fields = dict[str, Any]
 
@@ -35,6 +37,17 @@ def run(path: Path, summary: Fields, metrics: Sequence[Fields], tapes: Tapes, no
     }
 
 
+def last_part(starts: Sequence[Fields], metrics: Sequence[Fields], steps: Sequence[int]) -> list[int]:
+    """Those of ``steps``, counted from 0, that the last start which has made any has made in one layout.
+
+    A trace may have more: steps that were made before a restart, and are not yet made again.
+    """
+    done = _done(metrics) or math.inf
+    made = [start for start in starts if isinstance(step := start.get("step"), int) and step < done]
+    begin = part_begins(made)
+    return [step for step in steps if begin <= step < done]
+
+
 def _versions(tapes: Tapes) -> Fields:
     """Of what the run was made with."""
     found = tapes.first.head.get("versions") if tapes.first else None
@@ -42,7 +55,7 @@ def _versions(tapes: Tapes) -> Fields:
 
 
 def _state(path: Path, config: str, summary: Fields, metrics: Sequence[Fields], notes: list[str]) -> str:
-    done = max((line["step"] for line in metrics if isinstance(line.get("step"), int)), default=0)
+    done = _done(metrics)
     wanted = _wanted(config)
     so_far = f"{done} of {wanted}" if wanted else f"{done}"
     alive = [lives(peer) for peer in _workers(path)]
@@ -56,6 +69,10 @@ def _state(path: Path, config: str, summary: Fields, metrics: Sequence[Fields], 
     if "steps" in summary and summary["steps"] != done:
         notes.append(f"{folder.SUMMARY} tells of the run up to step {summary['steps']!r:.20}")
     return "ended early"
+
+
+def _done(metrics: Sequence[Fields]) -> int:
+    return max((line["step"] for line in metrics if isinstance(line.get("step"), int)), default=0)
 
 
 def _wanted(config: str) -> int:

@@ -23,7 +23,7 @@ from instep.timeline.plain import plain
 from instep.timeline.tape import FOLDER, PATTERN, Tapes, read_tapes
 from instep.train import folder
 from instep.train.ledger import LEDGER, STARTED
-from instep.train.standing import read_lines, read_object, run
+from instep.train.standing import last_part, read_lines, read_object, run
 
 FORMAT = 1
 MOST_POINTS = 400  # of a curve
@@ -39,6 +39,9 @@ Story = dict[str, Any]
 def tell(path: Path, steps: Sequence[int] = ()) -> tuple[Story, Tapes, Insight]:
     """The story of the run in ``path``; its timeline shows ``steps``, or some that are worth a look.
 
+    Curves, and the time step by step, are of the whole run; all other figures of its last part, which was
+    made in one layout.
+
     Raises:
         ValueError: there is no run.
     """
@@ -53,17 +56,21 @@ def tell(path: Path, steps: Sequence[int] = ()) -> tuple[Story, Tapes, Insight]:
     ledger = read_lines(path / LEDGER, notes)
     starts = [line for line in ledger if line.get("event") == STARTED]
     tapes = read_tapes(path / FOLDER, starts[-1].get("world_size") if starts else None)
-    insight = look(tapes)
     about = run(path, summary, metrics, tapes, notes)
+    part = last_part(starts, metrics, tapes.steps)
+    whole = insight = look(tapes)
+    if len(part) < len(tapes.steps):
+        notes.append(f"only curves and the time by step are of the whole run, all else is of {_said(part)}")
+        insight = look(tapes, part)
     notes += [*tapes.notes, *_lacking(path, tapes, insight)]
     chosen = _chosen(insight, tapes, steps, notes)
     story = {
         "format": FORMAT,
-        "run": {**about, "notes": notes},
+        "run": {**about, "first_step": min(part, default=0), "notes": notes},
         "advice": [_advice(one) for one in insight.figures()["advice"]],
         "slow": _slow(insight),
         "breakdown": {"parts": list(PARTS), "ranks": [_breakdown(row) for row in insight.breakdowns]},
-        "over_time": _over_time(insight.rows),
+        "over_time": _over_time(whole.rows),
         "buckets": _buckets(insight, tapes, notes),
         "curves": _curves(metrics),
         "timeline": _timeline(tapes, chosen, notes),
@@ -72,6 +79,10 @@ def tell(path: Path, steps: Sequence[int] = ()) -> tuple[Story, Tapes, Insight]:
         "faults": read_lines(path / folder.FAULTS, notes)[-MOST_LINES:],
     }
     return plain(story), tapes, insight
+
+
+def _said(part: Sequence[int]) -> str:
+    return f"its last part: steps {part[0]} to {part[-1]}" if part else "its last part, which has no step yet"
 
 
 def _lacking(path: Path, tapes: Tapes, insight: Insight) -> list[str]:

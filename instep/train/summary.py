@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,13 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from instep.train.folder import SUMMARY
+
+SHOWN = {"steps", "strategy", "num_replicas", "state_sha256"}  # without these there is nothing to show
 WARM_UP_STEPS = 2  # the first learns the order of the gradients, the second sends by it for the first time
 
 
 def figures(lines: Sequence[Mapping[str, Any]], first_step: int, tokens_per_step: int) -> dict[str, Any]:
     """What ``lines`` of ``metrics.jsonl`` say; None stands for "no such step".
 
-    Losses are those of the whole run; speed is that of the part after ``first_step``, on one placement.
+    Losses are those of the whole run; speed is that of the part after ``first_step``, in one layout.
     """
     losses = [line["loss"] for line in lines if "loss" in line] or [None]
     held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line] or [None]
@@ -43,28 +47,49 @@ def show(summary: Mapping[str, Any], path: Path, insight: Iterable[tuple[str, st
     """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
 
     def number(name: str, form: str) -> str:
-        return "-" if summary[name] is None else format(summary[name], form)
+        figure = summary.get(name)
+        return "-" if figure is None else format(figure, form)
 
+    loss = (
+        f"{number('held_out_loss', '.3f')} nats per byte held out, from "
+        f"{number('held_out_loss_first', '.3f')} (training {number('loss_last', '.3f')})"
+    )
+    speed = (
+        f"{number('tokens_per_s', ',.0f')} tokens/s, {number('step_ms_median', '.0f')} ms a step "
+        f"(median), {number('exposed_comm_share', '.1%')} of it exposed communication"
+    )
     rows = [
         ("run", str(path)),
-        (
-            "steps",
-            f"{summary['steps']} on {where(summary['strategy'], summary['num_replicas'])}, "
-            f"{summary['strategy']}",
-        ),
-        (
-            "loss",
-            f"{number('held_out_loss', '.3f')} nats per byte held out, from "
-            f"{number('held_out_loss_first', '.3f')} (training {number('loss_last', '.3f')})",
-        ),
-        (
-            "speed",
-            f"{number('tokens_per_s', ',.0f')} tokens/s, {number('step_ms_median', '.0f')} ms a step "
-            f"(median), {number('exposed_comm_share', '.1%')} of it exposed communication",
-        ),
+        ("steps", _steps(summary)),
+        ("loss", loss),
+        ("speed", speed if summary.get("step_ms_median") else "not measured: these ranks have made no step"),
         *insight,
         ("state", f"sha256 {summary['state_sha256']}"),
     ]
     with suppress(BrokenPipeError):
         sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows))
         sys.stdout.flush()
+
+
+def show_again(summary: Mapping[str, Any], path: Path) -> None:
+    """The result of a run that had been finished before, and where all of it is."""
+    show(summary, path, [("more", f"{path / SUMMARY}; instep report {shlex.quote(str(path))}")])
+
+
+def finished(step: int, steps: int) -> str:
+    """What there is to say where nothing is left to do: ``step`` is done already, and the last."""
+    return (
+        f"this run is finished: step {step} of {steps} was done already, and nothing is computed. To train "
+        f"on: --steps {2 * step} --accept-contract (more steps are another schedule of the learning rate)"
+    )
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    """How many, on how many ranks, in which way; all figures but the losses are of one layout."""
+    steps, first = summary["steps"], summary.get("first_step") or 0
+    strategy, stage = summary["strategy"], (summary.get("parallel") or {}).get("shard_stage")
+    layout = f"{where(strategy, summary['num_replicas'])}, {strategy}"
+    layout += f", stage {stage} of sharding" if stage else ""
+    if not first:
+        return f"{steps} on {layout}"
+    return f"{steps}; the last {steps - first} on {layout}: speed, memory and time are of these"

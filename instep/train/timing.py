@@ -6,12 +6,13 @@ time does: compute, data and host code without the waits. It travels with the lo
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from instep.events import Recorder, Timeline
+from instep.events import STEP, Event, Recorder, Timeline
 from instep.timeline.breakdown import RankBreakdown, breakdown, slowdown
 from instep.timeline.parts import Parts, parts
 from instep.timeline.straggler import Own, Slow, find_slow
@@ -61,11 +62,27 @@ class Timing:
         """The rank that holds the others up, as far as the last ``steps`` tell."""
         return find_slow(list(self._heard)[-steps * self._num_ranks :])
 
-    def breakdown(self) -> RankBreakdown:
-        """This rank's last steps; without any, figures of no step."""
-        rank, timeline = self.recorder.rank, Timeline(self.recorder.last_steps(SUMMED_UP))
-        steps = [timeline.of(rank, step) for step in timeline.steps]
+    def breakdown(self, since: int = 0) -> RankBreakdown:
+        """This rank's last steps, from ``since`` on; without any, figures of no step."""
+        steps = _steps(self.recorder.last_steps(SUMMED_UP), since)
         rows = [found for events in steps if (found := parts(events)) is not None]
         if not rows:
-            return RankBreakdown(rank, 0, 0.0, 0.0, {}, {}, {}, 0.0, 0.0)
+            return RankBreakdown(self.recorder.rank, 0, 0.0, 0.0, {}, {}, {}, 0.0, 0.0)
         return breakdown(rows, slowdown(steps[-LOOKED_AT:]))
+
+
+def _steps(events: Sequence[Event], since: int) -> list[list[Event]]:
+    """The events of each step from ``since`` on that has ended; of one made twice, those of the last time.
+
+    ``events`` may go back to before a restart, to steps that this part of the run has not made.
+    """
+    windows: dict[int, Event] = {}
+    for event in reversed(events):
+        if event.name == STEP and since <= event.step < min(windows, default=math.inf):
+            windows[event.step] = event
+    found: dict[int, list[Event]] = {step: [] for step in reversed(windows)}
+    for event in Timeline(events).events:
+        window = windows.get(event.step)
+        if window is not None and window.start_ns < event.end_ns and event.start_ns < window.end_ns:
+            found[event.step].append(event)
+    return list(found.values())

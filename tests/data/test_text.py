@@ -67,7 +67,9 @@ def test_without_a_path_the_standard_library_is_read() -> None:
     train, rest = open_text(None, context=64)
     assert 4e6 < train.tokens.numel() + rest.tokens.numel() < 20e6
     assert b"import " in train.tokens.numpy().tobytes()
-    assert "standard library" in train.name
+    size = train.tokens.numel() + rest.tokens.numel()
+    assert train.name.endswith(f" standard library (95% of its {size:,} bytes, to train on)")
+    assert rest.name.endswith(f" standard library (5% of its {size:,} bytes, held out)")
     assert train.sha256 == open_text(None, context=64).train.sha256
 
 
@@ -99,7 +101,7 @@ def test_a_folder_is_read_without_what_is_hidden_binary_or_outside(tmp_path: Pat
     [
         (0, "data file .* is empty, expected at least"),
         (64, r"data file .* has 64 bytes, expected at least context\(64\) \+ 1 = 65 bytes for one window"),
-        (300, r"held out, 0\.05 of 300 bytes\) is empty, expected at least context\(64\) \+ 1 = 65"),
+        (300, r"5% of its 300 bytes, held out\) is empty, expected at least context\(64\) \+ 1 = 65"),
     ],
 )
 def test_a_text_too_short_is_refused_with_both_numbers(tmp_path: Path, num_bytes: int, message: str) -> None:

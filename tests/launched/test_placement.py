@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_stopped_on_two_ranks_and_resumed_on_others_gives_the_run_that_nothing_d
     assert_every_sample_once(path)
     found = summary(path)
     assert (found["restarts"], found["first_step"], found["world_size"]) == (1, 4, ranks)
+    assert [row["steps"] for row in found["breakdown"]] == [STEPS - 4] * ranks
 
 
 def test_ranks_that_are_killed_are_replaced_in_the_run_that_nothing_disturbed(
@@ -122,7 +124,7 @@ def test_ranks_that_are_killed_are_replaced_in_the_run_that_nothing_disturbed(
     assert_same_run(path, reference)
     assert_every_sample_once(path)
     found = summary(path)
-    assert (found["restarts"], found["world_size"]) == (2, 2)
+    assert (found["restarts"], found["first_step"], found["world_size"]) == (2, 0, 2)
     assert out.endswith(f"state  sha256 {found['state_sha256']}\n")
     assert not (path / WORKERS).exists()
 
@@ -148,6 +150,18 @@ def test_killed_with_all_its_ranks_and_resumed_on_others_gives_the_run_that_noth
     assert_same_run(path, reference)
     assert_every_sample_once(path)
     assert not (path / WORKERS).exists()
+
+
+def test_a_run_that_ended_before_it_could_sum_up_does_so_when_resumed(recipe, undisturbed, tmp_path):
+    path = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    (path / SUMMARY).write_text(json.dumps({"steps": STEPS}))  # and no more of it is left
+    ended = train(*recipe, "-n", 2, "--run-dir", path, "--resume", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(path, undisturbed)
+    found = summary(path)
+    assert (found["steps"], found["first_step"], found["world_size"]) == (STEPS, STEPS, 2)
+    assert found["step_ms_median"] is found["tokens_per_s"] is None and found["breakdown"] == []
+    assert "speed  not measured: these ranks have made no step\n" in ended.out
 
 
 def test_a_server_stopped_on_two_ranks_and_resumed_on_three_gives_the_hash_of_one(

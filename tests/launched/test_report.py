@@ -15,7 +15,7 @@ import pytest
 
 from instep.train.folder import METRICS, read_lines, workers
 from instep.train.ledger import LEDGER
-from tests.launched.command import Ended, instep, read_until, started_warm, train
+from tests.launched.command import Ended, instep, read_until, started_warm, train, tree
 from tests.launched.conftest import SLOWLY, STEPS
 
 LONG = 60  # steps: more than are made before a signal arrives
@@ -98,13 +98,18 @@ def test_a_run_that_stopped_half_way_with_a_torn_and_a_lost_file(
     ]  # fmt: skip
 
 
-def test_a_run_that_is_resumed_after_its_last_step_ends_well(
+def test_a_run_that_is_resumed_after_its_last_step_says_so_and_stays_as_it_was(
     undisturbed: Path, recipe: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """It makes no step, so it has none to sum up; on two ranks, one of which has made none ever."""
+    """On two ranks, one of which has made no step ever, and with all of the state divided otherwise."""
     path = Path(shutil.copytree(undisturbed, tmp_path / "run"))
-    again = train(*recipe, "-n", 2, "--run-dir", path, "--resume", cwd=tmp_path)
+    before, flags = tree(path), ("--run-dir", path, "--resume", "--parallel.shard-stage", 2)
+    again = train(*recipe, "-n", 2, *flags, cwd=tmp_path)
     assert again.code == 0, again.err
+    assert again.err.splitlines()[-1].startswith(f"this run is finished: step {STEPS} of {STEPS} was done")
+    assert f"steps  {STEPS} on 1 rank(s), bucketed\n" in again.out
+    assert f"more   {path}/summary.json; instep report {path}\n" in again.out
+    assert tree(path) == before
     story, _ = report(path, tmp_path / "out")
     assert story["run"]["state"] == "finished" and story["over_time"]["steps"] == [*range(STEPS)]
     assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0]

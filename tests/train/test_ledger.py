@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from instep.train.ledger import Ledger, Placement
+from instep.train.ledger import Ledger, Placement, part_begins
 
 ONE = Placement({"dp": 1}, "bucketed", 1)
 
@@ -74,8 +74,40 @@ def test_a_start_has_the_contract_and_the_canary() -> None:
         "generation": 1,
     }
     assert lines == [
-        {**expected, "numerical": {"seed": 0}, **ONE.fields(), "state_sha256": "ab", "entries": {}}
+        {**expected, "numerical": {"seed": 0}, **ONE.layout(), "state_sha256": "ab", "entries": {}}
     ]
+
+
+def start(step: int, generation: int = 1, ranks: int = 2, **parallel: object) -> dict[str, object]:
+    return {
+        "step": step,
+        "generation": generation,
+        **Placement({"dp": ranks}, "flat", ranks, parallel).layout(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("starts", "step"),
+    [
+        ([], 0),
+        ([start(0)], 0),
+        ([start(0), start(12)], 12),  # resumed, even if on as many ranks
+        ([start(0), start(5, 2), start(9, 3)], 0),  # ranks were replaced
+        ([start(0), start(5, 2, ranks=1), start(6, 3, ranks=1)], 5),  # one was not
+        ([start(0), start(5, 2, ranks=1), start(6, 3)], 6),  # for some steps
+        ([start(0), start(12), start(15, 2), start(14, 3)], 12),  # which may go back
+        ([start(0, shard_stage=3), start(12, 2, shard_stage=1)], 12),  # the first ranks came to no start
+    ],
+)
+def test_a_part_is_what_one_command_has_made_in_one_layout(
+    starts: list[dict[str, object]], step: int
+) -> None:
+    assert part_begins(starts) == step
+
+
+@pytest.mark.parametrize("starts", [[{}], [{"step": "x"}], [{"generation": "x"}, {"generation": None}]])
+def test_starts_that_make_no_sense_begin_at_0(starts: list[dict[str, object]]) -> None:
+    assert part_begins(starts) == 0
 
 
 def test_an_accepted_contract_says_what_has_changed() -> None:

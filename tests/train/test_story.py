@@ -251,6 +251,35 @@ def test_ranks_of_an_earlier_world_are_noted_and_counted_no_more(tmp_path):
     assert story["over_time"]["ranks"][3]["wall"][15] is None and len(tapes.steps) == 20
 
 
+def test_figures_of_a_run_that_went_on_otherwise_are_those_of_its_last_part(tmp_path):
+    """On two ranks, then the last four again on one that computes thrice as long; then a start, no step."""
+    run_of(tmp_path, 2)
+    Taped(tmp_path / FOLDER, 1, begin_ms=60_000, slower=lambda rank: 3.0).steps(8, STEPS)
+    write_lines(tmp_path / LEDGER, [started(2), started(1, 8), started(2, STEPS)])
+    story, _, insight = tell(tmp_path)
+    assert story["run"]["first_step"] == 8
+    assert story["run"]["notes"][0] == (
+        "only curves and the time by step are of the whole run, all else is of its last part: steps 8 to 11"
+    )
+    (row,) = story["breakdown"]["ranks"]
+    assert (row["rank"], row["steps"]) == (0, 4)
+    assert row["parts"]["compute"] == pytest.approx(3 * 2 * (3 + 6)) and insight.breakdowns[0].steps == 4
+    assert {step["step"] for step in story["timeline"]["steps"]} <= {8, 9, 10, 11}
+    assert story["over_time"]["steps"] == [*range(STEPS)]
+    assert story["curves"]["steps"] == [*range(1, STEPS + 1)]
+
+
+def test_a_start_that_went_back_has_none_of_the_steps_that_were_made_before_it(tmp_path):
+    """Twelve steps on two ranks, the last of which are lost; one rank has made the first of them again."""
+    run_of(tmp_path, 2)
+    Taped(tmp_path / FOLDER, 1, begin_ms=60_000).steps(8, 9)
+    write_lines(tmp_path / folder.METRICS, [{"step": s + 1, **figures(s)} for s in range(9)])
+    write_lines(tmp_path / LEDGER, [started(2), started(1, 8)])
+    story, _, _ = tell(tmp_path)
+    assert [row["steps"] for row in story["breakdown"]["ranks"]] == [1]
+    assert [step["step"] for step in story["timeline"]["steps"]] == [8]
+
+
 @pytest.mark.parametrize("what", ["nothing", "a file", "an empty directory", "other files"])
 def test_what_is_no_run_is_refused(tmp_path, what):
     path = tmp_path / "run"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from instep.train.summary import figures, show, where
+from instep.train.folder import SUMMARY
+from instep.train.summary import figures, finished, show, show_again, where
 
 LOSSES = [5.5, 5.0, 4.0, 3.0, 2.5, 2.0]
 
@@ -61,6 +62,36 @@ def test_what_is_not_known_is_a_dash(tmp_path, capsys):
     rest = {"steps": 0, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc"}
     show({**figures([], 0, 100), **rest}, tmp_path)
     assert "loss   - nats per byte held out, from - (training -)\n" in capsys.readouterr().out
+
+
+PART = {"steps": 6, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc", "first_step": 3}
+
+
+def test_after_a_resume_it_is_said_which_steps_the_figures_are_of(tmp_path, capsys):
+    lines = [START, *(line(step, 900) for step in range(1, 4)), line(4), line(5), line(6)]
+    show({**figures(lines, 3, 100), **PART, "parallel": {"shard_stage": 2}}, tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == (
+        "steps  6; the last 3 on 1 rank(s), flat, stage 2 of sharding: speed, memory and time are of these"
+    )
+    assert said[3].startswith("speed  10,000 tokens/s, 10 ms a step")
+
+
+def test_ranks_that_have_made_no_step_have_no_speed_and_none_of_others(tmp_path, capsys):
+    lines = [START, *map(line, range(1, 7))]
+    show({**figures(lines, 6, 100), **PART, "first_step": 6}, tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("steps  6; the last 0 on 1 rank(s), flat")
+    assert said[3] == "speed  not measured: these ranks have made no step"
+
+
+def test_what_had_been_finished_says_so_how_to_go_on_and_where_its_results_are(tmp_path, capsys):
+    assert finished(30, 30).startswith("this run is finished: step 30 of 30 was done already")
+    assert "--steps 60 --accept-contract" in finished(30, 30)
+    show_again({**figures([START, *map(line, range(1, 7))], 0, 100), **PART}, tmp_path / "a run")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == f"more   {tmp_path / 'a run' / SUMMARY}; instep report '{tmp_path / 'a run'}'"
+    assert said[-1] == "state  sha256 abc"
 
 
 def test_threads_are_not_called_ranks():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.events import GLOBAL_LOSS, GRADIENT_SYNC, STEP, Recorder
+from instep.events import GLOBAL_LOSS, GRADIENT_SYNC, PARAMETER_GATHER, STEP, Recorder
 from instep.mesh.mesh import Mesh
 from instep.timeline.bubbles import bubbles
 from instep.timeline.parts import parts
@@ -111,6 +111,39 @@ def test_the_breakdown_is_of_all_steps_and_of_no_step_it_is_empty(played: Played
     assert found.parts["compute"] == pytest.approx(0.045) and found.causes == {
         GRADIENT_SYNC: pytest.approx(0.005)
     }
+
+
+def test_the_breakdown_leaves_out_what_this_part_of_the_run_has_not_made(played: Played) -> None:
+    """An earlier part made steps up to 6 with gathers; this one goes on after step 3, up to 5."""
+
+    def make(steps: range, compute_ms: int, gathers: int) -> None:
+        timing = Timing(played.recorder, num_ranks=1)
+        for step in steps:
+            timing.begin(step)
+            played.span(PARAMETER_GATHER, gathers, "communication")
+            played.step(compute_ms)
+        timing.end()
+
+    make(range(7), compute_ms=300, gathers=20)
+    played.recorder.begin_step(7)
+    played.span("forward", 500, "compute")  # and was killed in the middle of one
+    played.recorder.drop_step()
+    make(range(3, 6), compute_ms=60, gathers=0)
+    found = Timing(played.recorder, num_ranks=1).breakdown(since=3)
+    assert (found.steps, found.gathers_s) == (3, 0)
+    assert found.wall_s == found.median_s == pytest.approx(0.070)
+    assert found.parts["compute"] == pytest.approx(0.060)
+
+
+def test_of_steps_that_are_made_again_the_last_time_counts(played: Played) -> None:
+    timing = Timing(played.recorder, num_ranks=1)
+    for steps, compute_ms in ((range(4), 30), (range(2, 4), 300)):
+        for step in steps:
+            timing.begin(step)
+            played.step(compute_ms)
+        timing.end()
+    found = timing.breakdown()
+    assert found.steps == 4 and found.parts["compute"] == pytest.approx((2 * 0.030 + 2 * 0.300) / 4)
 
 
 def test_the_slow_rank_is_found_from_what_was_heard_and_ranks_without_a_step_count_for_nothing() -> None:
