@@ -76,7 +76,7 @@ class Collectives(Files):
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets(Files):
-    """Step time against bucket size, and the size that the alpha-beta model would have chosen."""
+    """Step time against bucket size, and the size that arithmetic on latency and bandwidth would choose."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
@@ -117,14 +117,15 @@ class Steps(Files):
     setting: Literal["communication", "compute", "both"] = "both"
     """What takes most of the step: a model that is large for its batch, or the other way round."""
     strategies: Words = ()
-    """Strategies to compare, measured alternately; if none is named, all but those that shard. These are
-    stage1, stage2, stage3, stage1-one-copy and stage2-one-copy, together: sharded."""
+    """Strategies to compare, measured alternately; if none is named, all but those that shard: stage1,
+    stage2, stage3, stage1-one-copy and stage2-one-copy. The word sharded names these five."""
     samples: int = 20
     """Steps of each strategy that are timed."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """What steps the weights, with a rate of zero: SGD has no state, AdamW two numbers per parameter."""
     params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
-    """About how many parameters the model has: 70M, or 20M over a link, if nothing is said."""
+    """How many parameters the model has, give or take an eighth: 70M, or 20M over a link, if nothing is
+    said."""
     memory: bool = True
     """Measure the peak memory of each strategy too, in ranks of its own."""
     link: bool = False

@@ -7,7 +7,7 @@ step is mostly communication, with many it is mostly computation.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from instep.models.config import GPTConfig, num_parameters
@@ -15,6 +15,9 @@ from instep.models.config import GPTConfig, num_parameters
 TOKENS = 128
 LAYERS = 10
 HEAD_WIDTH = 64
+UNITS = (HEAD_WIDTH, 32, 16, 8, 4, 2)  # a width is a multiple of the first that comes close
+CLOSE = 1 / 8
+NARROWEST = 16
 FLOAT_BYTES = 4
 OPTIMIZERS = {"sgd": 0, "adamw": 2}  # by the moments of a parameter
 
@@ -66,13 +69,30 @@ def setting(name: str, params: int | None = None, optimizer: str = "sgd") -> Set
 
 
 def shape(params: int, context: int) -> GPTConfig:
-    """A transformer of about ``params`` parameters: always ten blocks, as wide as it takes.
+    """A transformer of ``params`` parameters, give or take an eighth: always ten blocks, as wide as it takes.
 
     Raises:
         ValueError: fewer parameters than the narrowest has.
     """
-    heads = max(1, round(math.sqrt(params / (12 * LAYERS)) / HEAD_WIDTH))
-    config = GPTConfig(context=context, layers=LAYERS, width=heads * HEAD_WIDTH, heads=heads)
-    if params < num_parameters(config) / 3:
-        raise ValueError(f"expected at least {num_parameters(config) // 3:,} parameters, got {params:,}")
-    return config
+    least = _count(NARROWEST, context)
+    if params < least:
+        raise ValueError(f"expected at least {least:,} parameters, got {params:,}")
+    nearest = (_nearest(params, context, unit) for unit in UNITS)
+    width = next(width for width in nearest if abs(_count(width, context) / params - 1) <= CLOSE)
+    divisors = [heads for heads in range(1, width + 1) if width % heads == 0]
+    return _of(width, context, heads=min(divisors, key=lambda heads: abs(width / heads - HEAD_WIDTH)))
+
+
+def _nearest(params: int, context: int, unit: int) -> int:
+    """The multiple of ``unit`` that, as a width, gives the number of parameters next to ``params``."""
+    widths = range(unit, params, unit)
+    wider = bisect_right(widths, params, key=lambda width: _count(width, context))
+    return min(widths[max(wider - 1, 0) : wider + 1], key=lambda width: abs(_count(width, context) - params))
+
+
+def _count(width: int, context: int) -> int:
+    return num_parameters(_of(width, context))
+
+
+def _of(width: int, context: int, heads: int = 1) -> GPTConfig:
+    return GPTConfig(context=context, layers=LAYERS, width=width, heads=heads)

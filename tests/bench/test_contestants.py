@@ -121,14 +121,27 @@ def test_a_strategy_that_nobody_knows_is_refused_with_those_that_are_known():
         choose(HOST, ["ring"])
 
 
-@pytest.mark.parametrize("params", [10**6, 8 * 10**6, 20 * 10**6, 70 * 10**6, 200 * 10**6])
-def test_a_model_has_about_as_many_parameters_as_were_asked_for(params):
-    assert params / 2 < num_parameters(shape(params, 128)) < params * 2
+@pytest.mark.parametrize("context", [64, 128, 1024])
+def test_a_model_has_nearly_as_many_parameters_as_were_asked_for(context):
+    params = 200_000
+    while params < 10**9:
+        made = shape(params, context)
+        assert num_parameters(made) == pytest.approx(params, rel=1 / 8), params
+        assert made.layers == 10 and made.width / made.heads >= 20
+        params = params * 11 // 10
 
 
-def test_a_model_that_would_be_narrower_than_a_head_is_refused():
-    with pytest.raises(ValueError, match="expected at least"):
-        shape(1000, 128)
+@pytest.mark.parametrize(("params", "width"), [(5, 192), (20, 384), (50, 640), (70, 768)])
+def test_the_sizes_of_the_benchmarks_have_heads_of_64(params, width):
+    made = shape(params * 10**6, 128)
+    assert (made.width, made.width / made.heads) == (width, 64)
+
+
+def test_a_model_that_would_be_narrower_than_16_is_refused():
+    least = num_parameters(shape(39_000, 128))
+    assert shape(least, 128).width == 16
+    with pytest.raises(ValueError, match=rf"expected at least {least:,} parameters, got {least - 1:,}"):
+        shape(least - 1, 128)
 
 
 def test_the_published_settings_have_seventy_million_parameters():
