@@ -1,19 +1,31 @@
-"""What stands in ``.grad`` where a rank has only pieces of the gradient: NaN, in no memory to speak of.
+"""What stands in ``.grad`` where a rank has only pieces of the gradient: it says that there is one, no more.
 
-"Is there a gradient?" and ``zero_grad()`` mean what they always do, and whoever computes with it sees NaN
-rather than numbers of one rank alone; writing to it raises, but for ``zero_`` and ``fill_``, which torch
-allows: ``was_written`` tells.
+"Is there a gradient?", its shape and dtype, and ``zero_grad()`` are what they always are. Who computes with
+it, writes to it, or sends it to other ranks gets an error that names the parameter: torch's own clipping, a
+``GradScaler``, ``all_reduce(p.grad)``, which would write where there is no memory. For whoever comes around
+that, its memory is one NaN; ``was_written`` tells, on a CPU, if it is filled.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+# Methods that ask about a tensor, not about its values, as torch.compile does; so do all attributes that are
+# no tensors themselves.
+ABOUT = frozenset(
+    {"__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "dim", "element_size"}
+    | {"get_device", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_signed"}
+    | {"ndimension", "nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"}
+)
+# What ``module.to()`` calls: allowed where it has no effect.
+CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"})
 
 
 class Slices(Protocol):
@@ -26,21 +38,60 @@ class Slices(Protocol):
         """Multiply this rank's pieces of these gradients."""
 
 
-def placeholder(like: Tensor, slices: Slices) -> Tensor:
-    """A gradient for the parameter ``like`` whose pieces ``slices`` has; it does not keep them alive."""
-    x = torch.full((), math.nan, dtype=like.dtype, device=like.device).expand(like.shape)
-    marked: Any = x
-    marked.instep_slices = weakref.ref(slices)
+class Placeholder(Tensor):
+    """Stands for the gradient of the parameter called ``instep_name``, whose pieces ``instep_slices`` has."""
+
+    instep_name: str
+    instep_slices: weakref.ref[Slices]
+    instep_memory: Tensor  # ()
+    # Asked for in every step, here without a detour; nothing ever changes it.
+    layout = torch.strided
+    _version = 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        called = getattr(func, "__name__", str(func))
+        if called == "__set__" and args[0] is args[1]:
+            return None
+        if called in ABOUT or called in CONVERSIONS or called == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if found is args[0] or not isinstance(found, Tensor):
+                return found
+        if called in ("__get__", "__set__"):
+            called = f".{func.__self__.__name__}"
+        name = next(repr(x.instep_name) for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
+        raise RuntimeError(
+            f"the gradient of {name} is in slices, one on each rank, and .grad only stands for it: {called} "
+            "cannot use it. Clip with instep.clip_grad_norm_(model.parameters(), max_norm) instead of "
+            "torch's; discard gradients with zero_grad(); scale the loss instead of them, and compute in "
+            "bfloat16 where float16 would need a GradScaler"
+        )
+
+    def __repr__(self, **others: Any) -> str:  # type: ignore[override]
+        return f"<in slices: the gradient of {self.instep_name!r}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def placeholder(like: Tensor, slices: Slices, name: str) -> Tensor:
+    """A gradient for the parameter ``like``, whose pieces ``slices`` has; it does not keep them alive."""
+    memory = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+    x = Tensor._make_subclass(Placeholder, memory.expand(like.shape))  # to autograd no view of anything
+    x.instep_name, x.instep_slices, x.instep_memory = name, weakref.ref(slices), memory
     return x
 
 
 def was_written(stands_in: Tensor) -> bool:
     """Whether somebody has filled the one element of a placeholder; on a GPU nobody waits to know."""
-    return stands_in.device.type == "cpu" and not bool(torch.isnan(stands_in.as_strided((), ())))
+    assert isinstance(stands_in, Placeholder)
+    memory = stands_in.instep_memory
+    return memory.device.type == "cpu" and not bool(torch.isnan(memory))
 
 
 def slices_of(gradient: Tensor) -> Slices | None:
     """Who has the pieces that ``gradient`` stands for; None if it is a gradient itself."""
-    reference = getattr(gradient, "instep_slices", None)
-    found: Slices | None = None if reference is None else reference()
-    return found
+    return gradient.instep_slices() if isinstance(gradient, Placeholder) else None

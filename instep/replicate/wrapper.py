@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +22,18 @@ from instep.ordered.buckets import Caps
 from instep.ordered.keys import LeafKeys
 from instep.replicate.keywords import consume
 from instep.replicate.names import OwnNames
-from instep.replicate.report import Report
 from instep.replicate.strategies import find
-from instep.replicate.verify import Loss, Verification
 from instep.step import guard
+from instep.step.agree import agree, attempt
 from instep.step.backward import Backward
 from instep.step.leaves import DeclaredStep, Leaf
 from instep.step.manifest import agree_on_structure, agree_on_values, broadcast_values
 from instep.step.reducer import Options, Reducer
 from instep.step.roster import Roster, require_read_only
+from instep.verify.loss import Loss
+from instep.verify.report import Report
+from instep.verify.subject import Piece, Subject, Value
+from instep.verify.trial import verify
 from instep.work import Lane
 
 if TYPE_CHECKING:
@@ -70,8 +74,8 @@ class DataParallel(OwnNames):
             effect warns, and what is not offered is refused with the reason.
 
     Raises:
-        ValueError: the ranks hold different models, an embedding rescales its weight in forward
-            (``max_norm``), or an argument is unknown.
+        ValueError: on all ranks; they hold different models, an embedding rescales its weight in forward
+            (``max_norm``), or an argument is unknown on one of them.
         PeerLost: a rank did not come.
     """
 
@@ -99,11 +103,8 @@ class DataParallel(OwnNames):
         **others: Any,
     ) -> None:
         super().__init__(module)
-        if init_sync not in (True, False, "verify"):
-            raise ValueError(f"init_sync={init_sync!r}: expected True, False or 'verify'")
         if device_mesh is not None and process_group is not None:
             raise ValueError("pass process_group or device_mesh, not both")
-        warning = consume({"device_ids": device_ids, "output_device": output_device, "dim": dim, **others})
         if others.get("static_graph") and find_unused_parameters is False:
             find_unused_parameters = True
         caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
@@ -120,11 +121,12 @@ class DataParallel(OwnNames):
             "seed": seed,
             "timeout_s": timeout_s,
         }
-        self._options = Options(find(strategy), caps, ordered, find_unused_parameters)
+        others |= {"device_ids": device_ids, "output_device": output_device, "dim": dim}
+        warning, problem = attempt(lambda: self._consider(others))
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
         self._seed = seed
         self.next_step = 0
-        self._bind(self._process_group, timeout_s)
+        self._bind(self._process_group, timeout_s, problem)
         if warning and self.group.rank == 0:
             warnings.warn(warning, stacklevel=2)
         try:
@@ -136,17 +138,21 @@ class DataParallel(OwnNames):
             self.close()
             raise
 
-    def _bind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> None:
-        """Take part in ``process_group``: hooks, reducer, keys."""
-        roster = Roster(self.module)
+    def _bind(
+        self,
+        process_group: Mesh | ProcessGroup | None,
+        timeout_s: float | None,
+        problem: Exception | None = None,
+    ) -> None:
+        """Take part in ``process_group``: hooks, reducer, keys. With a ``problem``, only to let all raise."""
         self.group, self.recorder = find_ranks(process_group, timeout_s)
-        agree_on_structure(self.module, _shared_options(self._arguments), self.group)
-        if self.group.size > 1:
-            require_read_only(self.module)
-        names, parameters = [name for name, _ in roster.trainable], [p for _, p in roster.trainable]
+        try:
+            roster, self._reducer = self._compare(problem)
+        except BaseException:
+            self.group.close()
+            raise
+        parameters = self._reducer.parameters
         guard.take_over(parameters)
-        sparse = _sparse(self.module, parameters)
-        self._reducer = Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
         self._reducer.exchange.offsets_ns = measure(self.group).offsets_ns
         device = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(device)
@@ -155,6 +161,35 @@ class DataParallel(OwnNames):
         self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
         self._unbind = weakref.finalize(self, _release, self._backward.hooks, self._reducer.lane, self.group)
         guard.watch(self._reducer, roster.frozen, self._unbind)
+
+    def _consider(self, others: Mapping[str, Any]) -> str:
+        """Take the arguments over, if this rank can; the warning that is due for ``others``."""
+        given = self._arguments
+        if given["init_sync"] not in (True, False, "verify"):
+            raise ValueError(f"init_sync={given['init_sync']!r}: expected True, False or 'verify'")
+        unused = given["find_unused_parameters"]
+        self._options = Options(find(given["strategy"]), given["bucket_cap_mb"], given["ordered"], unused)
+        return consume(others)
+
+    def _compare(self, problem: Exception | None) -> tuple[Roster, Reducer]:
+        """All ranks have the same module, which can be wrapped in the same way, or all raise."""
+        prepared = None
+        if problem is None:
+            prepared, problem = attempt(self._prepare)
+        agree(problem, [], self.group, "the comparison of models")
+        assert prepared is not None
+        agree_on_structure(self.module, _shared_options(self._arguments), self.group)
+        return prepared
+
+    def _prepare(self) -> tuple[Roster, Reducer]:
+        """What this rank may refuse; nothing is changed yet."""
+        roster = Roster(self.module)
+        if self.group.size > 1:
+            require_read_only(self.module)
+        names, parameters = [name for name, _ in roster.trainable], [p for _, p in roster.trainable]
+        guard.require_takeable(parameters)
+        sparse = _sparse(self.module, parameters)
+        return roster, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
 
     def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
@@ -279,15 +314,17 @@ class DataParallel(OwnNames):
             PeerLost: a rank did not come.
         """
         self._check_open()
-        if self._declared.leaf is not None:
-            raise ValueError("verify() inside micro_batches(): call it between two steps")
-        self._reducer.leave()  # a backward that raised: the next forward would give the step up
-        group, _ = find_ranks(self._process_group, self.group.timeout_s)
-        try:
-            trial = Verification(self, self._backward, group, loss=loss, rtol=rtol, seed=self._seed)
-            return trial.run(batch)
-        finally:
-            group.close()
+        parameters = self._reducer.parameters
+        subject = Subject(
+            model=self,
+            backward=self._backward,
+            strategy=self._arguments["strategy"],
+            seed=self._seed,
+            copy=self.group.rank,
+            pieces=[Piece(i, _all_of, partial(_gradient_of, p)) for i, p in enumerate(parameters)],
+            values=[Value(name, 0, p) for name, p in self.module.named_parameters()],
+        )
+        return verify(subject, self._process_group, batch, loss, rtol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A wrapper of a copy of the module, over the same ranks. Collective."""
@@ -305,6 +342,14 @@ class DataParallel(OwnNames):
     def _check_open(self) -> None:
         if not self._unbind.alive:
             raise RuntimeError("this DataParallel is closed: wrap the module again, or rebind() this one")
+
+
+def _all_of(x: Tensor) -> Tensor:
+    return x
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
 
 
 def _shared_options(arguments: Mapping[str, Any]) -> dict[str, Any]:

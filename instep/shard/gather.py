@@ -21,6 +21,7 @@ from instep.errors import PeerLost
 from instep.events import PARAMETER_GATHER, Recorder
 from instep.mesh.device import Stream
 from instep.mesh.group import Group
+from instep.shard import transforms
 from instep.shard.unit import Unit
 from instep.shard.wants import Asked
 from instep.work import Lane
@@ -80,10 +81,16 @@ class Gathers:
         """Gather those of ``units`` that are not here, and go on meanwhile."""
         for unit in units:
             if unit.is_free:
+                transforms.require_outside(unit.name, unit.names)
                 unit.open()
-                computed = self._stream.computed()
-                run = partial(self._fetch, unit, None, computed)
-                unit.work = self.lane.submit(f"the gather of unit {unit.name!r}", run)
+                try:
+                    computed = self._stream.computed()
+                    run = partial(self._fetch, unit, None, computed)
+                    unit.work = self.lane.submit(f"the gather of unit {unit.name!r}", run)
+                except BaseException:  # no thread could be started
+                    self.lane.drain()
+                    unit.free()
+                    raise
 
     def need(self, units: Sequence[Unit]) -> None:
         """Gather those of ``units`` that are not here, and wait.

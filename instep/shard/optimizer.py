@@ -29,7 +29,7 @@ from instep.mesh.find import find_ranks
 from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh
 from instep.shard import checks, claims
-from instep.shard.agree import agree, attempt, class_name, describe, options_text
+from instep.shard.groups import class_name, describe, options_text
 from instep.shard.kinds import is_elementwise, placement, require_shardable
 from instep.shard.ranks import num_rows, row_of
 from instep.shard.saved import adopt_groups, format_sharded, format_whole, local_state, options, saved_lines
@@ -39,6 +39,7 @@ from instep.shard.standing import Standing
 from instep.shard.state import LocalState, gather
 from instep.shard.update import step_pieces
 from instep.shard.verdict import FAILED, FINE, READY, REFUSED, vote
+from instep.step.agree import agree, attempt
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,11 +155,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """By parameter, what ``optimizer_cls`` keeps for it, if there is one rank.
-
-        Raises:
-            RuntimeError: on access, if there are more.
-        """
+        """By parameter, what ``optimizer_cls`` keeps for it; ``RuntimeError`` where there are more ranks."""
         return LocalState(self._shards.held, self._inner, self.group.size)
 
     @state.setter

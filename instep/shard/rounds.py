@@ -66,11 +66,6 @@ def plan_rounds(num_leaves: int, num_ranks: int, num_rows: int = 1, row: int = 0
     return tuple(rounds)
 
 
-def most_kept(rounds: Sequence[Round]) -> int:
-    """Slices of memory that the partial sums need."""
-    return max(len(x.kept) for x in rounds)
-
-
 def _plan(nodes: Sequence[Node], leaves: range, num_leaves: int) -> Round:
     stack = list(zip(nodes, range(len(nodes)), strict=True))
     adds = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.mesh.group import Group
-from instep.shard.agree import options_text
+from instep.shard.groups import options_text
 from instep.shard.space import Held
 from instep.shard.state import States, part_of
 

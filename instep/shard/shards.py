@@ -74,11 +74,6 @@ class Shards:
         """A parameter whose memory is not here any more, if there is one."""
         return next((p for p in (space.moved() for space in self.spaces) if p is not None), None)
 
-    def is_resident(self, parameter: Tensor) -> bool:
-        """Whether this rank has all of ``parameter`` between steps; also if it is not sharded."""
-        space = self._space_of.get(id(parameter)) or claims.home(parameter)
-        return space is None or space.resident
-
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         """Those of ``parameter`` where all of it lies in memory."""
         space = self._space_of.get(id(parameter))

@@ -19,6 +19,7 @@ arXiv 1910.02054, section 5.3.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import weakref
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from instep.events import Recorder
 from instep.mesh.group import Group
 from instep.ordered.hook import Hook, weakly
+from instep.shard import transforms
 from instep.shard.gather import Gathers, Source, find_source
 from instep.shard.materialise import Init, materialise
 from instep.shard.pages import Rooms
@@ -46,9 +48,11 @@ from instep.work import Lane
 
 NO_TASK = -1
 Numbers = tuple[int, ...]
+# What forwards and backwards leave behind for the next ones.
+LEARNED = ("_next", "_previous", "_last", "_kept", "_ran", "_generation")
 HOOKS = (
     "a module with weights in slices watches what autograd saves of them: with reshard_after_forward=False, "
-    "where they stay until their gradients have come, it does not"
+    "where they stay until their gradients have come, or with stage=2 without compute_dtype, it does not"
 )
 
 
@@ -155,6 +159,24 @@ class Stage3:
                 self._inside[i] -= 1
             self._free_all_but(set())
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, forwards and backwards that shall not count; then what is gathered now is so again.
+
+        Not collective, and between backwards only.
+        """
+        shown = [unit for unit in self.units if unit.shown]
+        before = {name: copy.copy(getattr(self, name)) for name in LEARNED}
+        try:
+            yield
+        finally:
+            self.ended()
+            self._rooms.drop()
+            for name, value in before.items():
+                setattr(self, name, value)
+            self._gathers.recover()
+            self._gathers.need(shown)
+
     def closed(self, unit: Unit) -> None:
         """All gradients of ``unit`` have come: it goes when backward comes to another one, if not at once."""
         i = unit.number
@@ -246,8 +268,9 @@ class Stage3:
         for i in needs:
             self._inside[i] = max(self._inside[i] - 1, 0)
         hooked = False
+        watches = torch.is_grad_enabled() and not transforms.is_inside()  # which has a backward of its own
         for x in tree_leaves(output):
-            if isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf:
+            if isinstance(x, Tensor) and watches and x.requires_grad and not x.is_leaf:
                 x.register_hook(partial(self._on_gradient, needs))
                 hooked = True
             elif isinstance(x, nn.Parameter) and id(x) in self._place:
@@ -268,6 +291,8 @@ class Stage3:
 
     def _bring(self, needs: Numbers) -> None:
         """In forward: ``needs`` have to be whole; let go what is over, and begin what comes next."""
+        for i in needs:
+            transforms.require_outside(self.units[i].name, self.units[i].names)
         if self._last and self._last != needs:
             self._next[self._last], self._previous[needs] = needs, self._last
         self._last = needs
@@ -339,6 +364,8 @@ class Stage3:
         return {unit.number for unit in self.units if unit.shown}
 
     def _free_all_but(self, stay: set[int]) -> None:
+        if transforms.is_inside():
+            return
         for unit in self.units:
             i = unit.number
             if i not in stay and not unit.is_free and not self._inside[i] and i not in self._kept:

@@ -92,8 +92,8 @@ class Unit(Space):
 
     @property
     def is_free(self) -> bool:
-        """Nothing is gathered, nor being."""
-        return self.work is None and not self.shown
+        """Nothing is gathered, nor being: there is no room for it."""
+        return self._room is None
 
     @property
     def gathered_bytes(self) -> int:
@@ -135,15 +135,14 @@ class Unit(Space):
                 f"one of {', '.join(map(repr, self.names))} was filled with {value} while its weights were "
                 "in slices, where that has no effect: set values before fully_shard(), or load them"
             )
-        if self._room is not None:  # nobody has filled it
-            return
-        self._room = self._rooms.take(self._nbytes, self.slice.device)
+        room = self._rooms.take(self._nbytes, self.slice.device)
         with torch.inference_mode(False), torch.no_grad():
-            self.flat = self._room.view(self._compute)
+            self.flat = room.view(self._compute)
             self._views = self.views_in(self.flat)
         self.storage = self.flat.untyped_storage()
         self._storages[self.storage._cdata] = self
         self._num_own = _num_users(self.storage)
+        self._room = room
 
     def parts(self) -> list[Tensor]:
         """The slice of every rank, in the gathered memory."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from instep.mesh.group import Group
-from instep.shard.agree import options_text
+from instep.shard.groups import options_text
 
 FINE, REFUSED, FAILED, READY = 0, 1, 2, 3  # REFUSED, READY: before it had changed anything
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -33,8 +33,10 @@ class Backward:
     """Steers the reducer by what the hooks of the module and its parameters report.
 
     ``sync`` is the switch behind ``no_sync``; ``contract`` the one of the last step. ``hooks`` are to be
-    removed when the wrapper goes.
+    removed when the wrapper goes. ``changes`` names what a step changes here.
     """
+
+    changes: ClassVar[tuple[str, ...]] = ("sync", "contract", "_exchanged", "_warned")
 
     def __init__(self, declared: DeclaredStep, *, broadcast: bool) -> None:
         self.module = declared.module
@@ -71,6 +73,10 @@ class Backward:
         if not (self._exchanged and self.reducer.exchanges):
             self._begin()
             self._finish()
+
+    def look_back(self) -> None:
+        """If the last backward has raised, do now what the next forward would do about it."""
+        self._watch.look_back()
 
     def _span(self, name: str) -> Span:
         leaf, recorder = self.declared.leaf, self.reducer.recorder

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from instep.ordered.placeholder import slices_of
+
 if TYPE_CHECKING:
     from instep.step.reduction import Reduction
 
@@ -67,7 +69,9 @@ class Entry:
                 "optimizer.step() run outside of no_sync() and through the wrapped model, or call "
                 "model.sync_gradients()"
             )
-        if self.reduced or self._was_left(gradient) or not bool(torch.any(gradient)):
+        if self.reduced or self._was_left(gradient):
+            return None
+        if slices_of(gradient) is None and not bool(torch.any(gradient)):
             return None
         if self.position is None:
             return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
@@ -94,9 +98,14 @@ class Entry:
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 
 
+def entries_of(parameters: Sequence[Tensor]) -> list[Entry]:
+    """What is known of those that somebody watches."""
+    return [entry for parameter in parameters if (entry := _entries.get(parameter)) is not None]
+
+
 def require_unwatched(parameters: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if some wrapper, which is not closed, reduces the gradients of ``parameters``."""
-    for entry in filter(None, map(_entries.get, parameters)):
+    for entry in entries_of(parameters):
         other = entry.reducer()
         if other is not None and entry.is_alive:
             whose = "is sharded already" if other.sharded else "belongs to a DataParallel"
@@ -112,19 +121,14 @@ def forget(parameters: Sequence[Tensor]) -> None:
         _entries.pop(parameter, None)
 
 
-def take_over(parameters: Sequence[Tensor]) -> None:
-    """End the reduction of these parameters by another wrapper.
+def require_takeable(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if another wrapper has to go on with the reduction of some of these parameters.
 
-    Two wrappers of one module would both reduce its gradients, each while the other writes them. So the
-    newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
-
-    Raises:
-        ValueError: the other wrapper has more parameters than these, which would be left alone, or it is
-            ``fully_shard``, which reduces them already, and to slices.
+    It has more than these, which would be left alone, or it is ``fully_shard``, which reduces them already,
+    and to slices.
     """
-    entries = [entry for parameter in parameters if (entry := _entries.get(parameter)) is not None]
     mine = set(map(id, parameters))
-    for entry in entries:
+    for entry in entries_of(parameters):
         other = entry.reducer()
         if other is not None and other.sharded and entry.is_alive:
             raise ValueError(
@@ -136,7 +140,15 @@ def take_over(parameters: Sequence[Tensor]) -> None:
                 f"parameter {entry.name!r} belongs to another DataParallel, of a module that has more: wrap "
                 "one module with all of it, or close() the other wrapper first"
             )
-    for entry in entries:
+
+
+def take_over(parameters: Sequence[Tensor]) -> None:
+    """End the reduction of these parameters by another wrapper, which ``require_takeable`` allows.
+
+    Two wrappers of one module would both reduce its gradients, each while the other writes them. So the
+    newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
+    """
+    for entry in entries_of(parameters):
         entry.release()
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from instep.mesh.group import Group
 from instep.ordered.hash import block_digests
+from instep.step.agree import first_difference
 
 
 def manifest(module: nn.Module) -> list[str]:
@@ -44,13 +44,14 @@ def agree_on_structure(module: nn.Module, options: Mapping[str, object], group: 
     others = [
         json.loads(data) for data in group.all_gather_bytes(text, "the comparison of models, line by line")
     ]
-    if difference := _first_difference([entries for entries, _ in others], group.ranks):
+    if found := first_difference([entries for entries, _ in others], group.ranks):
         raise ValueError(
-            f"the ranks hold different models; the first difference is {difference}: build the same modules "
-            "in the same order"
+            f"the ranks hold different models; the first difference is entry {found[0]}: {found[1]}: build "
+            "the same modules in the same order"
         )
-    difference = _first_difference([options for _, options in others], group.ranks)
-    raise ValueError(f"the ranks wrap their models with different options: {difference}")
+    found = first_difference([options for _, options in others], group.ranks)
+    difference = "" if found is None else f": entry {found[0]}: {found[1]}"
+    raise ValueError(f"the ranks wrap their models with different options{difference}")
 
 
 def agree_on_values(module: nn.Module, group: Group) -> None:
@@ -91,12 +92,3 @@ def broadcast_values(module: nn.Module, group: Group, *, but: Container[int] = (
 
 def _describe(name: str, x: Tensor) -> str:
     return f"{name!r}, shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}"
-
-
-def _first_difference(manifests: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    """ "entry 3: this on rank 0, but that on rank 1", or "" if all are equal."""
-    for i, lines in enumerate(zip_longest(*manifests, fillvalue="nothing")):
-        for rank, line in zip(ranks, lines, strict=True):
-            if line != lines[0]:
-                return f"entry {i}: {lines[0]} on rank {ranks[0]}, but {line} on rank {rank}"
-    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ class Reducer(Reduction):
     After ``finish`` every ``.grad`` is the reduced gradient. ``sparse`` are the positions of the parameters
     whose ``.grad`` shall be sparse; they travel dense.
     """
+
+    # The buckets too: the first exchange may put them into another order.
+    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "buckets", "place", "_order", "_next_order")
 
     def __init__(
         self,

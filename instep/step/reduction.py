@@ -15,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,12 +62,24 @@ class Reduction(ABC):
     tells the other ranks that this one gives the step up, and drops its gradients.
 
     ``local[i]``: ``.grad`` of parameter i holds something that no exchange has seen. ``place[i]`` is the
-    bundle that parameter i travels in.
+    bundle that parameter i travels in. ``changes`` names what a step changes here, beside gradients.
     """
 
     sharded = False  # every rank gets all of every gradient
     late_fix = "pass strategy='flat', which sends nothing before backward has ended"
     lost_fix = "go on over another one, with model.rebind(process_group)"
+    changes: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "exchanges",
+        "given_up",
+        "observer",
+        "local",
+        "_reordered",
+        "_seen",
+        "_expected",
+        "_unsteady",
+        "_warned_unused",
+    )
     exchange: Exchange
     place: dict[int, Bundle]
 
@@ -139,6 +151,11 @@ class Reduction(ABC):
 
     def backward_ended(self) -> None:  # noqa: B027 - most have nothing to do
         """Backward has ended, or (it raised) will not."""
+
+    def hush(self) -> None:
+        """From now on nobody is shown leaves, or warned of unused parameters."""
+        self.observer = None
+        self._warned_unused = True
 
     def begin(self, plan: Plan, weight: Callable[[], int]) -> None:
         """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave.

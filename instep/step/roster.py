@@ -40,7 +40,8 @@ class Roster:
                 raise ValueError(
                     f"parameter {name!r} was not there when the model was wrapped; its gradient would stay "
                     "on this rank: add or replace parameters first, then wrap (a state dict loaded with "
-                    "assign=True replaces them)"
+                    "assign=True replaces them; torch.func.functional_call does for its call, so call "
+                    "submodules with it, not what is wrapped)"
                 )
         self.frozen += new
         self._take()

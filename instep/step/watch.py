@@ -28,7 +28,8 @@ class Watch:
     """Calls ``reached(mark)`` for every output that backward reaches, then ``ended()`` once.
 
     ``mark()`` is asked in forward; ``reached(None)`` means that a parameter was reached without any output.
-    ``abandoned()`` is called at the next forward if a backward began but never ended, that is, raised.
+    ``abandoned()`` is called at the next forward, or by ``look_back``, if a backward began but never ended,
+    that is, raised.
     ``span("forward")`` and ``span("backward")`` are asked for what times them.
     """
 
@@ -57,14 +58,18 @@ class Watch:
             self._begin()
             self._reached(None)
 
+    def look_back(self) -> None:
+        """If a backward began and never ended, say so now; not from within one."""
+        if self.active and torch._C._current_graph_task_id() == NO_TASK:
+            self.active = False
+            self._abandoned()
+
     def is_nested(self) -> bool:
         """Whether a backward inside this one runs now, as of a reentrant checkpoint."""
         return self.active and torch._C._current_graph_task_id() != self._task
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if self.active and torch._C._current_graph_task_id() == NO_TASK:
-            self.active = False
-            self._abandoned()
+        self.look_back()
         self._drop("forward")  # of one that raised
         if torch.is_grad_enabled() and not self.active:  # not what a backward computes again
             self._start("forward")

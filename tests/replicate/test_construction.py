@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +100,67 @@ def test_options_that_differ_are_refused_on_all_ranks(mesh: Mesh, name: str) -> 
     message = rf"with different options: entry \d: {name}={first!r} on rank 0, but {name}=.* on rank 1"
     with pytest.raises(ValueError, match=message):
         DataParallel(Dense(), process_group=mesh, **{name: other if mesh.rank else first})
+
+
+def capped(sizes: list[int]) -> int:
+    raise ZeroDivisionError("division by zero")
+
+
+# What rank 1 alone wraps, how, and what it says of it.
+REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
+    "writes to a weight": (
+        lambda: nn.Embedding(4, 2, max_norm=1.0),
+        {},
+        ValueError,
+        r"'' has max_norm=1\.0, which rescales rows of its weight in forward",
+    ),
+    "has no shape": (lambda: nn.LazyLinear(2), {}, ValueError, "parameter 'weight' has no shape yet"),
+    "strategy": (Dense, {"strategy": "ring"}, ValueError, "strategy 'ring': expected one of naive, flat"),
+    "values": (Dense, {"init_sync": "yes"}, ValueError, "init_sync='yes': expected True, False or 'verify'"),
+    "refused keyword": (Dense, {"mixed_precision": 1}, ValueError, "mixed_precision is not offered"),
+    "unknown keyword": (
+        Dense,
+        {"bucket_cap_gb": 1},
+        TypeError,
+        "DataParallel got an unknown keyword 'bucket_cap_gb'",
+    ),
+    "bucket size": (
+        Dense,
+        {"bucket_cap_mb": -1},
+        ValueError,
+        "bucket_cap_mb: expected positive sizes in MiB",
+    ),
+    "callable": (Dense, {"bucket_cap_mb": capped}, ZeroDivisionError, "division by zero"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+@world(3)
+def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> None:
+    make, options, error, message = REFUSALS[kind]
+    if mesh.rank == 1:
+        with pytest.raises(error, match=f"^{message}"):
+            DataParallel(make(), process_group=mesh, **options)
+    else:
+        with pytest.raises(ValueError, match=f"^rank 1: {message}"):
+            DataParallel(Dense(), process_group=mesh)
+    model = DataParallel(filled(Dense()), process_group=mesh)  # all can go on
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+
+
+@world(2)
+def test_a_wrapper_goes_on_where_another_rank_refuses_the_newer_one(mesh: Mesh) -> None:
+    module = filled(Dense())
+    model = DataParallel(module, process_group=mesh)
+    with pytest.raises(
+        ValueError, match=r"'layers\.3\.weight' belongs to another DataParallel, of a module that"
+    ):
+        DataParallel(module.layers[3] if mesh.rank == 1 else module, process_group=mesh)
+    square(model, mesh.rank).backward()
+    assert_mean_gradients(mesh, module, square)
+    model.close()
 
 
 @world(2)

@@ -139,12 +139,6 @@ def test_a_module_is_sharded_or_wrapped_once(mesh: Mesh, stage: int) -> None:
 
 @world(2)
 def test_arguments_that_cannot_be_meant(mesh: Mesh) -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.group = "mine"
-
     with pytest.raises(ValueError, match="stage=1: expected 2"):
         fully_shard(Wide(), mesh, 1)
     with pytest.raises(ValueError, match=r"expected one of floating point, got torch\.int8"):
@@ -174,6 +168,36 @@ def test_ranks_with_different_modules_or_options_all_raise(mesh: Mesh, stage: in
     one = nn.Embedding(4, 2, sparse=mesh.rank == 1)
     with pytest.raises(ValueError, match="sparse=False"):
         fully_shard(one, mesh, stage)
+
+
+class Named(nn.Module):
+    """Has a name of its own that a sharded module needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.group = "mine"
+
+
+# What rank 1 alone shards, how, and what it says of it.
+REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
+    "writes to a weight": (lambda: nn.Embedding(4, 2, max_norm=1.0), {}, r"'' has max_norm=1\.0"),
+    "a name": (Named, {}, "the module has an attribute 'group' of its own"),
+    "stage": (Wide, {"stage": 1}, "stage=1: expected 2"),
+    "values": (Wide, {"init_sync": 0}, "init_sync=0: expected True or 'verify'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+@world(3)
+def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> None:
+    make, options, message = REFUSALS[kind]
+    module = make() if mesh.rank == 1 else Wide()
+    with pytest.raises(ValueError, match=f"^{message}" if mesh.rank == 1 else f"^rank 1: {message}"):
+        fully_shard(module, mesh, **(options if mesh.rank == 1 else {}))
+    model = fully_shard(filled(Wide()), mesh)  # all can go on
+    backwards(model)
+    model.close()
 
 
 @world(2)

@@ -46,7 +46,8 @@ def test_a_gradient_in_slices_that_was_filled_is_an_error_by_name(mesh: Mesh, st
     optimizer = ShardedOptimizer(model.parameters(), SGD, mesh, **LOOP)
     loss(model, "first", mesh.rank).backward()
     for parameter in model.parameters():
-        parameter.grad.zero_()
+        with torch._C.DisableTorchFunctionSubclass():  # as native code, which does not ask
+            parameter.grad.zero_()
     with pytest.raises(ValueError, match=r"the \.grad of '.*' was written to.*zero_grad"):
         optimizer.step()
     optimizer.close()
@@ -215,21 +216,6 @@ def test_unused_parameters_warn_once_or_raise(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"no gradient came for .sometimes\.weight. on any rank"):
         once(strict)
     strict.close()
-
-
-@world(2)
-@STAGES
-def test_the_placeholder_shows_nan_and_cannot_be_written(mesh: Mesh, stage: int) -> None:
-    model = fully_shard(filled(Wide()), mesh, stage)
-    loss(model, "x", mesh.rank).backward()
-    for p in model.parameters():
-        assert p.grad is not None and p.grad.shape == p.shape and p.grad.isnan().all()
-        assert p.grad.untyped_storage().nbytes() == p.element_size()
-        with pytest.raises(RuntimeError):
-            p.grad.mul_(2.0)
-    model.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    model.close()
 
 
 @world(3)

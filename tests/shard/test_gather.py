@@ -76,6 +76,22 @@ def test_what_is_under_way_can_be_given_up(mesh: Mesh) -> None:
 
 
 @world(2)
+def test_a_gather_that_cannot_begin_gives_the_room_back(mesh: Mesh) -> None:
+    def no_thread() -> None:
+        raise RuntimeError("can't start new thread")
+
+    gathers, units = gathers_of(mesh, Broken(ValueError(), times=0))
+    begin, gathers.lane._begin = gathers.lane._begin, no_thread  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        gathers.need(units[:2])
+    assert all(unit.is_free and not unit.gathered_bytes for unit in units)
+    gathers.lane._begin = begin  # type: ignore[method-assign]
+    gathers.need(units[:2])
+    assert all((unit.parameters[0] == unit.number).all() for unit in units[:2])
+    gathers.lane.close()
+
+
+@world(2)
 def test_every_gather_is_recorded_with_its_unit_and_its_bytes(mesh: Mesh) -> None:
     module, _ = built()
     with in_slices(mesh, module) as stage3:

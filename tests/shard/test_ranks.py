@@ -64,7 +64,7 @@ def of_rank_one(mesh: Mesh, name: str) -> tuple[Any, type, dict[str, Any]]:
         ("order", r"parameter 0 of group 0: shape \(5, 4096\), .* rank 0, but .* shape \(4099,\)"),
         ("dtype", r"parameter 2 of group 0: .* float32, .* on rank 0, but .* float64, .* on rank 1"),
         ("frozen", r"parameter 3 of group 0: .* trainable on rank 0, but .* frozen on rank 1"),
-        ("number", r"parameter 7 of group 0: .* on rank 0, but nothing more on rank 1"),
+        ("number", r"parameter 7 of group 0: .* on rank 0, but nothing on rank 1"),
         ("class", r"class torch.optim.adamw.AdamW on rank 0, but class torch.optim.adam.Adam on rank 1"),
         ("option", r"options lr=0.1 on rank 0, but options lr=0.2 on rank 1"),
         ("groups", r"parameter 3 of group 0: .* on rank 0, but parameter group 1: lr=0.1 on rank 1"),

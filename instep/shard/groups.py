@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Asked before anything changes, so that all raise or none does.
+"""Parameter groups as lines of text, which ranks compare before they make an optimizer of them.
 
 A rank whose optimizer had its parameters in another order would write its new values over those of other
 parameters, and one with another learning rate would use it for its slice alone; nothing later could tell.
@@ -6,61 +6,13 @@ parameters, and one with another learning rate would use it for its slice alone;
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.mesh.exits import as_told
-from instep.mesh.group import Group
 from instep.shard import claims
-
-T = TypeVar("T")
-
-
-def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What ``function`` returns, or what it raises, for ``agree``."""
-    try:
-        return function(), None
-    except Exception as problem:
-        return None, problem
-
-
-def agree(problem: Exception | None, lines: Sequence[str], group: Group, operation: str) -> None:
-    """Go on if no rank has a ``problem`` and all have the same ``lines``. Collective.
-
-    Raises:
-        ValueError: on all ranks; this rank's ``problem``, another's, or the first line that differs.
-    """
-    text = json.dumps(list(lines)).encode()
-    mine = {
-        "digest": hashlib.sha256(text).hexdigest(),
-        "problem": "" if problem is None else str(problem)[:1000],
-    }
-    if problem is not None:
-        mine["problem"] = mine["problem"] or type(problem).__name__
-    rows = [json.loads(row) for row in group.all_gather_bytes(json.dumps(mine).encode(), operation)]
-    if problem is not None:
-        raise problem
-    for rank, row in zip(group.ranks, rows, strict=True):
-        if row["problem"]:
-            raise as_told(ValueError(f"rank {rank}: {row['problem']}"))
-    if len({row["digest"] for row in rows}) > 1:
-        everybody = group.all_gather_bytes(text, f"{operation}, line by line")
-        difference = _first_difference([json.loads(data) for data in everybody], group.ranks)
-        raise ValueError(f"the ranks differ in {operation.removeprefix('the comparison of ')}: {difference}")
-
-
-def _first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    for lines in zip_longest(*by_rank, fillvalue="nothing more"):
-        for rank, line in zip(ranks, lines, strict=True):
-            if line != lines[0]:
-                return f"{lines[0]} on rank {ranks[0]}, but {line} on rank {rank}"
-    return "in nothing that can be shown"
 
 
 def describe(groups: Sequence[Mapping[str, Any]]) -> list[str]:
