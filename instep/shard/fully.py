@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ from instep.mesh.mesh import Mesh
 from instep.ordered.placeholder import slices_of
 from instep.shard.sharding import Options, Sharding, Where
 from instep.step.leaves import Leaf
+from instep.verify.loss import Loss
+from instep.verify.report import Report
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,11 +52,11 @@ class FullySharded:
     ``DataParallel`` with the same micro-batches, in every stage and for every number of ranks.
 
     In backward, as soon as a unit's gradients are whole, each rank gets its slice of all ranks' and adds it
-    to what it has; no rank ever has all of the reduced gradient. ``.grad`` then is a placeholder that shows
-    NaN: it says that there is a gradient, and whoever reads it sees that it is not here. ``ShardedOptimizer``
-    and ``instep.clip_grad_norm_`` know where it is, other optimizers are refused. ``zero_grad()`` discards
-    it, a second synchronised backward adds to it, and under ``no_sync`` gradients are kept whole until the
-    next synchronised backward.
+    to what it has; no rank ever has all of the reduced gradient. ``.grad`` then is a placeholder: it says
+    that there is a gradient, and whoever computes with it, as torch's clipping does, gets an error.
+    ``ShardedOptimizer`` and ``instep.clip_grad_norm_`` know where it is, other optimizers are refused.
+    ``zero_grad()`` discards it, a second synchronised backward adds to it, and under ``no_sync`` gradients
+    are kept whole until the next synchronised backward.
 
     Buffers and frozen parameters are every rank's; in stage 3 frozen parameters are sharded too.
     """
@@ -150,6 +153,34 @@ class FullySharded:
         )
 
 
+class Verifiable(FullySharded):
+    """Without a ``verify`` of its own. A module that has one keeps it: ``model.sharding.verify`` is this."""
+
+    def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
+        """Compare the distributed gradient with that of one process, on this model, stage and batch.
+
+        As ``DataParallel.verify``: each rank makes one synchronised step on its batch, without an update;
+        then rank 0 computes every rank's gradient again, alone, and what each has, its slices, is compared
+        with their mean. All is as before when it returns or raises. Weights in slices are compared between
+        replicas alone: in a row of ranks there is one copy of them.
+
+        It costs W + 1 forwards and backwards on rank 0, which needs memory for all batches, for a whole
+        gradient, and for another one in float64. Collective.
+
+        Args:
+            batch, loss, rtol: as for ``DataParallel.verify``; ``loss`` is called with this module everywhere.
+                With ``compute_dtype``, ``rtol`` is by default that of this dtype.
+
+        Returns:
+            The same report on every rank. ``Row.rank`` is the one whose slice is the worst.
+
+        Raises:
+            ValueError, TypeError, InstepError: a rank raised in its part; all do, and name it.
+            PeerLost: a rank did not come.
+        """
+        return self.sharding.verify(batch, loss, rtol=rtol)
+
+
 def fully_shard(
     module: M,
     process_group: Mesh | ProcessGroup | None = None,
@@ -194,8 +225,9 @@ def fully_shard(
             be sharded, or is already, or has an optimizer that was made before.
         PeerLost: a rank did not come.
     """
-    _require_plain(module)
-    how = Options(
+    consider = partial(
+        _consider,
+        module,
         stage=stage,
         compute_dtype=compute_dtype,
         reshard_after_forward=reshard_after_forward,
@@ -206,9 +238,8 @@ def fully_shard(
         overlap=overlap,
     )
     where = Where(units, device, timeout_s)
-    sharding = Sharding(module, process_group, how, where, broadcast_buffers=broadcast_buffers)
-    module.__dict__[KEY] = sharding
-    module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (FullySharded, sharding.kind), {})
+    sharding = Sharding(module, process_group, consider, where, broadcast_buffers=broadcast_buffers)
+    _become_sharded(module, sharding)
     return module
 
 
@@ -231,6 +262,19 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     for sharding in shardings(module):
         sharding.barrier("the gathering of a state dict")  # nobody steps while another one reads
     return whole
+
+
+def _become_sharded(module: nn.Module, sharding: Sharding) -> None:
+    """Its class is one beside its own. A ``verify`` of its own it keeps, as it would in a wrapper."""
+    added = FullySharded if hasattr(module, "verify") else Verifiable
+    module.__dict__[KEY] = sharding
+    module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (added, sharding.kind), {})
+
+
+def _consider(module: nn.Module, **options: Any) -> Options:
+    """What this rank may refuse before it knows of the others."""
+    _require_plain(module)
+    return Options(**options)
 
 
 def _require_plain(module: nn.Module) -> None:

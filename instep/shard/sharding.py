@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,6 @@ from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh
 from instep.ordered.keys import LeafKeys
 from instep.shard import checks, claims
-from instep.shard.agree import agree, attempt
 from instep.shard.layout import cut
 from instep.shard.materialise import Init
 from instep.shard.ranks import find
@@ -25,13 +24,18 @@ from instep.shard.slices import Slices
 from instep.shard.space import Space
 from instep.shard.stage3 import Stage3
 from instep.shard.staging import Divided, Sliced
+from instep.shard.subject import subject_of
 from instep.shard.unit import Unit
 from instep.shard.units import Members, by_kind, partition
 from instep.step import guard
+from instep.step.agree import agree, attempt
 from instep.step.backward import Backward
 from instep.step.leaves import DeclaredStep, Leaf
 from instep.step.manifest import agree_on_structure, agree_on_values, broadcast_values
 from instep.step.roster import Roster
+from instep.verify.loss import Loss
+from instep.verify.report import Report
+from instep.verify.trial import verify
 from instep.work import Lane
 
 if TYPE_CHECKING:
@@ -87,27 +91,28 @@ class Where:
 class Sharding:
     """The engine of one sharded module.
 
-    At construction, collective: ranks compare their modules, and the parameters move into spaces, one per
-    unit and kind. In forward and backward: as for ``DataParallel``, with another reducer. ``close`` ends it.
+    At construction, collective: ranks compare their modules and options, which ``consider()`` returns or
+    refuses, and the parameters move into spaces, one per unit and kind. In forward and backward: as for
+    ``DataParallel``, with another reducer. ``close`` ends it.
     """
 
     def __init__(
         self,
         module: nn.Module,
         process_group: Mesh | ProcessGroup | None,
-        options: Options,
+        consider: Callable[[], Options],
         where: Where,
         *,
         broadcast_buffers: bool,
     ) -> None:
         self.kind = type(module)
-        self.options = options
         self.next_step = 0
         self.stage3: Stage3 | None = None
+        self._process_group = process_group
         self.ranks, self.recorder = find(process_group, where.timeout_s, what=WHAT)
         self.group = self.ranks.whole
         try:
-            roster, kinds = self._compare(module, where.units)
+            self.options, roster, kinds = self._compare(module, consider, where.units)
             spaces = self._make_spaces(module, where, kinds)
             self._reduce(module, roster, spaces, broadcast_buffers)
         except BaseException:
@@ -138,6 +143,13 @@ class Sharding:
                 column.broadcast(unit.slice.view(torch.uint8), f"the first values of unit {unit.name!r}")
             self.barrier("the first values of the parameters")
 
+    def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
+        """As ``Verifiable.verify``."""
+        options = self.options
+        strategy = f"fully_shard, stage {options.stage}"
+        subject = subject_of(self.backward, self.reducer, self.stage3, strategy=strategy, seed=options.seed)
+        return verify(subject, self._process_group, batch, loss, rtol)
+
     def barrier(self, operation: str) -> None:
         """Nobody returns before all have come; between two steps."""
         self.reducer.lane.run(operation, lambda: self.group.barrier(operation)).wait()
@@ -159,23 +171,26 @@ class Sharding:
         if self.stage3 is not None:
             self.stage3.close(wait=wait)
 
-    def _compare(self, module: nn.Module, units: Sequence[nn.Module] | None) -> tuple[Roster, list[Members]]:
-        """All ranks have the same module, which can be sharded, and the same units, or all raise."""
+    def _compare(
+        self, module: nn.Module, consider: Callable[[], Options], units: Sequence[nn.Module] | None
+    ) -> tuple[Options, Roster, list[Members]]:
+        """All ranks have the same module, which can be sharded, the same options and units, or all raise."""
 
-        def check() -> tuple[Roster, list[Members]]:
-            roster = _checked(module, self.options, self.ranks.weights)
-            return roster, [kind for unit in partition(module, units) for kind in by_kind(unit)]
+        def check() -> tuple[Options, Roster, list[Members]]:
+            options = consider()
+            roster = _checked(module, options, self.ranks.weights)
+            return options, roster, [kind for unit in partition(module, units) for kind in by_kind(unit)]
 
         checked, problem = attempt(check)
         agree(problem, [], self.group, "the comparison of modules to shard")
         assert checked is not None
-        roster, kinds = checked
-        agree_on_structure(module, asdict(self.options), self.group)
+        options, _, kinds = checked
+        agree_on_structure(module, asdict(options), self.group)
         lines = [f"unit {kind.name!r} of {', '.join(kind.names)}" for kind in kinds]
         agree(None, lines, self.group, "the comparison of units")
-        if self.options.init_sync == "verify":
+        if options.init_sync == "verify":
             agree_on_values(module, self.group)
-        return roster, kinds
+        return checked
 
     def _make_spaces(self, module: nn.Module, where: Where, kinds: Sequence[Members]) -> list[Divided]:
         options = self.options

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Slices(Reduction):
         "the micro-batch has ended, and needs memory for all of its gradients"
     )
     lost_fix = "close() the module, and shard one with a state that was kept over another group"
+    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "_carried")
 
     def __init__(
         self,
@@ -91,7 +92,9 @@ class Slices(Reduction):
         self.problem: Callable[[Tensor], str | None] | None = None
         self._rounds: tuple[Round, ...] = ()
         self._works: list[Work] = []  # of this reduction, one per unit and round
-        self._placeholders = [placeholder(p, self) for p in self.parameters]
+        self._placeholders = [
+            placeholder(p, self, name) for p, name in zip(self.parameters, self.names, strict=True)
+        ]
         self._carried: set[int] = set()  # parameters with a reduced gradient that the next one is added to
         self._put_aside: set[int] = set()  # of those, whose placeholder made way in this backward
         coming = weakly(self._coming)
@@ -120,6 +123,7 @@ class Slices(Reduction):
     def begin(self, plan: Plan, weight: Callable[[], int]) -> None:
         self._require_unmoved()
         super().begin(plan, weight)
+        self._forget_discarded()
         ranks = self.ranks
         self._rounds = plan_rounds(plan.num_leaves, ranks.row.size, ranks.num_replicas, ranks.replica)
         self._works = []
@@ -295,6 +299,12 @@ class Slices(Reduction):
             return []
         own = [held for held in bucket.space.held if self._position[id(held.parameter)] in self._carried]
         return [bucket.range_of(held) for held in own]
+
+    def _forget_discarded(self) -> None:
+        """What was carried is gone where ``.grad`` is None by now: ``zero_grad()`` discards all of a sum."""
+        self._carried = {
+            i for i in self._carried if i in self._put_aside or self.parameters[i].grad is not None
+        }
 
     def _send(self, bucket: SlicedBucket, carried: Sequence[slice] = ()) -> Work:
         assert self.plan is not None

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from instep.errors import InstepError
 from instep.mesh.mesh import Mesh
 from instep.models.conv import SmallConvNet
-from instep.replicate.report import NOTHING, UNUSED
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
+from instep.verify.report import NOTHING, UNUSED
 from tests.parity import filled, numbers, world_of_one
 from tests.replicate.nets import WIDTH, Dense, Images, Mixed, Segments, Tied, Twice, gpt
 from tests.replicate.trials import (

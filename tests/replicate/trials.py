@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from instep.mesh.mesh import Mesh
-from instep.replicate.report import Report, Row
 from instep.replicate.wrapper import DataParallel
+from instep.verify.report import Report, Row
 from tests.parity import bits, numbers
 from tests.replicate.nets import WIDTH
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from instep.replicate.report import Figures, Reference, Report, Row, make_report
+from instep.verify.report import Figures, Reference, Report, Row, joined, make_report
 
 
 def report_of(*rows: Row) -> Report:
@@ -27,51 +27,65 @@ def reference(norm: float = 1.0, **changes: object) -> Reference:
 
 
 def row_of(reference: Reference, *figures: Figures, others: int = 0) -> Row:
-    """The row of a parameter with ``figures`` on its ranks, beside ``others`` right parameters of norm 1."""
+    """The row of a parameter with ``figures`` of its copies, beside ``others`` right parameters of norm 1."""
     references = [reference, *[Reference(str(i), True, 1.0, 1.0, 1e-5, 1e-7, False) for i in range(others)]]
-    by_rank = [[mine, *[Figures(True, 0.0, 1.0, 1.0)] * others] for mine in figures]
+    copies = [[mine, *[Figures(0, True, 0.0, 1.0, 1.0)] * others] for mine in figures]
     names = {"strategy": "flat", "ordered": True, "differing": (), "differing_buffers": ()}
-    report = make_report(references, by_rank, range(len(figures)), **names)
+    report = make_report(references, copies, len(figures), **names)
     return next(row for row in report.rows if row.name == "weight")
 
 
 def test_the_worst_rank_speaks_for_a_parameter():
-    right, wrong = Figures(True, 0.0, 1.0, 1.0), Figures(True, 0.5, 1.5, 1.5)
+    right, wrong = Figures(0, True, 0.0, 1.0, 1.0), Figures(7, True, 0.5, 1.5, 1.5)
     row = row_of(reference(), right, wrong, right)
-    assert (row.rank, row.ok, row.error, row.ratio) == (1, False, 0.5, 1.5)
+    assert (row.rank, row.ok, row.error, row.ratio) == (7, False, 0.5, 1.5)
+
+
+def test_a_copy_in_pieces_has_the_figures_of_the_whole_and_the_rank_of_the_worst_piece():
+    # r = (3, 4, 0), d = (3, 8, 0): the second piece is twice as long.
+    pieces = [
+        Figures(4, True, 0.0, 3.0, 9.0),
+        Figures(5, True, 4.0, 8.0, 32.0),
+        Figures(6, True, 0.0, 0.0, 0.0),
+    ]
+    assert joined(pieces) == Figures(5, True, 4.0, 73**0.5, 41.0)
+    row = row_of(reference(norm=5.0), joined(pieces))
+    assert (row.rank, row.ok, row.error, row.note) == (5, False, 0.8, "another direction")
+    nan = float("nan")
+    assert joined([*pieces, Figures(7, True, nan, nan, nan)]).rank == 7
 
 
 def test_rounding_is_no_fault_and_a_lost_gradient_is_one_however_small_it_is():
     """A gradient that is zero by mathematics is rounding alone, by the size of the others."""
     tiny = reference(norm=1e-9)
-    assert row_of(tiny, Figures(True, 2e-9, 1e-9, -1e-18), others=3).ok
-    assert not row_of(reference(norm=1e-6), Figures(True, 2e-6, 1e-6, -1e-12), others=3).ok
-    assert not row_of(tiny, Figures(True, 1e-9, 0.0, 0.0), others=3).ok
-    assert not row_of(tiny, Figures(False, 1e-9, 0.0, 0.0), others=3).ok
+    assert row_of(tiny, Figures(0, True, 2e-9, 1e-9, -1e-18), others=3).ok
+    assert not row_of(reference(norm=1e-6), Figures(0, True, 2e-6, 1e-6, -1e-12), others=3).ok
+    assert not row_of(tiny, Figures(0, True, 1e-9, 0.0, 0.0), others=3).ok
+    assert not row_of(tiny, Figures(0, False, 1e-9, 0.0, 0.0), others=3).ok
 
 
 def test_addends_that_cancel_round_by_their_own_size():
-    figures = Figures(True, 3e-7, 3e-7, 0.0)
+    figures = Figures(0, True, 3e-7, 3e-7, 0.0)
     assert row_of(reference(norm=1e-8, leaf_norm=1.0), figures).ok
     assert not row_of(reference(norm=1e-8, leaf_norm=1e-8), figures).ok
 
 
 def test_what_one_process_has_not_is_a_fault_unless_it_is_zero():
     nothing = reference(norm=0.0, present=False)
-    assert row_of(nothing, Figures(False, 0.0, 0.0, 0.0)).note == "unused"
-    assert row_of(nothing, Figures(True, 0.0, 0.0, 0.0)).ok
-    assert not row_of(nothing, Figures(True, 1.0, 1.0, 0.0)).ok
+    assert row_of(nothing, Figures(0, False, 0.0, 0.0, 0.0)).note == "unused"
+    assert row_of(nothing, Figures(0, True, 0.0, 0.0, 0.0)).ok
+    assert not row_of(nothing, Figures(0, True, 1.0, 1.0, 0.0)).ok
 
 
 def test_figures_that_are_not_numbers_are_faults():
     nan = float("nan")
-    assert not row_of(reference(), Figures(True, nan, nan, nan)).ok
-    assert not row_of(reference(norm=nan), Figures(True, nan, 1.0, nan)).ok
+    assert not row_of(reference(), Figures(0, True, nan, nan, nan)).ok
+    assert not row_of(reference(norm=nan), Figures(0, True, nan, 1.0, nan)).ok
 
 
 def test_ratios_have_names_only_where_directions_agree():
     def text(factor: float, product: float, world_size: int) -> str:
-        figures = Figures(True, abs(factor - 1) + 1e-3, factor, product)
+        figures = Figures(0, True, abs(factor - 1) + 1e-3, factor, product)
         return row_of(reference(), *[figures] * world_size).ratio_text()
 
     assert text(4.0, 4.0, 4) == "4.000 = world size"

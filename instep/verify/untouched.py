@@ -14,55 +14,39 @@ import torch
 from torch import Tensor
 
 from instep.step import guard
-from instep.step.backward import Backward
-
-# What a step changes in the wrapper; the buckets too, as the first exchange may put them into another order.
-REDUCER = (
-    "steps",
-    "exchanges",
-    "given_up",
-    "observer",
-    "local",
-    "buckets",
-    "place",
-    "_order",
-    "_next_order",
-    "_reordered",
-    "_seen",
-    "_expected",
-    "_unsteady",
-    "_warned_unused",
-)
-BACKWARD = ("sync", "contract", "_exchanged", "_warned")
+from instep.verify.subject import Subject
 
 
 class Untouched:
     """A context between two steps; on leaving, all is as it was when it was made.
 
     Gradients that are there stay where they are: they are taken off their parameters, and the buckets, which
-    never write over a gradient that somebody holds, move to other memory.
+    never write over a gradient that somebody holds, move to other memory. Of those that lie in slices, whose
+    memory is the wrapper's own (``Subject.memory``), there is a copy meanwhile, as of all weights.
     """
 
-    def __init__(self, backward: Backward, generators: list[torch.Generator]) -> None:
-        self.backward = backward
-        self.module = backward.module
-        self.reducer = backward.reducer
+    def __init__(self, subject: Subject, generators: list[torch.Generator]) -> None:
+        self.backward = subject.backward
+        self.module = self.backward.module
+        self.reducer = self.backward.reducer
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._modules = [(m, m.training, dict(m._buffers)) for m in self.module.modules()]
-        self._values = [(x, x.detach().clone()) for x in self.module.parameters()]
-        self._buffers = [(x, x.detach().clone()) for x in self.module.buffers()]
+        self._values = _with_copies([*(value.tensor for value in subject.values), *subject.memory])
+        self._buffers = _with_copies(self.module.buffers())
         self._gradients = [(p, p.grad) for p in self.module.parameters()]
-        self._reduced = [(entry, entry.reduced) for entry in map(guard._entries.get, self.reducer.parameters)]
-        self._fields = [(self.reducer, REDUCER), (self.backward, BACKWARD)]
-        self._before = [{name: copy.copy(getattr(x, name)) for name in names} for x, names in self._fields]
+        self._reduced = [(entry, entry.reduced) for entry in guard.entries_of(self.reducer.parameters)]
+        self._books = [
+            (x, {name: copy.copy(getattr(x, name)) for name in x.changes})
+            for x in (self.reducer, self.backward)
+        ]
 
     def __enter__(self) -> Untouched:
-        self.reducer._warned_unused = True  # the report says it
-        self.reducer.observer = None
+        self.reducer.hush()  # the report says it
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.reducer.lane.drain()  # it may still write to buckets, or tell the others that this rank failed
+        self.backward.look_back()
         self.begin()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -73,9 +57,7 @@ class Untouched:
             module.training = training
         for entry, reduced in self._reduced:
             entry.reduced = reduced
-        self.backward._marks.clear()
-        self.backward._watch.active = False
-        for (x, _), before in zip(self._fields, self._before, strict=True):
+        for x, before in self._books:
             for name, value in before.items():
                 setattr(x, name, value)
 
@@ -87,6 +69,10 @@ class Untouched:
         _write_back(self._buffers)
         for parameter, _ in self._gradients:
             parameter.grad = None
+
+
+def _with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(x, x.detach().clone()) for x in tensors]
 
 
 def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

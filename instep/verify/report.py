@@ -1,7 +1,7 @@
-"""What ``DataParallel.verify`` has found: figures per parameter, a verdict, and the likely cause. Pure.
+"""What ``verify`` has found: figures per parameter, a verdict, and the likely cause. Pure.
 
 d is the gradient that a rank ended with, r the one that one process computes, l the gradient of one rank's
-batch alone, W the number of ranks. Norms are over all elements of a parameter.
+batch alone, W the number of ranks. Norms are over all elements of a parameter, also where d is in slices.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Figures:
-    """One parameter on one rank: |d - r|, |d| and the inner product of d and r."""
+    """One parameter in one copy of d, or a piece of it: |d - r|, |d| and the inner product of d and r.
 
+    ``rank`` is the one that has it; of a copy in pieces, the one whose piece is the farthest from r.
+    """
+
+    rank: int
     present: bool
     distance: float
     norm: float
@@ -53,7 +57,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter, as the rank has it whose gradient is the worst.
+    """One parameter, as the rank has it whose gradient, or whose piece of it, is the worst.
 
     ``error`` is |d - r| / |r|. ``ratio`` is |d| / |r|, negative if d points the other way, and None where r
     is zero. ``note`` says what the ratio stands for, if it is a simple one.
@@ -139,30 +143,41 @@ class Report:
 
 def make_report(
     references: Sequence[Reference],
-    figures: Sequence[Sequence[Figures]],
-    ranks: Sequence[int],
+    copies: Sequence[Sequence[Figures]],
+    world_size: int,
     *,
     strategy: str,
     ordered: bool,
     differing: Sequence[str],
     differing_buffers: Sequence[str],
 ) -> Report:
-    """The report of ``figures[r][i]``: parameter i on rank ``ranks[r]``."""
+    """The report of ``copies[c][i]``: parameter i in copy c of the gradient; rank 0 has, or shares, c = 0."""
     whole = math.sqrt(sum(reference.norm**2 for reference in references))
     rows = []
     for i, reference in enumerate(references):
-        first = _row(reference, figures[0][i], whole, len(ranks), ranks[0])
+        first = _row(reference, copies[0][i], whole, world_size)
         if first.ok:  # its own gradient may be the right one: all ranks may have passed the same batch
             reference = replace(reference, own=False)
-        pairs = zip(figures, ranks, strict=True)
-        by_rank = [_row(reference, found[i], whole, len(ranks), rank) for found, rank in pairs]
-        rows.append(min(by_rank, key=_badness))
+        by_copy = [_row(reference, found[i], whole, world_size) for found in copies]
+        rows.append(min(by_copy, key=_badness))
     rows.sort(key=_badness)
-    return Report(tuple(rows), len(ranks), strategy, ordered, tuple(differing), tuple(differing_buffers))
+    return Report(tuple(rows), world_size, strategy, ordered, tuple(differing), tuple(differing_buffers))
 
 
-def _row(reference: Reference, figures: Figures, whole: float, world_size: int, rank: int) -> Row:
-    r, d = reference.norm, figures.norm
+def joined(pieces: Sequence[Figures]) -> Figures:
+    """The figures of a parameter from those of its pieces."""
+    worst = max(pieces, key=lambda x: math.inf if math.isnan(x.distance) else x.distance)
+    return Figures(
+        worst.rank,
+        any(x.present for x in pieces),
+        math.hypot(*(x.distance for x in pieces)),
+        math.hypot(*(x.norm for x in pieces)),
+        sum(x.product for x in pieces),
+    )
+
+
+def _row(reference: Reference, figures: Figures, whole: float, world_size: int) -> Row:
+    rank, r, d = figures.rank, reference.norm, figures.norm
     # The sum over the ranks rounds by its addends, which may cancel. And a gradient that is zero by
     # mathematics (a bias before a norm) is all rounding, as large as the others' is.
     allowed = reference.tolerance * r + reference.rounding * (4 * reference.leaf_norm + whole)
@@ -249,7 +264,9 @@ def _cause(report: Report) -> str:
         named = "; ".join(report.differing_buffers[:NAMED])
         return f"forward may depend on buffers that differ: {named}. Pass broadcast_buffers=True"
     if FLIPPED in notes or (notes and "another direction" not in notes):
-        return "something scales these gradients on the wrapped path alone: look for a hook on the parameter"
+        return (
+            "something scales these gradients in the distributed step alone: look for a hook on the parameter"
+        )
     return (
         "forward is not the same function twice: look for random numbers from outside of torch's default "
         "generators, state that is no buffer, kernels that are not deterministic, or another CPU or GPU on "
