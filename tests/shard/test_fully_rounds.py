@@ -14,7 +14,7 @@ from torch.optim import SGD
 from instep.mesh.mesh import Mesh
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.shard.rounds import most_kept, num_rounds, plan_rounds
+from instep.shard.rounds import num_rounds, plan_rounds
 from tests.parity import filled, numbers
 from tests.world import world
 
@@ -46,10 +46,18 @@ def test_rounds_add_in_the_order_of_the_tree(num_leaves: int, num_ranks: int) ->
     assert len(plan_rounds(num_leaves, num_ranks)) == num_rounds(num_leaves, num_ranks)
 
 
+@given(st.integers(1, 70), st.integers(1, 9))
+def test_what_is_kept_of_before_stays_at_its_number(num_leaves: int, num_ranks: int) -> None:
+    before = 0
+    for turn in plan_rounds(num_leaves, num_ranks):
+        assert all(value == number for number, value in enumerate(turn.kept) if value < before)
+        before = len(turn.kept)
+
+
 @given(st.integers(0, 7), st.integers(0, 4))
 def test_powers_of_two_keep_as_many_sums_as_a_binary_counter_has_digits(leaves: int, ranks: int) -> None:
     digits = max(leaves - ranks, 1)  # the last round ends with one carry
-    assert most_kept(plan_rounds(2**leaves, 2**ranks)) == digits
+    assert max(len(x.kept) for x in plan_rounds(2**leaves, 2**ranks)) == digits
 
 
 @world(2)
