@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-TRIM_BYTES = 1 << 30  # what may be free at the end of the heap
+TRIM_BYTES = 256 << 20  # what may be free at the end of the heap
 MMAP_BYTES = 32 << 20  # of blocks that are mapped apart; glibc's own limit grows so far
 
 
