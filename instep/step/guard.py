@@ -11,7 +11,7 @@ One of the two places of process-wide state; the other is ``mesh/current.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,39 +167,38 @@ def reduced(reducer: Reduction) -> None:
         _entries[parameter].reduced = True
 
 
-def _watched(optimizer: Optimizer) -> Iterator[tuple[Tensor, Entry]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            entry = _entries.get(parameter)
-            if entry is not None:
-                yield parameter, entry
+def _watched(optimizer: Optimizer) -> list[tuple[Tensor, Entry]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(p, entry) for p in parameters if (entry := _entries.get(p)) is not None]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for parameter, entry in _watched(optimizer):
+    watched = _watched(optimizer)
+    for parameter, entry in watched:
         problem = entry.no_gradient()
         if problem is not None:
             raise RuntimeError(f"optimizer.step() {problem}")
         problem = None if parameter.grad is None else entry.problem(parameter.grad)
         if problem is not None:
             raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
-    for entry in [entry for _, entry in _watched(optimizer)]:
+    for _, entry in watched:
         problem = entry.refusal(optimizer)
         if problem is not None:
             raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
-    for reducer in _reducers(optimizer):
+    for reducer in _reducers(watched):
         reducer.steps_now()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for parameter, entry in _watched(optimizer):
+    watched = _watched(optimizer)
+    for parameter, entry in watched:
         entry.used(parameter.grad)
-    for reducer in _reducers(optimizer):
+    for reducer in _reducers(watched):
         reducer.stepped()
 
 
-def _reducers(optimizer: Optimizer) -> set[Reduction]:
-    found = (entry.reducer() for _, entry in _watched(optimizer))
+def _reducers(watched: Sequence[tuple[Tensor, Entry]]) -> set[Reduction]:
+    found = (entry.reducer() for _, entry in watched)
     return {reducer for reducer in found if reducer is not None}
 
 
