@@ -356,8 +356,9 @@ class Slices(Reduction):
         aside, self._put_aside = self._put_aside, set()
         for i in aside & self._carried:
             if self.parameters[i].grad is None and self.plan is None:
-                self.parameters[i].grad = self._placeholders[i]
                 self._carried.discard(i)
+                if not self.local[i]:  # else one has come, and is gone again with all of the sum
+                    self.parameters[i].grad = self._placeholders[i]
 
     def _require_unmoved(self) -> None:
         for space in self.spaces:
