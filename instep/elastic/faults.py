@@ -26,7 +26,7 @@ from instep.elastic.bits import flip_bit, poisoned
 from instep.elastic.page import MAX_FAULTS, PHASES, Page
 
 FOREVER_S = 1 << 20
-RESIZE_S = 5.0  # for a supervisor that looks several times a second, when no other change is under way
+RESIZE_S = 2.0  # for a supervisor that looks several times a second, when no other change is under way
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ other C libraries and allocators are left alone. Source: mallopt(3).
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -20,8 +19,8 @@ TRIM_BYTES = 256 << 20  # what may be free at the end of the heap
 MMAP_BYTES = 32 << 20  # of blocks that are mapped apart; glibc's own limit grows so far
 
 
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Do so from now on, in this process; whether it does."""
+def keep_freed_memory(environ: Mapping[str, str]) -> bool:
+    """Do so from now on, in this process of ``environ``; whether it does."""
     if "MALLOC_TRIM_THRESHOLD_" in environ or "MALLOC_MMAP_THRESHOLD_" in environ:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

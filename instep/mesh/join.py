@@ -146,7 +146,7 @@ def _choose(
     on_device = device.choose(local_rank, num_local, backend)
     if on_device.type == "cpu":
         torch.set_num_threads(threads)
-        keep_freed_memory()
+        keep_freed_memory(os.environ)
     return on_device, backend or device.default_backend(on_device, one_host=one_host)
 
 

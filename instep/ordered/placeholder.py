@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 # Methods that ask about a tensor, not about its values, as torch.compile does; so do all attributes that are
-# no tensors themselves.
+# no tensors themselves. Not ``is_complex``: of some collectives it is all that sees what they write to.
 ABOUT = frozenset(
     {"__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "dim", "element_size"}
     | {"get_device", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_signed"}

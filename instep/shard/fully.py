@@ -154,7 +154,7 @@ class FullySharded:
 
 
 class Verifiable(FullySharded):
-    """Without a ``verify`` of its own. A module that has one keeps it: ``model.sharding.verify`` is this."""
+    """Of a module that has no ``verify``; one that has keeps its own: ``model.sharding.verify`` is this."""
 
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """Compare the distributed gradient with that of one process, on this model, stage and batch.
