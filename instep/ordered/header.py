@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
-VERSION = 3
+VERSION = 4
 BITS = 62  # presence bits per int64 word
 
 
@@ -38,9 +38,20 @@ class Header:
     launched_ns: int  # when it handed the bucket over, in its turn
     left: int  # 1: this rank left the step early and sends nothing
     round: int = 0  # of the step, where each leaf travels on its own (shard/slices.py)
+    num_carried: int = 0  # parameters whose reduced gradient of before is added to, which is in slices
 
 
-AGREED = ("version", "declared", "step", "exchange", "round", "bucket", "num_elements", "num_leaves")
+AGREED = (
+    "version",
+    "declared",
+    "step",
+    "exchange",
+    "round",
+    "bucket",
+    "num_elements",
+    "num_leaves",
+    "num_carried",
+)
 NUM_FIELDS = len(fields(Header))
 WORDS = {
     "version": "speaks header version",
@@ -51,6 +62,7 @@ WORDS = {
     "bucket": "sends bucket",
     "num_elements": "has a bucket of elements:",
     "num_leaves": "expects micro-batches in the step:",
+    "num_carried": "adds to gradients that were there before, of parameters of the unit:",
 }
 
 
@@ -110,5 +122,6 @@ _FIX = {
     "bucket": "The same cause as a different number of synchronised backwards",
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",
     "num_leaves": "micro_batches(G) must be given the same G on every rank",
+    "num_carried": "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",
     "version": "Install the same version of instep on every host",
 }

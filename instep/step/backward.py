@@ -107,7 +107,9 @@ class Backward:
                 self._obey(self._marks.pop())
             self.declared.gradient_came()
             hooks = parameter._post_accumulate_grad_hooks
-            self.reducer.arrived(i, settles=next(reversed(hooks), None) == self._gradient_hooks[i].id)
+            # A hook that has returned something has left none, and torch is about to say so.
+            is_last = bool(hooks) and next(reversed(hooks)) == self._gradient_hooks[i].id
+            self.reducer.arrived(i, settles=is_last)
         except BaseException:
             self.reducer.leave()
             raise

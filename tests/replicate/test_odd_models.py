@@ -16,7 +16,7 @@ from instep.mesh.mesh import Mesh
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
-from tests.replicate.nets import Dense, Mixed, Twice, data
+from tests.replicate.nets import WIDTH, Dense, Mixed, Twice, data
 from tests.replicate.replicas import (
     assert_backwards,
     assert_mean_gradients,
@@ -314,3 +314,12 @@ def test_forward_may_run_in_another_thread_than_the_loop_of_a_declared_step() ->
         worker.join()
         outputs.pop().square().mean().backward()
     assert model.module.shared.weight.grad is not None
+
+
+@world(2)
+def test_a_hook_that_returns_something_hears_of_it_from_torch(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    with pytest.raises(RuntimeError, match="should return None"):
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+    model.close()
