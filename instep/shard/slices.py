@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -311,9 +310,8 @@ class Slices(Reduction):
         assert self.plan is not None
         turn = len(self._works) // len(self.buckets)
         number = len(self._works) % self.delivery.staging.num_buffers
-        header = self._header(bucket, self.plan, self._weight(), turn)
         num_carried = sum(slot.position in self._carried for slot in bucket.slots)
-        header = replace(header, num_carried=num_carried)
+        header = self._header(bucket, self.plan, self._weight(), turn, num_carried)
         computed, rounds = self.stream.computed(), self._rounds
 
         def run() -> None:

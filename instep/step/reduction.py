@@ -244,7 +244,9 @@ class Reduction(ABC):
         bucket.is_open = False
         self._close(bucket)
 
-    def _header(self, bucket: Bundle, plan: Plan, weight: int, round: int = 0) -> Header:
+    def _header(
+        self, bucket: Bundle, plan: Plan, weight: int, round: int = 0, num_carried: int = 0
+    ) -> Header:
         return Header(
             version=VERSION,
             declared=int(plan.declared),
@@ -259,6 +261,7 @@ class Reduction(ABC):
             launched_ns=time.monotonic_ns(),
             left=0,
             round=round,
+            num_carried=num_carried,
         )
 
     def _learn(self) -> None:
