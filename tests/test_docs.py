@@ -1,0 +1,164 @@
+"""The README and the pages in docs/: examples run as they stand, flags exist, tables have their places."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.bench.tables import write_between
+from instep.mesh.launch import launch
+from instep.train import recipes
+from instep.train.config import flatten
+
+ROOT = Path(__file__).parent.parent
+PAGES = {path.stem: path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FLAG = re.compile(r"--([a-z]+\.[a-z-]+)")  # one with a topic: others belong to other commands, too
+# What most pages leave to the first example.
+BEGUN = "mesh = instep.init()\nmodel = instep.DataParallel(model)\n"
+STEPS = 2
+
+PLAIN = [("README", "Use", ""), ("use", "The plain loop", "")]
+SAVED = [("README", "Use", BEGUN), ("checkpoint", "Checkpoint", BEGUN), ("shard", "Shard", "")]
+DECLARED = [*SAVED, ("use", "The declared loop", BEGUN)]
+OTHERS = [
+    ("timeline", "In a loop of your own", BEGUN),
+    ("verify", "Your model", BEGUN),
+    ("strategies", "Two older forms", "instep.init()\n"),
+]
+SHARED_MEMORY = ("shm", "Shared memory", "")
+
+
+def examples(page: str) -> list[tuple[str, str]]:
+    """Those of a page, each with the heading above it, that take ``STEPS`` steps instead of a thousand."""
+    text = PAGES[page].read_text()
+    found = []
+    for match in EXAMPLE.finditer(text):
+        heading = HEADING.findall(EXAMPLE.sub("", text[: match.start()]))[-1]
+        found.append((heading, match[1].replace("1000)", f"{STEPS})")))
+    return found
+
+
+def example(page: str, heading: str, begin: str, *, last: bool = False) -> str:
+    """The first example below a heading, or the last, as a whole program."""
+    return begin + [text for above, text in examples(page) if above == heading][-1 if last else 0]
+
+
+def program() -> dict[str, Any]:
+    """What a reader's program has before the example begins, the same on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 1))
+    x, y = torch.randn(32 * STEPS, 8), torch.randn(32 * STEPS, 1)
+    return {
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        "loss_function": nn.functional.mse_loss,
+        "x": x,
+        "y": y,
+        "loader": [(x[:4], y[:4]), (x[4:8], y[4:8])],
+        "order": torch.randperm(len(x)),
+    }
+
+
+def run(text: str, directory: Path) -> None:
+    """One rank's part; the hash of the weights that it ends with goes into a file of its own."""
+    os.chdir(directory)
+    names = program() | {"instep": instep}
+    exec(compile(text, "<example>", "exec"), names)
+    weights = instep.full_state_dict(names["model"])
+    whole = b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
+    Path("{RANK} of {WORLD_SIZE}".format_map(os.environ)).write_text(hashlib.sha256(whole).hexdigest())
+
+
+def weights_of(text: str, directory: Path, ranks: int) -> str:
+    """The hash of the weights that ``text`` ends with on so many ranks, which is the same on all."""
+    directory.mkdir(exist_ok=True)
+    launch(run, (text, directory), ranks=ranks)
+    (found,) = {(directory / f"{rank} of {ranks}").read_text() for rank in range(ranks)}
+    return found
+
+
+def test_every_example_is_tried_here():
+    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, SHARED_MEMORY)]
+    assert sorted(tried) == sorted((page, heading) for page in PAGES for heading, _ in examples(page))
+    fenced = sum(path.read_text().count("```python") for path in PAGES.values())
+    assert len(tried) == fenced
+
+
+@pytest.mark.parametrize("place", PLAIN)
+def test_the_plain_loop_ends_with_the_same_weights_on_every_rank(place, tmp_path):
+    assert weights_of(example(*place), tmp_path, ranks=2) != weights_of("", tmp_path, ranks=1)
+
+
+@pytest.mark.parametrize("place", DECLARED)
+def test_declared_steps_give_the_bits_of_one_rank(place, tmp_path):
+    text = example(*place, last=True)
+    alone = weights_of(text, tmp_path / "alone", ranks=1)
+    assert weights_of(text, tmp_path / "two", ranks=2) == alone != weights_of("", tmp_path, ranks=1)
+
+
+@pytest.mark.parametrize("place", SAVED)
+def test_declared_steps_go_on_where_they_were_saved(place, tmp_path):
+    text = example(*place, last=True)
+    after_two = weights_of(text, tmp_path, ranks=2)
+    saved = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in saved] == [f"step-{step:08d}" for step in range(1, STEPS + 1)]
+    assert weights_of(text, tmp_path, ranks=1) == after_two  # all of its steps were done already
+
+
+@pytest.mark.parametrize("place", OTHERS)
+def test_an_example_of_a_page_runs(place, tmp_path):
+    weights_of(example(*place), tmp_path, ranks=2)
+
+
+def test_shared_memory_is_a_backend_of_torch(tmp_path):
+    """Where ranks meet is in the environment that torchrun makes; this one has it not."""
+    meet = f"init_method='file://{tmp_path}/meet', rank=int(os.environ['RANK']), world_size=2"
+    text = example(*SHARED_MEMORY).replace('init_process_group("shm")', f'init_process_group("shm", {meet})')
+    check = "ones = torch.ones(3)\ndist.all_reduce(ones)\nassert ones.tolist() == [2, 2, 2]\n"
+    weights_of(f"import os\n{text}{check}dist.destroy_process_group()\n", tmp_path, ranks=2)
+
+
+def test_every_flag_of_training_is_on_its_page_and_every_flag_on_a_page_is_one():
+    settings = {name.replace("_", "-") for name, _, _ in flatten(recipes.default())} | {"model.preset"}
+    told = PAGES["command"].read_text()
+    assert [name for name in sorted(settings) if f"`--{name}`" not in told] == []
+    for path in PAGES.values():
+        shown = {name.replace(".no-", ".") for name in FLAG.findall(path.read_text())}
+        assert shown <= settings, path.name
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("placement", "placement table"),
+        ("shm", "shared memory table"),
+        ("shm", "steps table"),
+        ("reliability", "reliability table"),
+        ("strategies", "strategies table"),
+        ("timeline", "advice table"),
+    ],
+)
+def test_a_table_that_a_benchmark_writes_has_its_place_once(page, name, tmp_path):
+    copy = tmp_path / "page.md"
+    copy.write_text(PAGES[page].read_text())
+    write_between(copy, name, "what was measured")
+    assert copy.read_text().count(f"<!-- {name} -->\nwhat was measured\n<!-- end of {name} -->") == 1
+
+
+def test_every_page_is_in_the_index_and_begins_with_what_it_answers():
+    index = PAGES["index"].read_text()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.stem == "index" or f"({path.name})" in index
+        title, blank, answer = path.read_text().splitlines()[:3]
+        assert title.startswith("# ") and not blank and answer[:1].isupper()
