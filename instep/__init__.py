@@ -12,15 +12,15 @@ from instep import errors
 
 if TYPE_CHECKING:
     from instep.checkpoint.shorthand import load, save
-    from instep.mesh.current import get
     from instep.mesh.join import init
+    from instep.mesh.mesh import get
     from instep.ordered.norm import clip_grad_norm_
     from instep.replicate.server import ParameterServer
     from instep.replicate.threads import ThreadedReplicas
     from instep.replicate.wrapper import DataParallel
     from instep.shard.fully import full_state_dict, fully_shard
     from instep.shard.optimizer import ShardedOptimizer
-    from instep.timeline.context import trace
+    from instep.timeline.trace import trace
 
 __version__ = "0.1.0"
 
@@ -49,11 +49,11 @@ _HOMES = {
     "clip_grad_norm_": "instep.ordered.norm",
     "full_state_dict": "instep.shard.fully",
     "fully_shard": "instep.shard.fully",
-    "get": "instep.mesh.current",
+    "get": "instep.mesh.mesh",
     "init": "instep.mesh.join",
     "load": "instep.checkpoint.shorthand",
     "save": "instep.checkpoint.shorthand",
-    "trace": "instep.timeline.context",
+    "trace": "instep.timeline.trace",
 }
 
 

@@ -53,7 +53,7 @@ class ReplicasDiffer(InstepError):
     """Numbers that are the same on all ranks by construction are not: memory or arithmetic has failed.
 
     ``ranks`` are the global ranks that are suspected, ``parameters`` what differs, by name. Raised on every
-    rank alike. The weights are not to be trusted, nor are copies made since the last comparison.
+    rank alike. The weights are not to be trusted, nor are snapshots made since the last comparison.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:

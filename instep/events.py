@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from instep.ring import Ring
+from instep.ring_buffer import RingBuffer
 
 LANES = ("compute", "communication", "data", "host")
 STEP = "step"  # the event that spans a step, from its begin to the begin of the next; on lane "host"
@@ -129,16 +129,16 @@ class Recorder:
     """A rank's last ``capacity`` events, in memory or, from ``keep_in`` on, in a file.
 
     ``step`` is given to the events. A span inside one of the same lane and name is a part of it and leaves no
-    event, so whoever knows more (the training loop) may span what others (the wrapper's hooks) would.
+    event, so code that knows more (the training loop) may span what others (the wrapper's hooks) would.
     """
 
     def __init__(self, rank: int = 0, capacity: int = 16384) -> None:
         self.rank = rank
         self.step = -1
-        self.by_optimizer = True  # an optimizer's step ends the step; False: whoever calls begin_step says so
+        self.by_optimizer = True  # an optimizer's step ends the step; False: the caller of begin_step says so
         self.marks: DeviceMarks | None = None
         self._capacity = capacity
-        self._ring = Ring(capacity)
+        self._ring = RingBuffer(capacity)
         self._thread = _Thread()
         self._open: set[tuple[str, str]] = set()  # on threads without a lane of their own
         self._begun_ns = 0  # the step
@@ -151,11 +151,11 @@ class Recorder:
         Raises:
             OSError: the file cannot be made.
         """
-        self._ring = Ring(capacity, path, {**head, "rank": self.rank})
+        self._ring = RingBuffer(capacity, path, {**head, "rank": self.rank})
 
     def keep_in_memory(self) -> None:
         """The file, if there is one, keeps what it has; later events go into private memory."""
-        self._ring = Ring(self._capacity)
+        self._ring = RingBuffer(self._capacity)
 
     def span(
         self, name: str, *, lane: str, num_bytes: int = 0, leaf: int = -1, bucket: int = -1, peer: int = -1
@@ -186,7 +186,7 @@ class Recorder:
         self.step, self._begun_ns = step, now
 
     def ensure_step(self) -> None:
-        """A step is under way: if none has begun, and nobody else says when one does, it begins here."""
+        """A step is under way: if none has begun, and nothing else says when one does, it begins here."""
         self._worked = True
         if self.by_optimizer and not self._begun_ns:
             self.begin_step(self.optimizer_steps)

@@ -1,8 +1,8 @@
 """Private memory that outlives an operation.
 
 Scratch comes from here, and so do buckets where the backend has no memory that all ranks can map;
-``mesh.group.Group.allocate`` decides. Every address is aligned: some matrix kernels choose another code path,
-and so other bits, when an operand is not on a vector boundary.
+``mesh.process_group.Group.allocate`` decides. Every address is aligned: some matrix kernels choose another
+code path, and so other bits, when an operand is not on a vector boundary.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Work:
             raise self.error
 
     def end(self, error: BaseException | None = None) -> None:
-        """The work has ended; whoever waits goes on."""
+        """The work has ended; threads that wait for it go on."""
         self.error = error
         self.finished.set()
 
@@ -61,7 +61,7 @@ class Lane:
 
     After the first failure everything that is still queued fails with the same error, because what
     follows a missing exchange would pair with another one of the peers; ``reset`` opens the lane again.
-    ``inline`` runs everything in the caller: a world of one has nobody to wait for.
+    ``inline`` runs everything in the caller: a world of one has no rank to wait for.
     """
 
     def __init__(self, name: str, *, inline: bool = False) -> None:
@@ -145,7 +145,7 @@ class Lane:
 
 
 def _run(work: Work, function: Callable[[], None], state: _State) -> None:
-    """Call ``function``, or refuse to, and keep what it raised for whoever waits."""
+    """Call ``function``, or refuse to, and keep what it raised for the thread that waits."""
     error = state.failed
     if error is None:
         try:
@@ -154,7 +154,7 @@ def _run(work: Work, function: Callable[[], None], state: _State) -> None:
             error = state.failed = raised
         except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
             error, state.failed = raised, RuntimeError(f"{work.operation} was interrupted: {raised!r}")
-    work.end(error)  # last: who has waited finds the lane failed, and resets it for good
+    work.end(error)  # last: a thread that waited finds the lane failed, and can reset it
 
 
 def _serve(pending: queue.SimpleQueue[Item | None]) -> None:

@@ -16,9 +16,9 @@ from instep.ordered.hash import Entry, state_entries
 from instep.ordered.keys import derive
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
-from instep.step.leaves import Leaf
+from instep.step.micro_batches import MicroBatch
 
-LeafStep = Callable[[nn.Module, Leaf, int], None]
+LeafStep = Callable[[nn.Module, MicroBatch, int], None]
 """Forward and backward of one leaf in step number k."""
 
 
@@ -63,8 +63,8 @@ def train(training: Training, mesh: Mesh, **options: Any) -> list[Entry]:
     model = DataParallel(module, process_group=mesh, find_unused_parameters=True, **options)
     optimizer = training.optimizer(module.parameters())
     for step in range(training.num_steps):
-        for leaf in model.micro_batches(training.num_leaves):
-            training.leaf_step(model, leaf, step)
+        for micro_batch in model.micro_batches(training.num_leaves):
+            training.leaf_step(model, micro_batch, step)
         _update(training, module, optimizer)
     model.close()
     return _kept(module, optimizer)
@@ -75,13 +75,13 @@ def train_by_hand(training: Training) -> list[Entry]:
     module = filled(training.module())
     optimizer = training.optimizer(module.parameters())
     for step in range(training.num_steps):
-        leaves = [Leaf(index, training.num_leaves) for index in range(training.num_leaves)]
+        leaves = [MicroBatch(index, training.num_leaves) for index in range(training.num_leaves)]
         gradients = []
-        for leaf in leaves:
-            training.leaf_step(module, leaf, step)
+        for micro_batch in leaves:
+            training.leaf_step(module, micro_batch, step)
             gradients.append([p.grad for p in module.parameters()])
             module.zero_grad()
-        scale = 1.0 / sum(leaf.weight for leaf in leaves)
+        scale = 1.0 / sum(micro_batch.weight for micro_batch in leaves)
         for parameter, by_leaf in zip(module.parameters(), zip(*gradients, strict=True), strict=True):
             total = _tree_sum([None if x is None else wide(x) for x in by_leaf])
             if total is not None:

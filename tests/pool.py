@@ -29,11 +29,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.mesh.exits import RankFailed
-from instep.mesh.groups import backend_timeout, default_store
 from instep.mesh.launch import launch, warm
+from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.mesh import build
-from instep.mesh.place import Place, detect
+from instep.mesh.process_group import backend_timeout, default_store
+from instep.mesh.rank_process import RankFailed
 
 REPLY_LIMIT_BYTES = 1 << 16
 JOIN_S = 10
@@ -208,7 +208,7 @@ def _serve(connections: list[Connection], backend: str, stacks: str) -> None:
             jobs.send_bytes(reply.encode())
 
 
-def _perform(job: Job, place: Place, store: dist.Store, backend: str) -> str:
+def _perform(job: Job, place: LaunchEnvironment, store: dist.Store, backend: str) -> str:
     body = inspect.unwrap(getattr(importlib.import_module(job.module), job.name))
     # Imports take longer than a deadline where the machine is busy, and not as long on each rank.
     store.set(f"imported on {place.rank}", "")

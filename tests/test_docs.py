@@ -15,8 +15,8 @@ from torch import nn
 import instep
 from instep.bench.tables import write_between
 from instep.mesh.launch import launch
-from instep.train import recipes
-from instep.train.config import flatten
+from instep.recipes import text_config
+from instep.run.toml import flatten
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
@@ -130,7 +130,7 @@ def test_shared_memory_is_a_backend_of_torch(tmp_path):
 
 
 def test_every_flag_of_training_is_on_its_page_and_every_flag_on_a_page_is_one():
-    settings = {name.replace("_", "-") for name, _, _ in flatten(recipes.default())} | {"model.preset"}
+    settings = {name.replace("_", "-") for name, _, _ in flatten(text_config.default())} | {"model.preset"}
     told = PAGES["command"].read_text()
     assert [name for name in sorted(settings) if f"`--{name}`" not in told] == []
     for path in PAGES.values():

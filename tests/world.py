@@ -31,10 +31,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.mesh.exits import ErrorRecord, Exit, root_cause
-from instep.mesh.flight import running_frames
-from instep.mesh.groups import MakeGroup, backend_timeout
+from instep.mesh.hang_report import running_frames
 from instep.mesh.mesh import Mesh, build
+from instep.mesh.process_group import MakeGroup, backend_timeout
+from instep.mesh.rank_process import ErrorRecord, Exit, root_cause
 from instep.shm import connect
 from tests.pool import Job, run_in_pool
 

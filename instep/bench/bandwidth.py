@@ -1,20 +1,30 @@
-"""From time to bandwidth: what nccl-tests calls algbw and busbw, and the effective bandwidth of older tables.
+"""From time to bandwidth, as nccl-tests has it, and the bound that memory sets for an all-reduce. Pure.
 
     algbw   bytes of the message / time: how fast it was for the caller
     busbw   algbw x a factor that depends on the collective and on W: what each of W links would have to carry
             if the algorithm moved no byte too many; so it can be compared with the hardware, and between
             collectives and numbers of ranks
-    effbw   bytes that have to reach another rank, all ranks together / time
+    effbw   bytes that have to reach another rank, all ranks together / time: that of older tables
 
 S is the size of the message as nccl-tests counts it: of the whole result of all_gather and gather, of the
 whole input of reduce_scatter, scatter and all_to_all, of the tensor of the others. W is the number of ranks.
 
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+
+The bound: for every rank of one host to have the sum in its own memory, the S bytes of each of W ranks have
+to be read once and written once: 2 W S bytes of traffic. Divided by what the memory moves in a second
+(B_mem), that is a lower bound of the time, as long as the tensors do not fit into the caches. B_mem is
+measured in the same run: all ranks copy between two arrays of four times the last-level cache at once; a copy
+of S bytes counts as 2 S, one read and one written, as in J. McCalpin's STREAM. A store to a line that is not
+in the cache reads it first, so the hardware moves more than is counted here; an algorithm that writes where
+it has just read does not pay that, and may come below what this bound says.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 # busbw / algbw.
 FACTORS: dict[str, Callable[[int], float]] = {
@@ -43,6 +53,9 @@ MESSAGES: dict[str, Callable[[int], float]] = {
 IN_PARTS = frozenset({"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"})
 WITH_SUM = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 WITH_ROOT = frozenset({"broadcast", "reduce", "gather", "scatter"})
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+FALLBACK_BYTES = 32 << 20
+TIMES_CACHE = 4
 
 
 def bus_factor(collective: str, num_ranks: int) -> float:
@@ -71,3 +84,38 @@ def whole_count(size_bytes: int, num_ranks: int, itemsize: int = 4) -> int:
     Rounded down, as in nccl-tests.
     """
     return max(size_bytes // itemsize // num_ranks, 1) * num_ranks
+
+
+def cache_bytes(folder: Path = CACHES) -> int:
+    """Size of the last-level cache; 32 MiB where the system does not tell."""
+    sizes = [_bytes_of(path.read_text()) for path in folder.glob("index*/size")]
+    return max(sizes, default=FALLBACK_BYTES)
+
+
+def _bytes_of(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
+
+
+def available_bytes() -> int:
+    """Memory that can be used without swapping; without an answer, that of a small machine."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    return int(found[1]) << 10 if found else 4 << 30
+
+
+def array_bytes(num_ranks: int) -> int:
+    """Size of each of the two arrays that a rank copies between; less than wanted if memory is short."""
+    return min(TIMES_CACHE * cache_bytes(), available_bytes() // (4 * num_ranks))
+
+
+def bound_s(size_bytes: int, num_ranks: int, bytes_per_s: float) -> float:
+    """Least time of an all-reduce of S bytes on W ranks of one host: 2 W S / B_mem."""
+    return 2 * num_ranks * size_bytes / bytes_per_s
+
+
+def bound_applies(size_bytes: int, num_ranks: int) -> bool:
+    """Whether the tensors of all ranks together are at least twice the last-level cache."""
+    return size_bytes * num_ranks >= 2 * cache_bytes()

@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench import charts, tables
-from instep.bench.alphabeta import best_bucket, exposed_s
-from instep.bench.options import Buckets
-from instep.bench.ranks import merge, on_ranks
-from instep.bench.sweep import WARM_UP, body
-from instep.bench.words import parse_count
-from instep.models.config import GPTConfig, num_parameters
-from instep.timeline.predict import Cost, fit
+from instep.bench.buckets_rank import WARM_UP, measure_buckets
+from instep.bench.options import BucketsOptions, parse_count
+from instep.bench.workloads import gpt_of_size
+from instep.bench.worlds import on_ranks, slowest_rank
+from instep.comm.cost import AlphaBeta, fit
+from instep.models.config import num_parameters
+from instep.timeline.predict import best_bucket, uniform_exposed_s
 
 MIB = 1 << 20
-WIDTHS = (64, 128, 256, 384, 512, 768)
 HIDDEN = ("low(ms)", "high(ms)")  # in files and in the chart only
 
 
-def run(options: Buckets) -> None:
+def run(options: BucketsOptions) -> None:
     """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for.
 
     Raises:
@@ -33,12 +32,12 @@ def run(options: Buckets) -> None:
     tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
-def measure(options: Buckets) -> dict[str, Any]:
+def measure(options: BucketsOptions) -> dict[str, Any]:
     """A row per bucket size, and the model: its link, its inputs, its choice."""
     options.check()
-    config = gpt_of(parse_count(options.params), options.tokens)
+    config = gpt_of_size(parse_count(options.params), options.tokens)
     model = {name: getattr(config, name) for name in ("context", "layers", "width", "heads")}
-    told = {
+    task = {
         "model": model,
         "sizes": options.sizes,
         "tokens": options.tokens,
@@ -47,9 +46,9 @@ def measure(options: Buckets) -> dict[str, Any]:
         "samples": options.samples,
         "rounds": options.rounds,
     }
-    by_rank = on_ranks(body, told, ranks=options.ranks)
+    by_rank = on_ranks(measure_buckets, task, ranks=options.ranks)
     return {
-        **told,
+        **task,
         "model": {**model, "parameters": num_parameters(config)},
         "ranks": options.ranks,
         "warm_up": WARM_UP,
@@ -57,28 +56,21 @@ def measure(options: Buckets) -> dict[str, Any]:
     }
 
 
-def gpt_of(parameters: int, context: int) -> GPTConfig:
-    """The GPT on bytes whose number of parameters is nearest to ``parameters``; of equals the wider."""
-    shapes = [
-        GPTConfig(context=context, layers=layers, width=width, heads=width // 64)
-        for width in reversed(WIDTHS)
-        for layers in range(1, 13)
-    ]
-    return min(shapes, key=lambda shape: abs(num_parameters(shape) - parameters))
-
-
 def summarise(by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> dict[str, Any]:
     """The rows and the model, of what every rank has measured."""
 
     def slowest(size: float, *phases: str) -> list[float]:
-        return merge([[sum(s[p] for p in phases) for s in rank["turns"][str(size)]] for rank in by_rank])
+        return slowest_rank(
+            [[sum(s[p] for p in phases) for s in rank["turns"][str(size)]] for rank in by_rank]
+        )
 
     def median(samples: Sequence[float]) -> float:
         return tables.quantiles(samples).median
 
     forward_s, backward_s = median(slowest(0, "forward")), median(slowest(0, "backward"))
     link_s = {
-        int(size): median(merge([rank["link"][size] for rank in by_rank])) for size in by_rank[0]["link"]
+        int(size): median(slowest_rank([rank["link"][size] for rank in by_rank]))
+        for size in by_rank[0]["link"]
     }
     link = fit(list(link_s), list(link_s.values()))
     total = by_rank[0]["gradient_bytes"]
@@ -88,7 +80,7 @@ def summarise(by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> d
         of_steps = tables.quantiles(steps)
         calls = int(by_rank[0]["turns"][str(size)][0]["calls"])
         # A parameter is never cut, so buckets are larger than their cap: the model is asked about these.
-        model_s = forward_s + backward_s + exposed_s(total / calls, total, backward_s, link)
+        model_s = forward_s + backward_s + uniform_exposed_s(total / calls, total, backward_s, link)
         rows.append(
             {
                 "bucket(MiB)": size,
@@ -127,7 +119,7 @@ def title_of(results: Mapping[str, Any]) -> str:
 
 def notes(results: Mapping[str, Any]) -> list[str]:
     """What has to be known to read the table."""
-    link = Cost(results["alpha_us"] * 1e-6, results["beta_ns_per_byte"] * 1e-9)
+    link = AlphaBeta(results["alpha_us"] * 1e-6, results["beta_ns_per_byte"] * 1e-9)
     total_ms = 1e3 * link.s_per_byte * results["gradient_bytes"]
     bound = "communication-bound" if total_ms > results["backward_ms"] else "compute-bound"
     way = "in the fixed order" if results["ordered"] else "by the backend's all-reduce"

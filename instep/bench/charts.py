@@ -4,7 +4,7 @@
     bars             a row per thing, with its spread
     sweep            a curve, its best point and the predicted one
 
-Rows are those of ``tables``. This file, ``timeline.style`` and ``timeline.picture`` are the only ones that
+Rows are those of ``tables``. This file, ``timeline.style`` and ``timeline.step_chart`` are the only ones that
 import matplotlib, which takes half a second: modules that ranks import must not import it.
 """
 
@@ -18,8 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from instep.bench.tables import Row, cell
-from instep.bench.words import duration_text, size_text
+from instep.bench.tables import Row, cell, duration_text, size_text
 from instep.timeline import style
 from instep.timeline.style import INK, MUTED
 

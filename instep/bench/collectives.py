@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench import charts, tables
-from instep.bench.bandwidth import WITH_ROOT, WITH_SUM, figures
-from instep.bench.bound import applies, bound_s
-from instep.bench.options import Collectives, sizes_of
-from instep.bench.ranks import merge, on_ranks
-from instep.bench.tables import Row
-from instep.bench.timed import WARM_UP, body, fits
-from instep.bench.ways import default_names, obstacle
-from instep.bench.words import size_text, words
+from instep.bench.bandwidth import WITH_ROOT, WITH_SUM, bound_applies, bound_s, figures
+from instep.bench.collectives_rank import WARM_UP, default_names, fits, measure_collective, obstacle
+from instep.bench.options import CollectivesOptions, sizes_of, split_words
+from instep.bench.tables import Row, size_text
+from instep.bench.worlds import on_ranks, slowest_rank
 
 # Those that tell the story in a chart; it would have ten lines otherwise.
 CHART_BACKENDS = ("gloo", "ring", "direct", "naive", "shm", "shm-in-place", "nccl")
@@ -38,7 +35,7 @@ HIDDEN = (
 )  # in files only
 
 
-def run(options: Collectives) -> None:
+def run(options: CollectivesOptions) -> None:
     """Measure as ``options`` say: tables on stdout, progress on stderr, files where they were asked for.
 
     Raises:
@@ -67,11 +64,11 @@ def _show(rows: Sequence[Row], results: dict[str, Any], ranks: int) -> None:
             tables.show(ratios, "Times as long as the memory allows", notes=[note])
 
 
-def measure(options: Collectives) -> dict[str, Any]:
+def measure(options: CollectivesOptions) -> dict[str, Any]:
     """The rows of all worlds, the memory bandwidth that each measured, what was skipped and why."""
     options.check()
     sizes = sizes_of(options)
-    wanted = words(options.backends) or default_names(options.collective)
+    wanted = split_words(options.backends) or default_names(options.collective)
     for name in wanted:
         obstacle(name, options.collective, 2)  # before anything is measured
     rows: list[dict[str, Any]] = []
@@ -80,27 +77,27 @@ def measure(options: Collectives) -> dict[str, Any]:
     for ranks in options.ranks:
         reasons = {name: obstacle(name, options.collective, ranks) for name in wanted}
         skipped += [f"{name} on {ranks} ranks: {reason}" for name, reason in reasons.items() if reason]
-        ways = [name for name in wanted if reasons[name] is None]
-        fitting = [size for size in sizes if fits(options.collective, ways, size, ranks)]
+        names = [name for name in wanted if reasons[name] is None]
+        fitting = [size for size in sizes if fits(options.collective, names, size, ranks)]
         skipped += [
             f"{size_text(size)} on {ranks} ranks: it does not fit the memory"
             for size in sizes
             if size not in fitting
         ]
-        if not ways or not fitting:
+        if not names or not fitting:
             continue
-        told = {
+        task = {
             "collective": options.collective,
-            "ways": ways,
+            "backends": names,
             "sizes": fitting,
             "samples": options.samples,
             "budget_s": options.budget_s,
             "bound": options.collective == "all_reduce",
         }
-        by_rank = on_ranks(body, told, ranks=ranks)
-        if told["bound"]:
+        by_rank = on_ranks(measure_collective, task, ranks=ranks)
+        if task["bound"]:
             memory[str(ranks)] = by_rank[0]["memory"]
-        rows += _rows(options.collective, ranks, ways, by_rank)
+        rows += _rows(options.collective, ranks, names, by_rank)
     return {
         "collective": options.collective,
         "samples": options.samples,
@@ -112,13 +109,13 @@ def measure(options: Collectives) -> dict[str, Any]:
 
 
 def _rows(
-    collective: str, ranks: int, ways: Sequence[str], by_rank: Sequence[dict[str, Any]]
+    collective: str, ranks: int, names: Sequence[str], by_rank: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     rows = []
     for parts in zip(*(rank["sizes"] for rank in by_rank), strict=True):
         size, count = parts[0]["size"], parts[0]["count"]
-        slowest = {name: merge([part["times"][name] for part in parts]) for name in ways}
-        for name in ways:
+        slowest = {name: slowest_rank([part["times"][name] for part in parts]) for name in names}
+        for name in names:
             times = tables.quantiles([1e6 * s for s in slowest[name]])
             row = {
                 "ranks": ranks,
@@ -140,7 +137,7 @@ def _rows(
                 ratio = tables.paired_ratio(slowest[BASELINE], slowest[name])
                 row |= {"x gloo": ratio.median, "x gloo q25": ratio.low, "x gloo q75": ratio.high}
             memory = by_rank[0]["memory"]
-            if memory is not None and applies(size, ranks):
+            if memory is not None and bound_applies(size, ranks):
                 row["bound(us)"] = 1e6 * bound_s(size, ranks, memory)
                 row["time/bound"] = times.median / row["bound(us)"]
             rows.append(row)

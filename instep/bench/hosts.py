@@ -9,8 +9,9 @@ on another machine, and the kernel's token bucket lets through as many bytes per
     host 1   eth0 10.77.0.2 ──── port1 ├ bridge          both ends of every link send at most ``rate``
     host 2   eth0 10.77.0.3 ──── port2 ┘
 
-A bridge is a switch: two pairs of hosts do not disturb each other, and who talks to all has one link for it.
-What this is not: the hosts share their cores and their memory. It needs Linux, root, ``ip`` and ``tc``.
+A bridge is a switch: two pairs of hosts do not disturb each other, and a host that talks to all has one link
+for it. What this is not: the hosts share their cores and their memory. It needs Linux, root, ``ip`` and
+``tc``.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Network:
     def environments(self) -> list[dict[str, str]]:
         """What torchrun would set for one rank per host, and gloo's interface; a new world at each call.
 
-        Nobody else is in the namespace of rank 0, so every port of it is free that was not given before.
+        No other process is in the namespace of rank 0, so every port of it is free that was not given before.
         """
         port = next(self.ports)
         world = {

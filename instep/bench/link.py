@@ -16,47 +16,47 @@ from typing import Any
 
 import torch
 
-from instep.bench.answers import NOT_STEPS, Answers
 from instep.bench.charts import bars
-from instep.bench.contestants import (
+from instep.bench.hosts import network, obstacle
+from instep.bench.options import StepsOptions, parse_count, split_words
+from instep.bench.steps import NOT_STEPS, StepResults
+from instep.bench.steps_rank import measure_steps
+from instep.bench.tables import markdown, show, write
+from instep.bench.variants import (
     BUCKET_MB,
     DDP,
     LATENCY,
-    LINK,
+    LINK_VARIANTS,
     NONE,
     NUM_LATENCIES,
     WIRE,
-    Contestant,
+    Variant,
     choose,
 )
-from instep.bench.hosts import network, obstacle
-from instep.bench.options import Steps
-from instep.bench.remote import on_hosts
-from instep.bench.settings import Setting, setting
-from instep.bench.tables import markdown, show, write
-from instep.bench.theory import Link
-from instep.bench.words import parse_count, words
+from instep.bench.workloads import Workload, workload
+from instep.bench.worlds import on_hosts
 from instep.models.transformer import GPT
 from instep.replicate.strategies import STRATEGIES
+from instep.timeline.predict import LinkModel
 
 RATE, RATE_TEXT = "1gbit", "1 Gbit/s"
-DDP_FIRST_MB = 1.0  # torch's first bucket, where nobody chose a size
+DDP_FIRST_MB = 1.0  # torch's first bucket, where no size was chosen
 
 
 @dataclass(frozen=True)
-class Found:
+class LinkResults:
     """One network, measured."""
 
-    setting: Setting
+    workload: Workload
     num_hosts: int
     rows: list[dict[str, Any]]
     notes: list[str]
-    link: Link
+    link: LinkModel
     samples: dict[str, list[float]]
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "setting": asdict(self.setting),
+            "setting": asdict(self.workload),
             "hosts": self.num_hosts,
             "rate": RATE,
             "link": asdict(self.link),
@@ -66,20 +66,22 @@ class Found:
         }
 
 
-def run(options: Steps) -> int:
-    """Measure over links, print the table, write the files; 0, or an exception."""
+def run(options: StepsOptions) -> None:
+    """Measure over links, print the table, write the files."""
     params = parse_count(options.params) if options.params else None
     found = measure(
-        setting("link", params, options.optimizer), options.ranks, words(options.strategies), options.samples
+        workload("link", params, options.optimizer),
+        options.ranks,
+        split_words(options.strategies),
+        options.samples,
     )
     print()
     show(found.rows, title(found), notes=found.notes)
     write(options, found.as_json(), found.rows, lambda path: chart(found, path))
-    return 0
 
 
-def measure(chosen: Setting, num_hosts: int, strategies: Sequence[str], samples: int) -> Found:
-    """The contestants of a link, on ``num_hosts`` hosts with one rank each.
+def measure(chosen: Workload, num_hosts: int, strategies: Sequence[str], samples: int) -> LinkResults:
+    """The variants of a link, on ``num_hosts`` hosts with one rank each.
 
     Raises:
         RuntimeError: this machine cannot have several hosts, or a rank failed.
@@ -88,29 +90,29 @@ def measure(chosen: Setting, num_hosts: int, strategies: Sequence[str], samples:
         raise ValueError(f"a link has two ends, got {num_hosts} rank: pass -n 2 or more")
     if (reason := obstacle()) is not None:
         raise RuntimeError(f"no second host to be had: {reason}")
-    contestants = choose(LINK, strategies)
+    variants = choose(LINK_VARIANTS, strategies)
     print(f"{chosen.text}; {num_hosts} hosts", file=sys.stderr, flush=True)
-    told = {
-        "setting": asdict(chosen),
-        "contestants": [asdict(one) for one in contestants],
+    task = {
+        "workload": asdict(chosen),
+        "variants": [asdict(one) for one in variants],
         "samples": samples,
     }
     with network(num_hosts, rate=RATE) as made:
-        answers = Answers(on_hosts(made, told))
+        results = StepResults(on_hosts(measure_steps, task, network=made))
         rate = made.bytes_per_s
-    link = Link(
-        compute_s=statistics.median(answers.steps(NONE.name)),
-        wire_s=statistics.median(answers.steps(WIRE.name)),
-        latency_s=statistics.median(answers.steps(LATENCY.name)) / NUM_LATENCIES,
+    link = LinkModel(
+        compute_s=statistics.median(results.steps(NONE.name)),
+        wire_s=statistics.median(results.steps(WIRE.name)),
+        latency_s=statistics.median(results.steps(LATENCY.name)) / NUM_LATENCIES,
         bytes_per_s=rate,
         num_ranks=num_hosts,
     )
-    rows = [_row(one, chosen, answers, link) for one in contestants if one.name not in NOT_STEPS]
-    ms = {name: [step * 1e3 for step in answers.steps(name)] for name in answers.names}
-    return Found(chosen, num_hosts, rows, _notes(chosen, answers, link), link, ms)
+    rows = [_row(one, chosen, results, link) for one in variants if one.name not in NOT_STEPS]
+    ms = {name: [step * 1e3 for step in results.steps(name)] for name in results.names}
+    return LinkResults(chosen, num_hosts, rows, _notes(chosen, results, link), link, ms)
 
 
-def bucket_bytes(one: Contestant, chosen: Setting) -> list[int]:
+def bucket_bytes(one: Variant, chosen: Workload) -> list[int]:
     """The sizes of the messages that ``one`` cuts its gradients into, in the order in which they leave."""
     with torch.device("meta"):
         parameters = list(GPT(chosen.config).parameters())
@@ -122,9 +124,9 @@ def bucket_bytes(one: Contestant, chosen: Setting) -> list[int]:
     return [sum(parameters[i].nbytes for i in group) for group in groups]
 
 
-def title(found: Found) -> str:
+def title(found: LinkResults) -> str:
     """What the table is about."""
-    return f"{found.num_hosts} hosts, {RATE_TEXT} between them; {found.setting.text}"
+    return f"{found.num_hosts} hosts, {RATE_TEXT} between them; {found.workload.text}"
 
 
 def report(found: Mapping[str, Any]) -> str:
@@ -133,21 +135,21 @@ def report(found: Mapping[str, Any]) -> str:
     return f"{markdown(found['rows'])}\n\n{notes}"
 
 
-def chart(found: Found, path: Path) -> list[Path]:
+def chart(found: LinkResults, path: Path) -> list[Path]:
     """Bars of step time with their quartiles, and the bound of computation and link as a line."""
     bound = max(found.link.compute_s, found.link.wire_s) * 1e3
     longer = "computation" if found.link.compute_s > found.link.wire_s else "link"
     return bars(
         found.rows, path,
         title=f"A training step on {found.num_hosts} hosts with {RATE_TEXT} between them",
-        subtitle=f"{found.setting.text}; median and quartiles of {len(found.samples[NONE.name])} steps",
+        subtitle=f"{found.workload.text}; median and quartiles of {len(found.samples[NONE.name])} steps",
         label="strategy", value="step(ms)", low="q25(ms)", high="q75(ms)", unit="ms",
         reference=bound, reference_text=f"the {longer} alone",
     )  # fmt: skip
 
 
-def _row(one: Contestant, chosen: Setting, answers: Answers, link: Link) -> dict[str, Any]:
-    figures = answers.row(one)
+def _row(one: Variant, chosen: Workload, results: StepResults, link: LinkModel) -> dict[str, Any]:
+    figures = results.row(one)
     names = ("strategy", "step(ms)", "q25(ms)", "q75(ms)")
     row = {name: figures[name] for name in names}
     predicted = link.compute_s if one == NONE else link.predict(one.strategy, bucket_bytes(one, chosen))
@@ -157,12 +159,12 @@ def _row(one: Contestant, chosen: Setting, answers: Answers, link: Link) -> dict
         "x max(compute, wire)": figures["step(ms)"] / 1e3 / max(link.compute_s, link.wire_s),
         "exposed(ms)": figures["exposed(ms)"],
         "x DDP": figures["x DDP"],
-        "into rank 0(MB)": answers.received_bytes(one.name) / 1e6,
+        "into rank 0(MB)": results.received_bytes(one.name) / 1e6,
     }
 
 
-def _notes(chosen: Setting, answers: Answers, link: Link) -> list[str]:
-    forward_s = statistics.median(answers.slowest(NONE.name, "forward_s"))
+def _notes(chosen: Workload, results: StepResults, link: LinkModel) -> list[str]:
+    forward_s = statistics.median(results.slowest(NONE.name, "forward_s"))
     around_s, megabytes = link.around_s(chosen.gradient_bytes), chosen.gradient_bytes / 1e6
     least_s = forward_s + max(link.compute_s - forward_s, link.wire_s)
     return [

@@ -1,19 +1,18 @@
-"""What can be asked of ``instep bench``: the options of its three measurements, with a sentence per field.
+"""What can be asked of ``instep bench``: the options of its three measurements, a sentence per field. Pure.
 
 1 KB is 1000 bytes here, as in GB/s; KiB is 1024.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from instep.bench.words import parse_count, parse_size, words
-
-__all__ = ["Buckets", "Collectives", "Files", "Steps", "parse_count", "sizes_of", "words"]
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 SIZES = ("1KB", "10KB", "100KB", "1MB", "10MB", "100MB")
 MORE_SIZES = ("1GB",)
@@ -33,7 +32,7 @@ Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="WORD[,WORD ...]")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class OutputFiles:
     """Where the results go, beside the table on stdout."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -48,7 +47,7 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives(Files):
+class CollectivesOptions(OutputFiles):
     """Time of a collective against its size, on several backends in one run."""
 
     ranks: Ranks = (2,)
@@ -75,7 +74,7 @@ class Collectives(Files):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buckets(Files):
+class BucketsOptions(OutputFiles):
     """Step time against bucket size, and the size that arithmetic on latency and bandwidth would choose."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
@@ -109,7 +108,7 @@ class Buckets(Files):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps(Files):
+class StepsOptions(OutputFiles):
     """Time of a training step by strategy."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
@@ -135,10 +134,42 @@ class Steps(Files):
 def _check_ranks(*numbers: int) -> None:
     for ranks in numbers:
         if ranks < 2:
-            raise ValueError(f"expected at least 2 ranks, got {ranks}: one has nobody to talk to")
+            raise ValueError(f"expected at least 2 ranks, got {ranks}: a single rank has no peer")
 
 
-def sizes_of(options: Collectives) -> tuple[int, ...]:
+def sizes_of(options: CollectivesOptions) -> tuple[int, ...]:
     """The message sizes in bytes that ``options`` ask for."""
-    named = words(options.sizes) or SIZES
+    named = split_words(options.sizes) or SIZES
     return tuple(parse_size(text) for text in (*named, *(MORE_SIZES if options.full else ())))
+
+
+def split_words(given: tuple[str, ...]) -> tuple[str, ...]:
+    """``given``, whether it was separated by spaces or by commas; each word once."""
+    return tuple(dict.fromkeys(word for part in given for word in part.split(",") if word))
+
+
+def parse_count(text: str) -> int:
+    """``"70M"`` -> 70_000_000.
+
+    Raises:
+        ValueError: it is not a number with one of the units K, M, G, or is less than one.
+    """
+    found = re.fullmatch(r"([0-9.]+) *([KMG]?I?)", text.strip().upper())
+    if found is None or found[2] not in UNITS or found[1].count(".") > 1 or not re.search("[0-9]", found[1]):
+        raise ValueError(f"expected a number such as 512, 64K or 1.5M, got {text!r}")
+    count = round(float(found[1]) * UNITS[found[2]])
+    if count < 1:
+        raise ValueError(f"expected at least 1, got {text!r}")
+    return count
+
+
+def parse_size(text: str) -> int:
+    """``"64KB"`` -> 64_000, ``"1MiB"`` -> 1_048_576, ``"512"`` -> 512; in bytes.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    try:
+        return parse_count(re.sub("[bB]$", "", text.strip()))
+    except ValueError:
+        raise ValueError(f"expected a size such as 512, 64KB, 1MiB or 1GB, got {text!r}") from None

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from instep.bench import link
-from instep.bench.answers import Answers
-from instep.bench.bound import available_bytes
+from instep.bench.bandwidth import available_bytes
 from instep.bench.charts import bars
-from instep.bench.contestants import ALONE, DDP, HOST, NONE, SHARDED, Contestant, choose
-from instep.bench.options import Steps
-from instep.bench.peak import columns, peak
-from instep.bench.ranks import on_ranks
-from instep.bench.rounds import perform
-from instep.bench.settings import Setting, setting
-from instep.bench.tables import Row, cell, markdown, show, write
-from instep.bench.words import parse_count, words
+from instep.bench.options import StepsOptions, parse_count, split_words
+from instep.bench.steps_rank import measure_memory, measure_steps, memory_columns
+from instep.bench.tables import Ratio, Row, cell, markdown, paired_ratio, quantile, quantiles, show, write
+from instep.bench.variants import (
+    ALONE,
+    DDP,
+    HOST_VARIANTS,
+    LATENCY,
+    NONE,
+    SHARDED_VARIANTS,
+    WIRE,
+    Variant,
+    choose,
+)
+from instep.bench.workloads import Workload, workload
+from instep.bench.worlds import on_ranks, slowest_rank
 
+MS = 1e3
+NOT_STEPS = {WIRE.name, LATENCY.name}
 # What the table on stdout leaves to the files.
 FILES_ONLY = (
     *("setting", "q25(ms)", "q75(ms)", "x DDP q25", "x DDP q75"),
@@ -31,84 +40,176 @@ PANELS = {"": "nothing sent", "gloo": "over gloo (sockets)", "shm": "over shared
 
 
 @dataclass(frozen=True)
-class Found:
-    """One setting, measured."""
+class HostResults:
+    """One workload, measured."""
 
-    setting: Setting
+    workload: Workload
     rows: list[dict[str, Any]]
     notes: list[str]
-    samples: dict[str, list[float]]  # milliseconds per step, by contestant
+    samples: dict[str, list[float]]  # milliseconds per step, by variant
 
     def as_json(self) -> dict[str, Any]:
-        return {"setting": asdict(self.setting), "rows": self.rows, "notes": self.notes, "ms": self.samples}
+        return {"setting": asdict(self.workload), "rows": self.rows, "notes": self.notes, "ms": self.samples}
 
 
-def run(options: Steps) -> int:
-    """Measure, print the tables, write the files; 0, or an exception."""
-    if options.link:
-        return link.run(options)
+def run(options: StepsOptions) -> None:
+    """Measure, print the tables, write the files."""
     names = ("communication", "compute") if options.setting == "both" else (options.setting,)
     found = []
     for name in names:
-        found.append(measure(_setting(name, options), options))
+        found.append(measure(_workload(name, options), options))
         table(found[-1])
 
     def charts(path: Path) -> None:
         for one in found:
-            suffix = f"-{one.setting.name}" if len(found) > 1 else ""
+            suffix = f"-{one.workload.name}" if len(found) > 1 else ""
             chart(one, path.with_stem(path.stem + suffix), options.ranks)
 
     payload = {"ranks": options.ranks, "settings": [one.as_json() for one in found]}
     write(options, payload, [row for one in found for row in one.rows], charts)
-    return 0
 
 
-def measure(chosen: Setting, options: Steps) -> Found:
-    """All contestants of one host in one setting."""
-    contestants = choose(HOST, words(options.strategies), SHARDED)
-    _require_memory(chosen, contestants, options.ranks)
+def measure(chosen: Workload, options: StepsOptions) -> HostResults:
+    """All variants of one host on one workload."""
+    variants = choose(HOST_VARIANTS, split_words(options.strategies), SHARDED_VARIANTS)
+    _require_memory(chosen, variants, options.ranks)
     print(f"{chosen.what}: {chosen.text}; {options.ranks} ranks", file=sys.stderr, flush=True)
-    told = {
-        "setting": asdict(chosen),
-        "contestants": [asdict(one) for one in contestants],
+    task = {
+        "workload": asdict(chosen),
+        "variants": [asdict(one) for one in variants],
         "samples": options.samples,
     }
-    answers = Answers(on_ranks(perform, told, ranks=options.ranks))
-    there = [one for one in contestants if one.name in answers.names]
+    results = StepResults(on_ranks(measure_steps, task, ranks=options.ranks))
+    there = [one for one in variants if one.name in results.names]
     peaks = {one.name: _peak(one, chosen, options) for one in there if one != ALONE} if options.memory else {}
-    rows = [
-        {
-            "setting": chosen.name,
-            **answers.row(one),
-            **peaks.get(one.name, {}),
-        }
-        for one in there
-    ]
-    samples = {name: [step * 1e3 for step in answers.steps(name)] for name in answers.names}
+    rows = [{"setting": chosen.name, **results.row(one), **peaks.get(one.name, {})} for one in there]
+    samples = {name: [step * 1e3 for step in results.steps(name)] for name in results.names}
     said = [memory(peaks[NONE.name])] if NONE.name in peaks else []
-    return Found(chosen, rows, [*notes(answers), *said], samples)
+    return HostResults(chosen, rows, [*notes(results), *said], samples)
 
 
-def notes(answers: Answers) -> list[str]:
-    """The answers that are no column."""
+@dataclass(frozen=True)
+class StepResults:
+    """From the ranks' times to figures: how long each variant waits for communication, which gap it closes.
+
+    ``by_rank[r][variant][what][round]`` has what the ranks measured. The time of a step is that of its
+    slowest rank. What is compared is compared within rounds: the difference or the ratio of two variants in
+    the same round, then the median over rounds.
+
+        exposed       step - step of as many processes without any synchronisation
+        busy          how long the communication lane was at work, on the rank where that was longest
+        efficiency    (one step's time of rank 0 while the others wait) / step: the throughput of W ranks over
+                      W times the throughput of one that has the machine to itself
+        gap closed    (DDP - step) / (DDP - none): 0 is torch's DDP over gloo, 1 is no synchronisation at all
+    """
+
+    by_rank: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.by_rank[0])
+
+    def steps(self, name: str) -> list[float]:
+        """Seconds per step of the slowest rank, by round."""
+        return self.slowest(name, "step_s")
+
+    def slowest(self, name: str, what: str) -> list[float]:
+        return slowest_rank([rank[name][what] for rank in self.by_rank])
+
+    def exposed(self, name: str) -> list[float]:
+        """Seconds per step more than without synchronisation, by round."""
+        pairs = zip(self.steps(name), self.steps(NONE.name), strict=True)
+        return [step - none for step, none in pairs]
+
+    def against(self, name: str, other: str) -> Ratio:
+        """How many times as long a step of ``name`` takes as one of ``other``."""
+        return paired_ratio(self.steps(name), self.steps(other))
+
+    def gap_closed(self, name: str) -> float | None:
+        """The share of what DDP over gloo takes more than the baseline that ``name`` does not take."""
+        gap = statistics.median(self.exposed(DDP.name))
+        if gap <= 0:
+            return None
+        pairs = zip(self.steps(DDP.name), self.steps(name), strict=True)
+        return statistics.median([ddp - step for ddp, step in pairs]) / gap
+
+    def busy_s(self, name: str) -> float | None:
+        """None where nothing is recorded: torch tells nothing of DDP that could be set beside it."""
+        found = statistics.median(self.slowest(name, "busy_s"))
+        return found or None
+
+    def agreement_s(self, name: str) -> list[float]:
+        """Seconds per step in which ranks exchanged headers and checked them, by round.
+
+        Of each bucket the least over the ranks: the rank that came last has waited for no other.
+        """
+        rounds = zip(*(rank[name]["agree_s"] for rank in self.by_rank), strict=True)
+        return [sum(map(min, zip(*ranks, strict=True))) for ranks in rounds]
+
+    def checks(self, name: str) -> tuple[float, float, float]:
+        """Milliseconds of the headers, of the optimizer's hooks, and the share of both in a step."""
+        agreement = statistics.median(self.agreement_s(name))
+        hooks = statistics.median(self.slowest(name, "guard_s"))
+        return agreement * MS, hooks * MS, (agreement + hooks) / statistics.median(self.steps(name))
+
+    def received_bytes(self, name: str, rank: int = 0) -> float:
+        """Bytes per step that came in through the link of ``rank``."""
+        return statistics.median(self.by_rank[rank][name]["received_bytes"])
+
+    def row(self, one: Variant) -> dict[str, Any]:
+        """All figures of one variant; times in ms."""
+        steps, exposed = self.steps(one.name), self.exposed(one.name)
+        figures = quantiles(steps)
+        waited = statistics.median(exposed)
+        ratio = self.against(one.name, DDP.name)
+        busy = self.busy_s(one.name)
+        compared = one not in (NONE, ALONE)
+        return {
+            "strategy": one.label,
+            "over": one.backend,
+            "step(ms)": figures.median * MS,
+            "q25(ms)": quantile(steps, 0.25) * MS,
+            "q75(ms)": quantile(steps, 0.75) * MS,
+            "min(ms)": figures.min * MS,
+            "p99(ms)": figures.p99 * MS,
+            "busy(%)": None if busy is None else 100 * busy / figures.median,
+            "exposed(ms)": waited * MS if compared else None,
+            "exposed(%)": 100 * waited / figures.median if compared else None,
+            "efficiency(%)": self._efficiency(one.name),
+            "x DDP": ratio.median,
+            "x DDP q25": ratio.low,
+            "x DDP q75": ratio.high,
+            "gap closed(%)": self._gap(one) if compared else None,
+        }
+
+    def _gap(self, one: Variant) -> float | None:
+        closed = self.gap_closed(one.name)
+        return None if closed is None else 100 * closed
+
+    def _efficiency(self, name: str) -> float | None:
+        return 100 * self.against(ALONE.name, name).median if ALONE.name in self.names else None
+
+
+def notes(results: StepResults) -> list[str]:
+    """The figures that are no column."""
     lines = []
     for backend in ("gloo", "shm"):
         loose, ordered = f"unordered-{backend}", f"bucketed-{backend}"
-        if loose in answers.names and ordered in answers.names:
-            cost = answers.against(ordered, loose)
+        if loose in results.names and ordered in results.names:
+            cost = results.against(ordered, loose)
             low, middle, high = (100 * (ratio - 1) for ratio in (cost.low, cost.median, cost.high))
             lines.append(
                 f"the fixed order of sums over {backend}: {middle:+.1f} % of a step against ordered=False "
                 f"(quartiles {low:+.1f} to {high:+.1f} %)"
             )
-        if ordered in answers.names:
-            headers, hooks, share = answers.checks(ordered)
+        if ordered in results.names:
+            headers, hooks, share = results.checks(ordered)
             lines.append(
                 f"never-silent checks, bucketed over {backend}: headers {headers:.2f} ms, optimizer hooks "
                 f"{hooks:.2f} ms, together at most {100 * share:.2f} % of a step; headers are hidden where "
                 "backward still runs"
             )
-    gap = answers.gap_closed(NONE.name)
+    gap = results.gap_closed(NONE.name)
     lines.append(
         "torch's DDP over gloo is no slower than no synchronisation here: there is no gap to close"
         if gap is None
@@ -118,7 +219,7 @@ def notes(answers: Answers) -> list[str]:
 
 
 def memory(figures: Row) -> str:
-    """What a rank needs without any synchronisation: who shards nothing needs as much, and more."""
+    """What a rank needs without any synchronisation: one that shards nothing needs as much, and more."""
     return (
         f"memory of a rank: {cell(figures['state(MB)'])} MB of state where nothing is sent, "
         f"{cell(figures['formula(MB)'])} MB by the formula, and {cell(figures['activations(MB)'])} MB of "
@@ -126,10 +227,12 @@ def memory(figures: Row) -> str:
     )
 
 
-def table(found: Found) -> None:
+def table(found: HostResults) -> None:
     """The rows on stdout."""
     print()
-    show([short(row) for row in found.rows], f"{found.setting.what}: {found.setting.text}", notes=found.notes)
+    show(
+        [short(row) for row in found.rows], f"{found.workload.what}: {found.workload.text}", notes=found.notes
+    )
 
 
 def short(row: Row) -> dict[str, Any]:
@@ -141,12 +244,12 @@ def short(row: Row) -> dict[str, Any]:
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Table and notes of a setting, as ``as_json`` gives it, in Markdown."""
+    """Table and notes of a workload, as ``as_json`` gives it, in Markdown."""
     lines = "\n".join(f"- {note}" for note in found["notes"])
     return f"{markdown([short(row) for row in found['rows']])}\n\n{lines}"
 
 
-def chart(found: Found, path: Path, ranks: int) -> list[Path]:
+def chart(found: HostResults, path: Path, ranks: int) -> list[Path]:
     """Bars of step time with their quartiles, a panel per backend."""
     parts = [
         {**row, "panel": PANELS[row["over"]]}
@@ -157,35 +260,37 @@ def chart(found: Found, path: Path, ranks: int) -> list[Path]:
     none = next(row for row in found.rows if row["strategy"] == NONE.strategy)
     return bars(
         parts, path,
-        title=f"A training step on {ranks} ranks of one host: {found.setting.what}",
-        subtitle=f"{found.setting.text}; median and quartiles of {len(found.samples[DDP.name])} steps",
+        title=f"A training step on {ranks} ranks of one host: {found.workload.what}",
+        subtitle=f"{found.workload.text}; median and quartiles of {len(found.samples[DDP.name])} steps",
         label="strategy", value="step(ms)", low="q25(ms)", high="q75(ms)", unit="ms", group="panel",
         reference=none["step(ms)"], reference_text="no synchronisation",
     )  # fmt: skip
 
 
-def _setting(name: str, options: Steps) -> Setting:
-    return setting(name, parse_count(options.params) if options.params else None, options.optimizer)
+def _workload(name: str, options: StepsOptions) -> Workload:
+    return workload(name, parse_count(options.params) if options.params else None, options.optimizer)
 
 
-def _peak(one: Contestant, chosen: Setting, options: Steps) -> dict[str, float | None]:
-    told = {"setting": asdict(chosen), "contestant": asdict(one)}
-    return columns(
-        [found for found in on_ranks(peak, told, ranks=options.ranks) if found is not None], chosen, one
+def _peak(one: Variant, chosen: Workload, options: StepsOptions) -> dict[str, float | None]:
+    task = {"workload": asdict(chosen), "variant": asdict(one)}
+    return memory_columns(
+        [found for found in on_ranks(measure_memory, task, ranks=options.ranks) if found is not None],
+        chosen,
+        one,
     )
 
 
-def _require_memory(chosen: Setting, contestants: Sequence[Contestant], ranks: int) -> None:
-    """Raise ``ValueError`` if what the contestants hold will not fit side by side."""
+def _require_memory(chosen: Workload, variants: Sequence[Variant], ranks: int) -> None:
+    """Raise ``ValueError`` if what the variants hold will not fit side by side."""
     held = {"none": 0, "alone": 0, "flat": 2, "server": 1 + ranks, "threads": ranks}
-    stepped = [one for one in contestants if one.strategy not in ("wire", "latency")]
-    copies = 3 + sum(held.get(one.strategy, 1) for one in contestants)  # weights, gradients, activations
-    copies += chosen.num_moments * len(stepped) + sum(one.kind.stage > 0 for one in contestants)
+    stepped = [one for one in variants if one.strategy not in ("wire", "latency")]
+    copies = 3 + sum(held.get(one.strategy, 1) for one in variants)  # weights, gradients, activations
+    copies += chosen.num_moments * len(stepped) + sum(one.kind.stage > 0 for one in variants)
     needed = ranks * copies * chosen.gradient_bytes
     available = available_bytes()
     if needed > available:
         raise ValueError(
-            f"{len(contestants)} contestants on {ranks} ranks need about {needed / 1e9:.1f} GB of memory for "
+            f"{len(variants)} variants on {ranks} ranks need about {needed / 1e9:.1f} GB of memory for "
             f"what they hold, and {available / 1e9:.1f} GB are available: pass fewer --strategies, or "
             "smaller --params"
         )

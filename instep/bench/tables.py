@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from instep.bench.options import Files
+from instep.bench.options import OutputFiles
 from instep.checkpoint.contract import describe
 
 Row = Mapping[str, Any]
@@ -121,7 +121,7 @@ def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
 
 
 def write(
-    files: Files, payload: Mapping[str, Any], rows: Sequence[Row], draw: Callable[[Path], object]
+    files: OutputFiles, payload: Mapping[str, Any], rows: Sequence[Row], draw: Callable[[Path], object]
 ) -> None:
     """The files that were asked for, and no other; ``draw`` makes the chart at the path it is given."""
     if files.json is not None:
@@ -203,6 +203,22 @@ def cell(value: Any, most: int = 6) -> str:
         digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
         return f"{value:,.{min(digits, most)}f}"
     return str(value)
+
+
+def size_text(nbytes: float) -> str:
+    """1000 -> 1 KB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if round(nbytes / unit, 3) >= 1:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes:.3g} B"
+
+
+def duration_text(microseconds: float) -> str:
+    """1500 -> 1.5 ms."""
+    for unit, name in ((1e6, "s"), (1e3, "ms")):
+        if microseconds >= unit:
+            return f"{microseconds / unit:.3g} {name}"
+    return f"{microseconds:.3g} µs"
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

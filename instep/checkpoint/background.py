@@ -12,8 +12,8 @@ waits for the end of the run is a run without checkpoints. A process that ends i
 directory that no one takes for a checkpoint.
 
 An interpreter that shuts down under a thread which is inside torch aborts ("exception not rethrown"), and one
-that waits for a disk that hangs never ends. So what nobody closed is given some seconds at exit, and then the
-process ends without shutting down.
+that waits for a disk that hangs never ends. So a save that was not closed is given some seconds at exit, and
+then the process ends without shutting down.
 """
 
 from __future__ import annotations
@@ -23,31 +23,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from instep import memory
-from instep.checkpoint import files, shards, tensors
-from instep.checkpoint import plan as planning
+from instep.checkpoint import files, tensors
 from instep.checkpoint import save as saving
-from instep.checkpoint.manifest import (
-    MAX_BYTES,
-    Json,
-    Manifest,
-    Scalar,
-    canonical,
-    parse_json,
-    require_json,
-)
-from instep.checkpoint.owned import Holding
-
-Named: TypeAlias = Mapping[str, Tensor]
-Digest: TypeAlias = Callable[[Named, Named], str]
+from instep.checkpoint.manifest import MAX_BYTES, Json, Manifest, canonical, parse_json, require_json
+from instep.ordered.shards import Shard, State
 
 EXIT_GRACE_S = 10.0
 
@@ -76,85 +62,34 @@ class Saver:
         self._memory = _Memory()
         self._flight: _Flight | None = None
 
-    def save(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        model: Named,
-        optimizer: Named,
-        data_cursor: int,
-        state_sha256: str | Digest,
-        numerical: Mapping[str, Scalar],
-        world_size: int,
-        extra: Mapping[str, Json] | None = None,
-        keep: int = 3,
-    ) -> Begun:
-        """As :func:`instep.checkpoint.save.save`, but return once the tensors are copied.
+    def save(self, directory: Path, state: State, draft: Manifest, keep: int = 3) -> Begun:
+        """As :func:`instep.checkpoint.save.save`, but return once the tensors are copied. Collective.
 
-        ``state_sha256`` may be a function of the copies of ``model`` and ``optimizer``, as
-        :func:`instep.checkpoint.whole.hash_later` makes one; the thread calls it.
-        Raises what the save before ended with, and then begins nothing; TimeoutError if that one has not
-        ended within ``timeout_s``.
-        """
-        began = time.monotonic()
-        self._land(self.timeout_s)
-        waited = time.monotonic()
-        saving.require_keep(keep)
-        digest = state_sha256 if callable(state_sha256) else None
-        draft = saving.draft(
-            step=step,
-            data_cursor=data_cursor,
-            state_sha256=saving.NOT_YET if callable(state_sha256) else state_sha256,
-            numerical=numerical,
-            world_size=world_size,
-            extra=_frozen(extra or {}),
-        )
-        copies = self._memory.hold(model, optimizer)
-
-        def write(given_up: threading.Event) -> Path:
-            final = draft if digest is None else replace(draft, state_sha256=digest(*copies))
-            return saving.write(Path(directory), final, *copies, keep)
-
-        self._start(_Flight(Path(directory), draft.step, write))
-        return Begun(waited - began, time.monotonic() - waited)
-
-    def save_sharded(
-        self,
-        directory: Path,
-        draft: Manifest,
-        module: nn.Module,
-        optimizer: Optimizer | None,
-        division: Holding,
-        keep: int,
-    ) -> Begun:
-        """The same where the state is divided as ``division`` says; ``draft`` needs no hash. Collective.
-
-        Returns once all ranks have agreed on who writes what, and this one's part is copied. The rest needs
-        the file system alone, not the ranks' group: see :mod:`instep.checkpoint.shards`. Ends at once if this
-        very state is there already.
+        All ranks of ``state.group`` have agreed by then on what each writes; the rest needs the file system
+        alone, not the ranks' group. Ends at once if this very state is there already. Raises what the save
+        before ended with, and then begins nothing; TimeoutError if that has not ended within ``timeout_s``.
         """
         began = time.monotonic()
         self._land(self.timeout_s)
         waited = time.monotonic()
         saving.require_keep(keep)
         directory, step = Path(directory), draft.step
-        plan = planning.plan(module, optimizer, division, directory / files.step_name(step))
-        draft = replace(draft, extra=_frozen({**draft.extra, "optimizer": plan.rest}))
-        if not plan.exists or not shards.already_saved(directory, draft, plan, division.group):
-            copies, _ = self._memory.hold({part.name: part.tensor for part in plan.parts}, {})
-            parts = tuple(part._replace(tensor=copies[part.name]) for part in plan.parts)
-            copied = replace(plan, parts=parts)
+        plan = saving.plan(state, directory / files.step_name(step))
+        final = plan.completed(draft)
+        final = replace(final, extra=_frozen(final.extra))
+        if plan.exists and saving.already_saved(directory, final, plan, keep, state.group):
+            self.last = directory / files.step_name(step)
+        else:
+            copied = replace(plan, shards=self._memory.hold(plan.shards))
 
             def write(given_up: threading.Event) -> Path:
-                waits = shards.Wait(self.timeout_s, given_up)
-                return shards.write(directory, draft, copied, keep, waits)
+                return saving.write(directory, final, copied, keep, saving.Wait(self.timeout_s, given_up))
 
             self._start(_Flight(directory, step, write))
         return Begun(waited - began, time.monotonic() - waited)
 
     def give_up(self) -> None:
-        """Whoever this save waits for has died: it ends as soon as it can, and is no error."""
+        """A rank that this save waits for has died: it ends as soon as it can, and is no error."""
         if self._flight is not None:
             self._flight.given_up.set()
 
@@ -211,7 +146,7 @@ class _Flight:
         return not self._thread.is_alive()
 
     def leave(self, grace_s: float) -> None:
-        """At exit: say what nobody will ask for, and let no interpreter shut down under the thread."""
+        """At exit: say how the save ended, and let no interpreter shut down under the thread."""
         ended = self.wait(grace_s)
         said = self.error if ended else f"still writes after {grace_s:g} s"
         if said is not None:
@@ -233,20 +168,13 @@ class _Memory:
     def __init__(self) -> None:
         self._segment = memory.allocate(0, tensors.ALIGN_BYTES)
 
-    def hold(self, model: Named, optimizer: Named) -> tuple[Named, Named]:
-        """Copies of both, ties as ties; those of the call before are overwritten."""
-        states = (model, optimizer)
-        for named in states:
-            tensors.require_writable(named)
-        split = [tensors.split_ties(named) for named in states]
-        layout = [(tuple(t.shape), t.dtype) for firsts, _ in split for t in firsts.values()]
+    def hold(self, shards: Sequence[Shard]) -> tuple[Shard, ...]:
+        """Copies of ``shards``; those of the call before are overwritten."""
+        layout = [(tuple(x.tensor.shape), x.dtype) for x in shards]
         places = tensors.views(layout, self._reserve(tensors.room(layout)))
-
-        def held(named: Named, firsts: Named, ties: Mapping[str, str]) -> Named:
-            placed = {name: next(places).copy_(tensor) for name, tensor in firsts.items()}
-            return {name: placed[ties.get(name, name)] for name in named}
-
-        return held(model, *split[0]), held(optimizer, *split[1])
+        return tuple(
+            x._replace(tensor=place.copy_(x.tensor)) for x, place in zip(shards, places, strict=True)
+        )
 
     def _reserve(self, nbytes: int) -> Tensor:
         if self._segment.tensor.numel() < nbytes:

@@ -3,6 +3,15 @@
 Versions and flags say what ought to compute alike; the canary computes. It runs the model's own layers, on
 tensors of training's shapes, so on the same kernels, but on a copy of the model, with weights that depend on
 nothing but their names: a rank that joins at step 1000 gives the hash that the run gave at its start.
+
+So values are never lost, as they can be made again, and a model that fits into no memory can be asked too
+(``ParametersOnDemand``): its weights are made where they are used.
+
+    forward     | fill unit 1, compute, drop it | fill unit 2, compute, drop it | ...
+    backward    ... | fill a weight, use it, drop it; hash its gradient, drop that |
+
+Each is made twice, which is what it costs. What backward needs of a weight is noted, not kept, as in
+``shard/saved_weights.py``; there the values come from other ranks.
 """
 
 from __future__ import annotations
@@ -12,16 +21,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from instep.checkpoint.fleeting import Fleeting
 from instep.errors import ContractBroken
 from instep.mesh.device import generators
-from instep.mesh.group import Group
+from instep.mesh.process_group import Group
 from instep.ordered.hash import Described, described, whole_sha256
 from instep.ordered.keys import derive, seed_generator
+from instep.shard.partition import UnitMembers, partition
 
 LossOf = Callable[[nn.Module], Tensor]
 """The loss of a model on one micro-batch, which is the same at each call."""
@@ -41,7 +52,7 @@ def canary(module: nn.Module, loss_of: LossOf, *, seed: int, device: torch.devic
     _fill_buffers(model)
     with _drawing(seed, device), torch.enable_grad():
         if any(p.is_meta for p in model.parameters()):
-            loss, gradients = Fleeting(model, partial(_fill, seed), device).gradients(loss_of)
+            loss, gradients = ParametersOnDemand(model, partial(_fill, seed), device).gradients(loss_of)
         else:
             loss, gradients = _gradients(model, loss_of, seed)
     return whole_sha256([described("loss", loss), *gradients], 0)
@@ -79,7 +90,7 @@ def _verdict(odd: Sequence[int], right: str | None, recorded: str | None) -> str
 
 
 def _gradients(model: nn.Module, loss_of: LossOf, seed: int) -> tuple[Tensor, list[Described]]:
-    """As ``Fleeting.gradients``, with the whole model in memory."""
+    """As ``ParametersOnDemand.gradients``, with the whole model in memory."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             _fill(seed, name, p)
@@ -127,3 +138,97 @@ def _drawing(seed: int, device: torch.device) -> Iterator[None]:
 
 def _dense(x: Tensor) -> Tensor:
     return x.to_dense() if x.is_sparse else x
+
+
+Fill = Callable[[str, Tensor], None]
+
+
+class _Place(NamedTuple):
+    """Where in a parameter a saved tensor lies."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
+class ParametersOnDemand:
+    """``model``, which is on the meta device, as if it had the values of ``fill(name, tensor)``.
+
+    At construction its parameters become placeholders on ``device``. In the forward of a unit they have
+    values and memory of their own; ``gradients`` runs that and a backward. The model is used up then.
+    """
+
+    def __init__(self, model: nn.Module, fill: Fill, device: torch.device) -> None:
+        self.model, self._fill, self._device = model, fill, device
+        dtypes = {p.dtype for p in model.parameters()}
+        self._nan = {dtype: torch.full((), torch.nan, dtype=dtype, device=device) for dtype in dtypes}
+        self._replace()
+        self._parameters = dict(model.named_parameters())
+        self._shown: dict[int, str] = {}  # storage -> the parameter that it is of
+        self._hashed: dict[str, Described] = {}
+        for name, p in self._parameters.items():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._came, name))
+        for unit in partition(model):
+            unit.module.register_forward_pre_hook(partial(self._show, unit), prepend=True)
+            unit.module.register_forward_hook(partial(self._hide, unit), always_call=True)
+
+    def gradients(self, loss_of: Callable[[nn.Module], Tensor]) -> tuple[Tensor, list[Described]]:
+        """The loss, and the gradient of each parameter that has one, hashed, in the order of registration.
+
+        Raises:
+            RuntimeError: a parameter has got several gradients, of which the first are gone.
+        """
+        with saved_tensors_hooks(self._pack, self._unpack):
+            loss = loss_of(self.model)
+        loss.backward()
+        return loss.detach(), [self._hashed[name] for name in self._parameters if name in self._hashed]
+
+    def _replace(self) -> None:
+        """Placeholders instead of the parameters, tied ones once."""
+        made: dict[int, nn.Parameter] = {}
+        for m in self.model.modules():
+            for key, p in m._parameters.items():
+                if p is not None:
+                    nothing = self._nan[p.dtype].expand(p.shape)
+                    made.setdefault(id(p), nn.Parameter(nothing, p.requires_grad))
+                    m._parameters[key] = made[id(p)]
+
+    def _whole(self, name: str) -> Tensor:
+        p = self._parameters[name]
+        whole = torch.empty(p.shape, dtype=p.dtype, device=self._device)
+        with torch.no_grad():
+            self._fill(name, whole)
+        return whole
+
+    def _show(self, unit: UnitMembers, module: nn.Module, args: Any) -> None:
+        for name in unit.names:
+            whole = self._whole(name)
+            self._parameters[name].data = whole
+            self._shown[whole.untyped_storage()._cdata] = name
+
+    def _hide(self, unit: UnitMembers, module: nn.Module, args: Any, output: Any) -> None:
+        for name in unit.names:
+            p = self._parameters[name]
+            self._shown.pop(p.untyped_storage()._cdata, None)
+            p.data = self._nan[p.dtype].expand(p.shape)
+
+    def _pack(self, x: Tensor) -> Tensor | _Place:
+        name = self._shown.get(x.untyped_storage()._cdata)
+        if name is None or x.dtype != self._parameters[name].dtype:
+            return x
+        return _Place(name, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return self._whole(packed.name).as_strided(packed.shape, packed.strides, packed.offset)
+
+    def _came(self, name: str, p: Tensor) -> None:
+        if name in self._hashed:
+            raise RuntimeError(f"parameter {name!r} has got a second gradient in one backward")
+        assert p.grad is not None
+        self._hashed[name] = described(name, p.grad)
+        p.grad = None

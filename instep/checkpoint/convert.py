@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from instep.checkpoint import files, load, ranges, tensors
-from instep.checkpoint.pieces import MODEL, Source
+from instep.checkpoint import files, load
 from instep.errors import CheckpointRejected
+from instep.ordered.shards import MODEL
+from instep.ordered.stored import CODES, Source
 
 CHUNK_BYTES = 8 << 20
 REJECTED = 3  # the exit code, as the command has it
-CODES = {dtype: code for code, dtype in tensors.DTYPES.items()}
+CODE_OF = {dtype: code for code, dtype in CODES.items()}
 
 
 def to_safetensors(
@@ -40,11 +41,11 @@ def to_safetensors(
         FileExistsError: ``out`` is there.
     """
     path, out = Path(path), Path(out)
-    source = ranges.source(path, load.verify(path))
+    source = load.open_source(path, load.verify(path))
     files.refuse_existing(out)
-    chosen = [name for name in source.entries if optimizer or name.startswith(MODEL)]
+    chosen = [name for name in source.tensors if optimizer or name.startswith(MODEL)]
     # Wide elements first, then every tensor begins on a multiple of its element.
-    chosen.sort(key=lambda name: (-source.entries[name].dtype.itemsize, name))
+    chosen.sort(key=lambda name: (-source.tensors[name].dtype.itemsize, name))
     new = files.temporary(out)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -66,9 +67,9 @@ def _header(source: Source, names: list[str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **source.ties}}
     end = 0
     for name in names:
-        entry = source.entries[name]
+        entry = source.tensors[name]
         begin, end = end, end + entry.numel * entry.dtype.itemsize
-        where = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        where = {"dtype": CODE_OF[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
         entries[name.partition(":")[2]] = where
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -77,7 +78,7 @@ def _header(source: Source, names: list[str]) -> bytes:
 
 def _chunks(source: Source, names: list[str]) -> Iterator[memoryview]:
     for name in names:
-        entry = source.entries[name]
+        entry = source.tensors[name]
         count = CHUNK_BYTES // entry.dtype.itemsize
         for first in range(0, entry.numel, count):
             flat = source.read(name, first, min(first + count, entry.numel))

@@ -190,7 +190,7 @@ def naming(path: Path) -> Iterator[None]:
 def sync(path: Path) -> None:
     """Make a file's or directory's content durable, and drop it from the page cache.
 
-    Whoever reads a file afterwards to verify it sees what the disk holds, not what memory remembers.
+    A reader that verifies the file afterwards sees what the disk holds, not what memory remembers.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:

@@ -1,22 +1,36 @@
-"""Find a checkpoint that can be trusted, say why newer ones cannot, and read its tensors.
+"""Find a checkpoint that can be trusted, say why newer ones cannot, and give a state what is in it.
 
-Nothing points to "the latest": a pointer can be newer than what it points to. The directory is scanned,
-newest first, and the first checkpoint whose every file has the hash that its manifest says is taken.
+No pointer names "the latest": it could be newer than what it points to. The directory is scanned, newest
+first, and the first checkpoint whose every file has the hash that its manifest says is taken. Of each tensor,
+a rank reads the elements that it is to hold, and nothing is changed before all ranks have read theirs and,
+where the hash of the whole is known, have it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from instep.checkpoint import files, manifest, pieces, ranges, tensors
-from instep.checkpoint.manifest import FileRecord, Manifest
+from instep.checkpoint import files, manifest, tensors
+from instep.checkpoint.manifest import FileRecord, Json, Manifest, parse_json
+from instep.checkpoint.state import TrainingState
+from instep.checkpoint.tensors import Contents, Layout
 from instep.errors import CheckpointRejected
+from instep.mesh.agree import all_or_none, all_tell, on_first_rank, raise_on_all
+from instep.mesh.process_group import Group, alone
+from instep.ordered.hash import SharedHash
+from instep.ordered.shards import MODEL, OPTIMIZER
+from instep.ordered.stored import Extent, Source, StoredTensor, stored_from_json
+
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,51 @@ class Found:
     path: Path
     manifest: Manifest
     rejected: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def newest(directory: Path, group: Group | None = None) -> Found | None:
+    """The newest checkpoint in ``directory`` that verifies; None if there is no checkpoint at all.
+
+    With ``group``, the same for all of its ranks, which share the reading: each compares every W-th file with
+    its hash. Collective over it.
+
+    If there are some and none verifies, CheckpointRejected with every reason: better a run that stops than
+    one that silently starts from nothing.
+    """
+    group = group or alone()
+    rejected: list[tuple[Path, str]] = []
+
+    def names() -> list[str]:
+        return [str(path) for _, path in files.step_directories(Path(directory))]
+
+    named = on_first_rank(group, "the list of checkpoints", names, errors=(CheckpointRejected,))
+    for path in map(Path, named):
+        try:
+            return Found(path, _verify_together(path, group), rejected)
+        except CheckpointRejected as error:
+            rejected.append((path, str(error)))
+    if not rejected:
+        return None
+    reasons = "\n  ".join(reason for _, reason in rejected)
+    problem = (
+        f"{directory}: expected a checkpoint that verifies, got {len(rejected)} that do not: restore one, or "
+        f"start in an empty directory\n  {reasons}"
+    )
+    raise_on_all(group, CheckpointRejected(problem))
+
+
+def _verify_together(path: Path, group: Group) -> Manifest:
+    found, told = all_tell(
+        group,
+        f"the verification of {path.name}",
+        lambda: verify(path, group.rank, group.size),
+        lambda found: hashlib.sha256(found.to_bytes()).digest(),
+        errors=(CheckpointRejected,),
+    )
+    if len(set(told)) > 1:
+        problem = f"{path}: expected the same on all ranks, got several: share a file system"
+        raise_on_all(group, CheckpointRejected(problem))
+    return found
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -49,29 +108,18 @@ def measure(path: Path) -> Manifest:
     return found
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: Path, share: int = 0, num_shares: int = 1) -> Manifest:
     """Check what :func:`measure` does, then the SHA-256 of every file and the headers of the tensor files.
+
+    Of the hashes only every ``num_shares``-th, from ``share`` on, where other ranks look at the rest.
 
     Raises CheckpointRejected, which says which file is wrong and in what.
     """
-    return verify_share(path, 0, 1)
-
-
-def verify_share(path: Path, share: int, num_shares: int) -> Manifest:
-    """As :func:`verify`, but of the hashes only every ``num_shares``-th: others look at the rest."""
     found = measure(path)
     for name in sorted(found.files)[share::num_shares]:
         _verify_hash(path / name, found.files[name])
-    ranges.source(path, found)
+    open_source(path, found)
     return found
-
-
-def source(path: Path) -> pieces.Source:
-    """The state in checkpoint ``path``, sharded or not, to be read range by range.
-
-    Only names and shapes are compared: :func:`verify` first, or a hash of what was read afterwards.
-    """
-    return ranges.source(path, read_manifest(path))
 
 
 def _measure_file(path: Path, record: FileRecord) -> None:
@@ -103,59 +151,127 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def newest(directory: Path) -> Found | None:
-    """The newest checkpoint in ``directory`` that verifies; None if there is no checkpoint at all.
+def restore_found(found: Found, state: TrainingState) -> None:
+    """Give ``state`` the checkpoint that was ``found``, in place. Collective over ``state.group``.
 
-    If there are some and none verifies, CheckpointRejected with every reason: better a run that stops than
-    one that silently starts from nothing.
+    Raises:
+        CheckpointRejected: on every rank, and nothing has changed: it is of another model or optimizer, a
+            rank cannot read its part, or it does not have the hash that was saved.
     """
-    rejected: list[tuple[Path, str]] = []
-    for _, path in files.step_directories(Path(directory)):
-        try:
-            return Found(path, verify(path), rejected)
-        except CheckpointRejected as error:
-            rejected.append((path, str(error)))
-    if not rejected:
-        return None
-    raise none_verifies(directory, rejected)
+
+    def opened() -> Source:
+        return open_source(found.path, found.manifest)
+
+    source = all_or_none(state.group, "the opening of a checkpoint", opened, errors=(CheckpointRejected,))
+    options = found.manifest.extra.get("optimizer")
+    is_all = state.optimizer is not None or options is None  # what the hash is over
+    try:
+        restore(state, source, options, found.manifest.step, found.manifest.state_sha256 if is_all else None)
+    except CheckpointRejected as error:
+        error.args = (f"{found.path}: {error}",)
+        raise
 
 
-def none_verifies(directory: Path, rejected: list[tuple[Path, str]]) -> CheckpointRejected:
-    """There are checkpoints, and each was ``rejected`` for its reason."""
-    reasons = "\n  ".join(reason for _, reason in rejected)
-    return CheckpointRejected(
-        f"{directory}: expected a checkpoint that verifies, got {len(rejected)} that do not: restore one, or "
-        f"start in an empty directory\n  {reasons}"
+def restore(state: TrainingState, source: Source, options: Json, step: int, sha256: str | None) -> None:
+    """Give ``state`` what is in ``source``, in place. Collective over ``state.group``; raises as above."""
+    values = all_or_none(
+        state.group,
+        "the reading of a state",
+        lambda: state.read(source, options),
+        errors=(CheckpointRejected,),
     )
+    if sha256 is not None:
+        digest, _ = SharedHash(state.group).digests(state.owned(values), step)
+        if digest != sha256:
+            problem = (
+                f"expected a state of hash {sha256[:12]}..., got {digest[:12]}... in what was read: altered; "
+                "take another checkpoint"
+            )
+            raise_on_all(state.group, CheckpointRejected(problem))
+    state.put(values, options)
 
 
-def layout(path: Path, file: str) -> tensors.Layout:
-    """What ``file`` of checkpoint ``path`` holds, by its header: shape and dtype of each tensor.
+# A checkpoint's files as places of elements.
 
-    Of a sharded checkpoint, what all of the files hold together that stand for ``file``.
+
+class FileReader:
+    """One safetensors file; ``kind`` is what its names are called by in the state."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path, self.kind = path, kind
+        self.contents: Contents = tensors.contents(path)  # which is sound, or this raises
+        header = tensors.bounded_header(path)
+        entries = parse_json(header, tensors.MAX_HEADER_BYTES)
+        begin = 8 + len(header)
+        self._starts = {name: begin + entries[name]["data_offsets"][0] for name in self.contents.layout}
+
+    def read_into(self, name: str, first: int, out: Tensor) -> None:
+        """As ``stored.Reader``; CheckpointRejected if the file ends before."""
+        bare = name.removeprefix(self.kind)
+        target = out.view(-1).view(torch.uint8).numpy().data
+        try:
+            with files.open_regular(self.path) as file:
+                at = self._starts[bare] + first * out.itemsize
+                while target:
+                    count = os.preadv(file.fileno(), [target], at)
+                    if not count:
+                        raise OSError(0, f"it ends within {bare}", str(self.path))
+                    target, at = target[count:], at + count
+        except OSError as error:
+            raise CheckpointRejected(f"{self.path}: {error}: take another checkpoint") from error
+
+
+def open_source(path: Path, found: Manifest) -> Source:
+    """The state in checkpoint ``path``, whose manifest this is, to be read range by range.
+
+    CheckpointRejected unless the files hold exactly what the manifest says. Only names and shapes are
+    compared: ``verify`` first, or hash what was read.
     """
-    found = _vouched(Path(path), file)
+    names = [name for name in found.files if name.endswith(SUFFIX)]
+    readers = {name: FileReader(path / name, _kind(name)) for name in names}
     if found.pieces is not None:
-        return ranges.source(path, found).contents(_kind(file)).layout
-    return tensors.contents(path / file).layout
+        stored, ties = stored_from_json(found.pieces)
+        _require_files(path, stored, readers)
+        return Source(stored, readers, ties)
+    stored, ties = {}, {}
+    for place, reader in readers.items():
+        for name, (shape, dtype) in reader.contents.layout.items():
+            numel = math.prod(shape)
+            stored[reader.kind + name] = StoredTensor(shape, dtype, (Extent(0, numel, place),))
+        if reader.kind == MODEL:
+            ties |= reader.contents.ties
+    return Source(stored, readers, ties)
 
 
-def read_tensors(path: Path, file: str, expected: tensors.Layout) -> dict[str, Tensor]:
-    """The tensors of ``file`` in checkpoint ``path``; see :func:`instep.checkpoint.tensors.read`.
+def read_tensors(path: Path, file: str, expected: Layout) -> dict[str, Tensor]:
+    """The tensors of ``model.safetensors`` or ``optimizer.safetensors`` in checkpoint ``path``, by name.
 
-    Those of a sharded checkpoint are put together. CheckpointRejected for a file that the manifest does not
-    name: nobody has checked its hash.
+    ``file`` stands for all files of its kind where several ranks have written. A name that the checkpoint has
+    as a tie only is found, and then its first name need not be expected.
+
+    Raises:
+        CheckpointRejected: the manifest does not name ``file``, so that its hash was never checked, or names,
+            shapes and dtypes are not exactly the ``expected`` ones.
     """
-    found = _vouched(Path(path), file)
-    if found.pieces is None:
-        return tensors.read(path / file, expected)
-    whole, kind = ranges.source(path, found), _kind(file)
-    tensors.require_expected(path, whole.contents(kind), expected)
-    return {name: whole.whole(kind + whole.ties.get(name, name)) for name in expected}
+    source, kind = open_source(path, _vouched(path, file)), _kind(file)
+    found = source.layout(kind)
+    ties = source.ties if kind == MODEL else {}
+    firsts = {name: ties.get(name, name) if name not in found else name for name in expected}
+    try:
+        tensors.require_layout(found, expected, firsts)
+    except CheckpointRejected as error:
+        error.args = (f"{path / file}: {error}",)
+        raise
+    whole = {
+        first: source.read(kind + first, 0, math.prod(found[first][0])).view(found[first][0])
+        for first in dict.fromkeys(firsts.values())
+    }
+    return {name: whole[first] for name, first in firsts.items()}
 
 
-def _kind(file: str) -> str:
-    return file.removesuffix(".safetensors") + ":"
+def layout(path: Path, file: str) -> Layout:
+    """Shape and dtype of each tensor that ``read_tensors`` would read."""
+    return open_source(path, _vouched(path, file)).layout(_kind(file))
 
 
 def _vouched(path: Path, file: str) -> Manifest:
@@ -169,3 +285,32 @@ def _vouched(path: Path, file: str) -> Manifest:
             "take another checkpoint"
         )
     return found
+
+
+def _kind(file: str) -> str:
+    return OPTIMIZER if file.startswith(OPTIMIZER.removesuffix(":")) else MODEL
+
+
+def _require_files(path: Path, stored: Mapping[str, StoredTensor], readers: Mapping[str, FileReader]) -> None:
+    """Each piece is in its file as its range says, and nothing else is in the files."""
+    left = {
+        (place, reader.kind + name) for place, reader in readers.items() for name in reader.contents.layout
+    }
+    for name, tensor in stored.items():
+        for extent in tensor.extents:
+            reader = readers.get(extent.place)
+            bare = name.removeprefix(reader.kind) if reader else ""
+            found = reader.contents.layout.get(bare) if reader else None
+            whole = extent.last - extent.first == tensor.numel
+            expected = (tensor.shape if whole else (extent.last - extent.first,), tensor.dtype)
+            if found != expected:
+                raise CheckpointRejected(
+                    f"{path / extent.place[:80]}: {name[:80]}: expected {expected}, got "
+                    f"{found or 'nothing'}: take another checkpoint"
+                )
+            left.discard((extent.place, name))
+    if left:
+        place, name = min(left)
+        raise CheckpointRejected(
+            f"{path / place}: expected what the manifest says, got also {name[:80]}: take another checkpoint"
+        )

@@ -57,7 +57,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]  # plain names in the manifest's own directory
     extra: Mapping[str, Json]
-    pieces: Json = None  # where each entry of a sharded state is: see pieces.py
+    pieces: Json = None  # where each entry of a sharded state is: see ordered/stored.py
 
     def __post_init__(self) -> None:
         _require_count("step", self.step, below=10**8)
@@ -115,7 +115,7 @@ def parse(data: bytes, path: Path) -> Manifest:
 
 
 def parse_json(data: bytes, max_bytes: int) -> Json:
-    """``json.loads`` of at most ``max_bytes`` that nobody vouches for; every failure is a ValueError."""
+    """``json.loads`` of at most ``max_bytes`` of unknown origin; every failure is a ValueError."""
     _require(len(data) <= max_bytes, "length", f"at most {max_bytes} bytes", len(data))
     _require_few(data)
     try:
@@ -190,3 +190,25 @@ def require_json(where: str, value: object, depth: int = 0) -> None:
         _require(
             isinstance(value, Scalar), where, "text, a number, true, false, null or lists of them", value
         )
+
+
+# Two configurations side by side: which fields differ, and one hash for all of them.
+
+ABSENT = "absent"
+
+
+def fingerprint(fields: Mapping[str, Scalar]) -> str:
+    """SHA-256 of the fields' canonical JSON: equal exactly when :func:`differences` is empty."""
+    return hashlib.sha256(canonical(dict(fields))).hexdigest()
+
+
+def differences(
+    a: Mapping[str, Scalar], b: Mapping[str, Scalar], where: tuple[str, str] = ("in the checkpoint", "now")
+) -> list[str]:
+    """One line per field that differs, sorted: ``batch.micro_size: 4 in the checkpoint, 8 now``."""
+    lines = []
+    for name in sorted({*a, *b}):
+        first, second = (json.dumps(fields[name]) if name in fields else ABSENT for fields in (a, b))
+        if first != second:
+            lines.append(f"{name}: {first} {where[0]}, {second} {where[1]}")
+    return lines

@@ -1,4 +1,21 @@
-"""Save a checkpoint: tensors and manifest, published whole, read back, and only then older ones deleted.
+"""Save a checkpoint: each rank writes what it owns, the first one publishes it whole, and only then older
+ones go.
+
+    .step-00001234.tmp-<token>/             made by the first rank, which holds its lock
+        model-00000-of-00002.safetensors    optimizer-00000-of-00002.safetensors     by rank 0
+        model-00001-of-00002.safetensors    optimizer-00001-of-00002.safetensors     by rank 1, then
+        rank-00001.digests                  rank-00001.json                          that it has, last
+            |  the first rank: hash of the whole from all digests, manifest, rename
+    step-00001234/
+
+A state that one rank has all of is the case of one writer: ``model.safetensors`` and
+``optimizer.safetensors``, files that any other program reads.
+
+The ranks compare what they have in one message, before anything is written (``plan``), so that a hole or an
+overlap is an error on every rank now, and not on the rank that loads the files later. Then they meet in the
+directory that they write to, and nowhere else: so this can go on in the background while their group does
+other work, and a rank that has died is noticed because its file does not appear. They need a file system that
+all of them see.
 
 The order is the point. A run is never without a checkpoint that verifies: what exists is not touched until
 the new one has been read back from the disk, and then only what is older than the newest ``keep``.
@@ -6,56 +23,69 @@ the new one has been read back from the disk, and then only what is older than t
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import platform
-from collections.abc import Mapping
-from dataclasses import replace
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from instep.checkpoint import files, load, tensors
-from instep.checkpoint.manifest import MANIFEST_FILE, FileRecord, Json, Manifest, Scalar
+from instep.checkpoint.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Json,
+    Manifest,
+    Scalar,
+    canonical,
+    parse_json,
+)
+from instep.checkpoint.state import merged
 from instep.errors import CheckpointRejected
+from instep.mesh.agree import all_or_none, all_tell, on_first_rank
+from instep.mesh.process_group import Group
+from instep.ordered.hash import own_digests, shared_digests
+from instep.ordered.shards import MODEL, OPTIMIZER, Row, Shard, State, without_ties
+from instep.ordered.stored import StoredTensor, assemble, rows_from_json, rows_to_json, stored_to_json
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEAST_KEPT = 2
 NOT_YET = "0" * 64  # in a draft: the hash of a state that is still to be hashed
+PAUSE_S = 0.005
+MESSAGE_BYTES = 1 << 26  # of what a rank tells of its part
+SAID_BYTES = 1 << 20
 
 
-def save(
-    directory: Path,
-    *,
-    step: int,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    data_cursor: int,
-    state_sha256: str,
-    numerical: Mapping[str, Scalar],
-    world_size: int,
-    extra: Mapping[str, Json] | None = None,
-    keep: int = 3,
-) -> Path:
+def save(directory: Path, state: State, draft: Manifest, *, keep: int = 3, timeout_s: float = 300.0) -> Path:
     """Write ``directory/step-<step>`` and return its path once it has been verified on the disk.
 
-    ``optimizer`` is any flat dictionary, by convention ``"exp_avg/block.0.weight"``.
+    ``draft`` says all that is not in ``state``; it needs no hash and no files. Collective over
+    ``state.group``.
 
     Nothing is ever overwritten. If the step is there already, the same state counts as saved, another state
     is a FileExistsError, and what does not verify is first renamed to ``step-<step>.rejected-<random>``. An
     OSError (disk full, read-only) names the path and leaves the checkpoints as they were.
     """
     require_keep(keep)
-    plan = draft(
-        step=step,
-        data_cursor=data_cursor,
-        state_sha256=state_sha256,
-        numerical=numerical,
-        world_size=world_size,
-        extra=extra,
+    made = plan(state, Path(directory) / files.step_name(draft.step))
+    draft = made.completed(draft)
+    if made.exists and already_saved(directory, draft, made, keep, state.group):
+        return Path(directory) / files.step_name(draft.step)
+    wait = Wait(timeout_s, threading.Event())
+    return all_or_none(
+        state.group,
+        "the end of a save",
+        lambda: write(directory, draft, made, keep, wait),
+        errors=(CheckpointRejected,),
     )
-    return write(Path(directory), plan, model, optimizer, keep)
 
 
 def require_keep(keep: int) -> None:
@@ -70,16 +100,15 @@ def draft(
     *,
     step: int,
     data_cursor: int,
-    state_sha256: str,
     numerical: Mapping[str, Scalar],
     world_size: int,
-    extra: Mapping[str, Json] | None,
+    extra: Mapping[str, Json] | None = None,
 ) -> Manifest:
     """The manifest of a checkpoint that has no files yet; ValueError names a field that cannot be written."""
     return Manifest(
         step=step,
         data_cursor=data_cursor,
-        state_sha256=state_sha256,
+        state_sha256=NOT_YET,
         world_size=world_size,
         numerical=dict(numerical),
         versions=_versions(),
@@ -88,23 +117,101 @@ def draft(
     )
 
 
-def write(
-    directory: Path,
-    draft: Manifest,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    keep: int,
-) -> Path:
-    """What :func:`save` does once its arguments have been found sound."""
-    files.make_directory(directory)
-    path = directory / files.step_name(draft.step)
-    if not is_saved(path, draft):
-        contents = {MODEL_FILE: model, OPTIMIZER_FILE: optimizer}
-        files.publish(directory, path.name, lambda temporary: _write(temporary, draft, contents))
-        load.verify(path)
-    prune(path, keep)
-    files.remove_stale(directory)
-    return path
+@dataclass(frozen=True)
+class Plan:
+    """What ranks write together: the same on every rank, but for ``rank`` and its ``shards``."""
+
+    rank: int
+    by_rank: tuple[tuple[Row, ...], ...]
+    shards: tuple[Shard, ...]
+    options: Json
+    ties: dict[str, str]
+    token: str  # drawn by the first rank
+    exists: bool  # whether the first rank sees a checkpoint of that step already
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.by_rank)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one rank writes everything, so that no manifest has to say where it is."""
+        return self.num_ranks == 1
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Where each tensor will be, by the names of files."""
+        return assemble(
+            {
+                file_of(kind, rank, self.num_ranks): [
+                    row for row in without_ties(rows, self.ties) if row.name.startswith(kind)
+                ]
+                for rank, rows in enumerate(self.by_rank)
+                for kind in (MODEL, OPTIMIZER)
+            }
+        )
+
+    def completed(self, draft: Manifest) -> Manifest:
+        """``draft`` with what of the optimizer is no tensor."""
+        return replace(draft, extra={**draft.extra, "optimizer": self.options})
+
+    def state_sha256(self, told: list[bytes], step: int) -> str:
+        """The hash of the whole state from the digests that each rank tells of its own."""
+        return shared_digests(self.by_rank, told, step)[0]
+
+
+def file_of(kind: str, rank: int, num_ranks: int) -> str:
+    """``model-00001-of-00004.safetensors``; ``model.safetensors`` where there is one."""
+    name = kind.removesuffix(":")
+    return f"{name}.safetensors" if num_ranks == 1 else f"{name}-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def plan(state: State, path: Path) -> Plan:
+    """Compare what the ranks have, which is to become ``path``. Collective over ``state.group``.
+
+    Raises:
+        CheckpointRejected: what they have is not one whole state, or one of them raised.
+        TypeError, ValueError: this rank has something that a file cannot hold.
+        OSError: on the first rank, which cannot write there.
+    """
+    group, token = state.group, secrets.token_hex(8)
+
+    def mine() -> tuple[list[Shard], bytes]:
+        exists = group.rank == 0 and _prepare(path)
+        own = state.owned()
+        tensors.require_writable({x.name: x.tensor for x in own})
+        rows = rows_to_json(x.row for x in own)
+        said = {"rows": rows, "options": state.options(), "token": token, "exists": exists}
+        return own, json.dumps(said).encode()
+
+    (own, _), everyone = all_tell(
+        group,
+        "the plan of a checkpoint",
+        mine,
+        lambda made: made[1],
+        errors=(CheckpointRejected,),
+        limit=MESSAGE_BYTES,
+    )
+    bodies = [parse_json(data, MESSAGE_BYTES) for data in everyone]
+    made = Plan(
+        rank=group.rank,
+        by_rank=tuple(tuple(rows_from_json(body["rows"])) for body in bodies),
+        shards=tuple(own),
+        options=merged([body["options"] for body in bodies]),
+        ties=dict(state.ties()),
+        token=bodies[0]["token"],
+        exists=bodies[0]["exists"],
+    )
+    _ = made.tensors  # or it raises, on every rank alike
+    return made
+
+
+def _prepare(path: Path) -> bool:
+    """Whether ``path`` is there already; if not, it can be made: found out while all ranks listen."""
+    files.make_directory(path.parent)
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    return os.path.lexists(path)
 
 
 def _versions() -> dict[str, str]:
@@ -115,12 +222,149 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _write(path: Path, draft: Manifest, contents: Mapping[str, Mapping[str, Tensor]]) -> None:
+class GivenUp(Exception):
+    """No rank waits for this checkpoint any more."""
+
+
+class Wait:
+    """For another rank, through the file system, until it is given up."""
+
+    def __init__(self, timeout_s: float, given_up: threading.Event) -> None:
+        self.timeout_s, self.given_up = timeout_s, given_up
+
+    def until(self, there: Callable[[], bool], expected: str) -> None:
+        """Return when it is ``there``; TimeoutError, or GivenUp, which say what was ``expected``."""
+        end = time.monotonic() + self.timeout_s
+        while not there():
+            if self.given_up.wait(PAUSE_S) and not there():
+                raise GivenUp(expected)
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{expected} within {self.timeout_s:g} s: do all ranks see this directory?"
+                )
+
+
+def write(directory: Path, draft: Manifest, plan: Plan, keep: int, wait: Wait) -> Path:
+    """This rank's part of writing ``directory/step-<step>``; its path, on the first rank once it is verified.
+
+    Raises:
+        OSError: the system refuses, or another rank has said that it cannot write.
+        TimeoutError, GivenUp: another rank has not come, as ``wait`` says.
+    """
+    path = directory / files.step_name(draft.step)
+    if plan.rank:
+        temporary = files.temporary(path, plan.token)
+        wait.until(temporary.is_dir, f"{temporary}: expected rank 0 to make it")
+        _write_and_say(temporary, plan)
+        return path
+    files.make_directory(directory)
+    files.publish(directory, path.name, lambda new: _write_first(new, draft, plan, wait), token=plan.token)
+    load.verify(path)
+    _clean_up(path, keep)
+    return path
+
+
+def already_saved(directory: Path, draft: Manifest, plan: Plan, keep: int, group: Group) -> bool:
+    """Whether the checkpoint is there: this very state, or FileExistsError. Collective.
+
+    One that does not verify is renamed. Older ones are deleted, as after a save.
+    """
+    path = Path(directory) / files.step_name(draft.step)
+    _, everyone = all_tell(
+        group,
+        "the hash of what was saved before",
+        lambda: own_digests(plan.shards),
+        bytes,
+        errors=(CheckpointRejected,),
+        limit=MESSAGE_BYTES,
+    )
+    sha256 = plan.state_sha256(everyone, draft.step)
+
+    def look() -> bool:
+        found = is_saved(path, replace(draft, state_sha256=sha256))
+        if found:
+            _clean_up(path, keep)
+        else:
+            files.refuse_existing(path)
+        return found
+
+    return on_first_rank(group, "what was saved before", look, errors=(CheckpointRejected,))
+
+
+def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> None:
+    records, own = _write(path, plan)
+    everyone = [own]
+    for rank in range(1, plan.num_ranks):
+        said, data = path / _said(rank), path / _digests(rank)
+        wait.until(said.is_file, f"{said}: expected what rank {rank} has written")
+        records |= _heard(said, rank)
+        everyone.append(_read(data))
+        said.unlink()
+        data.unlink()
+    whole = replace(
+        draft,
+        state_sha256=plan.state_sha256(everyone, draft.step),
+        pieces=None if plan.is_plain else stored_to_json(plan.tensors, plan.ties),
+        files=records,
+    )
+    files.write_file(path / MANIFEST_FILE, whole.to_bytes())
+
+
+def _write(path: Path, plan: Plan) -> tuple[dict[str, FileRecord], bytes]:
+    """This rank's files; their records, and the digests of its blocks."""
     records = {}
-    for name, named in contents.items():
-        tensors.write(path / name, named)
-        records[name] = FileRecord((path / name).stat().st_size, files.sha256(path / name))
-    files.write_file(path / MANIFEST_FILE, replace(draft, files=records).to_bytes())
+    for kind in (MODEL, OPTIMIZER):
+        stored = without_ties(plan.shards, plan.ties)
+        named = {x.name.removeprefix(kind): x.tensor for x in stored if x.name.startswith(kind)}
+        if plan.is_plain and kind == MODEL:  # a file that stands for itself says its ties itself
+            named |= {name: named[first] for name, first in plan.ties.items()}
+        if named or plan.is_plain:
+            file = path / file_of(kind, plan.rank, plan.num_ranks)
+            tensors.write(file, named)
+            records[file.name] = FileRecord(file.stat().st_size, files.sha256(file))
+    return records, own_digests(plan.shards)
+
+
+def _write_and_say(path: Path, plan: Plan) -> None:
+    """As ``_write``, for the first rank to read; also what keeps this rank from it."""
+    said: dict[str, Json] = {"files": {}, "problem": "it was interrupted"}
+    try:
+        records, own = _write(path, plan)
+        for name in records:
+            files.sync(path / name)
+        files.write_file(path / _digests(plan.rank), own)
+        said = {"files": {name: asdict(record) for name, record in records.items()}, "problem": ""}
+    except Exception as error:
+        said["problem"] = str(error)[:2000] or type(error).__name__
+        raise
+    finally:
+        new = path / f"{_said(plan.rank)}.new"
+        files.write_file(new, canonical(said))
+        os.rename(new, path / _said(plan.rank))  # it is there whole, or not at all
+
+
+def _said(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _digests(rank: int) -> str:
+    return f"rank-{rank:05d}.digests"
+
+
+def _heard(path: Path, rank: int) -> Mapping[str, FileRecord]:
+    with files.open_regular(path) as file:
+        said = parse_json(file.read(SAID_BYTES), SAID_BYTES)
+    if said["problem"]:
+        raise OSError(0, f"rank {rank} cannot write: {said['problem']}", str(path.parent))
+    return {name: FileRecord(**record) for name, record in said["files"].items()}
+
+
+def _read(path: Path) -> bytes:
+    with files.open_regular(path) as file:
+        data = file.read(MESSAGE_BYTES + 1)
+    if len(data) > MESSAGE_BYTES:
+        raise CheckpointRejected(f"{path}: expected at most {MESSAGE_BYTES} bytes: take more ranks")
+    return data
 
 
 def is_saved(path: Path, draft: Manifest) -> bool:
@@ -134,12 +378,18 @@ def is_saved(path: Path, draft: Manifest) -> bool:
         return False
     same = _without_placement(found) == _without_placement(draft)
     if same:
-        files.sync(path.parent)  # whoever published it may have died before
+        files.sync(path.parent)  # the rank that published it may have died before
     return same
 
 
 def _without_placement(manifest: Manifest) -> bytes:
     return replace(manifest, files={}, versions={}, world_size=1, pieces=None).to_bytes()
+
+
+def _clean_up(path: Path, keep: int) -> None:
+    """Delete what is no longer needed beside ``path``, which has just been verified."""
+    prune(path, keep)
+    files.remove_stale(path.parent)
 
 
 def prune(path: Path, keep: int) -> list[Path]:

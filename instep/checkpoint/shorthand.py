@@ -11,7 +11,6 @@ A loop that can be stopped anywhere and started again:
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +19,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep.checkpoint import contract, files, shards, state, whole
-from instep.checkpoint import load as loading
+from instep.checkpoint import contract, files
 from instep.checkpoint import save as saving
-from instep.checkpoint.manifest import Json, Manifest, Scalar
-from instep.checkpoint.owned import Holding, holding, require_all_rows
-from instep.checkpoint.plan import plan, together
-from instep.checkpoint.reload import newest, reload_found
+from instep.checkpoint.load import Found, newest, restore_found
+from instep.checkpoint.manifest import Json, Manifest, Scalar, differences
+from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
-from instep.ordered.hash import state_entries, state_sha256
-from instep.replicate.wrapper import DataParallel
-from instep.shard.sharding import Sharding
+from instep.ordered.hash import SharedHash
 
 
 @dataclass(frozen=True)
@@ -60,113 +55,67 @@ def save(
     """Save ``model`` (any module, wrapped data-parallel or not) after ``step`` optimizer steps.
 
     Call it on every rank of a replicated model: rank 0 writes, the others return at once. A ``DataParallel``
-    knows its rank; with another model pass ``rank`` and ``world_size``. Whoever reads the checkpoint in the
-    same run needs a barrier in between. ``extra`` is JSON of your own (a scheduler's state, the loss); tuples
-    come back as lists. The newest ``keep`` stay, at least two.
+    knows its rank; with another model pass ``rank`` and ``world_size``. A rank that reads the checkpoint in
+    the same run needs a barrier in between. ``extra`` is JSON of your own (a scheduler's state, the loss);
+    tuples come back as lists. The newest ``keep`` stay, at least two.
 
     Where weights or moments are sharded (:func:`instep.fully_shard`, :class:`instep.ShardedOptimizer`) every
     rank writes its part into one directory, which all have to see, and returns when the whole has been
     verified. Collective; ``rank`` and ``world_size`` are those of the sharding.
 
     Raises:
-        ValueError: rows of ranks have the moments (``instep.init(shard=N)``), and ``model`` is not the
+        ValueError: several shard groups have the moments (``instep.init(shard=N)``), and ``model`` is not the
             wrapper, which knows all of them.
+        CheckpointRejected: what the ranks hold is not one whole state.
+        FileExistsError: that step is there already, with another state.
+        OSError: the directory cannot be written to.
     """
-    path = Path(directory) / files.step_name(step)
-    if (division := holding(model, optimizer)) is not None:
-        require_all_rows(division, optimizer)
-        return _save_sharded(Path(directory), model, optimizer, division, step, data_cursor, keep, extra)
-    if isinstance(model, DataParallel):
-        rank = model.group.rank if rank is None else rank
-        world_size = world_size or model.group.size
-    if rank:
-        return path
-    parts = whole.collect(model, optimizer)
-    return saving.save(
-        Path(directory),
-        step=step,
-        model=parts.model,
-        optimizer=parts.optimizer,
-        data_cursor=data_cursor,
-        state_sha256=_hash(model, optimizer, step),
-        numerical=_numerical(model),
-        world_size=world_size or 1,
-        extra={"user": extra, "optimizer": parts.rest},
-        keep=keep,
-    )
-
-
-def _save_sharded(
-    directory: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    division: Holding,
-    step: int,
-    data_cursor: int,
-    keep: int,
-    extra: Mapping[str, Json],
-) -> Path:
-    group, path = division.group, directory / files.step_name(step)
-    made = plan(model, optimizer, division, path)
+    state = TrainingState(model, optimizer)
+    state.require_all_replicas()
+    rank = state.everyone.rank if rank is None else rank
+    if rank and not state.is_divided:
+        return Path(directory) / files.step_name(step)
     draft = saving.draft(
         step=step,
         data_cursor=data_cursor,
-        state_sha256=saving.NOT_YET,
-        numerical=_numerical(model),
-        world_size=group.size,
-        extra={"user": dict(extra), "optimizer": made.rest},
+        numerical=_numerical(state.module),
+        world_size=state.everyone.size if state.is_divided else world_size or state.everyone.size,
+        extra={"user": extra},
     )
-    saving.require_keep(keep)
-    if made.exists and shards.already_saved(directory, draft, made, group):
-        return path
-    wait = shards.Wait(group.timeout_s, threading.Event())
-    together(
-        group,
-        "the end of a save",
-        lambda: shards.write(directory, draft, made, keep, wait),
-        lambda written: b"",
-    )
-    return path
+    return saving.save(Path(directory), state, draft, keep=keep, timeout_s=state.group.timeout_s)
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
     """Load the newest checkpoint that verifies into ``model`` and ``optimizer``; every rank reads for itself.
 
     A wrapped or sharded model goes on counting its declared steps, which key the random numbers, where it was
-    saved.
-    Without any checkpoint nothing is touched and ``step`` is 0. CheckpointRejected if none verifies, or if it
-    is of another model or optimizer; then nothing has been changed either.
+    saved. Without any checkpoint nothing is touched and ``step`` is 0.
 
-    Any number of ranks loads what any other has saved, sharded or not. Into
-    what is sharded itself it is collective: each rank reads the part that it holds.
+    Any number of ranks loads what any other has saved, sharded or not. Into what is sharded itself it is
+    collective: each rank reads the part that it holds.
+
+    Raises:
+        CheckpointRejected: none verifies, or it is of another model or optimizer, and nothing has been
+            changed; or the model or the optimizer changes what it is given.
     """
-    division = holding(model, optimizer)
-    found = loading.newest(Path(directory)) if division is None else newest(Path(directory), division.group)
+    state = TrainingState(model, optimizer)
+    found = newest(Path(directory), state.group)
     if found is None:
         return Resumed()
-    rest = _require_shorthand(found.path, found.manifest)["optimizer"]
-    if division is not None:
-        reload_found(found, model, optimizer, division)
-    else:
-        whole.restore(found, model, optimizer)
-        if (optimizer is None) == (rest is None):
-            _require_hash(found, model, optimizer)
-    if isinstance(model, DataParallel):
-        model.next_step = found.manifest.step
-    elif isinstance(sharding := getattr(model, "sharding", None), Sharding):
-        sharding.next_step = found.manifest.step
+    options = _require_shorthand(found.path, found.manifest)["optimizer"]
+    restore_found(found, state)
+    if (optimizer is None) == (options is None):
+        _require_hash(found, state)
+    state.drop_others_moments()
+    state.resume_at(found.manifest.step)
     return Resumed(
         step=found.manifest.step,
         data_cursor=found.manifest.data_cursor,
         extra=found.manifest.extra["user"],
         path=found.path,
         rejected=tuple(reason for _, reason in found.rejected),
-        differences=tuple(contract.differences(found.manifest.numerical, _numerical(model))),
+        differences=tuple(differences(found.manifest.numerical, _numerical(state.module))),
     )
-
-
-def _hash(model: nn.Module, optimizer: Optimizer | None, step: int) -> str:
-    return state_sha256(state_entries(state.unwrapped(model), optimizer), step)
 
 
 def _numerical(model: nn.Module) -> dict[str, Scalar]:
@@ -183,8 +132,8 @@ def _require_shorthand(path: Path, manifest: Manifest) -> Mapping[str, Json]:
     return manifest.extra
 
 
-def _require_hash(found: loading.Found, model: nn.Module, optimizer: Optimizer | None) -> None:
-    digest = _hash(model, optimizer, found.manifest.step)
+def _require_hash(found: Found, state: TrainingState) -> None:
+    digest, _ = SharedHash(state.group).digests(state.owned(state.hashed()), found.manifest.step)
     if digest != found.manifest.state_sha256:
         raise CheckpointRejected(
             f"{found.path}: expected hash {found.manifest.state_sha256[:12]}..., got {digest[:12]}... "

@@ -1,26 +1,469 @@
-"""A module and its optimizer as named tensors and JSON, and back.
+"""The state of training as this rank holds it: a module and its optimizer as shards and JSON, and back.
 
 torch numbers an optimizer's parameters in the order of its groups, so a state saved by index goes to the
 wrong parameters, without an error, after layers changed places. Here everything goes by the parameter's name:
 
-    tensors   "exp_avg/block.0.weight", and "param_groups.0/lr" where a hyper-parameter is a tensor
+    shards    "model:block.0.weight", "optimizer:exp_avg/block.0.weight", and, where a hyper-parameter is
+              a tensor, "optimizer:param_groups.0/lr"
     JSON      {"class": "AdamW", "groups": [{"parameters": [...], "options": {"lr": 0.001, ...}}],
                "scalars": {"key/block.0.weight": ...}}
+
+It is the same object whether the state is divided or not: where every rank has all of it, the shards are
+whole tensors that all ranks hold, and the group that has to come together for it is this rank alone.
+
+One idea in one file, though long: what is read here has to be what was written here, field by field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.checkpoint import moments
-from instep.checkpoint.manifest import Json
-from instep.checkpoint.tensors import Layout, layout_of
+from instep.checkpoint import moments, tensors
+from instep.checkpoint.manifest import Json, require_json
+from instep.checkpoint.tensors import Layout
 from instep.errors import CheckpointRejected
+from instep.mesh.process_group import Group, alone
+from instep.ordered.hash import Entry, bare, persistent_buffers
+from instep.ordered.homes import DividedOptimizer, Home, ParameterShard, Wrapped, home, homes, offered
+from instep.ordered.shards import MODEL, OPTIMIZER, Order, Shard, owned
+from instep.ordered.stored import Source
 
 MAX_NUMBER = 2**1023  # an integer of JSON can be longer than a float
+OPTIONS = "param_groups."
+
+
+class TrainingState:
+    """What ``model`` and ``optimizer`` carry from step to step.
+
+    ``everyone`` are the ranks that train together, by default those that ``model`` is wrapped for; ``group``
+    those that have to come together for all of the state: everyone where it is divided (``is_divided``), else
+    this rank alone. ``is_complete`` says whether this rank alone has everything.
+
+    It may be kept while the parameters, the optimizer's groups and the wrapper stay the same; values and
+    moments are looked at anew in each call.
+
+    Raises:
+        ValueError: ``optimizer`` has a parameter that ``model`` does not have.
+    """
+
+    def __init__(self, model: Any, optimizer: Optimizer | None = None, group: Group | None = None) -> None:
+        wrapped = offered(model)
+        self.module = wrapped.module if isinstance(wrapped, Wrapped) else unwrapped(model)
+        self.optimizer = optimizer
+        self._wrapped: Wrapped | None = wrapped
+        self._parameters = dict(self.module.named_parameters())
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._homes: list[Home] = homes(self._parameters.values())
+        self._slices: dict[int, Sequence[int]] = {}  # by the identity of a parameter
+        self.steps: DividedOptimizer | None = None if optimizer is None else offered(optimizer)
+        divided = [self.steps.group] if self.steps is not None else []
+        self._shard_group = next(iter([*divided, *(there.group for there in self._homes)]), None)
+        if optimizer is not None:
+            _parameter_names(self.module, optimizer)
+            self.steps = self.steps or _undivided(optimizer)
+        self.everyone = self._find_everyone(group)
+        self.is_divided = self._shard_group is not None and self._shard_group.size > 1
+        self.group = self.everyone if self.is_divided else _alone(self.everyone)
+        steppers = None if wrapped is None else wrapped.steppers
+        self._steppers = tuple(range(self.everyone.size)) if steppers is None else steppers
+        self.is_complete = not self.is_divided and self.everyone.rank in self._steppers
+
+    def _find_everyone(self, group: Group | None) -> Group:
+        if group is None and self._wrapped is not None:
+            group = self._wrapped.group
+        if group is None:
+            group = max((x.everyone for x in self._homes), key=lambda x: x.size, default=None)
+        shard_group = self._shard_group
+        if shard_group is not None and (group is None or group.size <= shard_group.size):
+            return shard_group
+        return group or alone()
+
+    def require_all_replicas(self) -> None:
+        """Raise ``ValueError`` where this rank knows of one shard group of several, which all would write."""
+        if self.steps is None or self.steps.num_replicas == 1 or not self.is_divided:
+            return
+        if self.everyone.size == self.steps.group.size:
+            raise ValueError(
+                f"{self.steps.num_replicas} shard groups of {self.steps.group.size} ranks have the "
+                "optimizer's state, and the module does not know that the others exist: pass the "
+                "DataParallel that wraps it"
+            )
+
+    def shards(self) -> list[Shard]:
+        """What this rank holds: live memory, without communication.
+
+        Parameters, persistent buffers and moments in the order of the hash, then what else a state dict has,
+        and options of the optimizer that are tensors. What is one number for a parameter (a count of steps)
+        is with every shard of it.
+
+        Raises:
+            ValueError: a parameter is cut and not contiguous, so that a piece of its memory is none of its
+                elements in order.
+            TypeError: the state dict has something that is no tensor.
+        """
+        return [*self.hashed(), *self._beside(), *self._options()]
+
+    def hashed(self) -> list[Shard]:
+        """Of what this rank holds, what the state's hash is over, in its order."""
+        buffers = persistent_buffers(self.module)
+        return [*self._model(buffers), *self._moments(len(self._parameters) + len(buffers))]
+
+    def owned(self, shards: Iterable[Shard] | None = None) -> list[Shard]:
+        """What this rank writes of ``shards``, by default of all that it holds, for ``group``.
+
+        Of buffers, and of options that are tensors, the first rank writes all: ranks whose steps are not
+        declared may have different ones, and then those of one rank belong together.
+        """
+        held = self.shards() if shards is None else shards
+        if not self.is_divided:
+            return list(held)
+        of_one = (x if self._is_divisible(x) else x._replace(holders=x.holders[:1]) for x in held)
+        return list(owned(of_one, self.everyone.rank))
+
+    def _is_divisible(self, shard: Shard) -> bool:
+        """Whether it belongs to a parameter, of which all holders have the same bits."""
+        if shard.name.startswith(MODEL):
+            return shard.name.removeprefix(MODEL) in self._parameters
+        return shard.order is not None
+
+    def options(self) -> Json:
+        """What of the optimizer is no tensor, as this rank knows it (see ``merged``); None without one.
+
+        Raises:
+            ValueError: JSON cannot carry it.
+        """
+        if self.optimizer is None or self.steps is None:
+            return None
+        found = {
+            "class": type(self.steps.local).__name__,
+            "groups": _optimizer_groups(self.module, self.optimizer),
+            "scalars": {
+                f"{_plain(key)}/{self._names[id(x.parameter)]}": value
+                for x in self.steps.held.values()
+                for key, value in self.steps.local.state.get(x.tensor, {}).items()
+                if not isinstance(value, Tensor)
+            },
+        }
+        require_json("optimizer", found)
+        return found
+
+    def ties(self) -> dict[str, str]:
+        """The further names of parameters and buffers in the state dict, each with the first one."""
+        return dict(self._ties)
+
+    @cached_property
+    def _ties(self) -> dict[str, str]:
+        found = self._state_dict()
+        if all(there.resident for there in self._homes):
+            return tensors.split_ties(found)[1]
+        firsts: dict[int, str] = {}  # weights that are not here have no address
+        return {name: firsts[id(x)] for name, x in found.items() if firsts.setdefault(id(x), name) != name}
+
+    def _state_dict(self) -> dict[str, Tensor]:
+        """The module's, with parameters and buffers themselves."""
+        found = self.module.state_dict(keep_vars=True)
+        for name, x in found.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"{name}: expected a tensor in the state dict, got {type(x).__name__}: pass it as extra"
+                )
+        return found
+
+    def read(self, source: Source, options: Json) -> list[Shard]:
+        """What this rank is to hold of the state in ``source``, in memory of its own; nothing is changed.
+
+        Raises:
+            CheckpointRejected: it is of another model or optimizer, or cannot be read.
+        """
+        firsts = self._firsts_in(source)
+        self._require_model(source, firsts)
+        if self.optimizer is not None:
+            if options is None:
+                raise CheckpointRejected(
+                    "expected the state of an optimizer, got none: load without an optimizer"
+                )
+            self._require_optimizer(options, source.layout(OPTIMIZER))
+        buffers = persistent_buffers(self.module)
+        wanted = [*self._model(buffers), *self._beside()]
+        if self.optimizer is not None:
+            wanted += self._moments_in(source, len(self._parameters) + len(buffers))
+        return [_read(source, shard, firsts) for shard in wanted]
+
+    def put(self, values: Sequence[Shard], options: Json) -> None:
+        """Take over what ``read`` has given, in place. Collective over ``group``."""
+        self._put_model({x.name.removeprefix(MODEL): x for x in values if x.name.startswith(MODEL)})
+        if self.optimizer is not None:
+            self._put_optimizer([x for x in values if x.name.startswith(OPTIMIZER)], options)
+        self.group.barrier("the loading of a state")
+
+    def resume_at(self, step: int) -> None:
+        """Declared steps go on to be counted from ``step``, where a wrapper counts them."""
+        if self._wrapped is not None:
+            self._wrapped.resume_at(step)
+
+    def drop_others_moments(self) -> None:
+        """Let go of moments that were loaded on a rank that has no use for them."""
+        if self.optimizer is not None and self.everyone.rank not in self._steppers:
+            self.optimizer.state.clear()
+
+    def _model(self, buffers: Sequence[Entry]) -> Iterator[Shard]:
+        every = tuple(range(self.everyone.size))
+        held = {id(x.parameter): x for there in self._homes for x in there.held}
+        for place, (name, p) in enumerate(self._parameters.items()):
+            there = home(p) if self._homes else None
+            if there is None or there.resident:
+                yield Shard.whole(MODEL + name, p, every, (place, ""))
+            elif (x := held.get(id(p))) is not None:
+                yield self._of_parameter(MODEL + name, x, x.tensor.detach(), (place, ""), [there.group.rank])
+        for i, (name, b) in enumerate(buffers, start=len(self._parameters)):
+            yield Shard.whole(MODEL + name, b, every, (i, ""))
+
+    def _beside(self) -> Iterator[Shard]:
+        """What a state dict has that is neither parameter nor buffer."""
+        seen = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
+        for name, x in self._state_dict().items():
+            if id(x) not in seen and name not in self._ties:
+                yield Shard.whole(MODEL + name, x, tuple(range(self.everyone.size)), None)
+
+    def _moments(self, first: int) -> Iterator[Shard]:
+        if self.steps is None:
+            return
+        kept = {self._names[id(x.parameter)]: x for x in self.steps.held.values()}
+        for place, name in enumerate(self._parameters, start=first):
+            if (x := kept.get(name)) is None:
+                continue
+            state = self.steps.local.state.get(x.tensor, {})
+            for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
+                full = f"{OPTIMIZER}{_plain(key)}/{name}"
+                yield self._moment(full, x, state[key], (place, key))
+
+    def _moments_in(self, source: Source, first: int) -> Iterator[Shard]:
+        """What is to be here of the moments and tensor options in ``source``; without values."""
+        assert self.steps is not None
+        kept = {self._names[id(x.parameter)]: x for x in self.steps.held.values()}
+        places = {name: place for place, name in enumerate(self._parameters, start=first)}
+        for full, stored in source.tensors.items():
+            if not full.startswith(OPTIMIZER):
+                continue
+            key, name = moments.split(full.removeprefix(OPTIMIZER))
+            nothing = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            if key.startswith(OPTIONS):
+                yield Shard.whole(full, nothing, tuple(range(self.everyone.size)), None)
+            elif (x := kept.get(name)) is not None:
+                is_moment = stored.shape == tuple(x.parameter.shape) and stored.shape
+                value = nothing.view(-1)[x.first : x.last] if is_moment and not x.is_whole else nothing
+                yield self._moment(full, x, value, (places[name], key))
+
+    def _moment(self, full: str, x: ParameterShard, value: Tensor, order: Order) -> Shard:
+        """``value``, which an optimizer keeps for ``x``: cut as that is, or one for all of the parameter."""
+        if value.shape == x.tensor.shape and not x.is_whole:
+            assert self._shard_group is not None
+            return self._of_parameter(full, x, value, order, [self._shard_group.rank])
+        return Shard.whole(full, value, self._holders(self._slices_with(x.parameter)), order)
+
+    def _slices_with(self, parameter: Tensor) -> Sequence[int]:
+        """The ranks of the shard group that step some of ``parameter``; none where all step all of it."""
+        if id(parameter) not in self._slices:
+            assert self.steps is not None
+            lives_in = (x for x in self.steps.homes if any(p is parameter for p in x.parameters))
+            found = next(lives_in, None)
+            self._slices[id(parameter)] = () if found is None else found.slices_with(parameter)
+        return self._slices[id(parameter)]
+
+    def _of_parameter(
+        self, name: str, x: ParameterShard, value: Tensor, order: Order, slices: Sequence[int]
+    ) -> Shard:
+        """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
+        if not x.is_in_order:
+            raise ValueError(
+                f"{bare(name)!r} is cut, and not contiguous: make the parameter with .contiguous() before "
+                "sharding"
+            )
+        shape = tuple(x.parameter.shape)
+        return Shard(name, shape, value.dtype, x.first, x.last, value, self._holders(slices), order)
+
+    def _holders(self, slices: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of everyone that have one of ``slices``, in this shard group and all others."""
+        if not slices or self._shard_group is None:
+            return self._steppers
+        size, stride = self._shard_group.size, self._stride
+        return tuple(rank for rank in range(self.everyone.size) if rank // stride % size in slices)
+
+    @cached_property
+    def _stride(self) -> int:
+        """From one rank of a shard group to the next: they follow on each other, or take turns."""
+        assert self._shard_group is not None
+        ranks, size = self._shard_group.ranks, self._shard_group.size
+        places = [self.everyone.ranks.index(rank) for rank in ranks if rank in self.everyone.ranks]
+        stride = places[1] - places[0] if len(places) > 1 else 1
+        if [place // stride % size for place in places] != list(range(size)):
+            raise ValueError(
+                f"expected a shard group at even distances among ranks {list(self.everyone.ranks)}, which "
+                f"train together, got {list(ranks)}: shard over an axis of one mesh"
+            )
+        return stride
+
+    def _options(self) -> Iterator[Shard]:
+        for index, group in enumerate(self.optimizer.param_groups if self.optimizer else ()):
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    yield Shard.whole(OPTIMIZER + _option(index, key), value, self._steppers, None)
+
+    def _put_model(self, values: Mapping[str, Shard]) -> None:
+        """Weights and buffers, in the memory that they have."""
+        with torch.no_grad():
+            if all(there.resident for there in self._homes):
+                self.module.load_state_dict(
+                    {name: values[self._ties.get(name, name)].tensor for name in self.module.state_dict()}
+                )
+                return
+            for live in (*self._model(persistent_buffers(self.module)), *self._beside()):
+                live.tensor.copy_(values[live.name.removeprefix(MODEL)].tensor)
+            for there in self._homes:
+                there.loaded()
+
+    def _put_optimizer(self, values: Sequence[Shard], options: Json) -> None:
+        """Options come from the saved state too, as in ``Optimizer.load_state_dict``; moments keep the dtype
+        they were saved in, where torch would cast them to that of the parameter."""
+        assert self.optimizer is not None and self.steps is not None
+        numbers = {self._names[id(x.parameter)]: i for i, x in self.steps.held.items()}
+        states: dict[int, dict[str, Any]] = {i: {} for i in self.steps.held}
+        given: dict[str, Tensor] = {}
+        for full, value in options["scalars"].items():
+            key, name = moments.split(full)
+            if name in numbers:
+                states[numbers[name]][key] = value
+        for shard in values:
+            key, name = moments.split(shard.name.removeprefix(OPTIMIZER))
+            if key.startswith(OPTIONS):
+                given[f"{key}/{name}"] = shard.tensor
+            else:
+                x = self.steps.held[numbers[name]]
+                is_moment = shard.is_whole and shard.shape == tuple(x.parameter.shape)
+                states[numbers[name]][key] = x.part_of(shard.tensor) if is_moment else shard.tensor
+        self.steps.load(states, list(_saved_groups(self.optimizer, given, options)))
+        for number, state in states.items():
+            _keep_dtypes(self.steps.local.state.get(self.steps.held[number].tensor, {}), state)
+
+    def _firsts_in(self, source: Source) -> dict[str, str]:
+        """What ``source`` calls each tensor of the state dict, which may be tied here, there, or in both."""
+        if not isinstance(source.ties, Mapping) or not all(isinstance(x, str) for x in source.ties.values()):
+            raise CheckpointRejected(
+                f"expected names tied to names, got {repr(source.ties)[:80]}: take another checkpoint"
+            )
+        ties, there = self.ties(), source.layout(MODEL)
+        names: dict[str, list[str]] = {}
+        for name in self._state_dict():
+            names.setdefault(ties.get(name, name), []).append(name)
+        found: dict[str, str] = {}
+        for same in names.values():
+            known = (*same, *(source.ties[name] for name in same if name in source.ties))
+            found |= dict.fromkeys(same, next((name for name in known if name in there), same[0]))
+        return found
+
+    def _require_model(self, source: Source, firsts: Mapping[str, str]) -> None:
+        found = source.layout(MODEL)
+        expected = {}
+        for name, x in self._state_dict().items():
+            there, dtype = home(x), x.dtype
+            if there is not None and not there.resident:  # what it shows may have another dtype
+                stored = found[firsts[name]][1] if firsts[name] in found else dtype
+                dtype = next((held.tensor.dtype for held in there.held), stored)
+            expected[name] = (tuple(x.shape), dtype)
+        tensors.require_layout(found, expected, firsts)
+
+    def _require_optimizer(self, options: Json, layout: Layout) -> None:
+        """CheckpointRejected unless the optimizer has the saved class, groups, parameter names, kinds of
+        options, and moments of these shapes."""
+        assert self.optimizer is not None and self.steps is not None
+        local, names = self.steps.local, _parameter_names(self.module, self.optimizer)
+        if not _is_saved_optimizer(options):
+            raise CheckpointRejected(
+                "expected class, groups and scalars of an optimizer: take another checkpoint"
+            )
+        if type(local).__name__ != options["class"]:
+            raise CheckpointRejected(
+                f"expected the optimizer of the checkpoint, {options['class']}, got {type(local).__name__}: "
+                "build that one, or load without an optimizer"
+            )
+        saved = [set(group["parameters"]) for group in options["groups"]]
+        now = [{names[p] for p in group["params"]} for group in self.optimizer.param_groups]
+        if len(saved) != len(now):
+            raise CheckpointRejected(
+                f"expected {len(saved)} parameter groups, got {len(now)}: build the saved ones"
+            )
+        for index, (before, after) in enumerate(zip(saved, now, strict=True)):
+            if before != after:
+                first = min(before ^ after)
+                side = "the checkpoint" if first in before else "this optimizer"
+                raise CheckpointRejected(
+                    f"parameter group {index}: expected {len(before)} parameters, got {len(after)}: only "
+                    f"{side} has {first!r}: build the groups that the checkpoint was made with"
+                )
+            group = self.optimizer.param_groups[index]
+            _require_options(index, group, options["groups"][index]["options"])
+        parameters = {name: parameter for parameter, name in names.items()}
+        moments.require_sound(local, parameters, layout, options["scalars"], len(now))
+
+
+def merged(options: Sequence[Json]) -> Json:
+    """What of the optimizer is no tensor, from what each rank says; None without one.
+
+    Raises:
+        CheckpointRejected: it is not what ``TrainingState.options`` says.
+    """
+    if all(each is None for each in options):
+        return None
+    if not all(map(_is_saved_optimizer, options)):
+        raise CheckpointRejected(
+            "expected class, groups and scalars of an optimizer from every rank: take another checkpoint"
+        )
+    scalars = {name: value for each in options for name, value in each["scalars"].items()}
+    return {**options[0], "scalars": {name: scalars[name] for name in sorted(scalars)}}
+
+
+def _read(source: Source, shard: Shard, firsts: Mapping[str, str]) -> Shard:
+    """``shard`` with the values that ``source`` has for it, by the name that it has there."""
+    name = shard.name
+    if name.startswith(MODEL):
+        name = MODEL + firsts[name.removeprefix(MODEL)]
+    flat = source.read(name, shard.first, shard.last)
+    return shard._replace(dtype=flat.dtype, tensor=flat.view(shard.shape) if shard.is_whole else flat)
+
+
+def _alone(group: Group) -> Group:
+    """This rank, without the others of ``group``."""
+    return group if group.size == 1 else alone(group.global_rank, group.timeout_s)
+
+
+def _undivided(optimizer: Optimizer) -> DividedOptimizer:
+    """A plain ``optimizer``, which steps whole parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def load(states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        for number, state in states.items():
+            live = optimizer.state.get(parameters[number], {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = _placed(live.get(key), value)
+        optimizer.load_state_dict({"state": {i: x for i, x in states.items() if x}, "param_groups": groups})
+
+    held = {i: ParameterShard(p, 0, p.numel(), p) for i, p in enumerate(parameters)}
+    return DividedOptimizer(alone(), optimizer, held, (), 1, load)
+
+
+def _placed(live: Any, value: Tensor) -> Tensor:
+    """``value`` in the live tensor if there is one like it, else where it is."""
+    if isinstance(live, Tensor) and (live.shape, live.dtype) == (value.shape, value.dtype):
+        with torch.no_grad():
+            return live.copy_(value)
+    return value
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -35,32 +478,7 @@ def _identities(module: nn.Module) -> set[int]:
     return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the unwrapped module; TypeError if it holds anything but tensors."""
-    state = unwrapped(model).state_dict()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{name}: expected a tensor in the state dict, got {type(value).__name__}: pass it as extra"
-            )
-    return dict(state)
-
-
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], Json]:
-    """The optimizer's tensors by name, and the rest of it as JSON."""
-    names = _parameter_names(model, optimizer)
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Json] = {}
-    for parameter, name in names.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            (tensors if isinstance(value, Tensor) else scalars)[f"{_plain(key)}/{name}"] = value
-    for index, group in enumerate(optimizer.param_groups):
-        tensors |= {_option(index, key): v for key, v in group.items() if isinstance(v, Tensor)}
-    groups = optimizer_groups(model, optimizer)
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
-
-
-def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[Json]:
+def _optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[Json]:
     """The groups with their parameters' names and all options that are no tensors."""
     names = _parameter_names(model, optimizer)
     return [
@@ -74,7 +492,7 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[Json]:
 
 def _parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """The name of each parameter of the optimizer, in the optimizer's order."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in owned:
         if parameter not in names:
@@ -93,66 +511,6 @@ def _plain(key: str) -> str:
 
 def _option(index: int, key: str) -> str:
     return f"param_groups.{index}/{key}"
-
-
-def restore_optimizer(
-    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Json
-) -> None:
-    """Give ``optimizer`` the state that :func:`optimizer_state` returned; nothing changes if it does not fit.
-
-    Hyper-parameters come from the checkpoint too, as in ``Optimizer.load_state_dict``; state keeps the dtype
-    it was saved in, where torch would cast it to that of the parameter.
-    """
-    names = _parameter_names(model, optimizer)
-    require_fit(model, optimizer, rest, layout_of(tensors))
-    state: dict[str, dict[str, Json]] = {}
-    for full, value in (*rest["scalars"].items(), *tensors.items()):
-        key, name = moments.split(full)
-        state.setdefault(name, {})[key] = value
-    groups = list(saved_groups(optimizer, tensors, rest))
-    indices = {name: index for index, name in enumerate(names.values())}
-    by_index = {indices[name]: entries for name, entries in state.items() if name in indices}
-    optimizer.load_state_dict({"state": by_index, "param_groups": groups})
-    for parameter, name in names.items():
-        keep_dtypes(optimizer.state.get(parameter, {}), state.get(name, {}))
-
-
-def require_fit(
-    model: nn.Module, optimizer: Optimizer, rest: Json, layout: Layout, local: Optimizer | None = None
-) -> None:
-    """CheckpointRejected unless ``optimizer`` has the saved class, groups, parameter names, kinds of options.
-
-    ``layout`` is that of the saved tensors: their shapes must be those of this optimizer's moments. ``local``
-    is what keeps the moments of a sharded ``optimizer``.
-    """
-    local = local or optimizer
-    names = _parameter_names(model, optimizer)
-    if not _is_saved_optimizer(rest):
-        raise CheckpointRejected(
-            "expected class, groups and scalars of an optimizer: take another checkpoint"
-        )
-    if type(local).__name__ != rest["class"]:
-        raise CheckpointRejected(
-            f"expected the optimizer of the checkpoint, {rest['class']}, got {type(local).__name__}: "
-            "build that one, or load without an optimizer"
-        )
-    saved = [set(group["parameters"]) for group in rest["groups"]]
-    now = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
-    if len(saved) != len(now):
-        raise CheckpointRejected(
-            f"expected {len(saved)} parameter groups, got {len(now)}: build the saved ones"
-        )
-    for index, (before, after) in enumerate(zip(saved, now, strict=True)):
-        if before != after:
-            first = min(before ^ after)
-            side = "the checkpoint" if first in before else "this optimizer"
-            raise CheckpointRejected(
-                f"parameter group {index}: expected {len(before)} parameters, got {len(after)}: only {side} "
-                f"has {first!r}: build the groups that the checkpoint was made with"
-            )
-        _require_options(index, optimizer.param_groups[index], rest["groups"][index]["options"])
-    parameters = {name: parameter for parameter, name in names.items()}
-    moments.require_sound(local, parameters, layout, rest["scalars"], len(now))
 
 
 def _require_options(index: int, current: Mapping[str, object], saved: Mapping[str, Json]) -> None:
@@ -190,7 +548,7 @@ def _is_saved_optimizer(rest: Json) -> bool:
     )
 
 
-def saved_groups(
+def _saved_groups(
     optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Json
 ) -> Iterator[dict[str, Json]]:
     """The saved groups in the form that ``load_state_dict`` reads, over this optimizer's parameters."""
@@ -209,7 +567,7 @@ def _like(current: object, saved: Json) -> Json:
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
 
 
-def keep_dtypes(state: dict[str, Json], saved: Mapping[str, Json]) -> None:
+def _keep_dtypes(state: dict[str, Json], saved: Mapping[str, Json]) -> None:
     """Moments of ``state`` get the dtype that they have in ``saved``."""
     for key, value in saved.items():
         if isinstance(value, Tensor) and state[key].dtype != value.dtype:

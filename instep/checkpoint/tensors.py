@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -27,33 +27,14 @@ from instep import memory
 from instep.checkpoint.files import open_regular
 from instep.checkpoint.manifest import parse_json
 from instep.errors import CheckpointRejected
+from instep.ordered.shards import Shape
+from instep.ordered.stored import CODES, MAX_DIMS, MAX_ELEMENTS, is_bounded
 
-Shape: TypeAlias = tuple[int, ...]
 Layout: TypeAlias = Mapping[str, tuple[Shape, torch.dtype]]
 
 MAX_HEADER_BYTES = 16 << 20  # the format allows 100 MB, more than the names of any model
-MAX_DIMS = 64  # of a torch tensor
-MAX_ELEMENTS = 2**48
 MAX_NAMES_SHOWN = 5
 ALIGN_BYTES = memory.ALIGN_BYTES["cpu"]
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True)
@@ -114,7 +95,7 @@ def _require_writable(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else tensor.layout
         raise ValueError(f"{name}: expected a dense tensor with values, got a {kind} tensor")
-    if tensor.dtype not in DTYPES.values():
+    if tensor.dtype not in CODES.values():
         raise ValueError(f"{name}: safetensors has no {tensor.dtype}: convert it before saving")
     if name == "__metadata__":
         raise ValueError("'__metadata__' is reserved in a safetensors file: rename the tensor")
@@ -184,71 +165,35 @@ def _shape(name: str, sizes: list[int]) -> Shape:
     return tuple(sizes)
 
 
-def is_bounded(sizes: Sequence[int]) -> bool:
-    """Whether torch can have such a shape; an empty one may have any sizes beside its zero."""
-    return len(sizes) <= MAX_DIMS and math.prod(max(size, 1) for size in sizes) <= MAX_ELEMENTS
-
-
 def _dtype(name: str, code: str) -> torch.dtype:
-    if code not in DTYPES:
-        raise ValueError(f"{name}: expected a dtype among {', '.join(DTYPES)}, got {code}")
-    return DTYPES[code]
+    if code not in CODES:
+        raise ValueError(f"{name}: expected a dtype among {', '.join(CODES)}, got {code}")
+    return CODES[code]
 
 
-def read(path: Path, expected: Layout) -> dict[str, Tensor]:
-    """The tensors that ``expected`` names, each in aligned CPU memory of its own, in its order; ties as one.
+def require_layout(found: Layout, expected: Layout, firsts: Mapping[str, str] | None = None) -> None:
+    """CheckpointRejected unless ``found``, what is there, is what was ``expected``: names, shapes, dtypes.
 
-    CheckpointRejected unless names, shapes and dtypes of the file are exactly the expected ones. A name that
-    the file has only as a tie is found, and then its first name need not be expected.
+    ``firsts`` are the names in ``found`` of tensors that have another one there, as ties have.
     """
-    where = require_expected(path, contents(path), expected)
-    loaded: dict[str, Tensor] = {}
-    try:
-        with safe_open(path, framework="pt", backend="pread") as file:
-            for name in dict.fromkeys(where.values()):
-                loaded[name] = aligned(file.get_tensor(name))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointRejected(f"{path}: {error}: take another checkpoint") from error
-    return {name: loaded[first] for name, first in where.items()}
-
-
-def require_expected(path: Path, held: Contents, expected: Layout) -> dict[str, str]:
-    """Under which name each tensor of ``expected`` is held; CheckpointRejected unless they are those."""
-    where = {name: held.ties.get(name, name) if name not in held.layout else name for name in expected}
-    _require_names(path, held, expected, where)
-    _require_layout(path, held, expected, where)
-    return where
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """A CPU copy on a vector boundary: some kernels take another path, and give other bits, elsewhere."""
-    flat = memory.allocate(tensor.nbytes, ALIGN_BYTES).elements(tensor.dtype)
-    return flat.view(tensor.shape).copy_(tensor)
-
-
-def _require_names(path: Path, held: Contents, expected: Layout, where: Mapping[str, str]) -> None:
-    missing = [name for name in expected if where[name] not in held.layout]
-    left_over = sorted(set(held.layout) - set(where.values()))
-    if missing or left_over:
-        parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(left_over)}"] * bool(
-            left_over
-        )
+    there = {name: (firsts or {}).get(name, name) for name in expected}
+    missing = [name for name in expected if there[name] not in found]
+    unknown = sorted(found.keys() - there.values())
+    if missing or unknown:
+        parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(unknown)}"] * bool(unknown)
         raise CheckpointRejected(
-            f"{path}: expected {len(expected)} tensors, got {len(held.layout)} (+ {len(held.ties)} ties): "
-            f"{'; '.join(parts)}: build the model that the checkpoint was made with"
+            f"expected {len(set(there.values()))} tensors, got {len(found)}: {'; '.join(parts)}: build the "
+            "model that the checkpoint was made with"
         )
-
-
-def _require_layout(path: Path, held: Contents, expected: Layout, where: Mapping[str, str]) -> None:
     wrong = [
-        f"{name}: expected {_shown(expected[name])}, got {_shown(held.layout[where[name]])}"
-        for name in expected
-        if held.layout[where[name]] != (tuple(expected[name][0]), expected[name][1])
+        f"{name}: expected {_shown(layout)}, got {_shown(found[there[name]])}"
+        for name, layout in expected.items()
+        if found[there[name]] != (tuple(layout[0]), layout[1])
     ]
     if wrong:
         raise CheckpointRejected(
-            f"{path}: {len(wrong)} tensors differ from the model's: {_some(wrong)}: "
-            "build the model that the checkpoint was made with"
+            f"{len(wrong)} tensors differ from the model's: {_some(wrong)}: build the model that the "
+            "checkpoint was made with"
         )
 
 

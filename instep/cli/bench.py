@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from instep.bench.options import Buckets, Collectives, Steps
-from instep.cli.exits import DONE, tell
+from instep.bench.options import BucketsOptions, CollectivesOptions, StepsOptions
+from instep.cli.exit_codes import DONE, report_error
 
 PROGRAM = "instep bench"
 DESCRIPTION = """\
@@ -19,24 +19,25 @@ Measure on this machine: results on stdout, progress on stderr.
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
 Options = (
-    Annotated[Collectives, tyro.conf.subcommand("collectives")]
-    | Annotated[Steps, tyro.conf.subcommand("steps")]
-    | Annotated[Buckets, tyro.conf.subcommand("buckets")]
+    Annotated[CollectivesOptions, tyro.conf.subcommand("collectives")]
+    | Annotated[StepsOptions, tyro.conf.subcommand("steps")]
+    | Annotated[BucketsOptions, tyro.conf.subcommand("buckets")]
 )
 MODULES = {
-    Collectives: "instep.bench.collectives",
-    Steps: "instep.bench.steps",
-    Buckets: "instep.bench.buckets",
+    CollectivesOptions: "instep.bench.collectives",
+    StepsOptions: "instep.bench.steps",  # or LINK
+    BucketsOptions: "instep.bench.buckets",
 }
+LINK = "instep.bench.link"
 
 
-def parse(args: Sequence[str]) -> Collectives | Steps | Buckets:
+def parse(args: Sequence[str]) -> CollectivesOptions | StepsOptions | BucketsOptions:
     """The options that ``args`` ask for.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
     """
-    options: Collectives | Steps | Buckets = tyro.cli(
+    options: CollectivesOptions | StepsOptions | BucketsOptions = tyro.cli(
         Options,
         prog=PROGRAM,
         description=DESCRIPTION,
@@ -51,12 +52,13 @@ def main(args: Sequence[str]) -> int:
     try:
         options = parse(args)
         options.check()
-        if not isinstance(options, Steps):  # whose ranks may live in another network
+        if not isinstance(options, StepsOptions):  # whose ranks may live in another network
             from instep.mesh.launch import warm
 
             warm()  # the process that ranks are forked from loads torch while this one does
-        importlib.import_module(MODULES[type(options)]).run(options)
+        over_link = isinstance(options, StepsOptions) and options.link
+        importlib.import_module(LINK if over_link else MODULES[type(options)]).run(options)
         sys.stdout.flush()
         return DONE
     except (Exception, KeyboardInterrupt) as error:
-        return tell(PROGRAM, error)
+        return report_error(PROGRAM, error)

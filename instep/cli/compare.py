@@ -11,10 +11,10 @@ from typing import Annotated
 
 import tyro
 
-from instep.cli.exits import DONE, FAILED, tell
-from instep.train.compare import BEFORE, Cause, Comparison, OddLeaf, Parting, compare
-from instep.train.toml import RUN_CONFIG
-from instep.train.trail import Run, placement, read_run
+from instep.cli.exit_codes import DONE, FAILED, report_error
+from instep.run.compare import BEFORE, Cause, Comparison, DifferingMicroBatch, FirstDifference, compare
+from instep.run.ledger import RecordedRun, placement_text, read_run
+from instep.run.toml import CONFIG
 
 PROGRAM = "instep compare"
 DESCRIPTION = """\
@@ -26,7 +26,7 @@ SHOWN = 8  # lines of a list, before it says how many more there are
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class CompareOptions:
     """Two runs and how to say it."""
 
     run_a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_A")]
@@ -40,7 +40,7 @@ class Arguments:
 def main(args: Sequence[str]) -> int:
     """Compare as ``args`` say; return the exit code."""
     try:
-        options = tyro.cli(Arguments, prog=PROGRAM, description=DESCRIPTION, args=list(args))
+        options = tyro.cli(CompareOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
         a, b = read_run(options.run_a), read_run(options.run_b)
         found = compare(a, b)
         if options.json:
@@ -50,10 +50,10 @@ def main(args: Sequence[str]) -> int:
             print("\n".join(words(a, b, found)))
         return DONE if found.same else FAILED
     except (Exception, KeyboardInterrupt) as error:
-        return tell(PROGRAM, error)
+        return report_error(PROGRAM, error)
 
 
-def words(a: Run, b: Run, found: Comparison) -> Iterator[str]:
+def words(a: RecordedRun, b: RecordedRun, found: Comparison) -> Iterator[str]:
     """The lines to print."""
     for name, run in (("A", a), ("B", b)):
         yield f"{name}  {run.path}: {_history(run)}"
@@ -73,14 +73,16 @@ def words(a: Run, b: Run, found: Comparison) -> Iterator[str]:
         yield from _parted(a, b, found.parting)
 
 
-def _history(run: Run) -> str:
+def _history(run: RecordedRun) -> str:
     """Where a run began, was taken up again, moved, and took another contract."""
     parts = [f"{len(run.steps)} steps"]
     for number, line in enumerate(run.starts):
-        parts.append(f"{'went on' if number else 'started'} after step {line['step']} on {placement(line)}")
+        parts.append(
+            f"{'went on' if number else 'started'} after step {line['step']} on {placement_text(line)}"
+        )
     parts += [f"accepted another contract after step {line['step']}" for line in run.accepted]
     for line in run.others:
-        where = placement(line)
+        where = placement_text(line)
         parts.append(f"{line['event']} after step {line['step']}{f': {where}' if where else ''}")
     parts += [
         f"step {step} skipped: {line.skipped}" for step, line in sorted(run.steps.items()) if line.skipped
@@ -92,7 +94,7 @@ def _history(run: Run) -> str:
     return "; ".join([*parts[: SHOWN + 1], *([f"{hidden} more events"] if hidden > 0 else [])])
 
 
-def _parted(a: Run, b: Run, parting: Parting) -> Iterator[str]:
+def _parted(a: RecordedRun, b: RecordedRun, parting: FirstDifference) -> Iterator[str]:
     yield f"they part at step {parting.step}:"
     for name, (left, right) in parting.fields.items():
         yield f"   {name}: {f'{_value(left)} in A, {_value(right)} in B' if left else right}"
@@ -112,7 +114,7 @@ def _value(text: str) -> str:
     return text[:16] if len(text) == 64 else text
 
 
-def _parameters(parting: Parting) -> Iterator[str]:
+def _parameters(parting: FirstDifference) -> Iterator[str]:
     if not parting.parameters:
         yield "parameter: none is known to differ yet: no line has another hash of the state"
         return
@@ -130,14 +132,14 @@ def _cause(cause: Cause) -> Iterator[str]:
         yield "   run both again with --ledger.every 1 to see after which step the state differs"
 
 
-def _leaf(odd: OddLeaf) -> str:
+def _leaf(odd: DifferingMicroBatch) -> str:
     # Backward comes to the last parameter first.
     first = odd.parameters[-1]
     others = f" and {len(odd.parameters) - 1} more" if len(odd.parameters) > 1 else ""
     return f"micro-batch {odd.leaf}, by rank {odd.ranks[0]} in A and {odd.ranks[1]} in B: {first}{others}"
 
 
-def _how_to_learn_more(a: Run, b: Run, parting: Parting) -> Iterator[str]:
+def _how_to_learn_more(a: RecordedRun, b: RecordedRun, parting: FirstDifference) -> Iterator[str]:
     if parting.step == 0:
         yield "cause: the runs did not begin from the same state"
         return
@@ -145,7 +147,7 @@ def _how_to_learn_more(a: Run, b: Run, parting: Parting) -> Iterator[str]:
     for run in (a, b):
         if parting.step not in run.reduced:
             again = run.path.with_name(f"{run.path.name}-leaves")
-            begin = ["--config", str(run.path / RUN_CONFIG), "--run-dir", str(again), "--no-resume"]
+            begin = ["--config", str(run.path / CONFIG), "--run-dir", str(again), "--no-resume"]
             stop = ["--stop-after", str(parting.step), "--ledger.leaves"]
             yield f"   instep train {shlex.join([*begin, *stop])}"
     runs = [
@@ -154,7 +156,7 @@ def _how_to_learn_more(a: Run, b: Run, parting: Parting) -> Iterator[str]:
     yield f"   {PROGRAM} {shlex.join(map(str, runs))}"
 
 
-def _longer(a: Run, b: Run) -> str:
+def _longer(a: RecordedRun, b: RecordedRun) -> str:
     ends = max(a.steps), max(b.steps)
     if ends[0] == ends[1]:
         return ""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from instep.cli.exits import FAILED, tell
+from instep.cli.exit_codes import FAILED, report_error
 
 PROGRAM = "instep doctor"
 DESCRIPTION = """\
@@ -20,7 +20,7 @@ Exit codes: 0 done, 1 an error was found, 2 usage.\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DoctorOptions:
     """What can be asked of ``instep doctor``."""
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -29,13 +29,13 @@ class Options:
     """Start two ranks and prove, with every strategy, that their gradient is that of one process."""
 
 
-def parse(args: Sequence[str]) -> Options:
+def parse(args: Sequence[str]) -> DoctorOptions:
     """The options that ``args`` ask for.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
     """
-    return tyro.cli(Options, prog=PROGRAM, description=DESCRIPTION, args=list(args))
+    return tyro.cli(DoctorOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
 
 
 def main(args: Sequence[str]) -> int:
@@ -43,11 +43,11 @@ def main(args: Sequence[str]) -> int:
     try:
         options = parse(args)
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
-        from instep.train.doctor import run
+        from instep.bench.doctor import run
 
         return run(json_wanted=options.json, verify=options.verify)
     except ModuleNotFoundError as error:
         print(f"{PROGRAM}: error: {error}: {sys.executable} -m pip install instep", file=sys.stderr)
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
-        return tell(PROGRAM, error)
+        return report_error(PROGRAM, error)

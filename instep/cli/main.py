@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from instep import __version__
-from instep.cli.exits import DONE, USAGE
+from instep.cli.exit_codes import DONE, USAGE
 
 COMMANDS = {
     "train": "train a small GPT on text, with the same bits on any number of ranks",

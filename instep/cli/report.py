@@ -1,4 +1,4 @@
-"""``instep report RUN``: where the time of a run went, as a page, as traces, as a picture and in words."""
+"""``instep report RUN``: where the time of a run went, as a page, as traces, as a chart and in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from instep.cli.exits import DONE, tell
+from instep.cli.exit_codes import DONE, report_error
 
 PROGRAM = "instep report"
 DESCRIPTION = """\
@@ -24,7 +24,7 @@ Exit codes: 0 done, 1 failed, 2 usage.\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ReportOptions:
     """What to report, and where to."""
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]
@@ -37,13 +37,13 @@ class Options:
     """How many of the last steps go into the traces; 0: none are written."""
 
 
-def parse(args: Sequence[str]) -> Options:
+def parse(args: Sequence[str]) -> ReportOptions:
     """The options that ``args`` ask for.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
     """
-    return tyro.cli(Options, prog=PROGRAM, description=DESCRIPTION, args=list(args))
+    return tyro.cli(ReportOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
 
 
 def main(args: Sequence[str]) -> int:
@@ -51,12 +51,12 @@ def main(args: Sequence[str]) -> int:
     try:
         options = parse(args)
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
-        from instep.train.report import report
+        from instep.run.report_data import write_report
 
-        for line in report(options.run_dir, options.out, options.steps, options.trace_steps):
+        for line in write_report(options.run_dir, options.out, options.steps, options.trace_steps):
             print(line)
         return DONE
-    except BrokenPipeError:  # who reads has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         return DONE
     except (Exception, KeyboardInterrupt) as error:
-        return tell(PROGRAM, error)
+        return report_error(PROGRAM, error)

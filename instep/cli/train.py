@@ -11,11 +11,12 @@ from typing import Annotated
 
 import tyro
 
-from instep.cli.exits import exit_code, tell
-from instep.mesh.place import detect
-from instep.models.presets import PRESETS
-from instep.train import recipes, toml
-from instep.train.config import Config, validate
+from instep.cli.exit_codes import exit_code, report_error
+from instep.mesh.launch_environment import detect
+from instep.models.config import PRESETS
+from instep.recipes import text_config
+from instep.recipes.text_config import Config, validate
+from instep.run import toml
 
 PROGRAM = "instep train"
 SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
@@ -27,7 +28,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Config):
+class TrainOptions(Config):
     """What the command line adds to a config."""
 
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE.toml")] = None
@@ -52,11 +53,11 @@ def parse(args: Sequence[str], *, quiet: bool = False) -> Config:
     names = [field.name for field in fields(Config)]
     base = _base(args)
     arguments = tyro.cli(
-        Arguments,
+        TrainOptions,
         prog=PROGRAM,
         description=DESCRIPTION,
         args=list(args),
-        default=Arguments(**{name: getattr(base, name) for name in names}),
+        default=TrainOptions(**{name: getattr(base, name) for name in names}),
         console_outputs=not quiet,
     )
     config = Config(**{name: getattr(arguments, name) for name in names})
@@ -72,16 +73,16 @@ def _base(args: Sequence[str]) -> Config:
     first.add_argument("--run-dir", type=Path, nargs="?")
     first.add_argument("--resume", action="store_true")
     given, _ = first.parse_known_args(args)
-    base = recipes.default()
-    if given.resume and given.run_dir is not None and (given.run_dir / toml.RUN_CONFIG).is_file():
+    base = text_config.default()
+    if given.resume and given.run_dir is not None and (given.run_dir / toml.CONFIG).is_file():
         # A run goes on as it was, but where and how far is said anew.
-        saved = toml.load_toml(given.run_dir / toml.RUN_CONFIG)
+        saved = toml.load_toml(given.run_dir / toml.CONFIG)
         again = {name: value for name, value in saved.items() if name not in SAID_ANEW}
-        base = toml.merge(base, again, source=str(given.run_dir / toml.RUN_CONFIG))
+        base = text_config.merge(base, again, source=str(given.run_dir / toml.CONFIG))
     if given.config is not None:
-        base = toml.merge(base, toml.load_toml(given.config), source=str(given.config))
+        base = text_config.merge(base, toml.load_toml(given.config), source=str(given.config))
     if given.preset is not None:
-        base = toml.merge(base, {"model": {"preset": given.preset}}, source="command line")
+        base = text_config.merge(base, {"model": {"preset": given.preset}}, source="command line")
     return base
 
 
@@ -99,9 +100,9 @@ def main(args: Sequence[str]) -> int:
             from instep.mesh.launch import warm
 
             # The process that ranks are forked from loads torch, and all else, while this one does.
-            warm("instep.train.work")
-        from instep.train.run import run
+            warm("instep.recipes.text")
+        from instep.recipes.text import run
 
         return run(config)
     except (Exception, KeyboardInterrupt) as error:
-        return tell(PROGRAM, error) if speaks else exit_code(error)
+        return report_error(PROGRAM, error) if speaks else exit_code(error)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from instep.comm import butterfly, direct, naive, ring, scatter_allgather, tree
+from instep.comm import binomial_tree, butterfly, direct, naive, ring
 from instep.comm.messages import Messages
 
 
@@ -22,13 +22,13 @@ Partwise = Callable[[Sequence[Tensor], Messages], None]  # one part for each ran
 
 BROADCAST: dict[str, Rooted] = {
     "naive": naive.broadcast,
-    "tree": tree.broadcast,
-    "scatter_allgather": scatter_allgather.broadcast,
+    "tree": binomial_tree.broadcast,
+    "scatter_allgather": ring.broadcast,
 }
-REDUCE: dict[str, Rooted] = {"naive": naive.reduce, "tree": tree.reduce}
+REDUCE: dict[str, Rooted] = {"naive": naive.reduce, "tree": binomial_tree.reduce}
 ALL_REDUCE: dict[str, Whole] = {
     "naive": naive.all_reduce,
-    "reduce_broadcast": tree.all_reduce,
+    "reduce_broadcast": binomial_tree.all_reduce,
     "ring": ring.all_reduce,
     "direct": direct.all_reduce,
     "recursive_doubling": butterfly.recursive_doubling,

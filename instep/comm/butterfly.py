@@ -1,4 +1,4 @@
-"""All-reduce in pairs at distance 1, 2, 4, ...: after log2 W exchanges everybody has met everybody.
+"""All-reduce in pairs at distance 1, 2, 4, ...: after log2 W exchanges every rank has met every other.
 
      0 --- 1     2 --- 3        distance 1        W = 4
      0 --------- 2
@@ -24,7 +24,8 @@ and else P in the place of W, and 2 (alpha + S beta) more. Halving-doubling has 
 tree's latency, but partners at a distance. Both add each element in the same order on every rank, lower
 ranks on the left: W = 4 is (x0 + x1) + (x2 + x3), W = 5 is ((x0 + x1) + x2) + (x3 + x4).
 
-Source: Rabenseifner's algorithm, as in Thakur, Rabenseifner, Gropp 2005 (see ``tree``), on all-reduce.
+Source: Rabenseifner's algorithm, as in Thakur, Rabenseifner, Gropp 2005 (see ``binomial_tree``), on
+all-reduce.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from instep.comm.cuts import edges
-from instep.comm.messages import Messages, flat
+from instep.comm.messages import Messages, edges, flat
 
 
 def recursive_doubling(x: Tensor, messages: Messages) -> None:

@@ -17,7 +17,7 @@ the adds is free to choose, and here is the same for every element. W ranks, x o
 
 The times are those of a rank that sends one message after the other; where latency overlaps, what is
 waited for is one alpha, not W-1. The price is scratch for W-1 parts (the ring: one), and W-1 connections
-in use at a time. Source: Thakur, Rabenseifner, Gropp 2005 (see ``tree``), on all-to-all
+in use at a time. Source: Thakur, Rabenseifner, Gropp 2005 (see ``binomial_tree``), on all-to-all
 and, as pairwise exchange, on reduce-scatter.
 """
 
@@ -58,7 +58,7 @@ def reduce_scatter(parts: Sequence[Tensor], messages: Messages) -> None:
 
 
 def all_gather(parts: Sequence[Tensor], messages: Messages) -> None:
-    """``parts[j]`` of rank j overwrites everybody's."""
+    """``parts[j]`` of rank j overwrites that of every rank."""
     others = _others(messages)
     own = parts[messages.rank]
     messages.together([(own, to) for to in others], [(parts[source], source) for source in reversed(others)])

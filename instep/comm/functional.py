@@ -19,7 +19,7 @@ g (Shoeybi et al. 2019, section 3): with ``all_reduce_sum`` such a loss would co
 Backward communicates, so every rank must run it, and in the same order: x requires a gradient on all ranks
 or on none, and each rank's loss depends on the result. All sums are added in rank order. Results are new
 tensors (but for ``copy_to_all``) and can be differentiated more than once. Each way costs what it does in
-``direct``, a broadcast what it does in ``tree``, and its way back what a reduce does in ``naive``.
+``direct``, a broadcast what it does in ``binomial_tree``, and its way back what a reduce does in ``naive``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from instep.comm import direct, naive, tree
+from instep.comm import binomial_tree, direct, naive
 from instep.comm.messages import Messages
 
 
@@ -193,7 +193,7 @@ class _Broadcast(Function):
     def forward(ctx: Any, x: Tensor, messages: Messages, root: int) -> Tensor:
         ctx.messages, ctx.root = messages, root
         out = _in_a_row(x)
-        tree.broadcast(out, messages, root)
+        binomial_tree.broadcast(out, messages, root)
         return out
 
     @staticmethod

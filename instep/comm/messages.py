@@ -1,21 +1,20 @@
 """Point-to-point messages between the ranks of one group: all that the collectives of this folder use.
 
 An algorithm says who sends what to whom; this file is what it says it to. A test puts a simulated network
-in its place, a benchmark reads its counters.
+in its place, a benchmark reads its counters. What many ranks send in parts is cut by ``chunks``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from instep.comm.cuts import lengths
 from instep.errors import InstepError, PeerLost
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # so that ``cost``, which needs to know how x is cut, does not import torch
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -51,7 +50,7 @@ class Messages:
     def exchange(self, x: Tensor, to: int, out: Tensor, source: int) -> Tensor:
         """Send ``x`` to one rank while ``out`` is received from another; returns ``out``.
 
-        A ring in which everybody sends first and then receives waits for itself: hence both at once.
+        A ring in which every rank sends first and then receives waits for itself: hence both at once.
         """
         self.together([(x, to)], [(out, source)])
         return out
@@ -100,7 +99,7 @@ class Messages:
             rank = self.ranks[other]
             operation = f"a message {direction} rank {rank}"
             raise PeerLost(
-                f"rank {self.ranks[self.rank]} waited in vain for {operation}; the backend said: "
+                f"rank {self.ranks[self.rank]} waited for {operation}, which failed; the backend reports: "
                 f"{str(error).splitlines()[0][:200]}",
                 ranks=[rank],
                 operation=operation,
@@ -130,3 +129,16 @@ def flat(x: Tensor) -> Tensor:
 def chunks(x: Tensor, parts: int) -> list[Tensor]:
     """``x`` cut into ``parts`` flat views of nearly equal length."""
     return list(flat(x).split(lengths(x.numel(), parts)))
+
+
+def edges(num_elements: int, parts: int) -> list[int]:
+    """The ``parts + 1`` edges of the chunks: chunk i is [edges[i], edges[i + 1]).
+
+    Lengths differ by one element at most; with fewer elements than parts some chunks are empty.
+    """
+    return [i * num_elements // parts for i in range(parts + 1)]
+
+
+def lengths(num_elements: int, parts: int) -> list[int]:
+    """The length of each chunk."""
+    return [hi - lo for lo, hi in pairwise(edges(num_elements, parts))]

@@ -29,7 +29,7 @@ from instep.comm.messages import Messages
 
 
 def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
-    """``x`` of rank ``root`` overwrites everybody's."""
+    """``x`` of rank ``root`` overwrites that of every rank."""
     if messages.rank != root:
         messages.recv(x, root)
         return
@@ -41,7 +41,7 @@ def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
 def reduce(x: Tensor, messages: Messages, root: int = 0) -> None:
     """``x`` of rank ``root`` becomes the sum over ranks; the others keep theirs.
 
-    Adds in rank order, whoever is the root: ((x0 + x1) + x2) + ... The root needs 2 S bytes of scratch.
+    Adds in rank order, whichever is the root: ((x0 + x1) + x2) + ... The root needs 2 S bytes of scratch.
     """
     if messages.rank != root:
         messages.send(x, root)

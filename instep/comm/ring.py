@@ -21,6 +21,20 @@ All-gather then rotates the finished parts in the same way, without adding. W ra
 No all-reduce sends fewer bytes, and no rank is busier than another; the price is a latency that grows
 with W. Source: Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 J. Parallel Distrib. Comput. 69(2), 2009.
+
+Broadcast of a large tensor scatters it down the binomial tree, then lets the ring pass the parts around. The
+tree's root sends all of x log2 W times; here it sends every part once, and the ranks, idle before, do the
+rest. W = 4, root 0, x = abcd:
+
+     scatter    0: abcd -> 2: cd       0: ab -> 1: b, 2: cd -> 3: d       each part goes to its owner
+     ring       a b c d -> every rank, in W-1 rotations
+
+W ranks, x of S bytes: ceil(log2 W) + W - 1 steps; the root sends at most 2 S (W-1)/W bytes;
+
+    (ceil(log2 W) + W - 1) alpha + 2 S (W-1)/W beta
+
+instead of the tree's ceil(log2 W) (alpha + S beta): better where S is large and W more than two. Source:
+van de Geijn's algorithm, as in Thakur, Rabenseifner, Gropp 2005 (see ``binomial_tree``), on broadcast.
 """
 
 from __future__ import annotations
@@ -30,7 +44,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages, chunks
+from instep.comm.binomial_tree import children, parent, subtree
+from instep.comm.messages import Messages, chunks, edges, flat
 
 
 def reduce_scatter(parts: Sequence[Tensor], messages: Messages) -> None:
@@ -50,7 +65,7 @@ def reduce_scatter(parts: Sequence[Tensor], messages: Messages) -> None:
 
 
 def all_gather(parts: Sequence[Tensor], messages: Messages) -> None:
-    """``parts[j]`` of rank j overwrites everybody's: each rank passes on what it received last."""
+    """``parts[j]`` of rank j overwrites that of every rank: each rank passes on what it received last."""
     rank, size = messages.rank, messages.size
     for step in range(size - 1):
         outgoing, incoming = parts[(rank - step) % size], parts[(rank - 1 - step) % size]
@@ -65,3 +80,26 @@ def all_reduce(x: Tensor, messages: Messages) -> None:
     parts = chunks(x, messages.size)
     reduce_scatter(parts, messages)
     all_gather(parts, messages)
+
+
+def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
+    """``x`` of rank ``root`` overwrites that of every rank."""
+    _scatter(x, messages, root)
+    parts = chunks(x, messages.size)
+    all_gather([parts[(rank - root) % messages.size] for rank in range(messages.size)], messages)
+
+
+def _scatter(x: Tensor, messages: Messages, root: int) -> None:
+    """Part v of ``x`` goes to the v-th rank from ``root``, within one message for all below a child."""
+    size = messages.size
+    at = edges(x.numel(), size)
+    v = (messages.rank - root) % size
+
+    def below(node: int) -> Tensor:
+        nodes = subtree(node, size)
+        return flat(x)[at[nodes.start] : at[nodes.stop]]
+
+    if v:
+        messages.recv(below(v), (parent(v) + root) % size)
+    for child in children(v, size):
+        messages.send(below(child), (child + root) % size)

@@ -1,6 +1,6 @@
-"""Which sample stands at a global position of an endless stream: a pure function that knows no rank.
+"""Which sample stands at a global position of an endless stream: a pure function that knows no rank. Pure.
 
-A sampler that shuffles a list with a generator makes the order depend on who drew from that generator
+A sampler that shuffles a list with a generator makes the order depend on what drew from that generator
 before, costs memory for the list, and has to be replayed after a restart. Here the order of an epoch is a
 permutation that is *computed*, one element at a time: any process can ask for any position of any epoch,
 and all get the same answer, so a run can be resumed or resized at any step.
@@ -17,6 +17,15 @@ A pair beyond the last sample is fed through the network again until it is a sam
 keeps the map a bijection on the samples alone. With a power of two as the domain up to three of four pairs
 would be such; with a square it is a share of at most about ``2 / sqrt(num_samples)``.
 
+With G micro-batches of m samples to a step, the stream is dealt out as
+
+    position   0 .. m-1       | m .. 2m-1     | ... | (G-1)*m .. G*m-1 | G*m .. G*m+m-1 | ...
+               step 0         |               |     |                  | step 1
+               micro-batch 0  | micro-batch 1 | ... | micro-batch G-1  | micro-batch 0  | ...
+
+so the samples of a micro-batch follow from (seed, step, micro-batch) alone, on any rank. A rank needs no
+position of its own, and after a restart or resize the step says where to go on.
+
 Sources: M. Luby and C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
 SIAM J. Comput. 17(2), 1988; J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002
 (the cipher on two digits of any base, and cycle walking); G. Steele, D. Lea and C. Flood, "Fast splittable
@@ -28,7 +37,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import isqrt
 
-__all__ = ["sample_at"]
+__all__ = ["micro_batch_indices", "sample_at"]
 
 # Luby and Rackoff's four rounds are enough for wide digits only: the orders of ten samples are visibly
 # uneven over many epochs with four, hardly with eight. A call costs about 4 microseconds.
@@ -55,6 +64,20 @@ def sample_at(position: int, num_samples: int, seed: int) -> int:
         index = feistel(index, base, keys)
         if index < num_samples:
             return index
+
+
+def micro_batch_indices(
+    num_samples: int, *, step: int, leaf: int, num_leaves: int, micro_size: int, seed: int
+) -> list[int]:
+    """The samples of micro-batch ``leaf`` of ``step``, in their order; ``ValueError`` for a place outside."""
+    if micro_size < 1:
+        raise ValueError(f"expected micro_size >= 1, got {micro_size}")
+    if step < 0:
+        raise ValueError(f"expected step >= 0, got {step}: steps are counted from 0")
+    if not 0 <= leaf < num_leaves:
+        raise ValueError(f"expected 0 <= leaf < num_leaves({num_leaves}), got {leaf}: count leaves from 0")
+    start = (step * num_leaves + leaf) * micro_size
+    return [sample_at(position, num_samples, seed) for position in range(start, start + micro_size)]
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Rows of a tensor, copied into fresh memory.
+"""Data sets whose samples are the rows of tensors, copied into fresh memory.
 
 A micro-batch that is a *view* of a larger tensor begins wherever its rows happen to lie, and the CPU's matrix
 kernels take another path when their input is not at a 16-byte boundary: the same numbers then give other
@@ -12,7 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["take_rows"]
+__all__ = [
+    "Pairs",
+    "take_rows",
+]
 
 
 def take_rows(source: Tensor, indices: Sequence[int]) -> Tensor:
@@ -25,3 +28,26 @@ def take_rows(source: Tensor, indices: Sequence[int]) -> Tensor:
         if not 0 <= index < num_rows:
             raise IndexError(f"expected 0 <= index < {num_rows} samples, got {index}")
     return source.index_select(0, torch.tensor(indices, dtype=torch.int64, device=source.device))
+
+
+class Pairs:
+    """Row i of ``inputs``, of shape (N, ...), belongs to row i of ``targets``, of shape (N, ...).
+
+    Raises ``ValueError`` if the two have unequal lengths.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        if len(inputs) != len(targets):
+            raise ValueError(
+                f"expected as many targets as inputs, got {len(inputs)} inputs and {len(targets)} targets: "
+                "pass two tensors whose rows belong together"
+            )
+        self.inputs = inputs
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these samples, (len(indices), ...) each, in this order, in fresh memory."""
+        return take_rows(self.inputs, indices), take_rows(self.targets, indices)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from instep.data.rows import take_rows
 
-__all__ = ["ByteText", "TextSplits", "open_text"]
+__all__ = ["ByteText", "TextSplits", "next_tokens", "open_text"]
 
 MAX_BLOCK_BYTES = 64 * 1024
 MIN_HELD_OUT_BLOCKS = 16  # in a short corpus the blocks shrink until there are as many, down to one window
@@ -103,6 +103,19 @@ def open_text(path: Path | None, context: int, held_out: float = 0.05) -> TextSp
         ByteText(train, context, f"{name} ({100 - percent:g}% of {size}, to train on)"),
         ByteText(rest, context, f"{name} ({percent:g}% of {size}, held out)"),
     )
+
+
+def next_tokens(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split ``windows`` (B, T + 1) into inputs and targets, (B, T) each: a target is the next token.
+
+    Both are copies. ``.contiguous()`` would not do: of a single window both halves already are contiguous,
+    and it would return views, the second one token off the alignment that the bits rest on.
+    """
+    if windows.dim() != 2 or windows.shape[1] < 2:
+        raise ValueError(f"expected windows of shape (B, T + 1) with T >= 1, got {tuple(windows.shape)}")
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    fresh = torch.contiguous_format
+    return inputs.clone(memory_format=fresh), targets.clone(memory_format=fresh)
 
 
 def check_length(corpus: bytes, context: int, name: str) -> None:

@@ -1,1 +1,1 @@
-"""Keeping a run alive: the supervisor, the memory copy, and the faults that prove them."""
+"""Keeping a run alive: the supervisor, snapshots in memory, and faults injected to prove them."""

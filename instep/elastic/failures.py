@@ -1,4 +1,4 @@
-"""When a run that keeps failing shall end. Pure.
+"""Failures of workers, when a run that keeps failing shall end, and how long a recovery took.
 
 A failure that comes back at the same place is not a machine's. What ends a run: five failures in a row
 without a step in between, or the same exception twice at the same step. Several workers that fail in one
@@ -7,8 +7,10 @@ generation, in which one has pulled the others down, count once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from instep.errors import InstepError
 
@@ -19,7 +21,8 @@ MAX_IN_A_ROW = 5
 class Failure:
     """One worker's end: ``step`` steps were done, ``error`` is its exception, "" if it raised none.
 
-    ``rank`` is -1 for one that had no seat. ``attempt`` tells failures that belong together from others.
+    ``rank`` is -1 for a spare. Failures of one generation have the same ``attempt``. The fields are written
+    down in the run directory.
     """
 
     rank: int
@@ -46,7 +49,7 @@ class Failure:
 
 
 class RunFailed(InstepError):
-    """The run failed again and again; the message lists every failure since the last step that was made."""
+    """The run failed again and again; the message lists every failure since the last step that was done."""
 
     def __init__(self, reason: str, failures: Sequence[Failure]) -> None:
         super().__init__("\n  ".join([reason, *map(str, failures)]))
@@ -54,8 +57,8 @@ class RunFailed(InstepError):
 
 
 @dataclass
-class Patience:
-    """Counts failures; a step that was made makes it forget all but exceptions."""
+class RetryLimit:
+    """Counts failures until there are too many; a step that was done resets all but the exceptions."""
 
     in_a_row: list[Failure] = field(default_factory=list)
     raised: list[Failure] = field(default_factory=list)
@@ -80,3 +83,58 @@ class Patience:
             raise RunFailed("the same exception came twice at the same step:", [again[0], failure])
         if len({f.attempt for f in self.in_a_row}) >= MAX_IN_A_ROW:
             raise RunFailed(f"{MAX_IN_A_ROW} failures in a row, without a step in between:", self.in_a_row)
+
+
+class Recovery:
+    """What it takes from noticing a failure until all are ready, have joined, have the state, have stepped.
+
+    Times are ``time.monotonic_ns()``, which all processes of a host share.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        self.noticed_ns = time.monotonic_ns()
+        self.assigned_ns = 0
+        self._first_step: dict[str, Any] = {}
+
+    def assigned(self) -> None:
+        """All members are ready and have been assigned their ranks."""
+        self.assigned_ns = time.monotonic_ns()
+
+    def stepped(self, message: dict[str, Any]) -> None:
+        """A member has done the first step, and tells when it did what."""
+        self._first_step = message
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """From noticing to: assignments (survivors and newcomer ready), group, state, and first new step."""
+        message = self._first_step
+        marks = [
+            self.noticed_ns,
+            self.assigned_ns,
+            message["joined_ns"],
+            message["agreed_ns"],
+            message["stepped_ns"],
+        ]
+        names = ("ready", "join", "state", "step")
+        parts = {name: (b - a) / 1e9 for name, a, b in zip(names, marks, marks[1:], strict=False)}
+        return {**parts, "total": (marks[-1] - marks[0]) / 1e9}
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON."""
+        told = {name: self._first_step[name] for name in ("step", "source", "generation", "world_size")}
+        return {
+            "event": "recovery",
+            "noticed_ns": self.noticed_ns,
+            "stepped_ns": self._first_step["stepped_ns"],
+            "seconds": self.seconds,
+            **told,
+        }
+
+    def __str__(self) -> str:
+        message, parts = self._first_step, self.seconds
+        listed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items() if name != "total")
+        return (
+            f"going on with {message['world_size']} rank(s) after step {message['step'] - 1}, from "
+            f"{message['source']}: first new step after {parts['total']:.3f} s ({listed})"
+        )

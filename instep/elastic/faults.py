@@ -3,10 +3,14 @@
     Faults().kill(rank=1, step=3, phase="exchange").stop(rank=0, step=5).specs
     instep train --fault kill:rank=1,step=3,phase=exchange --fault stop:rank=0,step=5
 
-A fault happens once per run, also when the step is made again after it: the page that a supervisor shares
-with its workers remembers. Without a supervisor it happens once per process. (nan: each time. slow over
-several steps: once in each.) To resize is the supervisor's part: the rank waits in its phase until that has
-noticed, so that with fewer ranks this is the last step of the old ones.
+A fault happens once per run, also when the step is done again after it: the heartbeat page of the supervisor
+remembers. Without a supervisor it happens once per process. (nan: each time. slow over several steps: once in
+each.) To resize is the supervisor's part: the rank waits in its phase until that has noticed, so that with
+fewer ranks this is the last step of the old ones.
+
+What bad memory or arithmetic does to numbers is here, too. ``flip_bit`` and ``poison`` write past autograd's
+version counter, as broken memory would: torch sees nothing. ``poisoned`` leaves all tensors alone and makes a
+backward go wrong.
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from instep.elastic.bits import flip_bit, poisoned
-from instep.elastic.page import MAX_FAULTS, PHASES, Page
+from instep.elastic.heartbeat import MAX_FAULTS, PHASES, HeartbeatPage
 
 FOREVER_S = 1 << 20
 RESIZE_S = 2.0  # for a supervisor that looks several times a second, when no other change is under way
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def parse_all(specs: Sequence[str]) -> tuple[Fault, ...]:
     return tuple(map(parse, specs))
 
 
-class Injector:
+class FaultInjector:
     """The faults of one worker; ``reach`` is called at each phase.
 
     ``rank`` is set whenever the worker gets another; ``entries()`` are the named tensors of its state.
@@ -128,7 +133,7 @@ class Injector:
     def __init__(
         self,
         faults: Sequence[Fault],
-        page: Page | None = None,
+        page: HeartbeatPage | None = None,
         entries: Callable[[], Sequence[tuple[str, Tensor]]] = tuple,
     ) -> None:
         self.rank = 0
@@ -154,7 +159,7 @@ class Injector:
         return loss
 
     def _await_resize(self, number: int) -> None:
-        """Until the supervisor has fired fault ``number``, unless it has other cares."""
+        """Wait until the supervisor has fired fault ``number``, unless the run ends or a rank is lost."""
         page = self._page
         if page is None:
             return
@@ -234,3 +239,63 @@ KINDS: dict[str, Callable[[Any], None]] = {
 }
 SENT = frozenset({"kill", "segv", "abort", "term", "usr1", "int", "stop", "exit"})  # from any thread
 ELSEWHERE = frozenset({"nan", "resize"})  # in ``spoil``, and in the supervisor
+
+
+def flip_bit(tensor: Tensor, index: int = 0, bit: int = 20) -> None:
+    """Flip one ``bit``, counted from the lowest, of element ``index`` of ``tensor``, in place.
+
+    Elements are counted in logical order. In a float32, bits 0 to 22 are the fraction, 23 to 30 the
+    exponent, 31 is the sign.
+
+    Raises:
+        ValueError: there is no such element or bit.
+    """
+    width = tensor.element_size()
+    if width not in INTEGERS or not 0 <= bit < 8 * width:
+        raise ValueError(f"bit {bit}: expected one of the {8 * width} bits of a {tensor.dtype}, at most 64")
+    mask = 1 << bit
+    if bit == 8 * width - 1:
+        mask = -mask  # the sign bit of two's complement
+    _element(tensor, index).view(INTEGERS[width]).bitwise_xor_(mask)
+
+
+def poison(tensor: Tensor, index: int = 0) -> None:
+    """Make element ``index`` of ``tensor``, in logical order, nan, in place.
+
+    Raises:
+        ValueError: there is no such element, or its dtype has no nan.
+    """
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        raise ValueError(f"expected floating-point or complex numbers, got {tensor.dtype}, which has no nan")
+    _element(tensor, index).fill_(torch.nan)
+
+
+def poisoned(loss: Tensor, parameter: Tensor) -> Tensor:
+    """``loss``, with the same value, of which the gradient by ``parameter`` will be nan."""
+    poison_term: Tensor = _Poison.apply(parameter)
+    return loss + poison_term.to(loss.dtype)
+
+
+class _Poison(torch.autograd.Function):
+    """Zero, with nan for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        (parameter,) = ctx.saved_tensors
+        return torch.full_like(parameter, torch.nan)
+
+
+def _element(tensor: Tensor, index: int) -> Tensor:
+    """Element ``index`` as a view without dimensions that shares memory, but no version, with ``tensor``."""
+    if not 0 <= index < tensor.numel():
+        raise ValueError(f"index {index}: expected one of the {tensor.numel()} elements")
+    position = []
+    for size in reversed(tensor.shape):
+        index, along = divmod(index, size)
+        position.append(along)
+    return tensor.data[tuple(reversed(position))]

@@ -1,17 +1,17 @@
 """Ranks that may die: ``supervise(work, ...)`` keeps a run alive until it is done.
 
-A *generation* is one group of workers, from the moment they sit down until one of them is lost. When that
-happens the survivors stay what they are, processes with a model in memory; they leave the broken group and
-ask for a new seat. The supervisor puts somebody into the empty one, and gives all of them their seats in the
-next generation.
+A *generation* is one group of workers, from their rendezvous until one of them is lost. When that happens the
+survivors stay what they are, processes with a model in memory; they leave the broken group and are ready for
+another assignment. The supervisor puts a spare or a new worker in the place of the lost one, and assigns the
+ranks of the next generation.
 
-    worker 0   sits . step . step . . . . . PeerLost, asks .  sits . step
-    worker 1   sits . step . st#                               |
-    worker 2   (spare: has built its model, waits) . . . . .  sits . step
-                             ^ its sentinel is readable: noticed
+    worker 0   joins . step . step . . . . . PeerLost, ready .  joins . step
+    worker 1   joins . step . st#                               |
+    worker 2   (spare: has built its model, ready) . . . . . .  joins . step
+                              ^ its sentinel is readable: noticed
 
 What it watches: the sentinel of every process (one that dies is noticed at once), the state that the kernel
-gives it (stopped), and the words that its main thread leaves in the shared page (no progress).
+gives it (stopped), and the heartbeat of its main thread (no progress).
 """
 
 from __future__ import annotations
@@ -23,30 +23,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from instep.elastic.crew import Crew
-from instep.elastic.failures import Failure, Patience
+from instep.elastic.failures import Failure, Recovery, RetryLimit
 from instep.elastic.faults import Fault
-from instep.elastic.member import Seat
-from instep.elastic.memory import Kept
-from instep.elastic.page import MAX_WORKERS
-from instep.elastic.recovery import Recovery
-from instep.elastic.shelf import Shelf
-from instep.elastic.signals import preempted
-from instep.elastic.stuck import Reading, stuck
-from instep.elastic.table import table
-from instep.elastic.worker import Worker
-from instep.mesh import roll
-from instep.mesh.exits import Exit, RankFailed, how, root_cause
+from instep.elastic.heartbeat import MAX_WORKERS
+from instep.elastic.rendezvous import Assignment
+from instep.elastic.snapshot import SnapshotHandle, SnapshotStore
+from instep.elastic.watchdog import Reading, find_stuck
+from instep.elastic.worker_pool import Message, Worker, WorkerPool, progress_table
+from instep.mesh.hang_report import status_table
 from instep.mesh.launch import warm
-from instep.mesh.peers import standing
+from instep.mesh.peers import statuses_of
+from instep.mesh.rank_process import Exit, RankFailed, describe_exit, root_cause
+from instep.mesh.signals import preempted
 
-LOOK_S = 0.25  # between two looks at who makes progress
+LOOK_S = 0.25  # between two looks at the heartbeats
 SPARE_AFTER_S = 1.0  # of training: a run that is shorter needs none
-NAMED_S = 1.0  # for a rank that others have waited for in vain to be lost too
+MISSED_S = 1.0  # for a rank that others have waited for in vain to leave, too
 MAX_RANKS = MAX_WORKERS // 2  # each may have to be replaced while it is still ending
 MAX_SPARES_LOST = 3
 GRACE_S = 2.0
-# Exceptions that would come again, whoever computes: about the run, its files, or its settings.
+# Exceptions that would come again on any worker: about the run, its files, or its settings.
 FINAL = frozenset(
     {
         "instep.errors.CheckpointRejected",
@@ -63,8 +59,12 @@ SUSPECT = frozenset({"instep.errors.ReplicasDiffer"})
 
 
 @dataclass(frozen=True)
-class Terms:
-    """How to supervise. ``ranks`` workers, no fewer than ``min_ranks`` for a while if that is above 0."""
+class SuperviseOptions:
+    """How to supervise a run of ``ranks`` workers.
+
+    With ``min_ranks`` above 0 the run goes on with as few of them until a lost one is replaced. ``say`` gets
+    what people shall read, ``note`` each failure and recovery as JSON.
+    """
 
     ranks: int
     min_ranks: int = 0
@@ -75,153 +75,156 @@ class Terms:
     note: Callable[[dict[str, Any]], None] = field(default=lambda event: None)
 
 
-def supervise(work: Callable[..., object], args: tuple[Any, ...], terms: Terms) -> int:
-    """Run ``work(desk, *args)`` in worker processes until one says that the run is finished; its exit code.
+def supervise(work: Callable[..., object], args: tuple[Any, ...], options: SuperviseOptions) -> int:
+    """Run ``work(spec, *args)`` in worker processes until one says that the run is finished; its exit code.
 
-    ``work`` builds what it needs, asks for a seat through a ``Member`` and trains until it is lost, again and
-    again. The first SIGTERM or SIGUSR1 sets ``Page.stop``; a second one ends everything at once.
+    ``work`` builds what it needs, asks for its rank through a ``ControlChannel`` and trains until a rank is
+    lost, again and again. The first SIGTERM or SIGUSR1 sets ``HeartbeatPage.stop``; a second one ends
+    everything at once.
 
     Raises:
         RankFailed: a worker failed before the first step, or in a way that would come again.
         RunFailed: the run failed again and again; every failure is listed.
     """
-    if not 0 < terms.ranks <= MAX_RANKS:
-        raise ValueError(f"expected 1 to {MAX_RANKS} ranks on one host, got {terms.ranks}")
+    if not 0 < options.ranks <= MAX_RANKS:
+        raise ValueError(f"expected 1 to {MAX_RANKS} ranks on one host, got {options.ranks}")
     warm(work.__module__)
     asked: list[str] = []  # the signals that came
     with preempted(asked.append), tempfile.TemporaryDirectory(prefix="instep-") as directory:
-        supervisor = Supervisor(work, args, terms, Path(directory), asked)
+        supervisor = Supervisor(work, args, options, Path(directory), asked)
         try:
             return supervisor.run()
         finally:
-            supervisor.crew.stop()
-            supervisor.forget_memory()
+            supervisor.pool.stop()
+            supervisor.drop_snapshots()
 
 
 class Supervisor:
-    """At first all seats are empty; then, until the run is finished: wait, look, seat.
+    """Until the run is finished: wait for messages and exits, look at the heartbeats, assign ranks.
 
-    ``forming`` while the next generation waits for its ``members`` to be free.
+    ``members`` are the workers of the current generation; while it is ``forming``, those of the next one,
+    which begins when all of them are ready.
     """
 
     def __init__(
         self,
         work: Callable[..., object],
         args: tuple[Any, ...],
-        terms: Terms,
+        options: SuperviseOptions,
         directory: Path,
         asked: Sequence[str] = (),
     ) -> None:
-        self.terms, self.asked, self.directory = terms, asked, directory
-        self.crew = Crew(work, args, terms.threads, directory)
-        self.page = self.crew.page
+        self.options, self.asked, self.directory = options, asked, directory
+        self.pool = WorkerPool(work, args, options.threads, directory)
+        self.page = self.pool.page
         self.members: list[Worker] = []
-        self.target = terms.ranks
+        self.target = options.ranks
         self.generation = 0
         self.forming = True
-        self.patience = Patience()
+        self.retries = RetryLimit()
         self.recovery: Recovery | None = None
         self.code: int | None = None
-        self._memory = Shelf()
+        self._snapshots = SnapshotStore()
         self._spares_lost = 0
         self._noticed_ns = 0
-        self._somebody_died = False  # of this generation
-        self._looked = self._seated = self._parted = time.monotonic()
-        self._lost: list[dict[str, Any]] = []  # what this generation's members said when they left it
+        self._member_failed = False  # of this generation
+        self._looked = self._assigned = self._ended_at = time.monotonic()
+        self._lost: list[Message] = []  # of this generation's members, when they left it
 
-    def forget_memory(self) -> None:
-        """Let the memory copies go."""
-        self._memory.clear()
+    def drop_snapshots(self) -> None:
+        """Let all snapshots go."""
+        self._snapshots.clear()
 
     def run(self) -> int:
-        """Until it is finished; the exit code."""
-        self.members = [self.crew.start() for _ in range(self.target)]
+        """Supervise until the run is finished; its exit code."""
+        self.members = [self.pool.start() for _ in range(self.target)]
         while self.code is None:
-            said, ended = self.crew.wait(LOOK_S)
-            for worker, message in said:
-                self._heard(worker, message)
+            messages, ended = self.pool.wait(LOOK_S)
+            for worker, message in messages:
+                self._receive(worker, message)
             if self.code is not None:
                 break
             if ended:
-                self._ended(ended)
+                self._handle_exits(ended)
             if self.asked and not self.page.stop:
                 self.page.stop = True
                 text = "ending after this step, with a checkpoint; once more ends at once"
-                self.terms.say(f"{self.asked[0]}: {text}")
+                self.options.say(f"{self.asked[0]}: {text}")
             if time.monotonic() - self._looked >= LOOK_S:
                 self._look()
             if self.forming:
-                self._seat()
-        self.crew.disband(self.members, GRACE_S)
+                self._begin_generation()
+        self.pool.disband(self.members, GRACE_S)
         return self.code
 
-    def _heard(self, worker: Worker, message: dict[str, Any]) -> None:
+    def _receive(self, worker: Worker, message: Message) -> None:
         match message["say"]:
-            case "free":
-                worker.free = True
+            case "ready":
+                worker.ready = True
                 if worker in self.members and worker.generation == self.generation and self.generation:
                     self._left(worker, message)
-            case "memory":
+            case "snapshot":
                 generation, rank = message["generation"], message["rank"]
-                self._memory.add(Kept(message["place"], generation, rank, message["num_ranks"]))
+                self._snapshots.add(SnapshotHandle(message["place"], generation, rank, message["num_ranks"]))
             case "stepped" if message["generation"] == self.generation and not self.forming:
                 self._stepped(message)
             case "finished":
                 self.code = message["code"]
 
-    def _left(self, worker: Worker, message: dict[str, Any]) -> None:
+    def _left(self, worker: Worker, message: Message) -> None:
         """A member has left the current generation, because it has lost a peer or was asked to."""
-        self._part()
+        self._end_generation()
         if message.get("error"):
             self.page.over = self.generation
         self._lost.append(message)
         for other in self.members:
-            if other.rank in message.get("ranks", ()) and other.named_since is None:
-                other.named_since = time.monotonic()
+            if other.rank in message.get("ranks", ()) and other.missed_since is None:
+                other.missed_since = time.monotonic()
 
-    def _stepped(self, message: dict[str, Any]) -> None:
-        """The current generation has made its first step."""
+    def _stepped(self, message: Message) -> None:
+        """The current generation has done its first step."""
         if self.recovery is not None:
             self.recovery.stepped(message)
-            self.terms.say(str(self.recovery))
-            self.terms.note(self.recovery.fields())
+            self.options.say(str(self.recovery))
+            self.options.note(self.recovery.fields())
         self.recovery = None
 
-    def _ended(self, ended: Sequence[tuple[Worker, Exit]]) -> None:
-        """Workers have ended without having finished the run."""
-        self.patience.progressed(max(self.page.position(worker.slot).step for worker, _ in ended))
+    def _handle_exits(self, ended: Sequence[tuple[Worker, Exit]]) -> None:
+        """Workers have ended before the run was finished."""
+        self.retries.progressed(max(self.page.position(worker.slot).step for worker, _ in ended))
         if any(end.error is not None and end.error.told for _, end in ended):
-            ended = [*ended, *self.crew.wait_all(GRACE_S / 4)]  # among them the one that raised it
+            ended = [*ended, *self.pool.wait_all(GRACE_S / 4)]  # one of which raised it first
         lost = [(worker, end) for worker, end in ended if not worker.dismissed]
         self._require_another_try([each for each in lost if each[0] in self.members])
         for worker, end in lost:
             self._failed(worker, end)
         if any(worker in self.members for worker, _ in lost):
             self.page.over = self.generation
-            self.members = [worker for worker in self.members if worker in self.crew.workers.values()]
+            self.members = [worker for worker in self.members if worker in self.pool.workers.values()]
             self._find_members()
 
     def _require_another_try(self, lost: Sequence[tuple[Worker, Exit]]) -> None:
         """Raise ``RankFailed`` if the run has not begun, or failed in a way that would come again."""
-        begun = max(self.patience.step, self.crew.step) >= 0
+        begun = max(self.retries.step, self.pool.step) >= 0
         if not any(end.error and (not begun or end.error.type in FINAL) for _, end in lost):
             return
         # Others may have failed for the same reason, or know it.
-        exits = [replace(end, rank=worker.place) for worker, end in [*lost, *self.crew.wait_all(GRACE_S / 4)]]
+        lost = [*lost, *self.pool.wait_all(GRACE_S / 4)]
+        exits = [replace(end, rank=worker.rank_or_number) for worker, end in lost]
         raise RankFailed(root_cause(exits) or exits[0], max(self.target, len(self.members)))
 
     def _failed(self, worker: Worker, end: Exit) -> None:
-        """A worker has failed: say so, and end the run if that was once too often."""
+        """A worker has failed: say so, and end the run if that was one too many."""
         position = self.page.position(worker.slot)
         error = f"{end.error.type}: {end.error.message}" if end.error else ""
-        # One that has never had a seat is a try of its own.
+        # That of a spare, which is of no generation, is an attempt of its own.
         attempt = worker.generation or -worker.number - 1
         where = (attempt, position.step, position.phase)
-        failure = Failure(worker.rank, end.pid, *where, worker.killed or how(end), error)
+        failure = Failure(worker.rank, end.pid, *where, worker.killed or describe_exit(end), error)
         if end.error is not None and end.error.type in SUSPECT:
-            self.forget_memory()
+            self.drop_snapshots()
         if worker in self.members:
-            self._somebody_died = True
+            self._member_failed = True
             self.recovery = self.recovery or Recovery(failure)
         else:
             self._spares_lost += 1
@@ -231,114 +234,116 @@ class Supervisor:
             self._note(failure, end.error.traceback)
 
     def _note(self, failure: Failure, detail: str, *, quiet: bool = False) -> None:
-        """Write ``failure`` down, say it unless another rank has said it, and count it."""
+        """Write ``failure`` down, say it unless (``quiet``) another rank reports it, and count it."""
         if not quiet:
-            self.terms.say("\n".join([str(failure), *([detail.rstrip()] if detail else [])]))
+            self.options.say("\n".join([str(failure), *([detail.rstrip()] if detail else [])]))
         noticed_ns, fired_ns = time.monotonic_ns(), self.page.fired_ns
         injected = {"injected_ns": fired_ns} if fired_ns > self._noticed_ns else {}
-        self.terms.note({"event": "failure", "noticed_ns": noticed_ns, **injected, **failure.fields()})
+        self.options.note({"event": "failure", "noticed_ns": noticed_ns, **injected, **failure.fields()})
         self._noticed_ns = noticed_ns
-        self.patience.progressed(max(failure.step, self.crew.step))
-        self.patience.add(failure)
+        self.retries.progressed(max(failure.step, self.pool.step))
+        self.retries.add(failure)
 
     def _find_members(self) -> None:
-        """Decide who takes part in the next generation, and start whoever is missing."""
-        self._part()
-        others = [worker for worker in self.crew.living if worker not in self.members]
-        others.sort(key=lambda worker: not worker.free)  # those that are ready first
-        self.members.sort(key=lambda worker: worker.place)
+        """Choose the workers of the next generation, and start those that are missing."""
+        self._end_generation()
+        others = [worker for worker in self.pool.living if worker not in self.members]
+        others.sort(key=lambda worker: not worker.ready)  # those that are ready first
+        self.members.sort(key=lambda worker: worker.rank_or_number)
         while len(self.members) > self.target:
-            self.crew.dismiss(self.members.pop())
-        while len(self.members) < self.target and others and (others[0].free or not self._enough()):
+            self.pool.dismiss(self.members.pop())
+        while len(self.members) < self.target and others and (others[0].ready or not self._enough()):
             self.members.append(others.pop(0))
         while len(self.members) < self.target and not self._enough():
-            self.members.append(self.crew.start())
+            self.members.append(self.pool.start())
         missing = self.target - len(self.members) - len(others)
         for _ in range(missing):
-            self.crew.start()  # it will be asked to join when it is ready
+            self.pool.start()  # it will be asked to join when it is ready
 
-    def _part(self) -> None:
+    def _end_generation(self) -> None:
         """From now on the next generation is wanted."""
         if not self.forming:
-            self._parted = time.monotonic()
+            self._ended_at = time.monotonic()
         self.forming = True
 
     def _enough(self) -> bool:
-        return 0 < self.terms.min_ranks <= len(self.members)
+        return 0 < self.options.min_ranks <= len(self.members)
 
     def _look(self) -> None:
-        """See who makes progress, and whether it is time to grow, to shrink, or to have a spare."""
+        """Read the heartbeats; see whether it is time to grow, to shrink, or to have a spare."""
         self._looked = now = time.monotonic()
-        self.patience.progressed(self.crew.step)
+        self.retries.progressed(self.pool.step)
         wanted = self.generation + 1 if self.forming else self.generation
-        over_s = now - self._parted
-        readings = {worker.number: worker.read(wanted, over_s) for worker in self.crew.living}
-        found = stuck(readings, self.page.slowest_s, self.terms.timeout_s)
+        over_s = now - self._ended_at
+        readings = {worker.number: worker.read(wanted, over_s) for worker in self.pool.living}
+        found = find_stuck(readings, self.page.slowest_s, self.options.timeout_s)
         for worker in self.members:
-            named_s = 0.0 if worker.named_since is None else now - worker.named_since
-            if worker.number in readings and not worker.free and named_s > NAMED_S:
+            missed_s = 0.0 if worker.missed_since is None else now - worker.missed_since
+            if worker.number in readings and not worker.ready and missed_s > MISSED_S:
                 found.setdefault(worker.number, "never came where others waited for it")
         if found:
-            self._end_stuck(found, readings)
+            self._kill_stuck(found, readings)
         self._resize()
-        settled = not self.forming and now - self._seated > SPARE_AFTER_S
-        if settled and len(self.crew.living) == self.target and self._spares_lost < MAX_SPARES_LOST:
-            self.crew.start()
+        settled = not self.forming and now - self._assigned > SPARE_AFTER_S
+        if settled and len(self.pool.living) == self.target and self._spares_lost < MAX_SPARES_LOST:
+            self.pool.start()
 
-    def _end_stuck(self, found: Mapping[int, str], readings: Mapping[int, Reading]) -> None:
-        """Say where everybody is, then end the workers in ``found``, for the reason there."""
-        self.terms.say(table(self.crew.living, readings))
-        seated = {worker.rank: worker.pid for worker in self.members if worker.rank >= 0}
-        rows = standing(seated)
-        absent = [self.crew.workers[number].rank for number in found]
-        self.terms.say(roll.table(rows, [rank for rank in absent if rank in seated]))
+    def _kill_stuck(self, found: Mapping[int, str], readings: Mapping[int, Reading]) -> None:
+        """Say where every worker is, then kill those in ``found``, for the reason there."""
+        self.options.say(progress_table(self.pool.living, readings))
+        pids = {worker.rank: worker.pid for worker in self.members if worker.rank >= 0}
+        rows = statuses_of(pids)
+        absent = [self.pool.workers[number].rank for number in found]
+        self.options.say(status_table(rows, [rank for rank in absent if rank in pids]))
         told = {row.rank for row in rows if row.stack}
         for number, why in found.items():
-            worker = self.crew.workers[number]
+            worker = self.pool.workers[number]
             self.page.excuse(worker.slot)
             worker.kill(why, ask=worker.rank not in told)
 
     def _resize(self) -> None:
         """Another number of ranks, if a fault says so or one that was missing is back."""
-        for number, fault in enumerate(self.terms.faults):
+        for number, fault in enumerate(self.options.faults):
             settled = not self.forming and len(self.members) == self.target  # one change after the other
-            due = fault.kind == "resize" and self.patience.step >= fault.step
+            due = fault.kind == "resize" and self.retries.step >= fault.step
             if settled and due and self.page.fire(number):
                 self.target = fault.ranks
-        ready = [w for w in self.crew.living if w.free and w not in self.members]
+        ready = [w for w in self.pool.living if w.ready and w not in self.members]
         missing = self.target - len(self.members)
         if self.forming or not missing:
             return
         if missing < 0 or len(ready) >= missing:
             self.page.regroup = self.generation
         elif self._spares_lost < MAX_SPARES_LOST:
-            for _ in range(self.target - len(self.crew.living)):
-                self.crew.start()
+            for _ in range(self.target - len(self.pool.living)):
+                self.pool.start()
 
-    def _seat(self) -> None:
-        """Begin the next generation, if all its members are free."""
-        if not all(worker.free for worker in self.members):
+    def _begin_generation(self) -> None:
+        """Assign the ranks of the next generation, if all its members are ready."""
+        if not all(worker.ready for worker in self.members):
             return
         if self.generation and len(self.members) != self.target:
             self._find_members()
-            if not all(worker.free for worker in self.members):
+            if not all(worker.ready for worker in self.members):
                 return
-        self._blame()
+        self._count_lost_group()
         self.generation += 1
-        self.forming, self._lost, self._seated = False, [], time.monotonic()
-        self._somebody_died = False
-        seats = _ranks([worker.rank for worker in self.members])
-        for worker, rank in zip(self.members, seats, strict=True):
-            worker.named_since = None
-            store = str(self.directory / f"store-{self.generation}")
-            worker.give(Seat(self.generation, rank, len(self.members), store, self._memory.kept))
+        self.forming, self._lost, self._assigned = False, [], time.monotonic()
+        self._member_failed = False
+        ranks = _ranks([worker.rank for worker in self.members])
+        store = str(self.directory / f"store-{self.generation}")
+        for worker, rank in zip(self.members, ranks, strict=True):
+            worker.missed_since = None
+            worker.assign(
+                Assignment(self.generation, rank, len(self.members), store, self._snapshots.handles)
+            )
         if self.recovery is not None:
-            self.recovery.seated()
+            self.recovery.assigned()
 
-    def _blame(self) -> None:
-        """All have left a generation in which nobody died: if not because they were asked to, count it."""
+    def _count_lost_group(self) -> None:
+        """Count it as a failure if all have left, for an error, a generation in which no worker failed."""
         errors = [message for message in self._lost if message.get("error")]
-        if errors and not self._somebody_died:
+        if errors and not self._member_failed:
             first = errors[0]
             where = (first["rank"], first["pid"], self.generation, first["step"], first["phase"])
             failure = Failure(*where, f"lost its group: {first['error']}", first["error"])
@@ -347,7 +352,7 @@ class Supervisor:
 
 
 def _ranks(before: Sequence[int]) -> list[int]:
-    """The ranks of members that had ``before`` (-1: none): everybody keeps its own where that is possible."""
+    """The ranks of members that had ``before`` (-1: none): each keeps its own where that is possible."""
     taken = [rank if rank < len(before) and before.index(rank) == i else -1 for i, rank in enumerate(before)]
     left = iter(sorted(set(range(len(before))) - set(taken)))
     return [rank if rank >= 0 else next(left) for rank in taken]

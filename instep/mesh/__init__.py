@@ -1,1 +1,1 @@
-"""Who am I, and who are my peers: axes, ranks, groups, devices, and starting local ranks."""
+"""Ranks: axes, process groups, peers, devices, and starting the ranks of one host."""

@@ -1,4 +1,4 @@
-"""Named axes over the ranks of a world: arithmetic only.
+"""The arithmetic of a mesh: named axes over the ranks of a world, and equal slices of a flat tensor.
 
 Ranks are numbered with the last axis fastest, so the ranks of a ``tp`` group are neighbours and those of
 a ``pp`` group are far apart:
@@ -95,3 +95,17 @@ def resolve(world_size: int, *, dp: int = -1, shard: int = 1, pp: int = 1, tp: i
             f"{written} = {fixed}, but the world has {world_size} ranks: pass dp=-1 to let instep choose"
         )
     return Axes(ORDER, tuple(sizes[name] for name in ORDER))
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``number``."""
+    return -(-number // multiple) * multiple
+
+
+def slice_length(num_elements: int, parts: int, multiple: int) -> int:
+    """Length of each of ``parts`` equal slices that hold ``num_elements``, a multiple of ``multiple``.
+
+    The flat tensor is padded to ``parts * slice_length`` so that every slice has the same length and
+    starts on an aligned address.
+    """
+    return round_up(max(-(-num_elements // parts), 1), multiple)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from instep.mesh.group import Group
+    from instep.mesh.process_group import Group
 
 OPERATION = "the comparison of clocks"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

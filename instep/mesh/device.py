@@ -25,7 +25,7 @@ OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
 REBASE_NS = 1_000_000_000
 SPIN_NS = 200_000  # what an event takes on an idle stream, many times over
-MAX_MARKED = 8192  # spans that nobody asks for
+MAX_MARKED = 8192  # spans, if ``settled`` is never called
 
 
 class Waitable(Protocol):

@@ -1,4 +1,4 @@
-"""Joining the world that this process was started in, whoever started it."""
+"""Joining the world that this process was started in, and finding the ranks that a wrapper works over."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from instep.mesh import current, device
-from instep.mesh.allocator import keep_freed_memory
+from instep.errors import PeerLost
+from instep.events import Recorder
+from instep.mesh import device
+from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
-from instep.mesh.groups import backend_timeout, default_store, from_store
-from instep.mesh.mesh import Mesh, build
-from instep.mesh.place import Place, detect
+from instep.mesh.debug_server import StatusStore
+from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.mesh.mesh import Mesh, build, registered_mesh
+from instep.mesh.process_group import Group, backend_timeout, default_store, from_store
+from instep.mesh.process_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+TIMEOUT_S = 300.0
+WRAPPING = "wrapping a model"
 
 
 def init(
@@ -35,7 +44,7 @@ def init(
     Reads the environment of instep's own launcher, torchrun, Slurm, Kubernetes (``PET_*``) or Open MPI;
     without any, the world is this process alone and there is no process group. A default group that is
     already there is used as it is and never destroyed. On CPU, memory that is freed stays with the process
-    (``mesh.allocator``), whose steps would else spend a tenth of their time on getting it again.
+    (``mesh.process_memory``), whose steps would else spend a tenth of their time on getting it again.
 
     Args:
         dp, shard, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size. The
@@ -50,16 +59,18 @@ def init(
     Raises:
         ValueError: the environment is half set, or the axes do not multiply to the world size.
     """
-    place = detect(os.environ)
+    started = detect(os.environ)
     if dist.is_initialized():
         rank, world_size, joins = dist.get_rank(), dist.get_world_size(), False
     else:
-        rank, world_size, joins = place.rank, place.world_size, place.world_size > 1
-    resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)  # before anybody is waited for
-    one_host = place.local_world_size == place.world_size
-    on_device, config = _choose(backend, place.local_rank, place.local_world_size, threads, one_host=one_host)
+        rank, world_size, joins = started.rank, started.world_size, started.world_size > 1
+    resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)  # before other ranks are waited for
+    one_host = started.local_world_size == started.world_size
+    on_device, config = _choose(
+        backend, started.local_rank, started.local_world_size, threads, one_host=one_host
+    )
     if joins:
-        _join(place, device.complete(config), timeout_s)
+        _join(started, device.complete(config), timeout_s)
     mesh = build(
         default_store() if dist.is_initialized() else None,
         rank,
@@ -69,12 +80,12 @@ def init(
         pp=pp,
         tp=tp,
         timeout_s=timeout_s,
-        local_rank=place.local_rank,
+        local_rank=started.local_rank,
         on_device=on_device,
     )
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
-    return _registered(mesh)
+    return _register(mesh)
 
 
 def meet(
@@ -92,10 +103,10 @@ def meet(
     pp: int = 1,
     tp: int = 1,
 ) -> Mesh:
-    """A registered mesh over whoever meets in ``store``, of groups that torch.distributed does not know.
+    """A registered mesh over the ranks that meet in ``store``; torch.distributed does not know its groups.
 
     For worlds that end and are made again in one process: torch's default group can be had once, and
-    destroying it waits for ranks that may be gone. Here ``close()`` waits for nobody, whatever has happened
+    destroying it waits for ranks that may be gone. Here ``close()`` waits for no rank, whatever has happened
     to the others, and the next world meets in another ``store`` or under another prefix. Every group costs a
     meeting, so there is one per axis (one in all where an axis is the world), and ``get("pg")`` makes its own
     when it is first asked for, by all of its ranks.
@@ -107,7 +118,7 @@ def meet(
 
     Raises:
         ValueError: the axes do not multiply to the world size.
-        PeerLost, torch.distributed.DistError: a rank did not come to the meeting within ``timeout_s``.
+        PeerLost, torch.distributed.DistError: a rank did not come within ``timeout_s``.
     """
     resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
     num_local = world_size if num_local is None else num_local
@@ -130,13 +141,13 @@ def meet(
         local_rank=local_rank,
         on_device=on_device,
     )
-    return _registered(mesh)
+    return _register(mesh)
 
 
-def unjoined() -> Place | None:
-    """Where this process was started in a world of several that nobody has joined yet, or None."""
-    place = detect(os.environ)
-    return place if place.world_size > 1 and not dist.is_initialized() else None
+def _unjoined() -> LaunchEnvironment | None:
+    """The launch environment, if it is that of a world of several ranks which this process has not joined."""
+    environment = detect(os.environ)
+    return environment if environment.world_size > 1 and not dist.is_initialized() else None
 
 
 def _choose(
@@ -150,39 +161,93 @@ def _choose(
     return on_device, backend or device.default_backend(on_device, one_host=one_host)
 
 
-def _registered(mesh: Mesh) -> Mesh:
+def _register(mesh: Mesh) -> Mesh:
     """``mesh``, the one that is found where none is named, until it is closed."""
     current.get.register_mesh(mesh)
-    mesh.on_close.append(lambda: current.forget(mesh))
+    mesh.on_close.append(lambda: current.unregister(mesh))
     return mesh
 
 
-def _join(place: Place, backend: str, timeout_s: float) -> None:
-    """Make torch's default group out of ``place``."""
+def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:
+    """Make torch's default group of the world that ``started`` describes."""
     timeout = timedelta(seconds=timeout_s)
     store: Store
-    if place.store_file is not None:
-        store = dist.FileStore(place.store_file, place.world_size)
+    if started.store_file is not None:
+        store = dist.FileStore(started.store_file, started.world_size)
     else:
-        assert place.master_addr is not None and place.master_port is not None
+        assert started.master_addr is not None and started.master_port is not None
         # Under torchrun the agent holds the store; elsewhere rank 0 does.
         store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            place.world_size,
-            is_master=place.rank == 0 and place.source != "torchrun",
+            started.master_addr,
+            started.master_port,
+            started.world_size,
+            is_master=started.rank == 0 and started.source != "torchrun",
             timeout=timeout,
             multi_tenant=True,  # a world that is joined again may find the store of the last one
         )
     # A world that is restarted, or joined again, must not read what its predecessor wrote.
-    again = store.add(f"instep/joined/{place.restart_count}/rank {place.rank}", 1)
-    store = dist.PrefixStore(f"instep/world/{place.restart_count}/{again}", store)
-    if place.local_world_size == place.world_size:
+    again = store.add(f"instep/joined/{started.restart_count}/rank {started.rank}", 1)
+    store = dist.PrefixStore(f"instep/world/{started.restart_count}/{again}", store)
+    if started.local_world_size == started.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         backend,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=started.rank,
+        world_size=started.world_size,
         timeout=backend_timeout(timeout_s),
+    )
+
+
+def find_ranks(
+    process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None, *, what: str = WRAPPING
+) -> tuple[Group, Recorder]:
+    """A new group over the ranks that ``process_group`` means, and where to record what they do.
+
+    A mesh means its ``dp`` axis, and ``shard`` with it if there is one. None means the registered mesh, else
+    torch's default group, else this process alone.
+    Collective over those ranks; ``what`` they do says an error.
+
+    Raises:
+        PeerLost: not all of them came.
+        ValueError: this process was started as one of many, but has joined no group.
+    """
+    try:
+        return _find(process_group, timeout_s)
+    except (dist.DistError, PeerLost) as error:
+        raise PeerLost(
+            f"{what} makes a group of its ranks, and one of them never came: do it on every rank, as often "
+            f"and in the same order. The store said: {error}",
+            ranks=getattr(error, "ranks", ()),
+            operation="the making of a group",
+        ) from error
+
+
+def _find(process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> tuple[Group, Recorder]:
+    if process_group is None:
+        process_group = registered_mesh()
+    if isinstance(process_group, Mesh):
+        axis = process_group.whole if process_group.is_view else process_group.data
+        return axis.duplicate(), process_group.recorder
+    timeout_s = timeout_s or TIMEOUT_S
+    if process_group is None and (started := _unjoined()) is not None:
+        raise ValueError(
+            f"this process is rank {started.rank} of {started.world_size} ({started.source}), but joined no "
+            "group: call instep.init() first, or every rank would train a model of its own"
+        )
+    if process_group is None and not dist.is_initialized():
+        return Group(None, [0], 0, timeout_s), Recorder(0)
+    pg = process_group or dist.group.WORLD
+    assert pg is not None
+    return _duplicate(pg, timeout_s), Recorder(dist.get_rank())
+
+
+def _duplicate(pg: ProcessGroup, timeout_s: float) -> Group:
+    ranks, rank = dist.get_process_group_ranks(pg), dist.get_rank()
+    if len(ranks) == 1:
+        return Group(None, ranks, rank, timeout_s)
+    store = default_store()
+    made = from_store(store, rank, timeout_s, pg)("duplicate", ranks)
+    return Group(
+        made, ranks, rank, timeout_s, StatusStore(store, f"duplicate/{'-'.join(map(str, ranks))}", rank)
     )

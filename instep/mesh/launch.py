@@ -30,9 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.mesh.child import Child, live, read_record
-from instep.mesh.exits import Exit, RankFailed, root_cause
-from instep.mesh.signals import POLITE, handled
+from instep.mesh.rank_process import Child, Exit, RankFailed, read_record, root_cause, run_child
+from instep.mesh.signals import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -42,7 +41,7 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
-FROZEN = "instep.mesh.frozen"  # the last
+FROZEN = "instep.mesh.gc_freeze"  # the last
 LONGEST_PATH = 60  # of a directory, so that a socket in a directory in it fits into 104 characters
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -61,9 +60,9 @@ def launch(
 ) -> None:
     """Run ``target(*args)`` in ``ranks`` processes of this host and wait for all of them.
 
-    A rank finds its place in the environment (``mesh.place.detect``) and has this process's environment,
-    directory and ``sys.path`` otherwise. Call it under ``if __name__ == "__main__":``, because a rank
-    imports the main module.
+    A rank finds its place in the environment (``mesh.launch_environment.detect``) and has this process's
+    environment, directory and ``sys.path`` otherwise. Call it under ``if __name__ == "__main__":``, because a
+    rank imports the main module.
 
     Args:
         target: a function that a new process can import, with picklable ``args``.
@@ -124,7 +123,9 @@ class Children:
     def start(self, child: Child, target: Callable[..., object], args: tuple[Any, ...] = ()) -> int:
         """Start ``target(*args)`` in a new process; its process id."""
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
-        process = self.context.Process(target=live, args=(child, target, args), name=f"rank {child.number}")
+        process = self.context.Process(
+            target=run_child, args=(child, target, args), name=f"rank {child.number}"
+        )
         process.start()
         self.running[process.sentinel] = child, process
         assert process.pid is not None
@@ -235,7 +236,7 @@ def _ignored() -> Iterator[None]:
     """
     before = {}
     if _in_main_thread():
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *POLITE)}
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOP_SIGNALS)}
     try:
         yield
     finally:

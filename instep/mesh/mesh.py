@@ -1,20 +1,25 @@
-"""The ranks of a run as a grid, with the process groups of every axis."""
+"""The ranks of a run as a grid with the process groups of every axis, and the mesh that a process registers.
+
+The registered mesh is what is meant where a script names none: ``get("rank")``, ``process_group=None``. It is
+one of the two places of process-wide state; the other is the optimizer-step hook of
+``step/optimizer_guard.py``. A ``ContextVar``, so that ranks that are threads each have their own.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from instep.events import Recorder
 from instep.mesh.axes import Axes, resolve
-from instep.mesh.board import Board
-from instep.mesh.group import Group
-from instep.mesh.groups import MakeGroup, destroy, from_store, registered
+from instep.mesh.debug_server import StatusStore
+from instep.mesh.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -58,7 +63,7 @@ class Axis:
         return self._pg
 
     def close(self) -> None:
-        """Give ``pg`` and ``group`` back, without waiting for anybody."""
+        """Give ``pg`` and ``group`` back, without waiting for other ranks."""
         self._closed = True
         self.group.close()
         if self._pg is not None:
@@ -73,8 +78,8 @@ class Axis:
 
     def _wrap(self, pg: ProcessGroup | None, name: str) -> Group:
         rank = self.ranks[self.rank]
-        board = Board(self._store, f"{name}/{'-'.join(map(str, self.ranks))}", rank)
-        return Group(pg, self.ranks, rank, self.timeout_s, board)
+        status_store = StatusStore(self._store, f"{name}/{'-'.join(map(str, self.ranks))}", rank)
+        return Group(pg, self.ranks, rank, self.timeout_s, status_store)
 
 
 class Mesh:
@@ -82,7 +87,7 @@ class Mesh:
 
     ``mesh["dp"]`` is the same mesh seen along one axis: what ``process_group=`` and ``get(..., mesh=)``
     take. ``data`` are the ranks of ``dp`` and ``shard``, among which the batch is shared out. ``recorder``
-    receives the spans of whoever was handed this mesh. ``close()`` gives back the groups that the mesh made,
+    receives the spans of all that use this mesh. ``close()`` gives back the groups that the mesh made,
     then does what is in ``on_close``, the last first; groups that were there before stay.
     """
 
@@ -167,11 +172,11 @@ def build(
     makes all groups instead; ``private`` leaves those of the user until they are asked for. Collective.
     """
     axes = resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
-    own = make_group or (_nobody if store is None else from_store(store, rank, timeout_s))
+    own = make_group or (_no_store if store is None else from_store(store, rank, timeout_s))
     shared = None if private else own
     if make_group is None and dist.is_initialized():
         partitions = {name: axes.partition(name) for name in axes.names}
-        shared = registered({**partitions, "world": [range(world_size)]}, rank, timeout_s)
+        shared = registered_groups({**partitions, "world": [range(world_size)]}, rank, timeout_s)
     return Mesh(
         axes,
         rank,
@@ -184,5 +189,55 @@ def build(
     )
 
 
-def _nobody(name: str, ranks: Sequence[int]) -> ProcessGroup:
+def _no_store(name: str, ranks: Sequence[int]) -> ProcessGroup:
     raise ValueError(f"ranks {tuple(ranks)} need a store to meet in, got store=None")
+
+
+_registered: ContextVar[Mesh | None] = ContextVar("instep_mesh", default=None)
+
+
+def registered_mesh() -> Mesh | None:
+    """The mesh of ``get.register_mesh``; None if there is none."""
+    return _registered.get()
+
+
+def unregister(mesh: Mesh) -> None:
+    """``mesh`` is closed, and no longer the registered one if it was."""
+    if _registered.get() is mesh:
+        _registered.set(None)
+
+
+class Get:
+    """``get(what, mesh=None)``: this rank's place in a mesh.
+
+    "grank" is the global rank. "rank", "ws" (world size) and "pg" (the ``ProcessGroup``, None for a single
+    rank) belong to ``mesh`` if it has one axis (``mesh["dp"]``), else to the whole world of ``mesh``, which
+    is by default the registered one. "lrank" is the rank on this host, "device" the rank's device.
+    """
+
+    __module__ = "instep"
+    _names = ("grank", "rank", "ws", "pg", "lrank", "device")
+
+    def __call__(self, what: str, mesh: Mesh | None = None) -> Any:
+        mesh = mesh or registered_mesh()
+        if what not in self._names:
+            raise ValueError(f"get({what!r}): expected one of {', '.join(self._names)}")
+        if mesh is None:
+            raise ValueError(f"get({what!r}): no mesh yet: call instep.init() first, or pass mesh=")
+        axis = mesh.whole
+        answers = {
+            "grank": mesh.rank,
+            "rank": axis.rank,
+            "ws": axis.size,
+            "pg": axis.pg,
+            "lrank": mesh.local_rank,
+            "device": mesh.device,
+        }
+        return answers[what]
+
+    def register_mesh(self, mesh: Mesh | None) -> None:
+        """Make ``mesh`` the default of ``get`` and of every ``process_group=None``."""
+        _registered.set(mesh)
+
+
+get = Get()

@@ -1,6 +1,6 @@
-"""Who the other ranks are, whether they live, where they stand, and the one wait from which all are made.
+"""The other ranks: their processes, whether they live, what they do, and the one wait that all are made of.
 
-A rank that never comes can only be found by a deadline; one that died can be found at once, if somebody
+A rank that never comes can only be found by a deadline; one that died can be found at once, by a rank that
 looks. Every wait of instep is therefore cut into slices: between two slices the awaited ranks of this
 host are checked by process id and start time (an id alone may belong to a stranger by now), and at the
 end stands the deadline. The wait also is the only place that turns a backend's error into ``PeerLost``:
@@ -17,10 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from instep.errors import PeerLost
-from instep.mesh import desk, device
-from instep.mesh.board import Board
-from instep.mesh.flight import AFTER, Flight, Row
-from instep.mesh.roll import table as roll_table
+from instep.mesh import debug_server, device
+from instep.mesh.debug_server import StatusStore
+from instep.mesh.hang_report import AFTER, FlightRecorder, StatusRow, status_table
 
 SLICE_S = 0.05  # within which a death is noticed
 POST_S = 0.2  # a wait that lasts as long is told the others
@@ -40,7 +39,7 @@ class Peer:
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat; 0 where there is no /proc
     pid_space: int = 0  # its pid namespace: containers may share the name of their host, but not its ids
-    flight: int = 0  # what to ask its desk for; 0: it has none
+    flight: int = 0  # the number of its recorder in its debug server; 0: it has none
 
     def to_bytes(self) -> bytes:
         """A record of ``RECORD_BYTES`` bytes, padded with spaces."""
@@ -59,28 +58,28 @@ class Peer:
         return Peer(int(fields["rank"]), str(fields["host"]), *numbers)
 
 
-def myself(rank: int, flight: Flight | None = None) -> Peer:
+def own_peer(rank: int, flight: FlightRecorder | None = None) -> Peer:
     """This process as ``rank``, whose peers may ask for ``flight``."""
     pid = os.getpid()
     me = Peer(rank, socket.gethostname()[:128], pid, _start_time(pid) or 0, _pid_space())
-    return me if flight is None else replace(me, flight=desk.register(flight, me))
+    return me if flight is None else replace(me, flight=debug_server.register(flight, me))
 
 
-def standing(pids: Mapping[int, int]) -> list[Row]:
-    """Where ranks of this host stand, on whatever group they were last; ``pids`` are their processes.
+def statuses_of(pids: Mapping[int, int]) -> list[StatusRow]:
+    """The status of ranks of this host, each on the group that it used last; ``pids`` are their processes.
 
-    Half a second where one of them is silent, though it is not stopped.
+    Takes half a second where one of them gives no answer, though it is not stopped.
     """
-    me, seen = myself(0), {rank: _look(pid) for rank, pid in pids.items()}
+    me, seen = own_peer(0), {rank: _look(pid) for rank, pid in pids.items()}
     found = {rank: (STATES.get(look[0], look[0]), look[1]) for rank, look in seen.items() if look}
     peers = [
-        replace(me, rank=rank, pid=pids[rank], start_time=start_time, flight=desk.LATEST)
+        replace(me, rank=rank, pid=pids[rank], start_time=start_time, flight=debug_server.LATEST)
         for rank, (state, start_time) in found.items()
         if state != "stopped"
     ]
-    answers = desk.ask(peers)
+    answers = debug_server.ask(peers)
     states = {rank: found[rank][0] if rank in found else "gone" for rank in pids}
-    return [replace(answers.get(rank) or Row(rank), rank=rank, state=states[rank]) for rank in pids]
+    return [replace(answers.get(rank) or StatusRow(rank), rank=rank, state=states[rank]) for rank in pids]
 
 
 def _look(pid: int) -> tuple[str, int] | None:
@@ -119,19 +118,24 @@ def _pid_space() -> int:
 
 
 class Peers:
-    """The table of a group's ranks; entry i belongs to the i-th rank of the group.
+    """The processes of a group's ranks; entry i of the table belongs to the i-th rank of the group.
 
-    ``flight`` is what this rank does on the group; ``board`` is where those of other hosts read of it.
+    ``flight`` records what this rank does on the group; ranks of other hosts read it in ``status_store``.
     """
 
     def __init__(
-        self, table: Sequence[Peer], me: Peer, timeout_s: float, board: Board, flight: Flight | None = None
+        self,
+        table: Sequence[Peer],
+        me: Peer,
+        timeout_s: float,
+        status_store: StatusStore,
+        flight: FlightRecorder | None = None,
     ) -> None:
         self.table = tuple(table)
         self.me = me
         self.timeout_s = timeout_s
-        self.board = board
-        self.flight = flight or Flight(me.rank)
+        self.status_store = status_store
+        self.flight = flight or FlightRecorder(me.rank)
         self.given_up = False  # set by another thread to end the wait that is under way
         self._near = [peer for peer in self.table if _is_near(peer, me)]
 
@@ -150,7 +154,7 @@ class Peers:
     ) -> None:
         """Block until ``work`` is done.
 
-        ``missing()`` are the places in the table of those who have not come, where that is known: then a
+        ``missing()`` are the places in the table of the ranks that have not come, where that is known: then a
         rank that came and ended is not a lost one.
 
         Raises:
@@ -171,7 +175,7 @@ class Peers:
         missing: Callable[[], Collection[int]] | None,
     ) -> None:
         began = time.monotonic()
-        posted = spoken = False
+        posted = relayed = False
         while not self._slice(work, operation, began, limit_s, on_gpu):
             if self.given_up:
                 raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
@@ -184,19 +188,19 @@ class Peers:
                 raise self._lost(operation, waited_s, limit_s, None, dead, absent)
             if not posted and waited_s >= POST_S:
                 self.flight.waits(operation, int(began * 1e9))
-                self.board.post(self.flight.row())
+                self.status_store.post(self.flight.row())
                 posted = True
-            if not spoken and waited_s > limit_s / 2:
-                self._speak()
-                spoken = True
+            if not relayed and waited_s > limit_s / 2:
+                self._relay()
+                relayed = True
         if posted:
-            self.board.post(replace(self.flight.row(), status=AFTER))
+            self.status_store.post(replace(self.flight.row(), status=AFTER))
 
-    def _speak(self) -> None:
-        """Tell other hosts of the ranks of this one, some of which may not know that they are missed."""
+    def _relay(self) -> None:
+        """Post what the ranks of this host do, some of which may not know that they are missed."""
         if len(self._near) < len(self.table):
-            for row in desk.ask(peer for peer in self._near if peer.rank != self.me.rank).values():
-                self.board.post(row)
+            for row in debug_server.ask(peer for peer in self._near if peer.rank != self.me.rank).values():
+                self.status_store.post(row)
 
     def _slice(
         self, work: device.Waitable, operation: str, began: float, limit_s: float, on_gpu: bool
@@ -210,15 +214,17 @@ class Peers:
             waited_s = time.monotonic() - began
             raise self._lost(operation, waited_s, limit_s, error, self.confirm(), None) from error
 
-    def rows(self) -> list[Row]:
-        """Where every rank stands, in the order of the table.
+    def rows(self) -> list[StatusRow]:
+        """The status of every rank, in the order of the table.
 
-        Those of this host are asked, which takes half a second where one is silent; of the others there is
-        what they have posted.
+        Ranks of this host are asked, which takes half a second where one gives no answer; of the others there
+        is what they have posted.
         """
-        answers = desk.ask(peer for peer in self._near if peer.rank != self.me.rank)
+        answers = debug_server.ask(peer for peer in self._near if peer.rank != self.me.rank)
         answers[self.me.rank] = self.flight.row()
-        rows = [answers.get(p.rank) or self.board.read(p.rank) or Row(p.rank) for p in self.table]
+        rows = [
+            answers.get(p.rank) or self.status_store.read(p.rank) or StatusRow(p.rank) for p in self.table
+        ]
         return [
             replace(row, rank=peer.rank, state=self._state(peer))
             for peer, row in zip(self.table, rows, strict=True)
@@ -242,7 +248,7 @@ class Peers:
         """The error to raise; ``error`` is what the backend said, None if it said nothing."""
         where = f"rank {self.me.rank} waited {waited_s:.1f} s in {operation}"
         if dead:
-            names = _listed([told(peer) for peer in self.table if peer.rank in dead], ", ")
+            names = _listed([describe(peer) for peer in self.table if peer.rank in dead], ", ")
             return PeerLost(
                 f"{names} died: {where}. If it ended without an error, it had fewer batches or left the loop "
                 "early: give every rank the same number, or use model.micro_batches(G)",
@@ -259,16 +265,16 @@ class Peers:
             late = {row.rank for row in rows if not self._came(row, operation)}
             absent = [peer for peer in self.table if peer.rank in late and peer.rank != self.me.rank]
         ranks = [peer.rank for peer in absent]
-        stand = {row.rank: _standing(row) for row in rows}
-        names = _listed([f"{told(peer)}, {stand[peer.rank]}" for peer in absent], "; ") or "some rank"
+        status = {row.rank: _status(row) for row in rows}
+        names = _listed([f"{describe(peer)}, {status[peer.rank]}" for peer in absent], "; ") or "some rank"
         return PeerLost(
             f"{where}, and never came: {names}. Look for a rank with other code or fewer steps, or raise "
-            f"timeout_s ({limit_s:g} s)\n{roll_table(rows, ranks)}",
+            f"timeout_s ({limit_s:g} s)\n{status_table(rows, ranks)}",
             ranks=ranks,
             operation=operation,
         )
 
-    def _came(self, row: Row, operation: str) -> bool:
+    def _came(self, row: StatusRow, operation: str) -> bool:
         """Whether a rank has come to the operation that this one is in, or past it."""
         mine = self.flight.number
         return row.number > mine or (row.number == mine and row.operation == operation)
@@ -281,12 +287,12 @@ class Peers:
         return dead
 
 
-def told(peer: Peer) -> str:
-    """How errors name it."""
+def describe(peer: Peer) -> str:
+    """``peer`` as errors name it."""
     return f"rank {peer.rank} (pid {peer.pid} on {peer.host})"
 
 
-def _standing(row: Row) -> str:
+def _status(row: StatusRow) -> str:
     life = {"elsewhere": "on another host", "gone": "ended", "stopped": "stopped"}.get(row.state, "alive")
     if row.status:
         return f"{life}, {row.status} {row.operation}"
@@ -299,9 +305,9 @@ def _listed(names: Sequence[str], between: str) -> str:
     return between.join(names[:NUM_NAMED]) + more
 
 
-def lives(peer: Peer) -> bool | None:
+def is_alive(peer: Peer) -> bool | None:
     """Whether the process of ``peer`` is still the one it was; None if it cannot be seen from here."""
-    return _start_time(peer.pid) == peer.start_time if _is_near(peer, myself(peer.rank)) else None
+    return _start_time(peer.pid) == peer.start_time if _is_near(peer, own_peer(peer.rank)) else None
 
 
 def _is_near(peer: Peer, here: Peer) -> bool:

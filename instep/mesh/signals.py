@@ -1,17 +1,22 @@
-"""Handlers for signals that a program has not taken for itself."""
+"""Signals that ask a run to end, without taking those that the program handles itself.
+
+A job is preempted with SIGTERM or SIGUSR1: the first one asks politely, for a checkpoint after the step; the
+second one ends the process at once.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-POLITE = (signal.SIGTERM, signal.SIGUSR1)  # which ask a run to end
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # which ask a run to end
 
 
-def free(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+def unhandled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Those of ``numbers`` that have no handler and are not ignored; none outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return []
@@ -20,11 +25,11 @@ def free(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) -> Iterator[None]:
-    """In the block those of ``numbers`` that are ``free`` call ``handle``.
+    """In the block those of ``numbers`` that are ``unhandled`` call ``handle``.
 
     If it raises ``SystemExit``, what cleans up after that is not interrupted by another one.
     """
-    taken = free(numbers)
+    taken = unhandled(numbers)
 
     def called(number: int, frame: FrameType | None) -> None:
         try:
@@ -41,3 +46,35 @@ def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) ->
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def preempted(ask: Callable[[str], None]) -> Iterator[None]:
+    """In the block the first SIGTERM or SIGUSR1 calls ``ask`` with its name; a second one, or SIGHUP, raises.
+
+    That is ``SystemExit``. Handlers that the program has set stay.
+    """
+    asked = False
+
+    def handle(number: int) -> None:
+        nonlocal asked
+        if asked or number == signal.SIGHUP:
+            raise SystemExit(128 + number)
+        asked = True
+        ask(signal.Signals(number).name)
+
+    with handled([*STOP_SIGNALS, signal.SIGHUP], handle):
+        yield
+
+
+def listen_for_preemption(ask: Callable[[str], None]) -> None:
+    """In a rank: the first SIGTERM or SIGUSR1 calls ``ask``, a second one ends the process."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for other in taken:
+            signal.signal(other, lambda number, frame: os._exit(128 + number))
+        ask(signal.Signals(number).name)
+
+    taken = unhandled(STOP_SIGNALS)
+    for number in taken:
+        signal.signal(number, handle)

@@ -7,6 +7,12 @@ One message costs a fixed latency plus its bytes, so many small gradients travel
 first bytes can only leave when the last gradient of the bucket is there. A bucket size is the choice
 between the two. Padding is -0.0, the only float that changes no other by being added to it.
 
+The gradients of a rank's micro-batches are added as they come, in the order of the sum tree, by a binary
+counter (``TreeAccumulator``). Like adding one to a binary number: a leaf is put on a stack, and while the
+two top entries are siblings in the tree they are merged, left plus right. Peak memory is log2(k) + 1 buffers
+for k leaves that make one node, against one for plain accumulation: 8 leaves of 1 GB take 4 GB. Leaves that
+straddle nodes leave more roots, and take at most twice as many buffers.
+
 W: number of ranks.
 """
 
@@ -20,8 +26,54 @@ import torch
 from torch import Tensor
 
 from instep.memory import Segment, align_bytes, allocate
-from instep.mesh.slices import round_up, slice_length
-from instep.ordered.counter import Counter
+from instep.mesh.axes import round_up, slice_length
+from instep.ordered.tree import Node, are_siblings
+
+
+class TreeAccumulator:
+    """The partial sums of one bucket on one rank, during one step.
+
+    A step begins with ``reset``. Each leaf is written into the buffer that ``open`` returns, then
+    ``push``ed. At the end ``roots`` are the maximal subtrees of what was pushed. The leftmost partial sum
+    always lies in ``home``, the bucket's own memory: where one root is all, nothing has to be copied.
+    """
+
+    def __init__(self, home: Tensor, spare: Callable[[], Tensor], *, ordered: bool = True) -> None:
+        self.home = home
+        self.ordered = ordered
+        self._spare = spare
+        self.spares: list[Tensor] = []
+        self.reset(0)
+
+    def reset(self, num_leaves: int) -> None:
+        """Forget everything; the next leaf belongs to a tree over ``num_leaves``."""
+        self.num_leaves = num_leaves
+        self.roots: list[tuple[Node, Tensor]] = []
+        self._free = list(self.spares)
+
+    def open(self) -> Tensor:
+        """The buffer for the next leaf; what it holds is left over from another use."""
+        if not self.roots:
+            return self.home
+        if not self._free:
+            self.spares.append(self._spare())
+            return self.spares[-1]
+        return self._free.pop()
+
+    def push(self, leaf: int, buffer: Tensor) -> None:
+        """Leaf number ``leaf`` is whole in ``buffer``, which came from ``open``."""
+        self.roots.append(((leaf, leaf + 1), buffer))
+        while len(self.roots) > 1 and self._merge_now():
+            (_, hi), right = self.roots.pop()
+            (lo, _), left = self.roots[-1]
+            torch.add(left, right, out=left)
+            self._free.append(right)
+            self.roots[-1] = ((lo, hi), left)
+
+    def _merge_now(self) -> bool:
+        # Unordered sums are a left fold: what .grad accumulation does.
+        return not self.ordered or are_siblings(self.roots[-2][0], self.roots[-1][0], self.num_leaves)
+
 
 MEBIBYTE = 1 << 20
 Caps = float | Sequence[float] | Callable[[Sequence[int]], Sequence[float]]
@@ -143,7 +195,7 @@ class Bucket(Bundle):
         last = self.slots[-1]
         self.slice_length = slice_length(last.offset + last.length, self.num_ranks, granule)
         self._views: dict[int, list[Tensor]] = {}
-        self.counter = Counter(self._buffer(), self._buffer, ordered=self.ordered)
+        self.counter = TreeAccumulator(self._buffer(), self._buffer, ordered=self.ordered)
         self._idle_references = self._references()
 
     @property
@@ -153,6 +205,11 @@ class Bucket(Bundle):
     @property
     def home(self) -> Tensor:
         return self.counter.home
+
+    @property
+    def spares(self) -> list[Tensor]:
+        """Memory for partial sums beside ``home``."""
+        return self.counter.spares
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         """``slot`` of ``buffer`` with the shape of its parameter, in the bucket's dtype."""
@@ -173,7 +230,7 @@ class Bucket(Bundle):
         """
         if self._references() > self._idle_references + num_attached:
             self._views.clear()
-            self.counter = Counter(self._buffer(), self._buffer, ordered=self.ordered)
+            self.counter = TreeAccumulator(self._buffer(), self._buffer, ordered=self.ordered)
             self._idle_references = self._references()
         self.counter.reset(num_leaves)
         self.launched = False

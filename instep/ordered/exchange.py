@@ -32,13 +32,13 @@ from instep.comm.messages import Messages
 from instep.errors import Desync
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
-from instep.mesh.group import Group
+from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
 from instep.ordered.header import Header, disagreement, header_length, pack, unpack
 from instep.ordered.tree import Sum, plan_sum
 
 
-class Exchange:
+class OrderedAllReduce:
     """Reduces buckets over ``group``, one after the other, always from the same thread.
 
     Keeps one scratch buffer for what it receives: R/W of the largest bucket.
@@ -51,6 +51,11 @@ class Exchange:
         self.header_length = header_length(max_parameters)
         self.offsets_ns = (0,) * group.size  # of the ranks' clocks to that of the first
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    @property
+    def scratch(self) -> list[Tensor]:
+        """The buffers that it keeps."""
+        return list(self._scratch.values())
 
     def run(self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]]) -> None:
         """Turn the ``counter.roots`` of ``bucket`` into the mean gradient in ``bucket.home``.
@@ -117,7 +122,7 @@ class Exchange:
         problem = disagreement(headers, self.group.ranks)
         if problem is not None:
             # Who has left the step does not compare anything any more.
-            notes = "" if any(h.left for h in headers) else self.group.compare_notes(name)
+            notes = "" if any(h.left for h in headers) else self.group.gather_status_table(name)
             raise Desync(problem + notes)
         bucket.presence = presence
         return headers
@@ -140,7 +145,7 @@ class Exchange:
     def _in_place(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> bool:
         """The same sums, where every rank can reach into the buckets of the others; False where not.
 
-        A rank adds its slice of everybody's roots, and writes the sum into everybody's home: nothing is sent.
+        A rank adds its slice of all ranks' roots, and writes the sum into all ranks' homes: nothing is sent.
         """
         shown = self.group.expose([*(root for _, root in bucket.counter.roots), bucket.home], name)
         if shown is None:

@@ -6,8 +6,8 @@ forward enters a declared block, recompute included, and put back when the micro
 submodule with the attribute ``rng_block = True``; a model without any is one block. Keying by block makes
 a block's draws independent of how much the blocks before it drew, and so of where a pipeline is cut.
 
-Initial weights are keyed by (seed, parameter name) for the same reason: whoever creates a parameter, and
-in which order, it starts with the same values.
+Initial weights are keyed by (seed, parameter name) for the same reason: whichever rank creates a
+parameter, and in which order, it starts with the same values.
 
 The CPU generator uses 32 bits of its seed (tried: 5 and 5 + 2**32 give one stream), so 64-bit keys are
 folded; of a million keys about 116 pairs share a stream, which harms nothing.

@@ -86,7 +86,7 @@ def placeholder(like: Tensor, slices: Slices, name: str) -> Tensor:
 
 
 def was_written(stands_in: Tensor) -> bool:
-    """Whether somebody has filled the one element of a placeholder; on a GPU nobody waits to know."""
+    """Whether the one element of a placeholder was filled; on a GPU this is not asked, as it takes time."""
     assert isinstance(stands_in, Placeholder)
     memory = stands_in.instep_memory
     return memory.device.type == "cpu" and not bool(torch.isnan(memory))

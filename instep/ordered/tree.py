@@ -1,4 +1,4 @@
-"""The sum tree: in which order the leaves of a step are added, whoever holds them.
+"""The sum tree: in which order the leaves of a step are added, wherever they are.
 
 Floating-point addition is not associative, so a sum has the same bits only if it has the same tree. The
 tree over G leaves is the left-complete binary tree: a node [lo, hi) splits at the largest power of two

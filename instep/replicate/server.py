@@ -2,7 +2,7 @@
 
 The form that data parallelism had before all-reduce. Any number of workers can share one optimizer, whose
 state is kept once. The price is one link that carries everything: while the server receives, adds, updates
-and sends, nobody computes.
+and sends, no rank computes.
 
     rank 0   |= forward, backward =| receive g1 g2 | aggregate |= update =| send w w |= forward ...
     rank 1   |= forward, backward =|-g1-|.............. idle .............|-w-|       |= forward ...
@@ -13,6 +13,16 @@ Time of a step: compute + aggregate + update + 2 (latency + (W-1) S / bandwidth)
 link in both directions at once and needs 2 S (W-1)/W / bandwidth, so a server takes W times as long to move
 the same gradients, and a worker's idle time grows with W.
 
+The network is a star, every gradient goes to one rank and every weight comes from there:
+
+        1   2   3            1   2   3          a worker's link: S in, S out
+         \\  |  /              ^  ^  ^
+          v v v                \\ | /           the server's: (W-1) S in, (W-1) S out
+      0: the ordered sum    0: the new weights
+
+No rank but the server adds anything, and no worker hears from another (but for the headers that go before
+every bucket, some hundred bytes). A worker whose micro-batches make r roots sends r times its bytes.
+
 S: bytes of all gradients, as many as of all weights. W: ranks.
 
 Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, here with
@@ -21,7 +31,8 @@ one server and synchronous steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,19 +40,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.errors import Desync
-from instep.events import PARAMETER_UPDATE
-from instep.mesh.group import Group
+from instep.events import PARAMETER_UPDATE, Recorder, Span
+from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh
-from instep.replicate.star import SERVER, Star
+from instep.mesh.process_group import Group
+from instep.ordered.buckets import Bucket
+from instep.ordered.exchange import OrderedAllReduce
+from instep.ordered.homes import Wrapped
+from instep.ordered.tree import plan_sum
 from instep.replicate.wrapper import DataParallel
-from instep.step.leaves import Leaf
-from instep.step.manifest import broadcast_values
-from instep.step.reducer import Plan
+from instep.step.agreement import broadcast_values
+from instep.step.micro_batches import MicroBatch
+from instep.step.reduction import StepPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-VERDICT = "the server's word on its update"
+SERVER = 0  # rank in the group
+UPDATED = "the server's report on its update"
 
 
 class ParameterServer:
@@ -112,16 +128,24 @@ class ParameterServer:
         self._model.disable_grad_sync()  # a plain backward accumulates: the server is sent what it asks for
         self.group, self.recorder = self._model.group, self._model.recorder
         self._reducer = self._model._reducer
-        self._star = Star(self._reducer.parameters, self.group, self.recorder)
-        self._star.offsets_ns = self._reducer.exchange.offsets_ns
-        self._reducer.exchange = self._star
+        self._exchange = ServerExchange(self._reducer.parameters, self.group, self.recorder)
+        self._exchange.offsets_ns = self._reducer.exchange.offsets_ns
+        self._reducer.exchange = self._exchange
         self._reducer.ends_steps = False  # it ends when all have the weights
         self._pending = False  # the server has gradients that no step has used
         try:
-            _agree_on_optimizers(self.module, self.optimizer, self.group)
+            all_or_none(
+                self.group,
+                "the comparison of optimizers",
+                lambda: _require_own(self.optimizer, self.module, self.group),
+                errors=(ValueError,),
+            )
         except BaseException:
             self.close()
             raise
+
+    def __instep_state__(self) -> Wrapped:
+        return replace(self._model.__instep_state__(), steppers=(SERVER,))
 
     @property
     def is_server(self) -> bool:
@@ -134,9 +158,9 @@ class ParameterServer:
         return {"strategy": "server"}
 
     @property
-    def contract(self) -> str | None:
+    def step_mode(self) -> str | None:
         """ "declared" or "undeclared", whichever the last step was; None before the first."""
-        return self._model.contract
+        return self._model.step_mode
 
     def backward_and_step(self, loss: Tensor) -> None:
         """``backward(loss)``, then ``step()``. Collective."""
@@ -166,13 +190,13 @@ class ParameterServer:
         self._model.sync_gradients()
         self._has_come()
 
-    def micro_batches(self, num_leaves: int, *, step: int | None = None) -> Iterator[Leaf]:
+    def micro_batches(self, num_micro_batches: int, *, step: int | None = None) -> Iterator[MicroBatch]:
         """Declare a step, as ``DataParallel.micro_batches``; the end of the loop sends this rank's sums.
 
         In the loop: ``loss.backward()``. After it: ``step()``.
         """
         self._require_no_gradient("micro_batches()")
-        yield from self._model.micro_batches(num_leaves, step=step)
+        yield from self._model.micro_batches(num_micro_batches, step=step)
         self._has_come()
 
     def step(self) -> None:
@@ -192,7 +216,7 @@ class ParameterServer:
             self._tell(failed)
         with self.recorder.span(PARAMETER_UPDATE, lane="host"):
             work = self._reducer.lane.submit(
-                "the weights from the server", lambda: self._star.give(self._reducer.buckets)
+                "the weights from the server", lambda: self._exchange.give(self._reducer.buckets)
             )
             work.wait()
         if not self.is_server:  # where the optimizer's own hook counts
@@ -221,7 +245,7 @@ class ParameterServer:
     def _tell(self, failed: BaseException | None) -> None:
         """All ranks raise if the server could not update. Collective."""
         word = torch.tensor([failed is not None], dtype=torch.int64, device="cpu")
-        self._reducer.lane.submit(VERDICT, lambda: self.group.broadcast(word, VERDICT, root=SERVER)).wait()
+        self._reducer.lane.submit(UPDATED, lambda: self.group.broadcast(word, UPDATED, root=SERVER)).wait()
         if failed is not None:
             raise failed
         if word.item():
@@ -246,30 +270,89 @@ class ParameterServer:
     def _leave(self) -> None:
         """Let the other ranks know that this one sends no gradient."""
         size = self.group.size
-        self._reducer.begin(Plan(False, size, [[rank] for rank in range(size)]), lambda: 1)
+        self._reducer.begin(StepPlan(False, size, [[rank] for rank in range(size)]), lambda: 1)
         self._reducer.leave()
 
 
-def _agree_on_optimizers(module: nn.Module, optimizer: Optimizer | None, group: Group) -> None:
-    """Raise ``ValueError`` on all ranks unless the server has an optimizer, over the module's. Collective."""
-    problems = group.all_gather_bytes(_problem(module, optimizer, group).encode(), "the look at optimizers")
-    for problem in filter(None, problems):
-        raise ValueError(problem.decode())
+class ServerExchange(OrderedAllReduce):
+    """Half an all-reduce: the roots go to the server, which adds them. ``give`` brings the weights back.
+
+    The server's scratch holds what all workers send, and later what they are sent: (W-1) S bytes.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: Group, recorder: Recorder) -> None:
+        super().__init__(group, recorder, ordered=True, max_parameters=len(parameters))
+        self.parameters = parameters
+
+    def give(self, buckets: Sequence[Bucket]) -> None:
+        """Overwrite the parameters of every rank with the server's. Collective."""
+        if self.group.size == 1:
+            return
+        num_workers, nothing = self.group.size - 1, [0] * self.group.size
+        for bucket in buckets:
+            pairs = [(slot, self.parameters[slot.position].detach()) for slot in bucket.slots]
+            name, length = f"the weights of bucket {bucket.index}", bucket.num_elements
+            if self.group.rank == SERVER:
+                message = self._receive(bucket, num_workers * length)
+                for slot, parameter in pairs:
+                    bucket.view(slot, message).copy_(parameter)
+                message.view(num_workers, length)[1:] = message[:length]
+                with self._span("send", message, bucket):
+                    self.group.all_to_all(message[:0], message, nothing, [0] + [length] * num_workers, name)
+            else:
+                message = self._receive(bucket, length)
+                with self._span("receive", message, bucket):
+                    self.group.all_to_all(message, message[:0], [length, *nothing[1:]], nothing, name)
+                for slot, parameter in pairs:
+                    parameter.copy_(bucket.view(slot, message))
+
+    def _ordered(
+        self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str
+    ) -> None:
+        own_roots = [buffer for _, buffer in bucket.counter.roots]
+        if self.group.rank != SERVER:
+            message = own_roots[0] if len(own_roots) == 1 else torch.cat([bucket.home[:0], *own_roots])
+            nothing = [0] * self.group.size
+            with self._span("send", message, bucket):
+                self.group.all_to_all(message[:0], message, nothing, [message.numel(), *nothing[1:]], name)
+            return
+        plan = plan_sum(tuple(map(tuple, leaves)), num_leaves)
+        values = [*own_roots, *self._from_workers(bucket, plan.counts[1:], name)]
+        with self.recorder.span("aggregate", lane="communication", bucket=bucket.index):
+            # The first root of the first rank has leaf 0 and lies in the bucket's home: so does the sum.
+            for left, right in plan.adds:
+                torch.add(values[left], values[right], out=values[left])
+            if scale != 1.0:
+                bucket.home.mul_(scale)
+
+    def _from_workers(self, bucket: Bucket, counts: Sequence[int], name: str) -> Sequence[Tensor]:
+        """The roots of all workers, in their order; ``counts[r - 1]`` come from rank r."""
+        if self.group.size == 1:
+            return []
+        received = self._receive(bucket, sum(counts) * bucket.num_elements)
+        with self._span("receive", received, bucket):
+            splits = [0] + [count * bucket.num_elements for count in counts]
+            self.group.all_to_all(received, received[:0], splits, [0] * self.group.size, name)
+        return list(received.view(-1, bucket.num_elements))
+
+    def _span(self, name: str, message: Tensor, bucket: Bucket) -> Span:
+        return self.recorder.span(name, lane="communication", num_bytes=message.nbytes, bucket=bucket.index)
 
 
-def _problem(module: nn.Module, optimizer: Optimizer | None, group: Group) -> str:
-    where = f"rank {group.global_rank}"
+def _require_own(optimizer: Optimizer | None, module: nn.Module, group: Group) -> None:
+    """Raise ``ValueError`` unless this rank may step, or wait, with ``optimizer``."""
     if optimizer is None:
-        return f"{where} is the parameter server: expected an optimizer, got None" if group.rank == 0 else ""
+        if group.rank == SERVER:
+            raise ValueError("expected an optimizer on the parameter server, got None")
+        return
     if not isinstance(optimizer, Optimizer):
-        return f"{where}: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        raise ValueError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     own = set(map(id, module.parameters()))
     for i, options in enumerate(optimizer.param_groups):
         for k, parameter in enumerate(options["params"]):
             if id(parameter) not in own:
-                return (
-                    f"{where}: parameter {k} of group {i} in the optimizer, shape {tuple(parameter.shape)}, "
-                    "is none of the module's: the other ranks would never get it. Make the optimizer from "
+                raise ValueError(
+                    f"parameter {k} of group {i} in the optimizer, shape {tuple(parameter.shape)}, is none "
+                    "of the module's: the other ranks would never get it. Make the optimizer from "
                     "module.parameters(), after the module has its final ones"
                 )
-    return ""

@@ -11,25 +11,51 @@ What it costs: operators run outside of Python's lock, but Python does not, so t
 other between operators, and small models gain nothing; the caller's part runs alone; there is one random
 generator for all; and it ends at the border of the host.
 
+Two threads cannot share one module's ``.grad``: who accumulates first would depend on timing. So each has a
+replica, a shallow copy of the module tree, in which every parameter is an alias, another leaf of autograd
+over the same memory. A batch that is split over them is one node of the caller's graph:
+
+    caller's graph   x --split--> x0, x1 ---.                 .--> y0, y1 --cat--> y --> loss
+                     parameters ------------ InThreads.forward
+    replica 0's                   x0' --.   (detached)      .--> y0'
+                                  aliases --- module -------'
+    replica 1's                   x1', aliases, y1' in the same way
+
+Each replica has a graph of its own, so that its backward can run in a thread of its own. The caller's engine
+comes to ``InThreads.backward`` with the gradients of all outputs, and leaves with the sums.
+
 R: replicas. G: micro-batches in a declared step.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from instep.events import Recorder
-from instep.replicate.crew import Ambient, Crew
-from instep.replicate.names import OwnNames
-from instep.replicate.replica import without_random_numbers
-from instep.replicate.shares import Body, Shares, T
-from instep.replicate.split import SplitBatch
-from instep.step.roster import require_read_only
+from instep.mesh.device import generators
+from instep.mesh.process_group import alone
+from instep.ordered.buckets import make_buckets
+from instep.ordered.homes import Wrapped
+from instep.ordered.tree import adds, rank_major
+from instep.replicate.flat import Flat
+from instep.replicate.thread_pool import ThreadPool, ThreadSettings
+from instep.replicate.wrapper import OwnNames
+from instep.step.gradients import Gradients
+from instep.step.micro_batches import MicroBatch, changed_buffer, require_no_gradients
+from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+
+T = TypeVar("T")
+Body = Callable[[nn.Module, MicroBatch], T]
+"""What stands in the loop over micro-batches: forward and backward of one with the given model."""
 
 
 class ThreadedReplicas(OwnNames):
@@ -69,26 +95,26 @@ class ThreadedReplicas(OwnNames):
         if num_replicas > 1:
             require_read_only(module)
         self.num_replicas = num_replicas
-        self.contract: str | None = None
-        self._crew = Crew(num_replicas, recorder or Recorder())
-        self._shares: Shares | None = None
+        self.step_mode: str | None = None
+        self._pool = ThreadPool(num_replicas, recorder or Recorder())
+        self.threaded_step: ThreadedStep | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.contract = "undeclared"
+        self.step_mode = "undeclared"
         if self.num_replicas == 1:
             return self.module(*args, **kwargs)
-        batch = SplitBatch(self.module, (args, kwargs), self._crew, self._device)
+        batch = SplitBatch(self.module, (args, kwargs), self._pool, self._device)
         with without_random_numbers(self.module, self._device):
             return batch.forward()
 
-    def micro_batches(self, num_leaves: int, body: Body[T]) -> list[T]:
-        """Declare a step of ``num_leaves`` micro-batches, and make it: R of them at a time.
+    def micro_batches(self, num_micro_batches: int, body: Body[T]) -> list[T]:
+        """Declare a step of ``num_micro_batches`` micro-batches, and make it: R of them at a time.
 
-        ``body(model, leaf)`` is called once per micro-batch, in the thread of the replica that has it, with
-        that replica as ``model``: it is what stands in the loop over ``DataParallel.micro_batches``.
+        ``body(model, micro_batch)`` is called once per micro-batch, in the thread of the replica that has it,
+        with that replica as ``model``: it is what stands in the loop over ``DataParallel.micro_batches``.
 
-            def body(model, leaf):
-                loss = f(model(x[leaf.index]))
+            def body(model, micro_batch):
+                loss = f(model(x[micro_batch.index]))
                 loss.backward()
                 return loss.item()
 
@@ -104,24 +130,37 @@ class ThreadedReplicas(OwnNames):
             ValueError: a rule of declared steps is broken: a gradient left over from before, a micro-batch
                 without backward, a buffer that forward changed, random numbers (also with R = 1).
         """
-        if num_leaves < 1:
-            raise ValueError(f"micro_batches({num_leaves}): expected at least one micro-batch")
-        self.contract = "declared"
-        if self._shares is None:
-            self._shares = Shares(self.module, self.num_replicas)
-        shares = self._shares
-        shares.begin(num_leaves)
-        functions = [partial(shares.compute, r, body) for r in range(self.num_replicas)]
+        if num_micro_batches < 1:
+            raise ValueError(f"micro_batches({num_micro_batches}): expected at least one micro-batch")
+        self.step_mode = "declared"
+        if self.threaded_step is None:
+            self.threaded_step = ThreadedStep(self.module, self.num_replicas)
+        step = self.threaded_step
+        step.begin(num_micro_batches)
+        functions = [partial(step.compute, r, body) for r in range(self.num_replicas)]
         with without_random_numbers(self.module, self._device):
-            results = self._crew.run("micro-batches", functions, Ambient(self._device))
-        with self._crew.recorder.span("aggregate", lane="compute"):
-            shares.reduce()
+            results = self._pool.run("micro-batches", functions, ThreadSettings(self._device))
+        with self._pool.recorder.span("aggregate", lane="compute"):
+            step.reduce()
         found = {index: value for part in results for index, value in part.items()}
-        return [found[index] for index in range(num_leaves)]
+        return [found[index] for index in range(num_micro_batches)]
 
     def close(self) -> None:
         """End the threads. Also happens when it is collected."""
-        self._crew.close()
+        self._pool.close()
+
+    def __instep_state__(self) -> Wrapped:
+        first, *others = [[]] if self.threaded_step is None else self.threaded_step.buckets
+        return Wrapped(
+            module=self.module,
+            group=alone(),
+            gradients=lambda: [bucket.home for bucket in first],
+            scratch=lambda: [
+                *(x for bucket in first for x in bucket.spares),
+                *(x for own in others for bucket in own for x in (bucket.home, *bucket.spares)),
+            ],
+            resume_at=lambda step: None,
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -134,3 +173,324 @@ class ThreadedReplicas(OwnNames):
         raise TypeError(
             "ThreadedReplicas holds threads and cannot be pickled: pickle replicas.module instead"
         )
+
+
+class ThreadedStep:
+    """The parts that ``num_replicas`` replicas of ``module`` have in a declared step.
+
+    At construction: a set of buckets per replica, kept from step to step. A step: ``begin``, then ``compute``
+    in each replica's thread, then ``reduce``, which sets every ``.grad``.
+    """
+
+    def __init__(self, module: nn.Module, num_replicas: int) -> None:
+        self.module = module
+        self.registry = ParameterRegistry(module)
+        self.names = [name for name, _ in self.registry.trainable]
+        self.parameters: list[Tensor] = [parameter for _, parameter in self.registry.trainable]
+        groups = Flat.group(self.parameters, range(len(self.parameters)), 25)
+        self.buckets = [make_buckets(self.parameters, groups, 1, ordered=True) for _ in range(num_replicas)]
+
+    def begin(self, num_micro_batches: int) -> None:
+        """A step of ``num_micro_batches`` micro-batches begins.
+
+        Raises:
+            ValueError: a gradient is left from before, a parameter is new, or a layer mixes micro-batches.
+        """
+        self.registry.check()
+        require_no_gradients(self.names, self.parameters)
+        self.num_micro_batches = num_micro_batches
+        self.indices = rank_major(num_micro_batches, len(self.buckets))  # of each replica's micro-batches
+        self.weights = [0] * len(self.buckets)
+        self.sparse: set[int] = set()  # parameters with sparse gradients
+        for buckets in self.buckets:
+            for bucket in buckets:
+                bucket.begin(num_micro_batches, 0)
+
+    def compute(self, r: int, body: Body[T]) -> dict[int, T]:
+        """Forward and backward of the micro-batches of replica ``r``; what ``body`` returns for each."""
+        replica = Replica(self.module, owns_buffers=False)
+        gradients = Gradients(self.names, replica.parameters, ())
+        found = {}
+        for index in self.indices[r]:
+            micro_batch = MicroBatch(index, self.num_micro_batches)
+            found[index] = body(replica.module, micro_batch)
+            self._check(r, micro_batch, replica)
+            for bucket in self.buckets[r]:
+                buffer = bucket.counter.open()
+                gradients.land(bucket, buffer)
+                bucket.counter.push(index, buffer)
+                gradients.take(bucket)
+        return found
+
+    def reduce(self) -> None:
+        """Add the roots of all replicas down the tree, and set ``.grad``."""
+        weight = sum(self.weights)
+        if weight == 0:
+            raise ValueError(
+                "the weights of all micro-batches of the step sum to 0: there is nothing to average"
+            )
+        gradients = Gradients(self.names, self.parameters, self.sparse)
+        for same in zip(*self.buckets, strict=True):
+            nodes, values = zip(*[root for bucket in same for root in bucket.counter.roots], strict=True)
+            # Replica 0 has leaf 0, and so the sum ends in the home of its bucket.
+            for left, right in adds(nodes, self.num_micro_batches):
+                torch.add(values[left], values[right], out=values[left])
+            home = same[0]
+            if weight != 1:
+                home.home.mul_(1.0 / weight)
+            for k, (slot, view) in enumerate(zip(home.slots, home.views(home.home), strict=True)):
+                if any(bucket.slots[k].present for bucket in same):
+                    gradients.attach(slot, view, whole=True)
+
+    def _check(self, r: int, micro_batch: MicroBatch, replica: Replica) -> None:
+        weight = micro_batch.checked_weight()
+        came = {i: p.grad for i, p in enumerate(replica.parameters) if p.grad is not None}
+        if came:
+            self.weights[r] += weight
+        elif weight != 0:
+            raise ValueError(
+                f"micro-batch {micro_batch.index} ended without a gradient: call backward() in the function, "
+                "on a loss of the model that it is given (not of the wrapped one), or set "
+                "micro_batch.weight = 0"
+            )
+        self.sparse.update(i for i, gradient in came.items() if gradient.is_sparse)
+        changed = replica.changed_buffer(self.module)
+        if changed is not None:
+            raise changed_buffer(changed)
+
+
+class SplitBatch:
+    """One forward of ``module``, and its backward, by the threads of ``pool``.
+
+    At construction: the arguments are split. ``forward``: the replicas compute; ``graphs`` keeps theirs.
+    ``backward``: they compute again, and are gone unless the caller retains the graph.
+    """
+
+    def __init__(self, module: nn.Module, arguments: Any, pool: ThreadPool, device: torch.device) -> None:
+        self.module = module
+        self.pool = pool
+        self.device = device
+        self.settings = ThreadSettings(device)  # here, because inside of InThreads there is no grad mode
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        leaves, self.spec = tree_flatten(arguments)
+        self.at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.parts = _split(leaves, self.at, pool.size)
+        self.graphs: list[_Graph] | None = None
+        self._outputs: list[list[Any]] = []
+
+    def forward(self) -> Any:
+        """What ``module`` returns for the whole batch."""
+        inputs = [part[i] for part in self.parts for i in self.at]
+        tensors = iter(InThreads.apply(self, *inputs, *self.parameters))
+        rows = [[next(tensors) if isinstance(x, Tensor) else x for x in leaves] for leaves in self._outputs]
+        self._outputs, self.parts = [], []
+        return tree_unflatten([_join(column) for column in zip(*rows, strict=True)], self._out_spec)
+
+    def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of all replicas on ``inputs`` (those of all, one after the other)."""
+        width = len(self.at)
+        by_replica = [inputs[r * width : (r + 1) * width] for r in range(len(self.parts))]
+        functions = [partial(self._forward, r, x) for r, x in enumerate(by_replica)]
+        results = self.pool.run("forward", functions, self.settings)
+        self.graphs = [graph for graph, _, _ in results]
+        self._outputs = [leaves for _, leaves, _ in results]
+        self._out_spec: TreeSpec = results[0][2]
+        for _, _, spec in results:
+            if spec != self._out_spec:
+                raise ValueError(
+                    f"the replicas returned outputs of different structure, {self._out_spec} and {spec}: a "
+                    "split batch needs the same one from every part"
+                )
+        return [x for graph in self.graphs for x in graph.outputs]
+
+    def backward(self, gradients: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
+        """Gradients of all replicas' inputs, then those of the parameters, summed over the replicas."""
+        if self.graphs is None:
+            raise RuntimeError(
+                "a second backward through the same replicas, whose graphs are gone: pass retain_graph=True "
+                "to the first one"
+            )
+        functions, begin = [], 0
+        for graph in self.graphs:
+            given = gradients[begin : begin + len(graph.outputs)]
+            functions.append(partial(graph.backward, given, keep=keep))
+            begin += len(graph.outputs)
+        if not keep:
+            self.graphs = None
+        results = self.pool.run("backward", functions, ThreadSettings(self.device))
+        of_inputs = [x for found, _ in results for x in found]
+        with self.pool.recorder.span("aggregate", lane="compute"):
+            sums = [tree_sum(column) for column in zip(*[found for _, found in results], strict=True)]
+        return of_inputs + sums
+
+    def _forward(self, r: int, inputs: Sequence[Tensor]) -> tuple[_Graph, list[Any], TreeSpec]:
+        replica = Replica(self.module, owns_buffers=r == 0)
+        own = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        leaves = list(self.parts[r])
+        for i, x in zip(self.at, own, strict=True):
+            leaves[i] = x
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        outputs, spec = tree_flatten(replica.module(*args, **kwargs))
+        tensors = [x for x in outputs if isinstance(x, Tensor)]
+        return _Graph(own, replica.parameters, tensors), outputs, spec
+
+
+class _Graph:
+    """What one replica computed: ``outputs`` from ``inputs`` and ``parameters``, all of them its own."""
+
+    def __init__(
+        self, inputs: Sequence[Tensor], parameters: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        self.inputs, self.parameters, self.outputs = inputs, parameters, outputs
+
+    def backward(
+        self, gradients: Sequence[Tensor | None], *, keep: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of inputs and parameters, None where there is none."""
+        pairs = [(x, g) for x, g in zip(self.outputs, gradients, strict=True) if g is not None]
+        if pairs:
+            tensors, given = zip(*pairs, strict=True)
+            # Not autograd.grad, which reentrant checkpoints refuse.
+            torch.autograd.backward(tensors, given, retain_graph=keep)
+        found = [x.grad for x in self.inputs], [p.grad for p in self.parameters]
+        for x in (*self.inputs, *self.parameters):
+            x.grad = None
+        return found
+
+
+class InThreads(torch.autograd.Function):
+    """(batch, inputs of all replicas, parameters) -> outputs of all replicas."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: SplitBatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = batch.compute(tensors[: len(tensors) - len(batch.parameters)])
+        detached = [x.detach() for x in outputs]
+        ctx.batch = batch
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *[x for x, own in zip(detached, outputs, strict=True) if not own.requires_grad]
+        )
+        return tuple(detached)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, *ctx.batch.backward(gradients, keep=keep)
+
+
+def tree_sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum in the order of the tree over ``len(parts)`` leaves; None is a leaf without a value."""
+    values = list(parts)
+    for left, right in adds([(i, i + 1) for i in range(len(parts))], len(parts)):
+        a, b = values[left], values[right]
+        values[left] = b if a is None else a if b is None else a + b
+    return values[0]
+
+
+def _split(leaves: Sequence[Any], at: Sequence[int], num_replicas: int) -> list[list[Any]]:
+    """The arguments of each replica: tensors cut along dim 0 into nearly equal parts, the rest as it is.
+
+    At most as many parts as rows. Tensors without dimensions go to every replica.
+    """
+    rows = {leaves[i].shape[0] for i in at if leaves[i].dim()}
+    if len(rows) > 1:
+        raise ValueError(
+            f"expected tensors of one length along dim 0, the batch, got {sorted(rows)}: give the others to "
+            "the module in another way"
+        )
+    num_parts = min([num_replicas, *rows]) if rows and min(rows) else 1
+    cut = {i: leaves[i].tensor_split(num_parts) for i in at if leaves[i].dim()}
+    return [[cut[i][r] if i in cut else leaf for i, leaf in enumerate(leaves)] for r in range(num_parts)]
+
+
+def _join(column: Sequence[Any]) -> Any:
+    """One leaf of the output, out of that of each replica."""
+    first = column[0]
+    if not isinstance(first, Tensor):
+        if any(leaf != first for leaf in column):
+            raise ValueError(f"the replicas returned {first!r} and others: only tensors can be put together")
+        return first
+    if any(x.shape[1:] != first.shape[1:] for x in column):
+        shapes = ", ".join(str(tuple(x.shape)) for x in column)
+        raise ValueError(
+            f"the replicas returned tensors of shape {shapes}: expected the batch along dim 0, the rest alike"
+        )
+    return torch.cat(list(column)) if first.dim() else torch.stack(list(column))
+
+
+class Replica:
+    """``module`` with the weights of ``original``; ``parameters[i]`` aliases its i-th trainable parameter.
+
+    Buffers are ``original``'s own if ``owns_buffers``, else copies, and what forward writes into those is
+    gone with the replica.
+    """
+
+    def __init__(self, original: nn.Module, *, owns_buffers: bool) -> None:
+        aliases: dict[int, nn.Parameter] = {}
+        copies: dict[int, Tensor] = {}
+        self.parameters: list[nn.Parameter] = []
+        for parameter in original.parameters():
+            alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            aliases[id(parameter)] = alias
+            if parameter.requires_grad:
+                self.parameters.append(alias)
+        if not owns_buffers:
+            copies = {id(buffer): buffer.detach().clone() for buffer in original.buffers()}
+        self.modules = {id(m): m._replicate_for_data_parallel() for m in original.modules()}
+        for module in original.modules():
+            replica = self.modules[id(module)]
+            for name, child in module._modules.items():
+                replica._modules[name] = None if child is None else self.modules[id(child)]
+            for name, own in module._parameters.items():
+                if own is None:
+                    replica._parameters[name] = None
+                else:
+                    setattr(replica, name, aliases[id(own)])  # recurrent layers keep a list besides
+            for name, buffer in module._buffers.items():
+                replica._buffers[name] = None if buffer is None else copies.get(id(buffer), buffer)
+        self.module = self.modules[id(original)]
+
+    def changed_buffer(self, original: nn.Module) -> str | None:
+        """The name of a buffer that forward has changed in this replica, or None."""
+        for prefix, module in original.named_modules():
+            replica = self.modules[id(module)]
+            for name, buffer in module._buffers.items():
+                mine = replica._buffers[name]
+                if (buffer is None) != (mine is None) or (
+                    buffer is not None and mine is not None and not torch.equal(buffer, mine)
+                ):
+                    return f"{prefix}.{name}".lstrip(".")
+        return None
+
+
+WAYS_OUT = "set its dropout to 0, call eval(), or use processes (instep.DataParallel)"
+
+
+@contextmanager
+def without_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Raise ``ValueError`` if ``module`` will drop out, or if the block has drawn random numbers.
+
+    torch's default generator is one for all threads: who draws first would depend on timing.
+    """
+    for name, part in module.named_modules():
+        if part.training and _drops(part):
+            raise ValueError(
+                f"{name or 'the module'!r} is {type(part).__name__} with dropout in training mode, and "
+                f"threads share torch's random generator: {WAYS_OUT}"
+            )
+    before = [generator.get_state() for generator in generators(device)]
+    yield
+    after = [generator.get_state() for generator in generators(device)]
+    if not all(map(torch.equal, before, after)):
+        raise ValueError(
+            "forward drew from torch's random generator, which threads share, so the numbers would depend on "
+            f"timing: {WAYS_OUT}, or draw from a torch.Generator that each call makes for itself"
+        )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a layer of torch drops out."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0

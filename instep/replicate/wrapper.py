@@ -1,11 +1,11 @@
-"""``DataParallel``: the module that a training loop wraps, and the two contracts it can be used under."""
+"""``DataParallel``: the module that a training loop wraps, and the two step modes it can be used in."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,26 +13,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from instep.mesh.agree import all_or_none, attempt
 from instep.mesh.clocks import measure
 from instep.mesh.device import generators, marks_for
-from instep.mesh.find import find_ranks
-from instep.mesh.group import Group
+from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
+from instep.mesh.process_group import Group
 from instep.ordered.buckets import Caps
+from instep.ordered.homes import Wrapped
 from instep.ordered.keys import LeafKeys
-from instep.replicate.keywords import consume
-from instep.replicate.names import OwnNames
+from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
-from instep.step import guard
-from instep.step.agree import agree, attempt
+from instep.step import optimizer_guard
+from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values
 from instep.step.backward import Backward
-from instep.step.leaves import DeclaredStep, Leaf
-from instep.step.manifest import agree_on_structure, agree_on_values, broadcast_values
-from instep.step.reducer import Options, Reducer
-from instep.step.roster import Roster, require_read_only
-from instep.verify.loss import Loss
-from instep.verify.report import Report
-from instep.verify.subject import Piece, Subject, Value
+from instep.step.micro_batches import DeclaredStep, MicroBatch
+from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+from instep.step.reduction import ReductionOptions
+from instep.verify.gradient_report import Report
+from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
 from instep.work import Lane
 
@@ -40,12 +39,56 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+PREFIX = "module."  # what torch's wrappers write before every name in a state dict
+# Keywords of torch 2.13's DistributedDataParallel that instep has no use for.
+# Keyword -> (the value that asks for nothing, why it has no effect here).
+NO_EFFECT: dict[str, tuple[Any, str]] = {
+    "device_ids": (None, "the module stays where it is and inputs are not moved"),
+    "output_device": (None, "the module stays where it is and outputs are not moved"),
+    "dim": (0, "inputs are not scattered"),
+    "check_reduction": (False, "every reduction is checked, always"),
+    "gradient_as_bucket_view": (True, "gradients are views of their buckets, always"),
+    "static_graph": (
+        False,
+        "uses are counted in the first backward, always; only that it allows unused ones",
+    ),
+    "skip_all_reduce_unused_params": (False, "an unused parameter is a zero in a bucket that travels anyway"),
+    "batched_grad_copy": (False, "gradients are copied as they appear"),
+}
+REFUSED = {
+    "delay_all_reduce_named_params": "reduce these parameters in a wrapper of their own",
+    "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params",
+    "mixed_precision": "use torch.autocast in the training loop; instep reduces in float32",
+}
+
+
+class OwnNames(nn.Module):
+    """A wrapper of ``module`` that shows its parameters and buffers under the module's own names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.register_load_state_dict_pre_hook(accept_own_names)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, under their own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own, under their own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+
 class DataParallel(OwnNames):
     """Trains ``module`` on every rank of a group with gradients that all ranks share.
 
     In an ordinary loop it does what torch's ``DistributedDataParallel`` does: when ``loss.backward()``
-    returns, every ``.grad`` is the mean over the ranks. Inside ``for leaf in model.micro_batches(G)`` the
-    step is *declared*: every ``.grad`` is the sum over G micro-batches divided by their weights, with the
+    returns, every ``.grad`` is the mean over the ranks. Inside ``for micro_batch in model.micro_batches(G)``
+    the step is *declared*: every ``.grad`` is the sum over G micro-batches divided by their weights, with the
     same bits on any number of ranks.
 
     At construction: the ranks compare their models and take rank 0's values. In forward: nothing but a
@@ -122,12 +165,12 @@ class DataParallel(OwnNames):
             "timeout_s": timeout_s,
         }
         others |= {"device_ids": device_ids, "output_device": output_device, "dim": dim}
-        warning, problem = attempt(lambda: self._consider(others))
+        considered = attempt(lambda: self._consider(others))
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
         self._seed = seed
         self.next_step = 0
-        self._bind(self._process_group, timeout_s, problem)
-        if warning and self.group.rank == 0:
+        self._bind(self._process_group, timeout_s, considered)
+        if (warning := considered()) and self.group.rank == 0:
             warnings.warn(warning, stacklevel=2)
         try:
             if init_sync == "verify":
@@ -142,25 +185,25 @@ class DataParallel(OwnNames):
         self,
         process_group: Mesh | ProcessGroup | None,
         timeout_s: float | None,
-        problem: Exception | None = None,
+        considered: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take part in ``process_group``: hooks, reducer, keys. With a ``problem``, only to let all raise."""
+        """Take part in ``process_group``: hooks, reducer, keys; if ``considered`` raises, only to tell it."""
         self.group, self.recorder = find_ranks(process_group, timeout_s)
         try:
-            roster, self._reducer = self._compare(problem)
+            registry, self._reducer = self._compare(considered)
         except BaseException:
             self.group.close()
             raise
         parameters = self._reducer.parameters
-        guard.take_over(parameters)
+        optimizer_guard.take_over(parameters)
         self._reducer.exchange.offsets_ns = measure(self.group).offsets_ns
         device = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(device)
         keys = LeafKeys(self.module, self._seed, generators(device))
-        self._declared = DeclaredStep(self.module, self._reducer, keys, roster)
+        self._declared = DeclaredStep(self.module, self._reducer, keys, registry)
         self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
         self._unbind = weakref.finalize(self, _release, self._backward.hooks, self._reducer.lane, self.group)
-        guard.watch(self._reducer, roster.frozen, self._unbind)
+        optimizer_guard.watch(self._reducer, registry.frozen, self._unbind)
 
     def _consider(self, others: Mapping[str, Any]) -> str:
         """Take the arguments over, if this rank can; the warning that is due for ``others``."""
@@ -168,28 +211,29 @@ class DataParallel(OwnNames):
         if given["init_sync"] not in (True, False, "verify"):
             raise ValueError(f"init_sync={given['init_sync']!r}: expected True, False or 'verify'")
         unused = given["find_unused_parameters"]
-        self._options = Options(find(given["strategy"]), given["bucket_cap_mb"], given["ordered"], unused)
+        self._options = ReductionOptions(
+            find(given["strategy"]), given["bucket_cap_mb"], given["ordered"], unused
+        )
         return consume(others)
 
-    def _compare(self, problem: Exception | None) -> tuple[Roster, Reducer]:
+    def _compare(self, considered: Callable[[], object]) -> tuple[ParameterRegistry, Reducer]:
         """All ranks have the same module, which can be wrapped in the same way, or all raise."""
-        prepared = None
-        if problem is None:
-            prepared, problem = attempt(self._prepare)
-        agree(problem, [], self.group, "the comparison of models")
-        assert prepared is not None
+        prepared = all_or_none(
+            self.group, "the preparation of models", lambda: self._prepare(considered), errors=(ValueError,)
+        )
         agree_on_structure(self.module, _shared_options(self._arguments), self.group)
         return prepared
 
-    def _prepare(self) -> tuple[Roster, Reducer]:
+    def _prepare(self, considered: Callable[[], object]) -> tuple[ParameterRegistry, Reducer]:
         """What this rank may refuse; nothing is changed yet."""
-        roster = Roster(self.module)
+        considered()
+        registry = ParameterRegistry(self.module)
         if self.group.size > 1:
             require_read_only(self.module)
-        names, parameters = [name for name, _ in roster.trainable], [p for _, p in roster.trainable]
-        guard.require_takeable(parameters)
+        names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
+        optimizer_guard.require_takeable(parameters)
         sparse = _sparse(self.module, parameters)
-        return roster, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
+        return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
 
     def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
@@ -198,9 +242,9 @@ class DataParallel(OwnNames):
         self._bind(process_group, timeout_s)
 
     @property
-    def contract(self) -> str | None:
+    def step_mode(self) -> str | None:
         """ "declared" or "undeclared", whichever the last step was; None before the first."""
-        return self._backward.contract
+        return self._backward.step_mode
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -220,29 +264,27 @@ class DataParallel(OwnNames):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def micro_batches(self, num_leaves: int, *, step: int | None = None) -> Iterator[Leaf]:
-        """Declare a step of ``num_leaves`` micro-batches and yield those that this rank computes.
+    def micro_batches(self, num_micro_batches: int, *, step: int | None = None) -> Iterator[MicroBatch]:
+        """Declare a step of ``num_micro_batches`` micro-batches and yield those that this rank computes.
 
         All ranks must run the loop to its end; the last iteration leaves the reduced gradients in
         ``.grad``. Leaving early discards this rank's part and makes the others raise ``Desync``. In ``zip``,
         ``micro_batches`` comes first: an iterator before it that ends leaves the loop in its last iteration.
 
         Args:
-            num_leaves: G, the number of micro-batches in the global batch; the bits depend on it.
+            num_micro_batches: G, the number of micro-batches in the global batch; the bits depend on it.
             step: what the random numbers are keyed by; by default the declared steps so far.
 
         Raises:
             ValueError: a rule of declared steps is broken (a buffer changed in forward, a micro-batch
                 without backward, a gradient left over from before).
         """
-        if num_leaves < 1:
-            raise ValueError(f"micro_batches({num_leaves}): expected at least one micro-batch")
         self._check_open()
-        self._backward.contract = "declared"
+        self._backward.step_mode = "declared"
         step = self.next_step if step is None else step
-        yield from self._declared.run(num_leaves, step)
+        yield from self._declared.run(num_micro_batches, step)
         self.next_step = step + 1
-        guard.reduced(self._reducer)
+        optimizer_guard.reduced(self._reducer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -321,7 +363,7 @@ class DataParallel(OwnNames):
             strategy=self._arguments["strategy"],
             seed=self._seed,
             copy=self.group.rank,
-            pieces=[Piece(i, _all_of, partial(_gradient_of, p)) for i, p in enumerate(parameters)],
+            pieces=[GradientPiece(i, _all_of, partial(_gradient_of, p)) for i, p in enumerate(parameters)],
             values=[Value(name, 0, p) for name, p in self.module.named_parameters()],
         )
         return verify(subject, self._process_group, batch, loss, rtol)
@@ -338,6 +380,22 @@ class DataParallel(OwnNames):
     def close(self) -> None:
         """Remove the hooks, end the lane, give back the private group. Also happens when it is collected."""
         self._unbind()
+
+    def __instep_state__(self) -> Wrapped:
+        def resume_at(step: int) -> None:
+            self.next_step = step
+
+        reducer = self._reducer
+        return Wrapped(
+            module=self.module,
+            group=self.group,
+            gradients=lambda: [bucket.home for bucket in reducer.buckets],
+            scratch=lambda: [
+                *(x for bucket in reducer.buckets for x in bucket.spares),
+                *reducer.exchange.scratch,
+            ],
+            resume_at=resume_at,
+        )
 
     def _check_open(self) -> None:
         if not self._unbind.alive:
@@ -372,3 +430,39 @@ def _sparse(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     wanted = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
     return {i for i, parameter in enumerate(parameters) if id(parameter) in wanted}
+
+
+def consume(keywords: Mapping[str, Any]) -> str:
+    """Accept what has no effect, and refuse the rest by name.
+
+    Returns:
+        The warning that is due, or "".
+
+    Raises:
+        TypeError: a keyword that neither torch nor instep knows.
+        ValueError: a keyword that would have an effect in torch that instep does not offer.
+    """
+    idle = []
+    for name, value in keywords.items():
+        if name in REFUSED:
+            if value is not None:
+                raise ValueError(f"{name} is not offered: {REFUSED[name]}")
+        elif name not in NO_EFFECT:
+            raise TypeError(f"DataParallel got an unknown keyword {name!r}")
+        elif value is not None and value != NO_EFFECT[name][0]:
+            idle.append(f"{name} ({NO_EFFECT[name][1]})")
+    return f"without effect in instep: {'; '.join(idle)}" if idle else ""
+
+
+def accept_own_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before loading: give the entries of ``state`` the names that ``load_state_dict`` looks for.
+
+    They may have the module's own names, or those with ``module.`` before them, as other wrappers save
+    them. Decided for all together, because a module may itself have a part that is called ``module``.
+    """
+    module = wrapper.get_submodule("module")
+    names = list(module.state_dict(keep_vars=True))
+    own = [name for name in names if prefix + name in state]
+    prefixed = [name for name in names if prefix + PREFIX + name in state]
+    if len(own) >= len(prefixed):
+        state.update({prefix + PREFIX + name: state.pop(prefix + name) for name in own})

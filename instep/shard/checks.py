@@ -1,18 +1,92 @@
-"""What parameters have to be like for their optimizer to be sharded, and to stay like."""
+"""What ranks check before they shard an optimizer: its class, its parameters, and that all have the same.
+
+Which classes. An elementwise optimizer computes each new element from the old one, its gradient and its
+moments alone, so a rank can update any part of a parameter. Others look at a whole parameter (Adafactor's
+factors are means over rows and columns, Muon makes a matrix orthogonal), and one that is not known here may.
+
+Which parameters. Two sharded optimizers would move each other's memory away, so each claims its parameters.
+Claims are weak on both sides: one ends with the optimizer, or when it is closed.
+
+That all have the same. A rank whose optimizer had its parameters in another order would write its new values
+over those of other parameters, and one with another learning rate would use it for its slice alone; nothing
+later could tell. So ranks compare parameter groups as lines of text before they make an optimizer.
+"""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
+from torch.utils.weak import WeakIdKeyDictionary
 
-from instep.mesh.group import Group
-from instep.shard import claims
-from instep.shard.kinds import is_elementwise
+from instep.mesh.process_group import Group
+from instep.ordered import homes
+from instep.shard.layout import LayoutRule, cut, keep_whole
+
+# These classes themselves: a subclass may do anything.
+ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})
+
+REFUSED: dict[type[Optimizer], str] = {
+    LBFGS: "its step is made of dot products over all parameters and calls the closure again and again: use "
+    "torch.optim.LBFGS itself on every rank, whose state is then not sharded",
+    SparseAdam: "its gradients are lists of rows, which have no fixed owner: make the embeddings with "
+    "sparse=False and use Adam, or give their parameters to a torch.optim.SparseAdam beside this optimizer",
+}
+
+_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its optimizer
+
+
+def is_elementwise(optimizer_cls: object) -> bool:
+    """Whether parts of a parameter can be updated apart."""
+    return isinstance(optimizer_cls, type) and optimizer_cls in ELEMENTWISE
+
+
+def layout_rule(optimizer_cls: object) -> LayoutRule:
+    """``cut`` or ``keep_whole``, whichever is right for the class."""
+    return cut if is_elementwise(optimizer_cls) else keep_whole
+
+
+def require_shardable(optimizer_cls: object, options: Mapping[str, Any]) -> None:
+    """Raise unless this can be made a sharded optimizer.
+
+    Raises:
+        TypeError: it is not a class of optimizers.
+        ValueError: one of those that are refused, or an option that is.
+    """
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+        raise TypeError(
+            f"optimizer_cls: expected a class such as torch.optim.AdamW, got {optimizer_cls!r}: pass the "
+            "class, and its options as keywords"
+        )
+    for refused, reason in REFUSED.items():
+        if issubclass(optimizer_cls, refused):
+            raise ValueError(f"{optimizer_cls.__name__} cannot be sharded: {reason}")
+    if options.get("differentiable"):
+        raise ValueError(
+            "differentiable=True cannot be sharded: the new values come from other ranks, and autograd "
+            "cannot follow them there"
+        )
 
 
 def require_new(parameters: Sequence[Tensor]) -> None:
@@ -20,8 +94,8 @@ def require_new(parameters: Sequence[Tensor]) -> None:
     if len(set(map(id, parameters))) < len(parameters):
         raise ValueError("a parameter is given twice: pass tied parameters once, as module.parameters() does")
     trainable = [p for p in parameters if p.requires_grad]
-    claims.require_free(trainable)
-    homeless = [p for p in trainable if claims.home(p) is None]
+    require_unclaimed(trainable)
+    homeless = [p for p in trainable if homes.home(p) is None]
     for p in homeless:
         if p.layout != torch.strided or p.device.type == "meta":
             raise ValueError(
@@ -33,7 +107,7 @@ def require_new(parameters: Sequence[Tensor]) -> None:
     for (device, _, end), (other, begin, _) in pairwise(stretches):
         if device == other and begin < end:
             raise ValueError(
-                "two parameters share memory, and would not when they have moved: make them one Parameter, "
+                "two parameters share memory, and sharding would separate them: make them one Parameter, "
                 "or give each its own values"
             )
 
@@ -41,7 +115,7 @@ def require_new(parameters: Sequence[Tensor]) -> None:
 def require_homes(parameters: Sequence[Tensor], optimizer_cls: type[Optimizer], group: Group) -> None:
     """Raise ``ValueError`` unless the spaces where ``parameters`` live already can be stepped as they are."""
     given = set(map(id, parameters))
-    for space in claims.homes(parameters):
+    for space in homes.homes(parameters):
         if not is_elementwise(optimizer_cls):
             raise ValueError(
                 f"{optimizer_cls.__name__} looks at whole parameters, and fully_shard has cut these: use an "
@@ -70,7 +144,7 @@ def require_one_copy(parameters: Sequence[Tensor], group: Group) -> None:
             'run all ranks on one host and make the group with backend "shm", or leave one_copy out'
         )
     for p in parameters:
-        home = claims.home(p)
+        home = homes.home(p)
         if p.requires_grad and home is not None and not home.one_copy:
             raise ValueError(
                 "one_copy=True, but fully_shard has given each rank a copy: pass one_copy=True to it instead"
@@ -108,7 +182,7 @@ def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> 
                 )
 
 
-def moved(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> ValueError:
+def moved_error(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> ValueError:
     """The error to raise because ``parameter`` is not where it was."""
     where = next(
         _called(i, k, p)
@@ -124,3 +198,91 @@ def moved(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> ValueError:
 
 def _called(group: int, position: int, p: Tensor) -> str:
     return f"parameter {position} of group {group}, shape {tuple(p.shape)},"
+
+
+def require_unclaimed(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if another sharded optimizer, which is not closed, has one of ``parameters``."""
+    if any(map(_owner, parameters)):
+        gc.collect()  # one that is part of a cycle, with its scheduler for instance, is gone only then
+    for i, parameter in enumerate(parameters):
+        if _owner(parameter) is not None:
+            raise ValueError(
+                f"trainable parameter {i}, shape {tuple(parameter.shape)}, belongs to another "
+                "ShardedOptimizer: give each parameter to one, or close() the other first"
+            )
+
+
+def claim(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
+    """``parameters`` belong to ``optimizer`` until it is released or collected."""
+    for parameter in parameters:
+        _claims[parameter] = weakref.ref(optimizer)
+
+
+def release(parameters: Sequence[Tensor]) -> None:
+    """``parameters`` belong to no sharded optimizer any more."""
+    for parameter in parameters:
+        _claims.pop(parameter, None)
+
+
+def claimed(parameter: Tensor) -> bool:
+    """Whether a sharded optimizer, which is not closed, has ``parameter``."""
+    return _owner(parameter) is not None
+
+
+def _owner(parameter: Tensor) -> Optimizer | None:
+    known = _claims.get(parameter)
+    owner: Optimizer | None = None if known is None else known()
+    return owner
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Parameter groups as lines."""
+    return [line for i, group in enumerate(groups) for line in describe_group(i, group)]
+
+
+def describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
+    """A parameter group as lines: its options, then each parameter."""
+    lines = [f"parameter group {index}: {options_text(group)}"]
+    names = group.get("param_names") or [""] * len(group["params"])
+    for k, (name, p) in enumerate(zip(names, group["params"], strict=True)):
+        called = f" {name!r}" if name else ""
+        kind = "trainable" if p.requires_grad else "frozen"
+        dtype = str(p.dtype).removeprefix("torch.")
+        lines.append(
+            f"parameter {k} of group {index}{called}: shape {tuple(p.shape)}, {dtype}, {p.device.type}, "
+            f"{_layout(p)}, {kind}"
+        )
+    return lines
+
+
+def _layout(p: Tensor) -> str:
+    home = homes.home(p)
+    if home is None:
+        return f"strides {tuple(p.stride())}"
+    return f"strides {tuple(home.strides_of(p))}, divided by fully_shard"
+
+
+def class_name(kind: object) -> str:
+    """Where a class is found; what else it is, if it is none."""
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said in a parameter group but which parameters it has."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """All options but the parameters, the same text for the same values."""
+    own = group_options(options)
+    return ", ".join(f"{key}={_plain(own[key])}" for key in sorted(own))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Tensor):  # one on an accelerator would have to be waited for
+        return repr(value.tolist()) if value.device.type == "cpu" else f"a tensor on {value.device.type}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_plain, value))})"
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
+        return repr(value)
+    return f"a {type(value).__name__}"  # whose repr may have an address in it

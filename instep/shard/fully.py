@@ -9,8 +9,8 @@ a mesh of ``instep.init(shard=ranks_per_host)``, whose hosts are replicas of eac
 
     model = instep.fully_shard(model)
     optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
-    for leaf in model.micro_batches(G):
-        loss_of(model, leaf).backward()
+    for micro_batch in model.micro_batches(G):
+        loss_of(model, micro_batch).backward()
     instep.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -24,19 +24,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from instep.events import Recorder
-from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh
+from instep.mesh.process_group import Group
+from instep.ordered.homes import Wrapped
 from instep.ordered.placeholder import slices_of
-from instep.shard.sharding import Options, Sharding, Where
-from instep.step.leaves import Leaf
-from instep.verify.loss import Loss
-from instep.verify.report import Report
+from instep.shard.sharding import LocalOptions, Sharding, ShardingOptions
+from instep.step.micro_batches import MicroBatch
+from instep.verify.gradient_report import Report
+from instep.verify.subject import Loss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,7 +54,7 @@ class FullySharded:
 
     In backward, as soon as a unit's gradients are whole, each rank gets its slice of all ranks' and adds it
     to what it has; no rank ever has all of the reduced gradient. ``.grad`` then is a placeholder: it says
-    that there is a gradient, and whoever computes with it, as torch's clipping does, gets an error.
+    that there is a gradient, and code that computes with it, as torch's clipping does, gets an error.
     ``ShardedOptimizer`` and ``instep.clip_grad_norm_`` know where it is, other optimizers are refused.
     ``zero_grad()`` discards it, a second synchronised backward adds to it, and under ``no_sync`` gradients
     are kept whole until the next synchronised backward.
@@ -78,16 +79,16 @@ class FullySharded:
         return self.sharding.recorder
 
     @property
-    def contract(self) -> str | None:
+    def step_mode(self) -> str | None:
         """Whichever the last step was, "declared" or "undeclared"; None before the first."""
-        return self.sharding.backward.contract
+        return self.sharding.backward.step_mode
 
     @property
     def placement(self) -> dict[str, Any]:
         """What a run is told to be: "strategy" and "stage"."""
         return {"strategy": "fully_shard", "stage": self.sharding.options.stage}
 
-    def micro_batches(self, num_leaves: int, *, step: int | None = None) -> Iterator[Leaf]:
+    def micro_batches(self, num_leaves: int, *, step: int | None = None) -> Iterator[MicroBatch]:
         """Declare a step of ``num_leaves`` micro-batches and yield those that this rank computes.
 
         As ``DataParallel.micro_batches``, but ranks take turns: rank r computes r, r + W, r + 2W, ... After
@@ -140,6 +141,20 @@ class FullySharded:
         del self.__dict__[KEY]
         self.__class__ = sharding.kind  # type: ignore[assignment]
 
+    def __instep_state__(self) -> Wrapped:
+        sharding, module = self.sharding, cast(nn.Module, self)
+
+        def resume_at(step: int) -> None:
+            sharding.next_step = step
+
+        return Wrapped(
+            module=module,
+            group=sharding.group,
+            gradients=lambda: [bucket.reduced for bucket in sharding.reducer.buckets],
+            scratch=lambda: sharding.reducer.scratch,
+            resume_at=resume_at,
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
             "a fully sharded module cannot be copied, as it holds one rank's part: load "
@@ -162,7 +177,7 @@ class Verifiable(FullySharded):
         As ``DataParallel.verify``: each rank makes one synchronised step on its batch, without an update;
         then rank 0 computes every rank's gradient again, alone, and what each has, its slices, is compared
         with their mean. All is as before when it returns or raises. Weights in slices are compared between
-        replicas alone: in a row of ranks there is one copy of them.
+        replicas alone: in a shard group there is one copy of them.
 
         It costs W + 1 forwards and backwards on rank 0, which needs memory for all batches, for a whole
         gradient, and for another one in float64. Collective.
@@ -204,8 +219,8 @@ def fully_shard(
 
     Args:
         module: whose parameters no other wrapper or sharded optimizer has.
-        process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1, each row of ``shard`` ranks has
-            the module in slices, and the ``dp`` rows are replicas: only the reduced slices of gradients
+        process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1, each shard group has
+            the module in slices, and the ``dp`` groups are replicas: only the reduced slices of gradients
             travel between them, once per step.
         stage: 2 or 3.
         compute_dtype: of weights and gradients in forward and backward; the weights that the optimizer steps
@@ -237,8 +252,8 @@ def fully_shard(
         seed=seed,
         overlap=overlap,
     )
-    where = Where(units, device, timeout_s)
-    sharding = Sharding(module, process_group, consider, where, broadcast_buffers=broadcast_buffers)
+    local = LocalOptions(units, device, timeout_s)
+    sharding = Sharding(module, process_group, consider, local, broadcast_buffers=broadcast_buffers)
     _become_sharded(module, sharding)
     return module
 
@@ -260,7 +275,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         shared = isinstance(value, Tensor) and value.untyped_storage()._cdata in live
         whole[name] = value.clone() if shared else value
     for sharding in shardings(module):
-        sharding.barrier("the gathering of a state dict")  # nobody steps while another one reads
+        sharding.barrier("the gathering of a state dict")  # no rank steps while another one reads
     return whole
 
 
@@ -271,10 +286,10 @@ def _become_sharded(module: nn.Module, sharding: Sharding) -> None:
     module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (added, sharding.kind), {})
 
 
-def _consider(module: nn.Module, **options: Any) -> Options:
+def _consider(module: nn.Module, **options: Any) -> ShardingOptions:
     """What this rank may refuse before it knows of the others."""
     _require_plain(module)
-    return Options(**options)
+    return ShardingOptions(**options)
 
 
 def _require_plain(module: nn.Module) -> None:

@@ -3,43 +3,74 @@
     compute         |= unit 1 =|= unit 2 =|= unit 3 =
     communication   |~ 2 ~|     |~ 3 ~|    |~ 4 ~|         "parameter gather"
 
-Where the ranks can read each other's memory (backend "shm"), a gather is W copies and no message; else the
-slices are asked for (``wants``). Either way no other rank has to do anything at that moment, and values are
-cast to the dtype of computation on the way. No rank may write to its slices while another may still gather.
+Where the ranks can read each other's memory (backend "shm"), a gather is W copies and no message; else a rank
+requests the slices. Either way no other rank has to do anything at that moment, and values are cast to the
+dtype of computation on the way. No rank may write to its slices while another may still gather.
+
+Why requests, and not a collective: a rank skips a unit, runs one twice, evaluates alone, or has no
+micro-batch left. A collective would pair with another one, or wait for ever. So every rank has a thread that
+answers the requests of others, whatever its own computation does:
+
+    rank 0   |= unit 3 =|= unit 4 ...        computes; its lane has requested unit 4 from all others meanwhile
+    rank 1   |= unit 2 =|= unit 5 ...        computes, with other units perhaps
+      sends      ^ 4 to 0     ^ ...          its thread waits for requests
+
+A request is two numbers, the answer the slice: S bytes of weights, W ranks, S (W-1)/W bytes received in one
+round trip, and as many sent to each rank that asks. The group must have no other user.
+
+Inside a transform of ``torch.func`` weights neither come nor go. What is made inside of ``grad``, ``vjp``,
+``jacrev``, ``jvp`` or ``functionalize`` belongs to the transform: a tensor around another one, which no
+parameter can show and no unit can free. So a module may be called there whose weights are whole already, and
+no other. ``vmap`` alone leaves alone what has nothing to do with it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from instep.comm.messages import Messages
 from instep.errors import PeerLost
 from instep.events import PARAMETER_GATHER, Recorder
 from instep.mesh.device import Stream
-from instep.mesh.group import Group
-from instep.shard import transforms
+from instep.mesh.process_group import Group
 from instep.shard.unit import Unit
-from instep.shard.wants import Asked
 from instep.work import Lane
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-class Source(Protocol):
-    """Where slices come from: ``fetch`` fills ``parts[r]`` with rank r's slice of a unit, cast."""
+ASK, GIVE = 1, 2  # tags: a request, an answer
+BYE = -1  # in the place of a number: no more requests from this rank
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+FOREVER = timedelta(days=3650)
+FAREWELL = timedelta(seconds=3)
+
+_functorch: Any = torch._C._functorch
+VMAP = _functorch.TransformType.Vmap
+
+
+class ShardSource(Protocol):
+    """Where slices come from. ``fetch`` fills ``parts[r]`` with rank r's slice of a unit, cast."""
 
     def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None: ...
 
     def close(self) -> None:
-        """No more questions; the own slice is there for others that have some."""
+        """No more requests; the own slice is there for ranks that still have some."""
 
     def abandon(self) -> None:
         """``close`` shall not wait for others."""
 
 
-class Mapped:
+class MappedShards:
     """Slices in memory that this rank can read: ``slices[r][i]`` is rank r's of unit i."""
 
     def __init__(self, slices: Sequence[Sequence[Tensor]]) -> None:
@@ -56,24 +87,111 @@ class Mapped:
         pass
 
 
-def find_source(group: Group, gather_group: Group, units: Sequence[Unit]) -> Source:
+class RequestedShards:
+    """The slices of all ranks, by request. Collective; ``slices[i]`` is this one's of number i.
+
+    ``fetch`` any, at any time; ``close`` when no more are needed. A rank goes on to answer until all others
+    have closed, or one is gone; a process that ends waits ``FAREWELL`` for that, and no longer.
+    """
+
+    def __init__(self, group: Group, slices: Sequence[Tensor]) -> None:
+        self._group, self._slices = group, list(slices)
+        assert group.pg is not None
+        self._pg = group.pg
+        self._others = [(group.rank + k) % group.size for k in range(1, group.size)]
+        self._requests = Messages(group.pg, group.ranks, tag=ASK)
+        self._answers = Messages(group.pg, group.ranks, tag=GIVE)
+        self._server = threading.Thread(
+            target=_serve,
+            args=(group.pg, self._slices, group.size - 1),
+            name=f"instep slices, rank {group.rank}",
+            daemon=True,
+        )
+        self._server.start()
+        # Of multiprocessing, because atexit knows nothing of the end of a process that it has started.
+        self._wait = threading.Event()
+        self._wait.set()
+        arguments = (group.pg, self._others, self._server, self._wait)
+        self._close = Finalize(self, _leave, arguments, exitpriority=0)
+
+    def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None:
+        """``parts[r]`` becomes the slice of rank r, in the dtype of ``parts``."""
+        try:
+            self._group.run(lambda: self._ask(number, parts), operation)
+        except PeerLost:
+            self.abandon()
+            raise
+
+    def close(self) -> None:
+        """Request no more, and give ranks that are not as far yet the time to close too."""
+        self._close()
+
+    def abandon(self) -> None:
+        """``close`` shall not wait for others: one is lost, or all have closed in some other way."""
+        self._wait.clear()
+
+    def _ask(self, number: int, parts: Sequence[Tensor]) -> None:
+        message = torch.tensor([number, DTYPES.index(parts[0].dtype)], device="cpu")
+        self._requests.together([(message, to) for to in self._others], [])
+        parts[self._group.rank].copy_(self._slices[number])
+        if parts[0].device.type == "cpu":
+            self._answers.together([], [(parts[source], source) for source in self._others])
+            return
+        arrived = [(torch.empty_like(parts[source], device="cpu"), source) for source in self._others]
+        self._answers.together([], arrived)
+        for part, source in arrived:
+            parts[source].copy_(part)
+
+
+def _serve(pg: ProcessGroup, slices: Sequence[Tensor], num_asking: int) -> None:
+    """Answer until all have said that there are no more requests."""
+    message = torch.empty(2, dtype=torch.int64, device="cpu")
+    given: dict[int, tuple[Any, Tensor]] = {}  # to whom: what is on its way, with its memory
+    with suppress(RuntimeError):  # a rank is gone: the rank that misses it says so
+        while num_asking:
+            request = pg.recv_anysource([message], ASK)
+            request.wait(FOREVER)
+            number, dtype = message.tolist()
+            if number == BYE:
+                num_asking -= 1
+                continue
+            source = request._source_rank()
+            if source in given:
+                given[source][0].wait()  # it has arrived: the rank would not ask again before
+            answer = slices[number].to("cpu", DTYPES[dtype])
+            given[source] = pg.send([answer], source, GIVE), answer
+
+
+def _leave(pg: ProcessGroup, others: Sequence[int], server: threading.Thread, wait: threading.Event) -> None:
+    if not wait.is_set():
+        return  # closing the group ends the server
+    message = torch.tensor([BYE, 0], device="cpu")
+    with suppress(RuntimeError):  # a rank that is gone needs no farewell
+        for work in [pg.send([message], to, ASK) for to in others]:
+            with suppress(RuntimeError):
+                work.wait(FAREWELL)
+    if server is not threading.current_thread():
+        server.join(FAREWELL.total_seconds())
+
+
+def find_source(group: Group, gather_group: Group, units: Sequence[Unit]) -> ShardSource:
     """The way to the slices of ``units``, which lie in memory of ``group``. Collective.
 
     ``gather_group`` is over the same ranks, and is used if there have to be messages.
     """
     slices = [unit.slice for unit in units]
     if group.size == 1 or not slices:
-        return Mapped([slices])
+        return MappedShards([slices])
     shown = group.expose(slices, "the exchange of memory")  # all have come: the values are there
     if shown is None:
-        return Asked(gather_group, slices)
-    return Mapped([[x.view(u.dtype) for x, u in zip(row, units, strict=True)] for row in shown])
+        return RequestedShards(gather_group, slices)
+    return MappedShards([[x.view(u.dtype) for x, u in zip(own, units, strict=True)] for own in shown])
 
 
 class Gathers:
-    """Fetches units in the order in which they are wanted; of a world of one in the caller's thread."""
+    """Fetches units in the order in which they are needed; in a world of one in the caller's thread."""
 
-    def __init__(self, group: Group, source: Source, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, group: Group, source: ShardSource, recorder: Recorder, device: torch.device) -> None:
         self.lane = Lane(f"instep gathers, rank {group.rank}", inline=group.size == 1)
         self._source, self._recorder, self._stream = source, recorder, Stream(device)
 
@@ -81,7 +199,7 @@ class Gathers:
         """Gather those of ``units`` that are not here, and go on meanwhile."""
         for unit in units:
             if unit.is_free:
-                transforms.require_outside(unit.name, unit.names)
+                require_outside_transform(unit.name, unit.names)
                 unit.open()
                 try:
                     computed = self._stream.computed()
@@ -141,3 +259,20 @@ class Gathers:
             torch.no_grad(),
         ):
             self._source.fetch(unit.number, parts, f"the gather of unit {unit.name!r}")
+
+
+def is_inside_transform() -> bool:
+    """Whether a transform runs this code that would wrap new tensors; in some 100 ns."""
+    levels = _functorch.get_interpreter_stack()
+    return levels is not None and any(level.key() != VMAP for level in levels)
+
+
+def require_outside_transform(unit: str, names: Sequence[str]) -> None:
+    """Raise ``RuntimeError`` if the weights of a unit, called ``names``, would come or go in a transform."""
+    if is_inside_transform():
+        raise RuntimeError(
+            f"weights of unit {unit!r} ({', '.join(names)}) were needed inside of a transform of torch.func "
+            "(grad, vjp, jacrev, jvp), where they cannot be gathered: use stage=2 without compute_dtype; or "
+            "use the transform in the forward of one module that has all weights it needs and is one unit "
+            "(units=[...]), with reshard_after_forward=False"
+        )

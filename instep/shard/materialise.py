@@ -31,7 +31,7 @@ def materialise(module: nn.Module, units: Sequence[Unit], init: Init | None, see
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"buffer {name!r} is on the meta device, and nothing here knows its values: make it on a "
+                f"buffer {name!r} is on the meta device, and its values are not known: make it on a "
                 "device, or let reset_parameters() of its module fill it"
             )
     for unit in units:

@@ -16,7 +16,7 @@ arXiv 1910.02054, section 5.1 (optimizer state partitioning).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,27 +25,42 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from instep.events import PARAMETER_UPDATE
-from instep.mesh.find import find_ranks
-from instep.mesh.group import Group
+from instep.mesh.agree import all_or_none, require_same_lines
+from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
-from instep.shard import checks, claims
-from instep.shard.groups import class_name, describe, options_text
-from instep.shard.kinds import is_elementwise, placement, require_shardable
-from instep.shard.ranks import num_rows, row_of
-from instep.shard.saved import adopt_groups, format_sharded, format_whole, local_state, options, saved_lines
-from instep.shard.shards import Shards
-from instep.shard.space import in_memory_order
-from instep.shard.standing import Standing
-from instep.shard.state import LocalState, gather
-from instep.shard.update import step_pieces
-from instep.shard.verdict import FAILED, FINE, READY, REFUSED, vote
-from instep.step.agree import agree, attempt
+from instep.mesh.process_group import Group
+from instep.ordered import homes
+from instep.ordered.homes import DividedOptimizer, in_memory_order
+from instep.shard import checks
+from instep.shard.checks import (
+    class_name,
+    describe_groups,
+    is_elementwise,
+    layout_rule,
+    options_text,
+    require_shardable,
+)
+from instep.shard.flat_parameters import ShardedParameters
+from instep.shard.optimizer_state import (
+    LocalOptimizerState,
+    adopt_groups,
+    format_sharded,
+    format_whole,
+    gather_state,
+    group_options,
+    local_state,
+    saved_lines,
+)
+from instep.shard.optimizer_status import FAILED, FINE, READY, REFUSED, OptimizerStatus, vote
+from instep.shard.shard_groups import num_shard_groups, shard_group_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-BUILDING = "the comparison of sharded optimizers"
-LOADING = "the comparison of optimizer states to load"
+
+MAKING = "the making of a sharded optimizer"
+OPTIMIZERS = "sharded optimizers"
+LOADING = "the loading of an optimizer state"
 
 
 class ShardedOptimizer(Optimizer):
@@ -87,9 +102,9 @@ class ShardedOptimizer(Optimizer):
     has them once, whatever W is: with Adam 4 + 8 bytes per parameter in all, the padding of flat memory (at
     most 16 KB for a large parameter), and 4 W for gradients. Each rank updates its slice in place and nothing
     travels; a second message of 24 bytes, before the update, makes sure that no rank computes with the old
-    weights any more, and that all mean the same step: what is found there leaves weights and moments as they
-    were. Buffers stay each rank's own; ``DataParallel`` may wrap the module before or after. Whoever changes
-    a weight outside of ``step`` changes it for all ranks: load values that are the same everywhere, and let
+    weights any more, and that all make the same step: what is found there leaves weights and moments as they
+    were. Buffers stay each rank's own; ``DataParallel`` may wrap the module before or after. A weight that is
+    changed outside of ``step`` changes for all ranks: load values that are the same everywhere, and let
     no rank train on while another one loads. ``close`` gives each rank weights of its own again.
 
     Parameters of a module that ``fully_shard`` has divided stay where they are: the optimizer steps the
@@ -123,40 +138,43 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self._local: Optimizer | None = None  # until it is there, methods of the base fill ``param_groups``
         self._optimizer_cls = optimizer_cls
-        self.group, self.recorder = find_ranks(row_of(process_group), what="making a ShardedOptimizer")
-        self.num_rows = num_rows(process_group)  # that make the same steps, with one of which this rank is
-        self._shards = Shards(self.group, placement(optimizer_cls), one_copy=one_copy)
+        self.group, self.recorder = find_ranks(
+            shard_group_of(process_group), what="making a ShardedOptimizer"
+        )
+        # They make the same steps, and this rank is in one of them.
+        self.num_shard_groups = num_shard_groups(process_group)
+        self._shards = ShardedParameters(self.group, layout_rule(optimizer_cls), one_copy=one_copy)
         letting_go = weakref.finalize(self, self._shards.let_go)
-        letting_go.atexit = False  # nobody would use the memory that it makes
+        letting_go.atexit = False  # the memory that it makes would be of no use
         release = weakref.finalize(self, _release, self.group, self._shards.owned)
-        self._standing = Standing(self.group, release, letting_go)
+        self._status = OptimizerStatus(self.group, release, letting_go)
         try:
-            _, problem = attempt(lambda: self._begin(params, kwargs))
-            how = [
+            all_or_none(self.group, MAKING, lambda: self._begin(params, kwargs), errors=(ValueError,))
+            lines = [
                 f"class {class_name(optimizer_cls)}",
                 f"options {options_text(kwargs)}",
                 f"one_copy={one_copy}",
             ]
-            self._agree(problem, how)
+            require_same_lines(self.group, OPTIMIZERS, [*lines, *describe_groups(self.param_groups)])
             self._build(kwargs)
         except BaseException:
             self.close()
             raise
 
     @property
-    def shards(self) -> Shards:
+    def shards(self) -> ShardedParameters:
         """The memory of its parameters, and this rank's pieces of them."""
         return self._shards
 
     @property
     def local_state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """What ``optimizer_cls`` keeps for this rank's pieces, by ``Held.tensor``."""
+        """What ``optimizer_cls`` keeps for this rank's pieces, by ``ParameterShard.tensor``."""
         return self._inner.state
 
     @property
     def state(self) -> Any:
         """By parameter, what ``optimizer_cls`` keeps for it; ``RuntimeError`` where there are more ranks."""
-        return LocalState(self._shards.held, self._inner, self.group.size)
+        return LocalOptimizerState(self._shards.held, self._inner, self.group.size)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -175,7 +193,7 @@ class ShardedOptimizer(Optimizer):
                 changed already, every further step raises until a state is loaded.
             PeerLost: a rank did not come.
         """
-        self._standing.require_sound()
+        self._status.require_sound()
         loss, raised, outcome = None, None, REFUSED
         try:
             if closure is not None:
@@ -187,25 +205,25 @@ class ShardedOptimizer(Optimizer):
             raised = error
         if self._shards.others_read:
             with self.recorder.span(PARAMETER_UPDATE, lane="host"):
-                self._standing.vote(vote(outcome, self.param_groups), raised)
+                self._status.vote(vote(outcome, self.param_groups), raised)
         if outcome == READY:
             outcome, raised = self._attempt_update()
         if self.group.size > 1:
             self._exchange(outcome, raised)
         elif raised is not None:
-            self._standing.broken = ""  # as with the plain optimizer: whoever catches it may go on
+            self._status.broken = ""  # as with the plain optimizer: a loop that catches it may go on
             raise raised
         stepped = [p for p in self._shards.owned if p.grad is not None]
         if stepped:
             increment_version(stepped)  # a graph from before the step must not use the new values
-        self._standing.broken = ""
-        self._standing.steps += 1
+        self._status.broken = ""
+        self._status.steps += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``optimizer_cls``; gradients that are in slices are dropped, never set to zero."""
         for p in self._shards.owned:
-            if claims.home(p) is not None:
+            if homes.home(p) is not None:
                 p.grad = None
         super().zero_grad(set_to_none)
 
@@ -219,30 +237,30 @@ class ShardedOptimizer(Optimizer):
         if self._local is None:
             super().add_param_group(param_group)
             return
-        self._standing.require_sound()
+        self._status.require_sound()
         before = len(self.param_groups)
-        with self._standing.together():
+        with self._status.together():
             try:
-                _, problem = attempt(lambda: self._add(param_group))
-                self._agree(problem, [])
+                all_or_none(self.group, MAKING, lambda: self._add(param_group), errors=(ValueError,))
+                require_same_lines(self.group, OPTIMIZERS, describe_groups(self.param_groups))
             except BaseException:
                 del self.param_groups[before:]
                 raise
-            self._standing.broken = "a parameter group was added by half"
+            self._status.broken = "adding a parameter group failed half-way"
             (added,) = self._take(before)
             self._agree_made(lambda: self._inner.add_param_group(added))
-            self._standing.broken = ""
+            self._status.broken = ""
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as the plain ``optimizer_cls`` over the same parameters has it. Collective.
 
         Needs memory for all of it on every rank: 8 bytes per parameter for Adam in float32.
         """
-        self._standing.require_sound()
+        self._status.require_sound()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        with self._standing.together(), self.recorder.span("optimizer state", lane="host"):
-            states = gather(self._shards, self._inner, self._parameters(), self.group)
+        with self._status.together(), self.recorder.span("optimizer state", lane="host"):
+            states = gather_state(self._shards, self._inner, self._parameters(), self.group)
         saved = format_whole(states, self.param_groups)
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
@@ -254,7 +272,7 @@ class ShardedOptimizer(Optimizer):
         ``{"sharded": {"rank", "world_size"}, "pieces": [{"parameter", "first", "last", "state"}, ...],
         "param_groups": [...]}``; ranges count elements in the order of memory.
         """
-        self._standing.require_sound()
+        self._status.require_sound()
         return format_sharded(self._shards.held, self._inner, self.param_groups, self.group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -266,7 +284,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: on all ranks, and nothing is changed: it does not fit, it was cut for other ranks, or
                 the ranks pass different ones. After any other error every step raises until one is loaded.
         """
-        self._standing.require_open()
+        self._status.require_open()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -275,15 +293,14 @@ class ShardedOptimizer(Optimizer):
         def prepare() -> dict[str, Any]:
             return local_state(state_dict, self._shards.held, self.param_groups, self.group, cut=cut)
 
-        prepared, raised = attempt(prepare)
-        with self._standing.together():
-            agree(raised, saved_lines(state_dict) if prepared else [], self.group, LOADING)
-            assert prepared is not None
-            self._standing.broken = "a state was loaded by half"
-            _, raised = attempt(lambda: self._inner.load_state_dict(prepared))
-            agree(raised, [], self.group, LOADING)
+        with self._status.together():
+            prepared = all_or_none(self.group, LOADING, prepare, errors=(ValueError,))
+            require_same_lines(self.group, "optimizer states to load", saved_lines(state_dict))
+            self._status.broken = "loading a state failed half-way"
+            inner = self._inner
+            all_or_none(self.group, LOADING, lambda: inner.load_state_dict(prepared), errors=(ValueError,))
         adopt_groups(self.param_groups, self._inner.param_groups, state_dict["param_groups"])
-        self._standing.broken = ""
+        self._status.broken = ""
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -298,18 +315,33 @@ class ShardedOptimizer(Optimizer):
                 for (_, _, _, mean), (_, _, _, new) in zip(means, optimizer.pieces()):
                     mean.lerp_(new, 0.01)
         """
-        self._standing.require_sound()
+        self._status.require_sound()
         for held in self._shards.held.values():
             yield held.parameter, held.first, held.last, in_memory_order(held.tensor.detach())
 
     def close(self) -> None:
         """Give the group back; the parameters are free for another optimizer. Also happens when collected."""
-        self._standing.close()
+        self._status.close()
 
     def __reduce__(self) -> Any:
         raise TypeError(
             "a ShardedOptimizer holds a process group and one rank's part of the state: it cannot be copied "
             "or pickled; keep its state_dict()"
+        )
+
+    def __instep_state__(self) -> DividedOptimizer:
+        def load(states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+            saved = format_sharded(self._shards.held, self._inner, self.param_groups, self.group)
+            pieces = [{**piece, "state": states[piece["parameter"]]} for piece in saved["pieces"]]
+            self.load_state_dict({**saved, "pieces": pieces, "param_groups": groups})
+
+        return DividedOptimizer(
+            group=self.group,
+            local=self._inner,
+            held=self._shards.held,
+            homes=self._shards.spaces,
+            num_replicas=self.num_shard_groups,
+            load=load,
         )
 
     @property
@@ -333,12 +365,6 @@ class ShardedOptimizer(Optimizer):
         if self._shards.wants_one_copy:
             checks.require_one_copy(parameters, self.group)
 
-    def _agree(self, problem: Exception | None, lines: list[str]) -> None:
-        """All ranks have the same groups, of parameters that can be sharded, or all raise."""
-        if problem is None:
-            lines = [*lines, *describe(self.param_groups)]
-        agree(problem, lines, self.group, BUILDING)
-
     def _build(self, given: dict[str, Any]) -> None:
         groups = self._take(0)
 
@@ -352,16 +378,15 @@ class ShardedOptimizer(Optimizer):
         """The parameters of the groups from ``first_group`` on move; the groups, with this rank's pieces."""
         known = len(self._shards.owned)
         pieces = self._shards.take(self.param_groups, first_group)
-        claims.claim(self._shards.owned[known:], self)
+        checks.claim(self._shards.owned[known:], self)
         groups = self.param_groups[first_group:]
-        return [{**options(group), "params": own} for group, own in zip(groups, pieces, strict=True)]
+        return [{**group_options(group), "params": own} for group, own in zip(groups, pieces, strict=True)]
 
     def _agree_made(self, make: Callable[[], None]) -> None:
         """The local optimizers take their pieces, which some rank's may refuse, or all raise."""
-        _, problem = attempt(make)
-        agree(problem, [], self.group, "the making of local optimizers")
+        all_or_none(self.group, "the making of local optimizers", make, errors=(ValueError,))
         for group, local in zip(self.param_groups, self._inner.param_groups, strict=True):
-            for key, value in options(local).items():  # defaults, for whoever looks
+            for key, value in group_options(local).items():  # defaults, for code that looks them up
                 group.setdefault(key, value)
 
     def _parameters(self) -> list[Tensor]:
@@ -371,14 +396,14 @@ class ShardedOptimizer(Optimizer):
         """Raise, before anything is changed, if this step cannot be made."""
         checks.require_usable(self.param_groups, set(map(id, self._shards.owned)))
         if (parameter := self._shards.moved()) is not None:
-            raise checks.moved(self.param_groups, parameter)
+            raise checks.moved_error(self.param_groups, parameter)
 
     def _attempt_update(self) -> tuple[int, BaseException | None]:
         """How it went, and what it raised."""
-        self._standing.broken = f"step {self._standing.steps} did not end"
+        self._status.broken = f"step {self._status.steps} was not completed"
         try:
             with self.recorder.span("update", lane="compute"):
-                step_pieces(self._shards, self._inner, self.param_groups)
+                _step_pieces(self._shards, self._inner, self.param_groups)
         except BaseException as error:
             return FAILED, error
         return FINE, None
@@ -387,11 +412,25 @@ class ShardedOptimizer(Optimizer):
         """All ranks get the new values, or all raise."""
         num_bytes = self._shards.bytes_to_share
         with self.recorder.span(PARAMETER_UPDATE, lane="host", num_bytes=num_bytes):
-            self._standing.vote(vote(outcome, self.param_groups), raised)
-            with self._standing.together():
-                self._shards.share(f"the new weights of step {self._standing.steps}")
+            self._status.vote(vote(outcome, self.param_groups), raised)
+            with self._status.together():
+                self._shards.share(f"the new weights of step {self._status.steps}")
 
 
 def _release(group: Group, parameters: list[Tensor]) -> None:
-    claims.release(parameters)
+    checks.release(parameters)
     group.close()
+
+
+def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """``local`` steps the pieces of ``shards``, with the options that ``groups`` have now."""
+    for group, own in zip(groups, local.param_groups, strict=True):
+        own.update(group_options(group))
+    try:
+        shards.set_gradients()
+        with torch.no_grad():
+            local.step()
+    finally:
+        shards.drop_gradients()
+    for group, own in zip(groups, local.param_groups, strict=True):
+        group.update(group_options(own))  # some count or adapt there

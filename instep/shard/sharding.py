@@ -1,51 +1,53 @@
-"""What keeps a module sharded: its memory, its reducer, and the hooks between them and autograd."""
+"""The engine of ``fully_shard``: a module's memory, its reducer, and the hooks between them and autograd."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from instep.errors import PeerLost
+from instep.mesh.agree import all_or_none, require_same_lines
 from instep.mesh.clocks import measure
 from instep.mesh.device import generators, marks_for
-from instep.mesh.group import Group
 from instep.mesh.mesh import Mesh
+from instep.mesh.process_group import Group
+from instep.ordered import homes
 from instep.ordered.keys import LeafKeys
-from instep.shard import checks, claims
+from instep.shard import checks
+from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
 from instep.shard.layout import cut
 from instep.shard.materialise import Init
-from instep.shard.ranks import find
-from instep.shard.slices import Slices
-from instep.shard.space import Space
+from instep.shard.partition import UnitMembers, by_kind, partition
+from instep.shard.reducer import SliceReducer
+from instep.shard.shard_groups import find_shard_ranks
 from instep.shard.stage3 import Stage3
-from instep.shard.staging import Divided, Sliced
-from instep.shard.subject import subject_of
-from instep.shard.unit import Unit
-from instep.shard.units import Members, by_kind, partition
-from instep.step import guard
-from instep.step.agree import agree, attempt
+from instep.shard.unit import Divided, Unit
+from instep.step import optimizer_guard
+from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values
 from instep.step.backward import Backward
-from instep.step.leaves import DeclaredStep, Leaf
-from instep.step.manifest import agree_on_structure, agree_on_values, broadcast_values
-from instep.step.roster import Roster
-from instep.verify.loss import Loss
-from instep.verify.report import Report
+from instep.step.micro_batches import DeclaredStep, MicroBatch
+from instep.step.optimizer_guard import ParameterRegistry
+from instep.verify.gradient_report import Report
+from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
 from instep.work import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
 WHAT = "sharding a module"
 
 
 @dataclass(frozen=True)
-class Options:
+class ShardingOptions:
     """What has to be the same on all ranks."""
 
     stage: int
@@ -67,7 +69,8 @@ class Options:
             raise ValueError(f"init_sync={self.init_sync!r}: expected True or 'verify'")
         if self.in_slices and self.one_copy:
             raise ValueError(
-                "one_copy=True is of stage 2 without compute_dtype: else each rank has a slice of the weights"
+                "one_copy=True is for stage 2 without compute_dtype: with these options each rank has a "
+                "slice of the weights, and there is no copy to share"
             )
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype: expected one of floating point, got {self.compute_dtype}")
@@ -79,9 +82,9 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Where:
-    """What no bits depend on: which parameters are one unit, where those of the meta device shall live, and
-    how long to wait."""
+class LocalOptions:
+    """Options that no bits depend on: which parameters are one unit, where those from the meta device shall
+    live, and how long to wait."""
 
     units: Sequence[nn.Module] | None = None
     device: torch.device | None = None
@@ -100,8 +103,8 @@ class Sharding:
         self,
         module: nn.Module,
         process_group: Mesh | ProcessGroup | None,
-        consider: Callable[[], Options],
-        where: Where,
+        consider: Callable[[], ShardingOptions],
+        local: LocalOptions,
         *,
         broadcast_buffers: bool,
     ) -> None:
@@ -109,27 +112,27 @@ class Sharding:
         self.next_step = 0
         self.stage3: Stage3 | None = None
         self._process_group = process_group
-        self.ranks, self.recorder = find(process_group, where.timeout_s, what=WHAT)
+        self.ranks, self.recorder = find_shard_ranks(process_group, local.timeout_s, what=WHAT)
         self.group = self.ranks.whole
         try:
-            self.options, roster, kinds = self._compare(module, consider, where.units)
-            spaces = self._make_spaces(module, where, kinds)
-            self._reduce(module, roster, spaces, broadcast_buffers)
+            self.options, registry, kinds = self._compare(module, consider, local.units)
+            spaces = self._make_spaces(module, local, kinds)
+            self._reduce(module, registry, spaces, broadcast_buffers)
         except BaseException:
             if self.stage3 is not None:
                 self.stage3.close(wait=False)
             self.ranks.close()
             raise
 
-    def micro_batches(self, num_leaves: int, step: int | None) -> Iterator[Leaf]:
+    def micro_batches(self, num_leaves: int, step: int | None) -> Iterator[MicroBatch]:
         """As ``FullySharded.micro_batches``."""
         if num_leaves < 1:
             raise ValueError(f"micro_batches({num_leaves}): expected at least one micro-batch")
-        self.backward.contract = "declared"
+        self.backward.step_mode = "declared"
         step = self.next_step if step is None else step
         yield from self._declared.run(num_leaves, step)
         self.next_step = step + 1
-        guard.reduced(self.reducer)
+        optimizer_guard.reduced(self.reducer)
 
     def materialise(self, init: Init | None, seed: int) -> None:
         """As ``FullySharded.materialise``: the values are those of the first rank of all."""
@@ -137,21 +140,21 @@ class Sharding:
             raise ValueError("materialise() is for stage=3: in stage 2 there is nothing on the meta device")
         new = [unit for unit in self.stage3.units if not unit.materialised]
         self.stage3.materialise(init, seed=seed)
-        column = self.ranks.column
-        if column is not None:
+        replicas = self.ranks.replicate_group
+        if replicas is not None:
             for unit in new:
-                column.broadcast(unit.slice.view(torch.uint8), f"the first values of unit {unit.name!r}")
+                replicas.broadcast(unit.slice.view(torch.uint8), f"the first values of unit {unit.name!r}")
             self.barrier("the first values of the parameters")
 
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """As ``Verifiable.verify``."""
         options = self.options
         strategy = f"fully_shard, stage {options.stage}"
-        subject = subject_of(self.backward, self.reducer, self.stage3, strategy=strategy, seed=options.seed)
+        subject = _subject_of(self.backward, self.reducer, self.stage3, strategy=strategy, seed=options.seed)
         return verify(subject, self._process_group, batch, loss, rtol)
 
     def barrier(self, operation: str) -> None:
-        """Nobody returns before all have come; between two steps."""
+        """No rank returns before all have come; between two steps."""
         self.reducer.lane.run(operation, lambda: self.group.barrier(operation)).wait()
 
     def close(self, *, wait: bool = True) -> None:
@@ -162,74 +165,81 @@ class Sharding:
         wait = wait and not isinstance(self.reducer.lane.failed, PeerLost)
         self.reducer.leave()
         self._unbind()
-        guard.forget([*self.reducer.parameters, *(p for _, p in self._declared.roster.frozen)])
+        optimizer_guard.forget([*self.reducer.parameters, *(p for _, p in self._declared.registry.frozen)])
         for parameter in self.reducer.parameters:
             parameter.grad = None
         for space in self.spaces:
-            claims.leave(space)
+            homes.leave(space)
             space.let_go()
         if self.stage3 is not None:
             self.stage3.close(wait=wait)
 
     def _compare(
-        self, module: nn.Module, consider: Callable[[], Options], units: Sequence[nn.Module] | None
-    ) -> tuple[Options, Roster, list[Members]]:
+        self, module: nn.Module, consider: Callable[[], ShardingOptions], units: Sequence[nn.Module] | None
+    ) -> tuple[ShardingOptions, ParameterRegistry, list[UnitMembers]]:
         """All ranks have the same module, which can be sharded, the same options and units, or all raise."""
 
-        def check() -> tuple[Options, Roster, list[Members]]:
+        def check() -> tuple[ShardingOptions, ParameterRegistry, list[UnitMembers]]:
             options = consider()
-            roster = _checked(module, options, self.ranks.weights)
-            return options, roster, [kind for unit in partition(module, units) for kind in by_kind(unit)]
+            registry = _checked(module, options, self.ranks.weights)
+            return options, registry, [kind for unit in partition(module, units) for kind in by_kind(unit)]
 
-        checked, problem = attempt(check)
-        agree(problem, [], self.group, "the comparison of modules to shard")
-        assert checked is not None
+        checked = all_or_none(self.group, "the preparation of modules to shard", check, errors=(ValueError,))
         options, _, kinds = checked
         agree_on_structure(module, asdict(options), self.group)
         lines = [f"unit {kind.name!r} of {', '.join(kind.names)}" for kind in kinds]
-        agree(None, lines, self.group, "the comparison of units")
+        require_same_lines(self.group, "units", lines)
         if options.init_sync == "verify":
             agree_on_values(module, self.group)
         return checked
 
-    def _make_spaces(self, module: nn.Module, where: Where, kinds: Sequence[Members]) -> list[Divided]:
+    def _make_spaces(
+        self, module: nn.Module, local: LocalOptions, kinds: Sequence[UnitMembers]
+    ) -> list[Divided]:
         options = self.options
         trainable = [kind for kind in kinds if kind.parameters[0].requires_grad]
         divided = {id(p) for kind in (kinds if options.in_slices else trainable) for p in kind.parameters}
-        # Within a row, units take the values of its first rank; rows have nothing else in common.
-        broadcast_values(module, self.group, but=divided if self.ranks.column is None else ())
-        self.spaces: list[Space] = []
+        # Within a shard group, units take the values of its first rank; shard groups share nothing else.
+        broadcast_values(module, self.group, but=divided if self.ranks.replicate_group is None else ())
+        self.spaces: list[FlatParameters] = []
         spaces: list[Divided]
         if not options.in_slices:
             with torch.no_grad():
                 spaces = [
-                    Sliced(kind.parameters, cut, self.ranks.weights, kind.names, one_copy=options.one_copy)
+                    Stage2Parameters(
+                        kind.parameters, cut, self.ranks.weights, kind.names, one_copy=options.one_copy
+                    )
                     for kind in trainable
                 ]
             self.spaces += spaces
         else:
             self.stage3 = Stage3(
                 module,
-                self.ranks.row,
+                self.ranks.shard_group,
                 self.ranks.weights,
                 self.recorder,
                 compute_dtype=options.compute_dtype,
                 reshard_after_forward=options.stage == 3 and options.reshard_after_forward,
-                units=where.units,
-                device=where.device,
+                units=local.units,
+                device=local.device,
             )
             spaces = [unit for unit in self.stage3.units if unit.trainable]
             self.spaces += self.stage3.units
         for space in self.spaces:
-            claims.settle(space)
+            space.everyone = self.group
+            homes.settle(space)
         return spaces
 
     def _reduce(
-        self, module: nn.Module, roster: Roster, spaces: Sequence[Divided], broadcast_buffers: bool
+        self,
+        module: nn.Module,
+        registry: ParameterRegistry,
+        spaces: Sequence[Divided],
+        broadcast_buffers: bool,
     ) -> None:
         """Take part in forward and backward: reducer, keys, hooks."""
-        names, parameters = [name for name, _ in roster.trainable], [p for _, p in roster.trainable]
-        self.reducer = Slices(
+        names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
+        self.reducer = SliceReducer(
             names,
             parameters,
             spaces,
@@ -247,27 +257,27 @@ class Sharding:
         on = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(on)
         keys = LeafKeys(module, self.options.seed, generators(on))
-        self._declared = DeclaredStep(module, self.reducer, keys, roster)
+        self._declared = DeclaredStep(module, self.reducer, keys, registry)
         self.backward = Backward(self._declared, broadcast=broadcast_buffers)
         hooks = [*self.backward.hooks, *self.reducer.hooks]
         # The group for the weights is stage 3's to close: other ranks may still gather.
         groups = [g for g in self.ranks.groups if self.stage3 is None or g is not self.ranks.weights]
         self._unbind = weakref.finalize(self, _release, hooks, self.reducer.lane, groups)
-        guard.watch(self.reducer, roster.frozen, self._unbind)
+        optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError("what keeps a module sharded holds process groups: it cannot be copied")
+        raise TypeError("the sharding of a module holds process groups and cannot be copied")
 
 
-def _checked(module: nn.Module, options: Options, group: Group) -> Roster:
+def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> ParameterRegistry:
     """The parameters of ``module``, if they can be sharded."""
-    roster = Roster(module)
-    guard.require_unwatched([p for _, p in [*roster.trainable, *roster.frozen]])
-    for name, p in roster.trainable:
-        if claims.claimed(p):
+    registry = ParameterRegistry(module)
+    optimizer_guard.require_unwatched([p for _, p in [*registry.trainable, *registry.frozen]])
+    for name, p in registry.trainable:
+        if checks.claimed(p):
             raise ValueError(
-                f"parameter {name!r} has a ShardedOptimizer already, whose memory would be another one: call "
-                "fully_shard first, then make the optimizer from model.parameters()"
+                f"parameter {name!r} has a ShardedOptimizer already, which would step memory no longer in "
+                "use: call fully_shard first, then make the optimizer from model.parameters()"
             )
         if p.grad is not None:
             raise ValueError(f"parameter {name!r} has a gradient: call zero_grad() before fully_shard")
@@ -280,10 +290,10 @@ def _checked(module: nn.Module, options: Options, group: Group) -> Roster:
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be cut: make it with sparse=False")
     if not options.in_slices:
-        checks.require_new([p for _, p in roster.trainable])
+        checks.require_new([p for _, p in registry.trainable])
     if options.one_copy:
-        checks.require_one_copy([p for _, p in roster.trainable], group)
-    return roster
+        checks.require_one_copy([p for _, p in registry.trainable], group)
+    return registry
 
 
 def _release(hooks: list[Any], lane: Lane, groups: Sequence[Group]) -> None:
@@ -294,3 +304,34 @@ def _release(hooks: list[Any], lane: Lane, groups: Sequence[Group]) -> None:
     lane.close()
     for group in groups:
         group.close()
+
+
+def _subject_of(
+    backward: Backward, reducer: SliceReducer, stage3: Stage3 | None, *, strategy: str, seed: int
+) -> Subject:
+    """The module of ``backward``, whose weights are in slices too if there is a ``stage3``."""
+    position = {id(p): i for i, p in enumerate(reducer.parameters)}
+    held = [x for space in reducer.spaces for x in space.held]
+    return Subject(
+        model=backward.module,
+        backward=backward,
+        strategy=strategy,
+        seed=seed,
+        copy=reducer.ranks.replica,
+        pieces=[
+            GradientPiece(position[id(x.parameter)], x.part_of, partial(reducer.gradient_of, x)) for x in held
+        ],
+        values=_values(backward, stage3),
+        memory=[bucket.reduced for bucket in reducer.buckets],
+        apart=nullcontext if stage3 is None else stage3.apart,
+    )
+
+
+def _values(backward: Backward, stage3: Stage3 | None) -> list[Value]:
+    """Masters of what is in slices, which parameters do not show; all of the others."""
+    units = [] if stage3 is None else stage3.units
+    names = {id(p): name for unit in units for p, name in zip(unit.parameters, unit.names, strict=True)}
+    return [
+        *(Value(names[id(x.parameter)], x.first, x.tensor) for unit in units for x in unit.held),
+        *(Value(name, 0, p) for name, p in backward.module.named_parameters() if id(p) not in names),
+    ]

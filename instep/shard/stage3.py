@@ -34,16 +34,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from instep.events import Recorder
-from instep.mesh.group import Group
+from instep.mesh.process_group import Group
 from instep.ordered.hook import Hook, weakly
-from instep.shard import transforms
-from instep.shard.gather import Gathers, Source, find_source
+from instep.shard.buffer_pool import BufferPool
+from instep.shard.gather import (
+    Gathers,
+    ShardSource,
+    find_source,
+    is_inside_transform,
+    require_outside_transform,
+)
 from instep.shard.materialise import Init, materialise
-from instep.shard.pages import Rooms
+from instep.shard.partition import by_kind, entries, partition
 from instep.shard.saved_weights import SavedWeights
 from instep.shard.state_dicts import StateDicts
 from instep.shard.unit import Unit
-from instep.shard.units import by_kind, entries, partition
 from instep.work import Lane
 
 NO_TASK = -1
@@ -62,7 +67,7 @@ class Stage3:
     At construction, collective: every floating-point parameter moves into a ``Unit``, with the values that
     it has on the group's first rank; with ``compute_dtype`` it has that dtype from now on, and its masters
     keep float32 or more. Those on the meta device get their values from ``materialise``. In forward and
-    backward, hooks gather and free. Whoever reduces gradients says ``closed`` when all of a unit's have come.
+    backward, hooks gather and free. The reducer of gradients says ``closed`` when all of a unit's have come.
     ``close`` ends it; the parameters then show nothing any more.
 
     Args:
@@ -88,8 +93,8 @@ class Stage3:
         self.module, self._group = module, group
         members = [kind for unit in partition(module, units) for kind in by_kind(unit)]
         storages: dict[int, Unit] = {}
-        self._rooms = Rooms()
-        shared: dict[str, Any] = {"storages": storages, "rooms": self._rooms}
+        self._buffers = BufferPool()
+        shared: dict[str, Any] = {"storages": storages, "buffers": self._buffers}
         self.units = [
             Unit(i, kind, group, compute_dtype=compute_dtype, device=device, **shared)
             for i, kind in enumerate(members)
@@ -171,7 +176,7 @@ class Stage3:
             yield
         finally:
             self.ended()
-            self._rooms.drop()
+            self._buffers.clear()
             for name, value in before.items():
                 setattr(self, name, value)
             self._gathers.recover()
@@ -193,8 +198,6 @@ class Stage3:
         self._kept.clear()
         self._last = ()
         self._free_all_but(set())
-
-    abandoned = ended
 
     def problem(self, parameter: Tensor) -> str | None:
         """Why the gradient that has just come for ``parameter`` cannot be right; None if it can."""
@@ -221,7 +224,7 @@ class Stage3:
             _release(*alive[2])
         for unit in self.units:
             unit.free()
-        self._rooms.drop()
+        self._buffers.clear()
 
     def _hook(self) -> list[Any]:
         """Before and after the forward of whatever has parameters in it."""
@@ -268,7 +271,7 @@ class Stage3:
         for i in needs:
             self._inside[i] = max(self._inside[i] - 1, 0)
         hooked = False
-        watches = torch.is_grad_enabled() and not transforms.is_inside()  # which has a backward of its own
+        watches = torch.is_grad_enabled() and not is_inside_transform()  # which has a backward of its own
         for x in tree_leaves(output):
             if isinstance(x, Tensor) and watches and x.requires_grad and not x.is_leaf:
                 x.register_hook(partial(self._on_gradient, needs))
@@ -292,7 +295,7 @@ class Stage3:
     def _bring(self, needs: Numbers) -> None:
         """In forward: ``needs`` have to be whole; let go what is over, and begin what comes next."""
         for i in needs:
-            transforms.require_outside(self.units[i].name, self.units[i].names)
+            require_outside_transform(self.units[i].name, self.units[i].names)
         if self._last and self._last != needs:
             self._next[self._last], self._previous[needs] = needs, self._last
         self._last = needs
@@ -364,7 +367,7 @@ class Stage3:
         return {unit.number for unit in self.units if unit.shown}
 
     def _free_all_but(self, stay: set[int]) -> None:
-        if transforms.is_inside():
+        if is_inside_transform():
             return
         for unit in self.units:
             i = unit.number
@@ -372,7 +375,7 @@ class Stage3:
                 unit.free()
 
 
-def _let_go(hooks: list[Any], lane: Lane, source: Source, gather_group: Group) -> None:
+def _let_go(hooks: list[Any], lane: Lane, source: ShardSource, gather_group: Group) -> None:
     """As ``_release``, in whatever thread collects garbage, which must not wait for other ranks."""
     for hook in hooks:
         hook.remove()
@@ -381,7 +384,7 @@ def _let_go(hooks: list[Any], lane: Lane, source: Source, gather_group: Group) -
     threading.Thread(target=farewell, name="instep farewell", daemon=True).start()
 
 
-def _release(hooks: list[Any], lane: Lane, source: Source, gather_group: Group) -> None:
+def _release(hooks: list[Any], lane: Lane, source: ShardSource, gather_group: Group) -> None:
     for hook in hooks:
         hook.remove()
     gather_group.peers.given_up = True

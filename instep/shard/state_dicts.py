@@ -1,10 +1,10 @@
 """``state_dict`` of a module whose weights are in slices: the values, fetched by the rank that asks.
 
     if rank == 0:
-        torch.save(model.state_dict(), "weights.pt")        nobody else has to do anything
+        torch.save(model.state_dict(), "weights.pt")        the other ranks need not do anything
 
 What ``state_dict`` finds in the parameters is NaN, so hooks put the masters in its place, in new memory. That
-needs no other rank, as gathers are one-sided, and nobody's masters change meanwhile: an optimizer comes to a
+needs no other rank, as gathers are one-sided, and no rank's masters change meanwhile: an optimizer comes to a
 barrier before it writes. With ``keep_vars=True`` the entries stay the parameters, as they are.
 
 The way back is none: ``load_state_dict`` copies into parameters, which have no memory here, and raises. So

@@ -1,17 +1,17 @@
-"""One unit of a fully sharded module: this rank's slice of its weights, and room for all of them.
+"""One unit of a fully sharded module: this rank's slice of its weights, and a buffer for all of them.
 
     master slice   | r |                      what the optimizer steps; lives as long as the unit
     gathered       | 0 | 1 | ... | W-1 |      in the dtype of computation; its bytes come and go
     p.data         NaN . . . . . . . NaN      one element, expanded: while nothing is gathered
 
-The gathered memory is a room that the unit takes and gives back (``pages``). If somebody else has a view of
-it when it shall go, an output, a cache, the graph of a second derivative, then it stays theirs, for as long
-as they have it, and no unit takes it again: nobody ever reads memory that was freed.
+The gathered memory is a buffer that the unit takes and gives back (``buffer_pool``). If other tensors are
+views of it when it shall go, an output, a cache, the graph of a second derivative, then it stays theirs, for
+as long as they live, and no unit takes it again: memory that was freed is never read.
 
 Parameters stay the same objects; ``p.data`` says which of the two they show. That does not count as a change
-of ``p`` (``Tensor._version``): what was saved may be used when its values are back. Who reads a parameter at
-the wrong time reads NaN; who writes to it gets an error: from torch, at once, or, after ``fill_`` and
-``zero_``, which torch lets pass, at the next gather.
+of ``p`` (``Tensor._version``): what was saved may be used when its values are back. Code that reads a
+parameter at the wrong time reads NaN; code that writes to it gets an error: from torch, at once, or, after
+``fill_`` and ``zero_``, which torch lets pass, at the next gather.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ import torch
 from torch import Tensor, nn
 
 from instep.memory import align_bytes
-from instep.mesh.group import Group
+from instep.mesh.process_group import Group
+from instep.ordered.homes import ParameterShard
+from instep.shard.buffer_pool import BufferPool
+from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
 from instep.shard.layout import cut
-from instep.shard.pages import Rooms
-from instep.shard.space import Held, Space
-from instep.shard.units import Members
+from instep.shard.partition import UnitMembers
 from instep.work import Work
 
 
-class Unit(Space):
-    """The parameters of ``members``, which are of one kind (``units.by_kind``), in slices over ``group``.
+class Unit(FlatParameters):
+    """The parameters of ``members``, which are of one kind (``partition.by_kind``), in slices over ``group``.
 
     At construction, collective: of the values of the group's first rank each rank keeps its slice, in the
     parameters' own dtype, or, where they compute in ``compute_dtype``, in float32 at least. Parameters on the
     meta device have none yet, and come to ``device``. In ``storages`` it is found by the memory that its
-    parameters show, whole or not; ``rooms`` are those of all units of a module. Then ``open``, whatever fills
-    ``parts``, and ``show`` make the parameters usable, and ``free`` ends that.
+    parameters show, whole or not; ``buffers`` are those of all units of a module. Then ``open``, a gather
+    that fills ``parts``, and ``show`` make the parameters usable, and ``free`` ends that.
     """
 
     resident: ClassVar[bool] = False
-    flat: Tensor  # (W * slice_length,), gathered; (0,) while there is no room
+    flat: Tensor  # (W * slice_length,), gathered; (0,) while there is none
     storage: torch.UntypedStorage  # of ``flat``
-    _room: Tensor | None = None
+    _buffer: Tensor | None = None
     _views: list[Tensor]
-    _num_own: int  # how many share the storage where nobody else does
+    _num_own: int  # how many tensors of ours share the storage
 
     def __init__(
         self,
         number: int,
-        members: Members,
+        members: UnitMembers,
         group: Group,
         *,
         compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         storages: dict[int, Unit] | None = None,
-        rooms: Rooms | None = None,
+        buffers: BufferPool | None = None,
     ) -> None:
         first = members.parameters[0]
-        self.number, self.name, self.group = number, members.name, group
+        self.number, self.name = number, members.name
+        self.group = self.everyone = group
         self.names, self.parameters = list(members.names), list(members.parameters)
         self.trainable = first.requires_grad
         self.own_dtype = first.dtype  # of the parameters when they came
@@ -71,13 +73,13 @@ class Unit(Space):
             self.dtype = torch.promote_types(first.dtype, torch.float32)
         target = (device or torch.device("cpu")) if first.is_meta else first.device
         self.materialised = not first.is_meta
-        self.gradient_source: Callable[[Held], Tensor | None] | None = None
+        self.gradient_source: Callable[[ParameterShard], Tensor | None] | None = None
         self.work: Work | None = None  # that fills the gathered memory
         self.shown = False
         self.generation = 0  # of the masters
         self.changed: str | None = None  # the name of a parameter that was written to while it was shown
         self._storages = {} if storages is None else storages
-        self._rooms = Rooms() if rooms is None else rooms
+        self._buffers = BufferPool() if buffers is None else buffers
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         self._shapes = [p.shape for p in self.parameters]
         with torch.inference_mode(False), torch.no_grad():
@@ -92,8 +94,12 @@ class Unit(Space):
 
     @property
     def is_free(self) -> bool:
-        """Nothing is gathered, nor being: there is no room for it."""
-        return self._room is None
+        """Nothing is gathered, nor being gathered: the unit has no buffer."""
+        return self._buffer is None
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        return [self.flat] if self.gathered_bytes else []
 
     @property
     def gathered_bytes(self) -> int:
@@ -103,7 +109,7 @@ class Unit(Space):
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return self._strides[next(i for i, p in enumerate(self.parameters) if p is parameter)]
 
-    def gradient_of(self, held: Held) -> Tensor | None:
+    def gradient_of(self, held: ParameterShard) -> Tensor | None:
         """What ``gradient_source`` has for ``held``, if its parameter has a gradient."""
         if held.parameter.grad is None or self.gradient_source is None:
             return None
@@ -116,17 +122,21 @@ class Unit(Space):
         return None
 
     def share(self, operation: str) -> bool:
-        """The masters are new: what was gathered is not true any more. Nothing is sent."""
+        """The masters are new: what was gathered is out of date. Nothing is sent."""
         self.free(changed=True)
-        self._rooms.drop()  # between steps other things need memory
+        self._buffers.clear()  # between steps other things need memory
         self.generation += 1
         return False
+
+    def loaded(self) -> None:
+        self.share("weights that were loaded")
+        self.materialised = True
 
     def open(self) -> None:
         """Take memory for all weights.
 
         Raises:
-            ValueError: somebody has written to a parameter while nothing was gathered; on the CPU alone.
+            ValueError: a parameter was written to while nothing was gathered; on the CPU alone.
         """
         if self._nan.device.type == "cpu" and not math.isnan(abs(self._nan.item())):
             value = self._nan.item()
@@ -135,14 +145,14 @@ class Unit(Space):
                 f"one of {', '.join(map(repr, self.names))} was filled with {value} while its weights were "
                 "in slices, where that has no effect: set values before fully_shard(), or load them"
             )
-        room = self._rooms.take(self._nbytes, self.slice.device)
+        buffer = self._buffers.take(self._nbytes, self.slice.device)
         with torch.inference_mode(False), torch.no_grad():
-            self.flat = room.view(self._compute)
+            self.flat = buffer.view(self._compute)
             self._views = self.views_in(self.flat)
         self.storage = self.flat.untyped_storage()
         self._storages[self.storage._cdata] = self
         self._num_own = _num_users(self.storage)
-        self._room = room
+        self._buffer = buffer
 
     def parts(self) -> list[Tensor]:
         """The slice of every rank, in the gathered memory."""
@@ -157,16 +167,16 @@ class Unit(Space):
         self._versions = [p._version for p in self.parameters]
 
     def look(self) -> None:
-        """Note in ``changed`` if somebody has written to the gathered weights, in place."""
+        """Note in ``changed`` if the gathered weights were written to, in place."""
         if self.shown:
             for p, name, version in zip(self.parameters, self.names, self._versions, strict=True):
                 if p._version != version:
                     self.changed = name
 
     def free(self, *, changed: bool = False) -> None:
-        """Give the memory back, or leave it to those who have views of it; the parameters show NaN.
+        """Give the buffer back, or leave it to the tensors that are views of it; the parameters show NaN.
 
-        ``changed`` says that whoever wrote to the parameters, by ``Tensor._version``, has told the masters.
+        ``changed``: the parameters were written to, by ``Tensor._version``, and the masters know of it.
         """
         if self.is_free:
             return
@@ -180,13 +190,13 @@ class Unit(Space):
             p.data = hidden
         del self._storages[self.storage._cdata]
         with_others = _num_users(self.storage) > self._num_own
-        room, self._room = self._room, None
-        self._without_room()
-        assert room is not None
+        buffer, self._buffer = self._buffer, None
+        self._without_buffer()
+        assert buffer is not None
         if with_others:
-            self._rooms.leave(room)
+            self._buffers.hand_over(buffer)
         else:
-            self._rooms.give(room)
+            self._buffers.give_back(buffer)
 
     def whole(self) -> Tensor:
         """New memory for all masters, laid out as the unit is."""
@@ -214,17 +224,17 @@ class Unit(Space):
         segment = self.group.allocate(self.layout.slice_length * self.dtype.itemsize, align, device)
         self.slice = segment.elements(self.dtype).zero_()  # (slice_length,); the padding travels too
         self._nbytes, self._compute = self.layout.num_elements * compute.itemsize, compute
-        self._without_room()
+        self._without_buffer()
         self._nan = torch.full((), torch.nan, dtype=compute, device=device)
         self._storages[self._nan.untyped_storage()._cdata] = self
         self._hidden = [self._nan.expand(shape) for shape in self._shapes]
 
-    def _without_room(self) -> None:
+    def _without_buffer(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.flat = torch.empty(0, dtype=self._compute, device=self.slice.device)
         self.storage, self._views = self.flat.untyped_storage(), []
 
-    def _hold(self) -> list[Held]:
+    def _hold(self) -> list[ParameterShard]:
         begin = self.group.rank * self.layout.slice_length
         held = []
         for x in self.layout.pieces(self.group.rank):
@@ -232,7 +242,7 @@ class Unit(Space):
             tensor = self.slice[x.offset - begin : x.offset - begin + x.last - x.first]
             if x.last - x.first == shape.numel():
                 tensor = tensor.as_strided(shape, strides)
-            held.append(Held(self.parameters[x.parameter], x.first, x.last, tensor, strides))
+            held.append(ParameterShard(self.parameters[x.parameter], x.first, x.last, tensor, strides))
         return held
 
     def _adopt(self) -> None:
@@ -244,6 +254,10 @@ class Unit(Space):
                 view.copy_(p.detach())
         self.group.broadcast(whole.view(torch.uint8), f"the first values of unit {self.name!r}")
         self.slice.copy_(whole.split(self.layout.slice_length)[self.group.rank])
+
+
+Divided = Stage2Parameters | Unit
+"""Parameters whose gradients are in slices; in the second case the weights are too."""
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:

@@ -7,8 +7,8 @@ Where the ranks of a group turn out not to share a host, and on any platform but
 one of gloo, and rank 0 says so once.
 """
 
-from instep.shm.connect import connect, register
-from instep.shm.group import ShmGroup
+from instep.shm.backend import ShmGroup
+from instep.shm.handshake import connect, register
 
 __all__ = ["ShmGroup", "connect", "register"]
 

@@ -3,7 +3,7 @@
 A flag that is polled costs nothing to set and burns a core to wait for; with more ranks than cores the burnt
 core is the one that the awaited rank needs. Here a waiter polls for some microseconds and then sleeps on the
 address of the word. The kernel compares the word once more before it lets the waiter sleep, so a change in
-between is never missed. The writer always wakes: to ask first whether anybody sleeps would need a fence
+between is never missed. The writer always wakes: to ask first whether a process sleeps would need a fence
 between its store and that question, and Python has none.
 
 Words have one writer each and only grow. That is enough on x86-64, whose stores become visible in the order
@@ -53,12 +53,12 @@ class Words:
         self._words[i] = value
 
     def post(self, i: int, value: int) -> None:
-        """Store ``value`` in word i and wake whoever sleeps on it."""
+        """Store ``value`` in word i and wake all that sleep on it."""
         self._words[i] = value
         self.wake(i)
 
     def wake(self, i: int) -> None:
-        """Let whoever sleeps on word i look again."""
+        """Let all that sleep on word i look again."""
         self._futex(
             _SYS_FUTEX, ctypes.c_void_p(self._address + 8 * i), _FUTEX_WAKE, _EVERYBODY, None, None, 0
         )

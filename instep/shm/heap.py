@@ -16,13 +16,13 @@ from mmap import mmap
 from torch import Tensor
 
 from instep.memory import Segment
+from instep.mesh.axes import round_up
 from instep.mesh.peers import Peer
-from instep.mesh.slices import round_up
 from instep.shm import segment
+from instep.shm.arguments import is_plain
 from instep.shm.call import NOWHERE, Location
-from instep.shm.room import Room
+from instep.shm.group_segment import GroupSegment
 from instep.shm.segment import Mapping
-from instep.shm.tensors import is_plain
 
 SLAB_BYTES = 64 << 20
 
@@ -40,12 +40,12 @@ class _Own:
 class Heap:
     """This rank's shared memory, and that of its peers as far as it has seen it."""
 
-    def __init__(self, room: Room, table: Sequence[Peer]) -> None:
-        self._room = room
+    def __init__(self, shared: GroupSegment, table: Sequence[Peer]) -> None:
+        self._shared = shared
         self._table = table
-        self._rank = room.rank
+        self._rank = shared.rank
         self._lock = threading.Lock()
-        self._freed = [0] * room.size  # as last seen
+        self._freed = [0] * shared.size  # as last seen
         self._mine: dict[int, _Own] = {}  # by address
         self._slab: tuple[Mapping, int] | None = None  # and its first free byte
         self._theirs: dict[tuple[int, int], tuple[int, Mapping]] = {}  # by rank and descriptor: inode, memory
@@ -82,7 +82,7 @@ class Heap:
                 memory = own.memory()
                 if own.inode == location.inode and memory is not None:
                     return Mapping(memory, own.fd, own.inode).tensor(location.offset, location.nbytes)
-        if self._room.freed(rank) != self._freed[rank]:
+        if self._shared.freed(rank) != self._freed[rank]:
             self._let_go(rank)
         inode, mapping = self._theirs.get((rank, location.fd), (None, None))
         if mapping is None or inode != location.inode:
@@ -93,7 +93,7 @@ class Heap:
         mapping = segment.create(max(nbytes, 1))
         address = mapping.tensor(0, 1).data_ptr()
         self._mine[address] = _Own(weakref.ref(mapping.memory), max(nbytes, 1), mapping.fd, mapping.inode)
-        weakref.finalize(mapping.memory, _forget, self._mine, address, self._room)
+        weakref.finalize(mapping.memory, _forget, self._mine, address, self._shared)
         return mapping
 
     def _attach(self, rank: int, location: Location) -> Mapping:
@@ -103,13 +103,13 @@ class Heap:
 
     def _let_go(self, rank: int) -> None:
         """Unmap what ``rank`` has freed: until then its pages are not."""
-        self._freed[rank] = self._room.freed(rank)
+        self._freed[rank] = self._shared.freed(rank)
         pid = self._table[rank].pid
         for known, (inode, _) in list(self._theirs.items()):
             if known[0] == rank and segment.inode(pid, known[1]) != inode:
                 del self._theirs[known]
 
 
-def _forget(entries: dict[int, _Own], address: int, room: Room) -> None:
+def _forget(entries: dict[int, _Own], address: int, shared: GroupSegment) -> None:
     entries.pop(address, None)
-    room.count_freed()
+    shared.count_freed()

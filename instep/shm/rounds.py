@@ -1,4 +1,4 @@
-"""Rounds: everybody writes, everybody comes, everybody reads; all collectives are made of these.
+"""Rounds: every rank writes, every rank comes, every rank reads; all collectives are made of these.
 
 In round k a rank fills its half number k % 2, counts itself in, waits until all have, and reads what it needs
 from the halves of the others. Two halves make one wait per round enough: who comes to round k + 1 has read
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync, PeerLost
-from instep.mesh import roll
-from instep.mesh.board import Board
-from instep.mesh.flight import AFTER, IN, Flight, Row, printable
-from instep.mesh.peers import Peer, Peers, told
+from instep.mesh import hang_report
+from instep.mesh.debug_server import StatusStore
+from instep.mesh.hang_report import AFTER, IN, FlightRecorder, StatusRow, printable
+from instep.mesh.peers import Peer, Peers, describe
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
-from instep.shm.room import HERE, LEFT, Room
+from instep.shm.group_segment import HERE, LEFT, GroupSegment
 
 # Longer than two awake ranks need for a round (2 us), shorter than it takes to fall asleep and wake (17 us).
 SPIN_S = 15e-6
@@ -34,47 +34,47 @@ NOTES_S = 1.0  # for ranks that are all there
 
 
 class Rounds:
-    """A group's rounds, as its group rank ``room.rank`` goes through them; one thread at a time.
+    """A group's rounds, as its group rank ``shared.rank`` goes through them; one thread at a time.
 
     Raises, from everything that waits: ``PeerLost``, if a rank is gone, has left the group or does not come.
     """
 
     def __init__(
         self,
-        room: Room,
+        shared: GroupSegment,
         table: Sequence[Peer],
         timeout_s: float,
         num_cores: int,
-        flight: Flight | None = None,
+        flight: FlightRecorder | None = None,
     ) -> None:
-        self.room = room
-        self.rank = room.rank
-        self.size = room.size
+        self.shared = shared
+        self.rank = shared.rank
+        self.size = shared.size
         self.ranks = [peer.rank for peer in table]
-        self.peers = Peers(table, table[room.rank], timeout_s, _LastSeen(room, self.ranks), flight)
+        self.peers = Peers(table, table[shared.rank], timeout_s, _LastSeen(shared, self.ranks), flight)
         self.flight = self.peers.flight
-        self.number = room.words[room.posted(room.rank)]  # rounds so far
-        self._spin_s = SPIN_S if room.size <= num_cores else 0.0
+        self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
+        self._spin_s = SPIN_S if shared.size <= num_cores else 0.0
         # Each begins with its neighbour, so that not all sleep on one word.
-        self._others = [(room.rank + i) % room.size for i in range(1, room.size)]
+        self._others = [(shared.rank + i) % shared.size for i in range(1, shared.size)]
 
     def mine(self, dtype: torch.dtype = torch.uint8) -> Tensor:
         """This rank's half for the round that comes, ``HALF_BYTES`` in all."""
-        return self.room.halves(dtype)[self.rank][(self.number + 1) & 1]
+        return self.shared.halves(dtype)[self.rank][(self.number + 1) & 1]
 
     def theirs(self, rank: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """The half of group rank ``rank`` in the round that has just been met; not to be written to."""
-        return self.room.halves(dtype)[rank][self.number & 1]
+        return self.shared.halves(dtype)[rank][self.number & 1]
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Come to the next round and wait for all others; ``label`` names the operation in errors."""
-        room, words = self.room, self.room.words
+        shared, words = self.shared, self.shared.words
         self.number += 1
-        words.post(room.posted(self.rank), self.number)
+        words.post(shared.posted[self.rank], self.number)
         for other in self._others:
-            if not words.spin(room.posted(other), self.number, self._spin_s):
-                awaited = {other: room.posted(other) for other in self._others}
-                arrival = Arrival(room, self.peers, words, awaited, self.number, label)
+            if not words.spin(shared.posted[other], self.number, self._spin_s):
+                awaited = {other: shared.posted[other] for other in self._others}
+                arrival = Arrival(shared, self.peers, words, awaited, self.number, label)
                 self.peers.wait(arrival, label, missing=arrival.missing, timeout_s=timeout_s)
                 return
 
@@ -87,10 +87,10 @@ class Rounds:
             Desync: the calls differ; raised on every rank alike.
         """
         self.flight.begin(label, call)
-        self.room.name(label, self.flight.number)
-        self.room.write_slot(self.number + 1, call.to_bytes() + location.to_bytes())
+        self.shared.name(label, self.flight.number)
+        self.shared.write_slot(self.number + 1, call.to_bytes() + location.to_bytes())
         self.meet(label, timeout_s)
-        slots = [self.room.slot(rank, self.number) for rank in range(self.size)]
+        slots = [self.shared.slot(rank, self.number) for rank in range(self.size)]
         mine = slots[self.rank][:CALL_BYTES]
         if any(slot[:CALL_BYTES] != mine for slot in slots):
             problem = disagreement([Call.from_bytes(slot) for slot in slots], self.ranks)
@@ -99,10 +99,12 @@ class Rounds:
 
     def _compare_notes(self, label: str) -> str:
         """The table of where all ranks stand; they have all found that they disagree, and all come here."""
-        self.room.write_row(replace(self.flight.row(), stack=(), recent=()).to_bytes())
+        self.shared.write_row(replace(self.flight.row(), stack=(), recent=()).to_bytes())
         with suppress(PeerLost, ValueError):  # then what they disagree about has to do
             self.meet(label, NOTES_S)
-            return "\n" + roll.table([Row.from_bytes(self.room.row(rank)) for rank in range(self.size)])
+            return "\n" + hang_report.status_table(
+                [StatusRow.from_bytes(self.shared.row(rank)) for rank in range(self.size)]
+            )
         return ""
 
 
@@ -114,7 +116,7 @@ class Arrival:
 
     def __init__(
         self,
-        room: Room,
+        shared: GroupSegment,
         peers: Peers,
         words: Words,
         awaited: Mapping[int, int],
@@ -122,7 +124,7 @@ class Arrival:
         label: str,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._room = room
+        self._shared = shared
         self._peers = peers
         self._words = words
         self._awaited = awaited
@@ -146,8 +148,8 @@ class Arrival:
         until = time.monotonic() + timeout.total_seconds()
         while (missing := self.missing()) and not self._cancelled():
             for rank in missing:
-                if self._room.state(rank) != HERE and rank in self.missing():
-                    self._lost = gone(self._room, self._peers, rank, self._label)
+                if self._shared.state(rank) != HERE and rank in self.missing():
+                    self._lost = gone(self._shared, self._peers, rank, self._label)
                     raise self._lost
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -156,53 +158,55 @@ class Arrival:
         return True
 
 
-def gone(room: Room, peers: Peers, rank: int, label: str) -> PeerLost:
+def gone(shared: GroupSegment, peers: Peers, rank: int, label: str) -> PeerLost:
     """What to raise in ``label`` when group rank ``rank`` will not come any more, as it says itself.
 
-    Whoever was killed could say nothing, and is named in its place: it failed because of that one.
+    A rank that was killed could say nothing, and is named in its place: it failed because of that one.
     """
     where = f"rank {peers.me.rank} waited in {label} for rank {peers.table[rank].rank}"
     dead = peers.dead()
-    killed = [peer for r, peer in enumerate(peers.table) if peer.rank in dead and room.state(r) == HERE]
+    killed = [peer for r, peer in enumerate(peers.table) if peer.rank in dead and shared.state(r) == HERE]
     if killed:
-        names, ranks = ", ".join(map(told, killed)), [peer.rank for peer in killed]
+        names, ranks = ", ".join(map(describe, killed)), [peer.rank for peer in killed]
         return PeerLost(f"{names} died: {where}", ranks=ranks, operation=label)
-    how = f"failed: {room.reason(rank)}"
-    if room.state(rank) == LEFT:
+    how = f"failed: {shared.reason(rank)}"
+    if shared.state(rank) == LEFT:
         how = "left the group: if it ended without an error, give every rank the same number of calls"
     return PeerLost(f"{where}, which {how}", ranks=[peers.table[rank].rank], operation=label)
 
 
 @contextmanager
-def reaching(room: Room, peers: Peers, rank: int, label: str) -> Iterator[None]:
+def reaching(shared: GroupSegment, peers: Peers, rank: int, label: str) -> Iterator[None]:
     """The block maps memory of group rank ``rank``; if that is gone because the rank is, ``PeerLost``."""
     try:
         yield
     except OSError as error:
-        if peers.table[rank].rank in peers.confirm() or room.state(rank) != HERE:
-            raise gone(room, peers, rank, label) from error
+        if peers.table[rank].rank in peers.confirm() or shared.state(rank) != HERE:
+            raise gone(shared, peers, rank, label) from error
         raise
 
 
-class _LastSeen(Board):
-    """The notice board that a room is by itself: every rank's block has the label of its last operation."""
+class _LastSeen(StatusStore):
+    """The notice board that a segment is by itself: each rank's block has the label of its last operation."""
 
-    def __init__(self, room: Room, ranks: Sequence[int]) -> None:
+    def __init__(self, shared: GroupSegment, ranks: Sequence[int]) -> None:
         super().__init__()
-        self._room = room
+        self._shared = shared
         self._ranks = ranks
 
-    def post(self, row: Row) -> None:
+    def post(self, row: StatusRow) -> None:
         """Nothing to do: the label is written down before every operation."""
 
-    def read(self, rank: int) -> Row | None:
-        """The last operation that global rank ``rank`` began, and whether it waits for somebody there.
+    def read(self, rank: int) -> StatusRow | None:
+        """The last operation that global rank ``rank`` began, and whether it waits for another rank there.
 
         For ranks that give no answer themselves.
         """
-        room, place = self._room, self._ranks.index(rank)
-        posted = [room.words[room.posted(r)] for r in range(room.size)]
-        label = room.label(place)
+        shared, place = self._shared, self._ranks.index(rank)
+        posted = [shared.words[shared.posted[r]] for r in range(shared.size)]
+        label = shared.label(place)
         if not label:
             return None
-        return Row(rank, IN if min(posted) < posted[place] else AFTER, printable(label), room.number(place))
+        return StatusRow(
+            rank, IN if min(posted) < posted[place] else AFTER, printable(label), shared.number(place)
+        )

@@ -1,74 +1,94 @@
-"""What a wrapper does when forward and backward run, under either contract.
+"""What a wrapper does when forward and backward run, in either step mode.
 
-*Declared*: inside ``micro_batches`` every gradient belongs to the open leaf, and the loop says when a leaf
+*Declared*: inside ``micro_batches`` every gradient belongs to the open micro-batch, and the loop says when it
 and the step end. *Undeclared*: a backward whose forward ran with synchronisation on is one step; every rank
-contributes one leaf, whatever its ``.grad`` has accumulated, and the step ends with the backward.
+contributes one leaf of the sum tree, whatever its ``.grad`` has accumulated, and the step ends with the
+backward.
+
+When does a backward that involves the module begin and end, and under which flag did its forward run? A
+parameter's hook knows neither: it may fire inside a nested backward (reentrant checkpointing), and what it
+queues for "the end" then comes at the end of the nested one. The gradient of the module's *output* belongs to
+the outermost backward, and comes first. So a forward hook on the module leaves a hook on every output, with
+what was true at that moment (the mark); the first one to fire queues the end. Where forward was bypassed, the
+first parameter hook does. An output that is a leaf of the graph gets no hook: a parameter that forward
+returns, or an input, outlives the forward, and would collect one each time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from instep.events import BATCH_NORM, Span
-from instep.ordered.hook import weakly
-from instep.step import guard
-from instep.step.buffers import OPERATION, broadcast_buffers
-from instep.step.leaves import DeclaredStep
-from instep.step.reduction import Plan
-from instep.step.watch import Watch
+from instep.ordered.hook import Hook, weakly
+from instep.step import optimizer_guard
+from instep.step.agreement import BUFFERS, broadcast_buffers
+from instep.step.micro_batches import DeclaredStep
+from instep.step.reduction import StepPlan
+
+NO_TASK = -1
 
 
 class Mark(NamedTuple):
-    """What was true when a forward ran."""
+    """What was true when a forward ran: synchronisation on or off, the open micro-batch."""
 
     sync: bool
-    leaf: int | None
+    micro_batch: int | None
 
 
 class Backward:
     """Steers the reducer by what the hooks of the module and its parameters report.
 
-    ``sync`` is the switch behind ``no_sync``; ``contract`` the one of the last step. ``hooks`` are to be
+    In forward: every output gets a hook with the mark of this forward. In backward: the first output that is
+    reached, or the first parameter, queues the end; then, gradient by gradient, the reducer is told; at the
+    end it exchanges, if the mark says so. A backward that raised has no end: the next forward, or
+    ``look_back``, finds that it began.
+
+    ``sync`` is the switch behind ``no_sync``; ``step_mode`` the one of the last step. ``hooks`` are to be
     removed when the wrapper goes. ``changes`` names what a step changes here.
     """
 
-    changes: ClassVar[tuple[str, ...]] = ("sync", "contract", "_exchanged", "_warned")
+    changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged", "_warned")
 
     def __init__(self, declared: DeclaredStep, *, broadcast: bool) -> None:
         self.module = declared.module
         self.reducer = declared.reducer
         self.declared = declared
-        self.roster = declared.roster
+        self.registry = declared.registry
         self.sync = True
-        self.contract: str | None = None
+        self.step_mode: str | None = None
         self._broadcast = broadcast and self.reducer.group.size > 1
         self._exchanged = False  # all that has come since the last optimizer step
         self._warned = False
-        self._marks: list[Mark] = []  # of the outputs that backward has come to
+        self._runs = False  # a backward
+        self._task = NO_TASK  # the outermost one of it
+        self._marks: list[Mark] = []  # of the outputs that it has come to
+        self._open: dict[str, Span] = {}
         # Hooks live on the module, which may outlive its wrapper: they must not keep it alive.
-        self._watch = Watch(
-            self.module,
-            mark=weakly(self._forward_ran),
-            reached=weakly(self._reached),
-            ended=weakly(self._ended),
-            abandoned=weakly(self._raised),
-            span=weakly(self._span),
-        )
-        self.reducer.is_nested = self._watch.is_nested
+        self._output_hook = weakly(self._output_reached)
+        self.reducer.is_nested = weakly(self._is_nested)
         came = weakly(self._gradient_came)
         self._gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(partial(came, i))
             for i, parameter in enumerate(self.reducer.parameters)
         ]
-        self.hooks: list[Any] = [*self._watch.hooks, *declared.keys.hooks, *self._gradient_hooks]
+        self.hooks: list[Any] = [
+            self.module.register_forward_pre_hook(Hook(weakly(self._forward_begins))),
+            self.module.register_forward_hook(Hook(weakly(self._forward_ended))),
+            *declared.keys.hooks,
+            *self._gradient_hooks,
+        ]
 
     def synchronise(self) -> None:
         """Exchange what ``.grad`` has accumulated, unless that is done. Collective."""
-        if self.declared.leaf is not None:
+        if self.declared.micro_batch is not None:
             raise ValueError("sync_gradients() inside micro_batches(): the loop itself exchanges, at its end")
         if not (self._exchanged and self.reducer.exchanges):
             self._begin()
@@ -76,21 +96,33 @@ class Backward:
 
     def look_back(self) -> None:
         """If the last backward has raised, do now what the next forward would do about it."""
-        self._watch.look_back()
+        if self._runs and torch._C._current_graph_task_id() == NO_TASK:
+            self._runs = False
+            self._marks.clear()
+            self.reducer.backward_ended()
+            if self.declared.micro_batch is None:
+                self.reducer.leave()
 
-    def _span(self, name: str) -> Span:
-        leaf, recorder = self.declared.leaf, self.reducer.recorder
-        recorder.ensure_step()
-        return recorder.span(name, lane="compute", leaf=-1 if leaf is None else leaf.index)
+    def _is_nested(self) -> bool:
+        """Whether a backward inside this one runs now, as of a reentrant checkpoint."""
+        return self._runs and torch._C._current_graph_task_id() != self._task
 
-    def _mark(self) -> Mark:
-        leaf = self.declared.leaf
-        return Mark(self.sync, None if leaf is None else leaf.index)
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        self.look_back()
+        self._cancel("forward")  # of one that raised
+        if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
+            self._start("forward")
 
-    def _forward_ran(self) -> Mark:
-        self.roster.check()
+    def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stop("forward")
+        if not torch.is_grad_enabled():
+            return
+        self.registry.check()
         self._go_last()
-        return self._mark()
+        reached = partial(self._output_hook, self._mark())
+        for tensor in _tensors(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(reached)
 
     def _go_last(self) -> None:
         """Users' hooks on gradients run before ours, also those that came later: they may edit ``.grad``."""
@@ -99,9 +131,20 @@ class Backward:
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)
 
+    def _output_reached(self, mark: Mark, gradient: Tensor) -> None:
+        """Backward has come to an output of the forward that left ``mark``.
+
+        That counts when a gradient comes: ``autograd.grad`` reaches outputs too, and accumulates none.
+        """
+        if not self._runs:
+            self._backward_begins()
+        self._marks.append(mark)
+
     def _gradient_came(self, i: int, parameter: Tensor) -> None:
         self._exchanged = False
-        self._watch.parameter_reached()
+        if not self._runs:  # forward was bypassed
+            self._backward_begins()
+            self._marks.append(self._mark())
         try:
             while self._marks:
                 self._obey(self._marks.pop())
@@ -114,22 +157,29 @@ class Backward:
             self.reducer.leave()
             raise
 
-    def _reached(self, mark: Mark | None) -> None:
-        """Backward has come to an output of the forward that left ``mark``, or (None) of no forward.
+    def _backward_begins(self) -> None:
+        self._runs = True
+        self._task = torch._C._current_graph_task_id()
+        self._start("backward")
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
-        That counts when a gradient comes: ``autograd.grad`` reaches outputs too, and accumulates none.
-        """
-        self._marks.append(mark or self._mark())
+    def _backward_ended(self) -> None:
+        self._runs = False
+        self._stop("backward")
+        self._marks.clear()
+        self.reducer.backward_ended()
+        if self.declared.micro_batch is None and self.reducer.plan is not None:
+            self._finish()
 
     def _obey(self, mark: Mark) -> None:
         """Begin the exchange if forward wanted one; check that this backward belongs to that forward."""
         now = self._mark()
-        if mark.leaf != now.leaf:
+        if mark.micro_batch != now.micro_batch:
             raise ValueError(
-                f"backward in {_leaf_name(now.leaf)} went into the forward of {_leaf_name(mark.leaf)}: in a "
-                "declared step each micro-batch has a loss of its own, with backward inside the loop"
+                f"backward in {_name(now.micro_batch)} went into the forward of {_name(mark.micro_batch)}: "
+                "in a declared step each micro-batch has a loss of its own, with backward inside the loop"
             )
-        if now.leaf is not None:
+        if now.micro_batch is not None:
             return
         if mark.sync != now.sync and not self._warned:
             self._warned = True
@@ -141,23 +191,10 @@ class Backward:
         if mark.sync and self.reducer.plan is None:
             self._begin()
 
-    def _ended(self) -> None:
-        self._marks.clear()
-        self.reducer.backward_ended()
-        if self.declared.leaf is None and self.reducer.plan is not None:
-            self._finish()
-
-    def _raised(self) -> None:
-        """A backward began and never ended."""
-        self._marks.clear()
-        self.reducer.backward_ended()
-        if self.declared.leaf is None:
-            self.reducer.leave()
-
     def _begin(self) -> None:
-        self.contract = "undeclared"
+        self.step_mode = "undeclared"
         size = self.reducer.group.size
-        self.reducer.begin(Plan(False, size, [[r] for r in range(size)]), lambda: 1)
+        self.reducer.begin(StepPlan(False, size, [[r] for r in range(size)]), lambda: 1)
         self.reducer.open_leaf(self.reducer.group.rank, last=True)
 
     def _finish(self) -> None:
@@ -167,17 +204,49 @@ class Backward:
         except BaseException:
             self.reducer.leave()
             raise
-        guard.reduced(self.reducer)
+        optimizer_guard.reduced(self.reducer)
         self._exchanged = True
         if self._broadcast and any(True for _ in self.module.buffers()):
             group = self.reducer.group
             with self.reducer.recorder.span(BATCH_NORM, lane="host"):
-                self.reducer.lane.submit(OPERATION, lambda: broadcast_buffers(self.module, group)).wait()
+                self.reducer.lane.submit(BUFFERS, lambda: broadcast_buffers(self.module, group)).wait()
+
+    def _mark(self) -> Mark:
+        micro_batch = self.declared.micro_batch
+        return Mark(self.sync, None if micro_batch is None else micro_batch.index)
+
+    def _start(self, name: str) -> None:
+        """A span begins: "forward" or "backward"."""
+        self._cancel(name)
+        micro_batch, recorder = self.declared.micro_batch, self.reducer.recorder
+        recorder.ensure_step()
+        leaf = -1 if micro_batch is None else micro_batch.index
+        self._open[name] = recorder.span(name, lane="compute", leaf=leaf).begin()
+
+    def _stop(self, name: str) -> None:
+        if (span := self._open.pop(name, None)) is not None:
+            span.end()
+
+    def _cancel(self, name: str) -> None:
+        if (span := self._open.pop(name, None)) is not None:
+            span.cancel()
 
 
 def _on(switch: bool) -> str:
     return "on" if switch else "off"
 
 
-def _leaf_name(leaf: int | None) -> str:
-    return "no micro-batch" if leaf is None else f"micro-batch {leaf}"
+def _name(micro_batch: int | None) -> str:
+    return "no micro-batch" if micro_batch is None else f"micro-batch {micro_batch}"
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers and dataclasses, and among the attributes of other objects."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            attributes = getattr(leaf, "__dict__", {}).values()
+            yield from (value for value in attributes if isinstance(value, Tensor))

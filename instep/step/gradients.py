@@ -14,7 +14,7 @@ from torch import Tensor
 
 from instep.ordered.buckets import Bucket, Bundle, Slot, wire_dtype
 
-NOBODY_ELSE = 2  # references to an object: one variable, and the argument of who counts
+NO_OTHER_USER = 2  # references to an object: one variable, and the argument of the call that counts
 LARGE_BYTES = 1 << 16  # smaller gradients are quicker copied many in a call
 
 
@@ -37,7 +37,7 @@ class Gradients:
         self._came.clear()
 
     def came(self, i: int, *, final: bool) -> None:
-        """Autograd has accumulated into the ``.grad`` of parameter i; ``final``: which nobody may edit."""
+        """Autograd has accumulated into the ``.grad`` of parameter i; ``final``: no hook may edit it."""
         gradient = self.parameters[i].grad
         if gradient is not None:  # autograd also calls where a function has passed None on
             self._came[i] = (gradient, gradient._version) if final else None
@@ -47,8 +47,8 @@ class Gradients:
 
         ``land`` would do it, later. Now it is in the cache, and its memory serves for the next gradient. Many
         that are freed at once go back to the system, which has to find and zero every page of the next ones.
-        A GPU's allocator keeps memory, and many copies are one call there. Whoever keeps a ``.grad`` that is
-        not ``final`` keeps the one in the bucket.
+        A GPU's allocator keeps memory, and many copies are one call there. Code that keeps a ``.grad`` that
+        is not ``final`` keeps the one in the bucket.
         """
         gradient = self.parameters[i].grad
         if gradient is None or gradient.is_sparse or gradient.requires_grad or gradient.nbytes < LARGE_BYTES:
@@ -82,7 +82,7 @@ class Gradients:
             torch._foreach_copy_(views, gradients)
 
     def take(self, bucket: Bundle) -> None:
-        """The gradients are in the bucket alone from now on; who has kept a ``.grad`` has a copy."""
+        """The gradients are in the bucket alone from now on; code that has kept a ``.grad`` has a copy."""
         for slot in bucket.slots:
             self._remove(slot.position)
 
@@ -92,7 +92,7 @@ class Gradients:
 
         Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
         gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
-        stays it, because whoever has kept it may rely on that.
+        stays it, because code that has kept it may rely on that.
         """
         parameter = self.parameters[slot.position]
         gradient = parameter.grad
@@ -128,7 +128,7 @@ class Gradients:
     def _remove(self, i: int) -> None:
         self.parameters[i].grad = None
         gradient = self._settled.pop(i, None)
-        if gradient is not None and sys.getrefcount(gradient) > NOBODY_ELSE:
+        if gradient is not None and sys.getrefcount(gradient) > NO_OTHER_USER:
             gradient.data = gradient.clone()
 
     def _check(self, i: int, gradient: Tensor | None, bucket: Bundle) -> None:

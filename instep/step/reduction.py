@@ -1,4 +1,6 @@
-"""From gradients that appear one by one to whole leaves: what all reducers share.
+"""From gradients that appear one by one to whole leaves of the sum tree: what all reducers share.
+
+A leaf is the gradient of one micro-batch, or of all that a rank has accumulated where the loop declares none.
 
 Autograd says when a gradient has been accumulated, but not when it is whole: a parameter that is used in
 two checkpointed segments, or in two backwards of one micro-batch, is accumulated twice. Sending it after
@@ -15,7 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,19 +26,41 @@ from torch.optim import Optimizer
 from instep.errors import Desync, PeerLost
 from instep.events import Recorder, Span
 from instep.mesh.device import Stream
-from instep.mesh.group import Group
-from instep.ordered.buckets import Bundle, Caps
-from instep.ordered.exchange import Exchange
+from instep.mesh.process_group import Group
+from instep.ordered.buckets import Bucket, Bundle, Caps
+from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import VERSION, Header
 from instep.ordered.tree import rank_major
 from instep.step.gradients import Gradients
-from instep.step.strategy import Strategy
-from instep.step.unused import describe
-from instep.work import Lane
+from instep.work import Lane, Work
+
+SHOWN = 8  # unused parameters, in a message
+
+
+class Strategy(Protocol):
+    """Which gradients travel together, and when: what the reducer asks of a strategy.
+
+    In a step: ``begin``, ``ready`` for each whole bucket during backward, ``finish`` after it.
+
+    ``overlaps``: buckets are told of as soon as they are whole, not only when backward has ended.
+    """
+
+    overlaps: bool
+
+    def __init__(self, launch: Callable[[Bucket], Work]) -> None: ...
+
+    @staticmethod
+    def group(parameters: Sequence[Tensor], order: Sequence[int], caps: Caps) -> list[list[int]]: ...
+
+    def begin(self, buckets: Sequence[Bucket]) -> None: ...
+
+    def ready(self, bucket: Bucket) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Options:
+class ReductionOptions:
     """How to reduce: what a user chose once for the wrapper."""
 
     strategy: type[Strategy]
@@ -46,7 +70,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """Who contributes which leaves to one reduction. ``leaves[r]`` belong to rank r; G in all."""
 
     declared: bool
@@ -80,7 +104,7 @@ class Reduction(ABC):
         "_unsteady",
         "_warned_unused",
     )
-    exchange: Exchange
+    exchange: OrderedAllReduce
     place: dict[int, Bundle]
 
     def __init__(
@@ -89,7 +113,7 @@ class Reduction(ABC):
         parameters: Sequence[Tensor],
         group: Group,
         recorder: Recorder,
-        options: Options,
+        options: ReductionOptions,
         sparse: Collection[int] = (),
     ) -> None:
         self.names = list(names)
@@ -105,7 +129,7 @@ class Reduction(ABC):
         self.given_up = False  # the last one of them
         self._update: Span | None = None
         self.local = [False] * len(self.names)
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         self.leaf: int | None = None
         self.observer: Callable[[int, Any], None] | None = None  # is shown each leaf in a bucket, whole
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
@@ -141,9 +165,9 @@ class Reduction(ABC):
     def _close(self, bucket: Bundle) -> None:
         """The gradients of ``bucket`` are whole, of the open leaf."""
 
-    def assign(self, num_leaves: int) -> Plan:
+    def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
-        return Plan(True, num_leaves, rank_major(num_leaves, self.group.size))
+        return StepPlan(True, num_leaves, rank_major(num_leaves, self.group.size))
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` cannot use these gradients, or None."""
@@ -153,11 +177,11 @@ class Reduction(ABC):
         """Backward has ended, or (it raised) will not."""
 
     def hush(self) -> None:
-        """From now on nobody is shown leaves, or warned of unused parameters."""
+        """From now on: no observer of leaves, and no warning of unused parameters."""
         self.observer = None
         self._warned_unused = True
 
-    def begin(self, plan: Plan, weight: Callable[[], int]) -> None:
+    def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
         """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave.
 
         Raises:
@@ -189,7 +213,7 @@ class Reduction(ABC):
             self._open(bucket)
 
     def arrived(self, i: int, *, settles: bool = True) -> None:
-        """Autograd has accumulated into the ``.grad`` of parameter i; ``settles``: nobody will look at it."""
+        """Autograd has accumulated into the ``.grad`` of parameter i; ``settles``: no hook looks at it."""
         self.local[i] = True
         if self.leaf is None:
             return
@@ -210,13 +234,15 @@ class Reduction(ABC):
         if self._counts[i] == expected:
             bucket.pending -= 1
             if bucket.pending == 0:
-                self._take_over(bucket)
+                bucket.is_open = False
+                self._close(bucket)
 
     def close_leaf(self) -> None:
         """The leaf's backward has ended: what has not been whole until now, is."""
         for bucket in self.bundles:
             if bucket.is_open:
-                self._take_over(bucket)
+                bucket.is_open = False
+                self._close(bucket)
         self.leaf = None
         self._learn()
 
@@ -240,12 +266,8 @@ class Reduction(ABC):
         """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
         return None
 
-    def _take_over(self, bucket: Bundle) -> None:
-        bucket.is_open = False
-        self._close(bucket)
-
     def _header(
-        self, bucket: Bundle, plan: Plan, weight: int, round: int = 0, num_carried: int = 0
+        self, bucket: Bundle, plan: StepPlan, weight: int, round: int = 0, num_carried: int = 0
     ) -> Header:
         return Header(
             version=VERSION,
@@ -289,7 +311,7 @@ class Reduction(ABC):
         """Warn once, or raise, about parameters that some rank had no gradient for, though it had others."""
         if self.options.unused or (self.options.unused is None and self._warned_unused):
             return
-        unused = describe(self.bundles, self.names, self.group.ranks)
+        unused = _describe_unused(self.bundles, self.names, self.group.ranks)
         if not unused:
             return
         message = f"no gradient came for {unused} in step {self.steps}"
@@ -304,3 +326,20 @@ class Reduction(ABC):
                 "alone. Pass find_unused_parameters=True if this is meant",
                 stacklevel=2,
             )
+
+
+def _describe_unused(buckets: Sequence[Bundle], names: Sequence[str], ranks: Sequence[int]) -> str:
+    """The parameters that some rank had no gradient for, or "". Call it after the exchange.
+
+    A rank that had none at all, because no micro-batch or no weight fell to it, is not counted.
+    """
+    busy = [r for r in range(len(ranks)) if any(any(bucket.presence[r]) for bucket in buckets)]
+    lines = []
+    for bucket in buckets:
+        for k, slot in enumerate(bucket.slots):
+            missing = [ranks[r] for r in busy if not bucket.presence[r][k]]
+            if missing:
+                where = "any rank" if len(missing) == len(busy) else f"rank {', '.join(map(str, missing))}"
+                lines.append(f"{names[slot.position]!r} on {where}")
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "; ".join(lines[:SHOWN]) + more

@@ -1,1 +1,1 @@
-"""Where the time of a training run went: read from its timeline, in figures, words and pictures."""
+"""Where the time of a training run went: traces, breakdown, straggler, advice, report, charts."""

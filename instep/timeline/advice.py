@@ -2,30 +2,202 @@
 
 Every piece can be checked by following it. What would gain less than 1 % of a step is not said; a healthy
 run gets no advice.
+
+Four pieces are about what ranks do by themselves: one is slow, all wait for data, too many threads, unequal
+shares. The others are about the exchange of gradients: in which buckets, when, over what, and how often. All
+of those save the same milliseconds, the ones that a step waits for its exchanges, so no two of them may claim
+the same: the best other way to exchange is one piece, and what it leaves exposed is what exchanging less
+often is about. That is why they stand in one file.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from instep.timeline.breakdown import RankBreakdown
-from instep.timeline.buckets import BucketRow
-from instep.timeline.facts import Advice, Facts, Setting
-from instep.timeline.habits import loader, slow_rank, threads, uneven
-from instep.timeline.sending import advise_sending
-from instep.timeline.straggler import Slow
-
-__all__ = ["WORTH_IT", "Advice", "Setting", "advise"]
+from instep.events import GRADIENT_SYNC
+from instep.timeline.breakdown import COMPUTE, DATA, EXPOSED, HOST, UPDATE, WAITING, RankBreakdown
+from instep.timeline.bucket_times import BucketRow
+from instep.timeline.predict import (
+    CAPS_MB,
+    MEBIBYTE,
+    SHM_TO_SOCKETS,
+    ExchangeModel,
+    ExchangeTimes,
+    HidingCost,
+    busy_share,
+    copying_s,
+    over_shared_memory,
+    pause_s,
+    saved_s,
+)
+from instep.timeline.straggler import PHASES, SlowRank
 
 WORTH_IT = 0.01  # of the median step
+ADAMW_BYTES = 28  # moved per parameter: reads p, g, m, v, writes p, m, v, four bytes each
+ASSUMED_BYTES_PER_S = 5e9  # of a rank's share of the memory, where no update shows it
+LOADING = 0.05  # of a step, in which batches are read
+SLOW_IN = dict(
+    zip(
+        PHASES,
+        (
+            "computes longer than the others",
+            "waits longer for its data than the others",
+            "spends longer than the others in host code, outside forward, backward and data",
+        ),
+        strict=True,
+    )
+)
+ONE_BUCKET = 0.8  # of all bytes in one bucket: little to send while it fills
+DEFAULT_MB = 25.0
+BY_ARITHMETIC = 0.03  # of a step: what other buckets must gain, which is the least sure prediction
+AS_GOOD = 0.95  # of the best gain: then larger buckets, which need less luck with latencies
+OFTEN = 0.15  # of a step exposed: then exchanging less often counts
+OFTEN_ON_LINK = 0.05
+LINK = "slow link"
+NO_BUCKETS = ("server", "threads", "fully_shard")  # nothing that is sent is of a size to be chosen
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to do.
+
+    ``cause``: "slow rank", "loader", "threads", "uneven", "strategy", "giant bucket", "tiny buckets", "gloo",
+    "slow link" or "accumulate".
+    """
+
+    cause: str
+    text: str  # the cause in a sentence, and what to do about it
+    gain_ms: float  # per step
+    gain_share: float  # of the median step
+    try_: str  # what to run; "" if it is no flag
+    how: str  # how the gain was predicted
+    changes_training: bool = False  # and not only how the same training is done
+
+
+@dataclass(frozen=True)
+class RunSetting:
+    """What the run was told."""
+
+    strategy: str
+    backend: str
+    world_size: int
+    ranks_per_host: int  # that share cores
+    hosts: int  # that share no memory
+    threads: int  # per rank
+    cores: int  # of a host
+    bucket_mb: float  # the cap, in 2**20 bytes
+    num_leaves: int  # micro-batches per step, of all ranks; 0: unknown
+    micro_size: int = 0  # samples in one; 0: unknown
+
+    @property
+    def overlaps(self) -> bool:
+        return self.strategy in ("overlap", "bucketed")
+
+
+@dataclass(frozen=True)
+class RunMeasurements:
+    """What one run measured. ``backward_s`` is the median backward of a last micro-batch."""
+
+    breakdowns: Sequence[RankBreakdown]
+    buckets: Sequence[BucketRow]
+    slow: SlowRank | None
+    setting: RunSetting
+    backward_s: float
+    optimizer: str
+    num_parameters: int
+    slowdown: float | None
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return median(row.median_s for row in self.breakdowns)
+
+    @property
+    def others(self) -> list[RankBreakdown]:
+        """All ranks but the slow one."""
+        return [row for row in self.breakdowns if self.slow is None or row.rank != self.slow.rank]
+
+    def part_s(self, *parts: str) -> float:
+        """Seconds of the median step on ``parts``: the median of the ranks that are not slow."""
+        rows = self.others or self.breakdowns
+        return median(sum(row.parts.get(part, 0.0) for part in parts) * _typical(row) for row in rows)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds per step that the others wait for the slow rank, some of it perhaps as a message's time."""
+        return 0.0 if self.slow is None else min(self.slow.excess_s, self.part_s(WAITING, EXPOSED))
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds per step of exposed exchanges of gradients, without waiting for the slow rank."""
+        rows = self.others or self.breakdowns
+        measured_s = median(row.causes.get(GRADIENT_SYNC, 0.0) * _typical(row) for row in rows)
+        return max(measured_s - max(self.waited_s - self.part_s(WAITING), 0.0), 0.0)
+
+    @property
+    def other_messages_s(self) -> float:
+        """Seconds per step that ranks wait for messages other than gradients, such as the loss."""
+        return max(self.part_s(EXPOSED) - self.sync_s - max(self.waited_s - self.part_s(WAITING), 0.0), 0.0)
+
+    @property
+    def measured_memory(self) -> bool:
+        """Whether the update shows how fast the memory is."""
+        return self.optimizer == "adamw" and self.part_s(UPDATE) > 0 and self.num_elements > 0
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """A rank's share of the memory's rate: all ranks update at once."""
+        if not self.measured_memory:
+            return ASSUMED_BYTES_PER_S
+        return ADAMW_BYTES * self.num_elements / self.part_s(UPDATE)
+
+    @property
+    def num_elements(self) -> int:
+        """Of all parameters; where it is unknown, as many as the buckets have of four bytes."""
+        return self.num_parameters or sum(row.bytes for row in self.buckets) // 4
+
+    def advice(
+        self,
+        cause: str,
+        gain_s: float,
+        text: str,
+        how: str,
+        try_: str = "",
+        *,
+        changes_training: bool = False,
+    ) -> Advice:
+        """What may gain ``gain_s`` per step."""
+        return Advice(cause, text, gain_s * 1e3, gain_s / self.step_s, try_, how, changes_training)
+
+    def with_micro_batches(self, num_micro_batches: int) -> str:
+        """The flag for so many micro-batches per step."""
+        size = self.setting.micro_size
+        return f"--batch.global-size {num_micro_batches * size}" if size and num_micro_batches else ""
+
+
+def _typical(row: RankBreakdown) -> float:
+    """The median step by the mean one, which single long steps have made longer."""
+    return row.median_s / row.wall_s if row.wall_s > 0 else 1.0
+
+
+def in_ms(seconds: float) -> str:
+    """Seconds as a reader likes to see them: "41 ms", "4.1 ms"."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+
+
+def in_percent(share: float) -> str:
+    """A share as a reader likes to see it: "12 %"."""
+    return f"{share:.0%}".replace("%", " %")
 
 
 def advise(
     breakdowns: Sequence[RankBreakdown],
     buckets: Sequence[BucketRow],
-    slow: Slow | None,
-    setting: Setting,
+    slow: SlowRank | None,
+    setting: RunSetting,
     *,
     backward_s: float,
     optimizer: str = "adamw",
@@ -47,9 +219,334 @@ def advise(
     known = [row.slowdown for row in breakdowns if row.slowdown is not None]
     if slowdown is None and known:
         slowdown = median(known)
-    facts = Facts(breakdowns, buckets, slow, setting, backward_s, optimizer, num_parameters, slowdown)
-    if not breakdowns or facts.step_s <= 0:
+    run = RunMeasurements(breakdowns, buckets, slow, setting, backward_s, optimizer, num_parameters, slowdown)
+    if not breakdowns or run.step_s <= 0:
         return []
-    found = [slow_rank(facts), loader(facts), threads(facts), uneven(facts), *advise_sending(facts)]
+    found = [slow_rank(run), loader(run), threads(run), uneven(run), *exchange_advice(run)]
     worth_it = [advice for advice in found if advice and advice.gain_share >= WORTH_IT]
     return sorted(worth_it, key=lambda advice: (advice.changes_training, -advice.gain_ms))
+
+
+def slow_rank(run: RunMeasurements) -> Advice | None:
+    """If it were as fast as the others, the step would be shorter by what they wait for it."""
+    slow = run.slow
+    if slow is None:
+        return None
+    what = SLOW_IN.get(slow.phase, f"is slower than the others in {slow.phase}")
+    return run.advice(
+        "slow rank",
+        run.waited_s,
+        f"Rank {slow.rank} {what}, {in_ms(slow.excess_s)} in every step since step {slow.since}, "
+        f"and all ranks wait for it: look at {slow.phase} on rank {slow.rank}.",
+        f"the {in_ms(slow.excess_s)} that rank {slow.rank} takes longer than the median of the other ranks, "
+        f"at most the {in_ms(run.part_s(WAITING, EXPOSED))} that those wait.",
+    )
+
+
+def loader(run: RunMeasurements) -> Advice | None:
+    """One batch loaded ahead hides under the rest of the step, or the rest of the step under it.
+
+    A little of a step is the reading itself: a loader in the background does it all the same.
+    """
+    data_s, setting = run.part_s(DATA), run.setting
+    if data_s < LOADING * run.step_s:
+        return None
+    rest_s = max(run.step_s - data_s, 0.0)
+    how = (
+        f"a step becomes the longer of loading ({in_ms(data_s)}) and everything else ({in_ms(rest_s)}) "
+        "instead of their sum, if one batch is loaded ahead"
+    )
+    if setting.ranks_per_host * setting.threads >= setting.cores:
+        how += "; less where loading is work and not waiting, since no core is idle"
+    return run.advice(
+        "loader",
+        min(data_s, rest_s),
+        f"Every rank waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data while "
+        "nothing computes: load the next batch in the background, as torch's DataLoader(num_workers=1) does.",
+        f"{how}.",
+    )
+
+
+def threads(run: RunMeasurements) -> Advice | None:
+    """Threads without a core of their own wait for one, and the others wait for them at every barrier."""
+    setting = run.setting
+    wanted = setting.ranks_per_host * setting.threads
+    fewer = max(setting.cores // setting.ranks_per_host, 1)
+    if wanted <= setting.cores or fewer >= setting.threads:
+        return None
+    compute_s = run.part_s(COMPUTE)
+    share = 1 - max(setting.cores, setting.ranks_per_host * fewer) / wanted
+    return run.advice(
+        "threads",
+        compute_s * share,
+        f"The {setting.ranks_per_host} ranks of a host run {setting.threads} threads each on its "
+        f"{setting.cores} cores, so that threads wait for a core: give each rank {fewer}, which may change "
+        "the bits of the weights.",
+        f"an upper estimate: {in_percent(share)} of the {in_ms(compute_s)} of compute, the share of the "
+        "threads that have no core.",
+        f"--parallel.threads {fewer}",
+    )
+
+
+def uneven(run: RunMeasurements) -> Advice | None:
+    """All ranks wait for those with one micro-batch more."""
+    setting = run.setting
+    num, num_ranks = setting.num_leaves, setting.world_size
+    if not num or num % num_ranks == 0:
+        return None
+    most = math.ceil(num / num_ranks)
+    whole = most * num_ranks
+    return run.advice(
+        "uneven",
+        run.step_s * (1 - num / whole),
+        f"{num} micro-batches on {num_ranks} ranks are {most} on some and {num // num_ranks} "
+        f"on others, who wait: take {whole} micro-batches per step, which changes the training.",
+        f"a step of {whole} micro-batches takes as long and does {whole / num:.2f} times the work; "
+        "the gain is per step of as much work as now.",
+        run.with_micro_batches(whole),
+        changes_training=True,
+    )
+
+
+def exchange_advice(run: RunMeasurements) -> list[Advice]:
+    """At most two pieces: the best other way to exchange, and exchanging less often what is then left."""
+    exchanges = RunExchanges.of(run)
+    if exchanges is None:
+        return [advice for advice in [server(run)] if advice]
+    changes = [change for change in (other_buckets(exchanges), shared_memory(exchanges)) if change]
+    best = max(changes, key=lambda change: change.advice.gain_ms, default=None)
+    left = exchanges.model.now()
+    left_s = run.sync_s
+    if best is not None:
+        left = best.then
+        left_s = min(left.exposed_s, max(left_s - best.advice.gain_ms / 1e3, 0.0))
+    named = best is not None and best.advice.cause == LINK
+    seldom = less_often(exchanges, left_s, exchanges.hiding.cost_s(left), named=named)
+    return [advice for advice in (best and best.advice, seldom) if advice]
+
+
+@dataclass(frozen=True)
+class RunExchanges:
+    """A run that exchanges gradients, in one bucket or more: the model of it, and what hiding costs."""
+
+    run: RunMeasurements
+    model: ExchangeModel
+    hiding: HidingCost
+
+    @classmethod
+    def of(cls, run: RunMeasurements) -> RunExchanges | None:
+        """None where ranks do not exchange gradients with one another, or nothing is known of it."""
+        setting = run.setting
+        rows = [row for row in run.buckets if row.bytes and row.flight_ms > 0 and row.ready_ms]
+        if setting.world_size == 1 or setting.strategy in NO_BUCKETS or not rows:
+            return None
+        model = ExchangeModel(
+            rows,
+            strategy=setting.strategy,
+            cap_mb=setting.bucket_mb,
+            backward_s=run.backward_s,
+            pause_s=pause_s(rows, run.sync_s),
+        )
+        return cls(run, model, hiding_cost(run, model))
+
+    @property
+    def over_link(self) -> bool:
+        """Whether bytes between hosts are most of what an exchange takes."""
+        model = self.model
+        return self.run.setting.hosts > 1 and model.bytes_s > model.latencies_s
+
+    @property
+    def link(self) -> str:
+        """The link in words. A host sends 2 (W - g)/W S bytes for each of its g ranks."""
+        setting = self.run.setting
+        per_host = max(setting.world_size // setting.hosts, 1)
+        sent = per_host * 2 * (setting.world_size - per_host) / setting.world_size
+        rate = sent / self.model.cost.s_per_byte
+        return (
+            f"the link between the {setting.hosts} hosts carries {rate / 1e6:,.0f} MB/s "
+            f"({rate * 8 / 1e9:.2g} Gbit/s)"
+        )
+
+    @property
+    def limit(self) -> str:
+        """That the link is the limit, if it is."""
+        bytes_s, backward_s = self.model.bytes_s, self.model.backward_s
+        if not self.over_link or bytes_s <= backward_s:
+            return ""
+        return (
+            f" and takes {in_ms(bytes_s)} for the bytes of a step, longer than the {in_ms(backward_s)} of "
+            "backward that could hide them, so that the link is the limit"
+        )
+
+    @property
+    def most_s(self) -> float:
+        """The most that a step can get shorter: what is exposed, and what hiding costs."""
+        return self.run.sync_s + self.hiding.cost_s(self.model.now())
+
+
+def hiding_cost(run: RunMeasurements, model: ExchangeModel) -> HidingCost:
+    """What hiding costs: measured where something was hidden, else from how many cores are idle.
+
+    On one host an exchange is copying and adding. Over a link it waits for the bytes, but not for the rest: a
+    bucket's latency is Python, waking up and the kernel's calls, all of them processor time.
+    """
+    setting = run.setting
+    if run.slowdown is not None and setting.overlaps:
+        slowdown = max(run.slowdown, 0.0)
+        return HidingCost(measured=slowdown / (1 + slowdown))
+    busy = busy_share(setting.ranks_per_host, setting.threads, setting.cores)
+    if setting.hosts == 1:
+        return HidingCost(busy)
+    copying = copying_s(model.bytes, setting.world_size, run.memory_bytes_per_s)
+    return HidingCost(busy, copying, model.cost.latency_s)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another way to exchange, and what would then be exposed."""
+
+    advice: Advice
+    then: ExchangeTimes
+
+
+def other_buckets(exchanges: RunExchanges) -> Change | None:
+    """Buckets of the best size, sent while backward runs."""
+    run, model, cost = exchanges.run, exchanges.model, exchanges.model.cost
+    bucketed = run.setting.strategy == "bucketed"
+    now = model.now()
+
+    def gain_s(cap_mb: float) -> float:
+        then = model.with_buckets(model.buckets_of(cap_mb))
+        return min(saved_s(now, then, exchanges.hiding), exchanges.most_s)
+
+    caps = [cap for cap in CAPS_MB if not bucketed or len(model.buckets_of(cap)) != len(model.sizes)]
+    most_s = max(map(gain_s, caps), default=0.0)
+    if most_s < BY_ARITHMETIC * run.step_s:
+        return None
+    cap_mb = max(cap for cap in caps if gain_s(cap) >= AS_GOOD * most_s)
+    sizes = model.buckets_of(cap_mb)
+    then = model.with_buckets(sizes)
+    cause, text = describe_buckets(exchanges, cap_mb, len(sizes))
+    how = (
+        f"a bucket takes {in_ms(cost.latency_s)} + {cost.s_per_byte * 1e9:.2g} ns per byte in this run and "
+        f"can leave when its last gradient is there, in a backward of {in_ms(model.backward_s)}: "
+        f"{in_ms(then.exposed_s)} of {len(sizes)} buckets would stay exposed, where it is "
+        f"{in_ms(now.exposed_s)} now{describe_hiding(exchanges.hiding, then)}."
+    )
+    chosen = "" if bucketed else "--parallel.strategy bucketed "
+    return Change(
+        run.advice(cause, gain_s(cap_mb), text, how, f"{chosen}--parallel.bucket-mb {cap_mb}"), then
+    )
+
+
+def describe_buckets(exchanges: RunExchanges, cap_mb: float, num_then: int) -> tuple[str, str]:
+    """What is wrong with the buckets as they are: the key, and the sentence."""
+    setting, model = exchanges.run.setting, exchanges.model
+    sizes, total = model.sizes, f"{model.bytes / MEBIBYTE:,.3g} MB"
+    remedy = f"send buckets of {cap_mb:g} MB while backward runs"
+    where = f" ({exchanges.link})" if exchanges.over_link else ""
+    if setting.strategy == "naive":
+        return "strategy", (
+            f"Each of {len(sizes)} gradients is sent by itself, and only after backward, so that a step "
+            f"waits {in_ms(model.now().exposed_s)} for them{where}: {remedy}."
+        )
+    if num_then < len(sizes):
+        return "tiny buckets", (
+            f"The {total} of gradients travel in {len(sizes)} buckets, each of which costs "
+            f"{in_ms(model.cost.latency_s)} whatever its size, {in_ms(model.latencies_s)} per step"
+            f"{where}: send fewer and larger ones, of {cap_mb:g} MB."
+        )
+    if exchanges.over_link and setting.strategy == "bucketed" and setting.bucket_mb <= DEFAULT_MB:
+        return LINK, (
+            f"The exchange of gradients takes {in_ms(model.now().total_s)}, because {exchanges.link}, and "
+            f"buckets of {setting.bucket_mb:g} MB leave too late to hide it: send buckets of {cap_mb:g} MB."
+        )
+    if max(sizes) >= ONE_BUCKET * model.bytes:
+        share = "All" if len(sizes) == 1 else in_percent(max(sizes) / model.bytes)
+        return "giant bucket", (
+            f"{share} of the {total} of gradients leave in one bucket when backward is over, so that nothing "
+            f"hides its {in_ms(max(model.times_s))}{where}: {remedy}."
+        )
+    return "giant bucket", (
+        f"The {total} of gradients travel in {len(sizes)} buckets, the first of which leaves late in "
+        f"backward{where}: {remedy}."
+    )
+
+
+def describe_hiding(costs: HidingCost, then: ExchangeTimes) -> str:
+    """What hiding was taken to cost."""
+    share = costs.share_of(then)
+    if share < 0.005 or not then.hidden_s:
+        return ""
+    source = "since too few cores are idle meanwhile" if costs.measured is None else "as this run measured"
+    return f"; {in_percent(share)} of what is hidden slows backward down, {source}"
+
+
+def shared_memory(exchanges: RunExchanges) -> Change | None:
+    """Ranks of one host need no sockets."""
+    run, setting, model = exchanges.run, exchanges.run.setting, exchanges.model
+    if setting.backend != "gloo" or setting.hosts != 1:
+        return None
+    cost = over_shared_memory(model.cost, run.memory_bytes_per_s)
+    now, then = model.now(), model.with_cost(cost)
+    others_s = run.other_messages_s * (1 - SHM_TO_SOCKETS)
+    source = "as the update shows it" if run.measured_memory else "an assumption"
+    return Change(
+        run.advice(
+            "gloo",
+            min(saved_s(now, then, exchanges.hiding), exchanges.most_s) + others_s,
+            f"All {setting.world_size} ranks are on one host but exchange over sockets (gloo), which takes "
+            f"{in_ms(now.total_s)} per step: through shared memory it takes about {in_ms(then.total_s)}.",
+            f"in shared memory each rank reads and writes every byte once, at "
+            f"{run.memory_bytes_per_s / 1e9:.1f} GB/s ({source}), and a bucket costs "
+            f"{in_ms(cost.latency_s)} besides; {in_ms(then.exposed_s)} would stay exposed, where it is "
+            f"{in_ms(now.exposed_s)} now, and other messages save {in_ms(others_s)}.",
+            "--parallel.backend shm",
+        ),
+        then,
+    )
+
+
+def less_often(exchanges: RunExchanges, exposed_s: float, hiding_s: float, *, named: bool) -> Advice | None:
+    """Twice the micro-batches per step: what is done once per step is then done half as often per sample.
+
+    ``exposed_s`` and ``hiding_s``: what a step waits for its exchanges, and loses to those that are hidden;
+    ``named``: a slow link has been named as the cause.
+    """
+    run, link = exchanges.run, exchanges.over_link
+    share = exposed_s / run.step_s
+    if share < (OFTEN_ON_LINK if link else OFTEN):
+        return None
+    once_s = run.part_s(UPDATE, HOST) + run.other_messages_s
+    still = "would still be" if exposed_s < run.sync_s else "is"
+    why = f", because {exchanges.link}{exchanges.limit}" if link else ""
+    slower = f", of the {in_ms(hiding_s)} that those cost which are hidden" if hiding_s >= 5e-5 else ""
+    return run.advice(
+        LINK if link and not named else "accumulate",
+        (exposed_s + once_s + hiding_s) / 2,
+        f"{in_percent(share)} of a step {still} exposed communication{why}: accumulate twice the "
+        "micro-batches per step, which changes the training (a larger global batch).",
+        f"half of the {in_ms(exposed_s)} of exposed exchanges{slower} and of the {in_ms(once_s)} of update, "
+        "host code and other messages, which then serve twice the samples; the gain is per step of as many "
+        "samples as now.",
+        run.with_micro_batches(2 * run.setting.num_leaves),
+        changes_training=True,
+    )
+
+
+def server(run: RunMeasurements) -> Advice | None:
+    """Over links, ranks that exchange with one another share what one server's link carries for all."""
+    setting = run.setting
+    if setting.strategy != "server" or setting.hosts == 1 or run.slow is not None:
+        return None
+    workers = [row for row in run.breakdowns if row.rank != 0] or run.breakdowns
+    waits_s = median(row.parts.get(WAITING, 0.0) + row.parts.get(EXPOSED, 0.0) for row in workers)
+    return run.advice(
+        "strategy",
+        waits_s * (1 - 1 / setting.world_size),
+        f"The gradients and weights of all {setting.world_size} ranks go through the link of rank 0, for "
+        f"which they wait {in_ms(waits_s)} per step: let the ranks exchange with one another.",
+        f"every link then carries 1/{setting.world_size} of what rank 0's carries now; what would be hidden "
+        "under backward comes on top.",
+        "--parallel.strategy bucketed",
+    )

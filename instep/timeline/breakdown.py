@@ -1,4 +1,12 @@
-"""The breakdown of a run: where the time of each rank's steps went, on average."""
+"""The breakdown: where the time of a rank's steps went, step by step and on average over a run.
+
+    events    |forward|backward|gradient sync           |update|ledger|..|
+    parts     |   compute      |wait: rank 2|  exposed  |update| host |? |    disjoint, and sum to the wall
+
+``parts`` takes one step apart, ``breakdown`` has the means over the steps of a run, and travels as JSON.
+Hidden communication, which runs under something else, is told besides, with the ``slowdown`` of compute that
+it costs.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +17,155 @@ from statistics import fmean, median
 from typing import Any
 
 from instep.events import Event
-from instep.timeline.bubbles import find
-from instep.timeline.intervals import common, length, minus, union
-from instep.timeline.parts import Parts
-from instep.timeline.window import BACKWARD, Window
+from instep.timeline.bubbles import BACKWARD, StepWindow, find_bubbles, idle_intervals
+from instep.timeline.intervals import Interval, difference, intersection, total_ns, union
 
+PARTS = COMPUTE, EXPOSED, WAITING, DATA, UPDATE, HOST, UNATTRIBUTED = (
+    "compute",
+    "exposed communication",
+    "waiting for a slower rank",
+    "waiting for data",
+    "update",
+    "host",
+    "unattributed",
+)
 LEAST_UNDER = 0.05  # of a backward: with less communication under it, it says nothing
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One rank's step, in seconds; the parts are disjoint and sum to ``wall``."""
+
+    rank: int
+    step: int
+    start_ns: int
+    end_ns: int
+    compute: float
+    exposed: dict[str, float]  # by cause: waited while messages travelled
+    waiting: dict[int, float]  # by peer: waited because that rank was not ready
+    data: float
+    update: float
+    host: dict[str, float]  # by name
+    unattributed: float
+    hidden: float  # communication that ran while this rank did something else: an "of which", not a part
+    micro_batches: int  # micro-batches; 0: unknown
+    gathers: float = 0.0  # weights were gathered, hidden or exposed
+    gathers_hidden: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(self.exposed.values())
+
+    @property
+    def waiting_s(self) -> float:
+        return sum(self.waiting.values())
+
+    @property
+    def host_s(self) -> float:
+        return sum(self.host.values())
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by the names ``PARTS``."""
+        figures = (
+            self.compute,
+            self.exposed_s,
+            self.waiting_s,
+            self.data,
+            self.update,
+            self.host_s,
+            self.unattributed,
+        )
+        return dict(zip(PARTS, figures, strict=True))
+
+
+def parts(events: Sequence[Event]) -> Parts | None:
+    """The parts of one rank's step, from its events; None if the step has not ended.
+
+    Where events overlap, bubbles come first (``instep.timeline.bubbles``), then compute, update and data,
+    then host code, of which the innermost span counts.
+    """
+    window = StepWindow.of(events)
+    if window is None:
+        return None
+    waited = find_bubbles(window)
+    exposed: dict[str, int] = {}
+    waiting: dict[int, int] = {}
+    for start, end, cause, peer in waited:
+        if peer < 0:
+            exposed[cause] = exposed.get(cause, 0) + end - start
+        else:
+            waiting[peer] = waiting.get(peer, 0) + end - start
+    known = idle = union([(start, end) for start, end, _, _ in waited])
+    own = []
+    for kind in (window.compute, window.update, window.data):
+        found = difference(union(kind), known)
+        own.append(total_ns(found))
+        known = union(known + found)
+    host = _host(window, known)
+    known = union(known + [(start, end) for start, end, _ in window.host])
+
+    def hidden_of(messages: list[Interval]) -> float:
+        whole = union(messages)
+        return _seconds(total_ns(intersection(whole, known)) - total_ns(intersection(whole, idle)))
+
+    compute, update, data = (_seconds(figure) for figure in own)
+    return Parts(
+        rank=window.rank,
+        step=window.step,
+        start_ns=window.start_ns,
+        end_ns=window.end_ns,
+        compute=compute,
+        exposed={cause: _seconds(figure) for cause, figure in exposed.items()},
+        waiting={peer: _seconds(figure) for peer, figure in waiting.items()},
+        data=data,
+        update=update,
+        host={name: _seconds(figure) for name, figure in host.items()},
+        unattributed=_seconds(window.end_ns - window.start_ns - total_ns(known)),
+        hidden=hidden_of(window.travel),
+        micro_batches=window.micro_batches,
+        gathers=_seconds(total_ns(union(window.gathers))),
+        gathers_hidden=hidden_of(window.gathers),
+    )
+
+
+def _host(window: StepWindow, known: list[Interval]) -> dict[str, int]:
+    """Nanoseconds of host code by name, without what is ``known`` to be something else."""
+    intervals: dict[str, list[Interval]] = {}
+    for start, end, name in _innermost(window.host):
+        intervals.setdefault(name, []).append((start, end))
+    figures = {name: total_ns(difference(found, known)) for name, found in intervals.items()}
+    return {name: figure for name, figure in figures.items() if figure}
+
+
+def _innermost(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """The same spans without those parts in which another, that began later, is going on."""
+    found = []
+    going: list[tuple[int, str]] = []  # end and name, the innermost last
+    at = min((start for start, _, _ in spans), default=0)
+    last = (1 << 63, 1 << 63, "")
+    for start, end, name in [*sorted(spans, key=_outermost_first), last]:
+        while going and going[-1][0] <= start:
+            stop, inner = going.pop()
+            if at < stop:
+                found.append((at, stop, inner))
+                at = stop
+        if going and at < start:
+            found.append((at, start, going[-1][1]))
+        at = max(at, start)
+        going.append((end, name))
+    return found
+
+
+def _outermost_first(span: tuple[int, int, str]) -> tuple[int, int, str]:
+    return span[0], -span[1], span[2]
+
+
+def _seconds(figure_ns: int) -> float:
+    return figure_ns / 1e9
 
 
 @dataclass(frozen=True)
@@ -51,15 +202,14 @@ class RankBreakdown:
             )
         for name, value in found.items():
             if not _is_right(name, value):
-                raise ValueError(f"{name} in a rank's breakdown: expected other than {value!r:.200}")
+                raise ValueError(
+                    f"{name} in a rank's breakdown: expected another kind of value than {value!r:.200}"
+                )
         return cls(**found)
 
 
-_TABLES = ("parts", "causes", "hosts")
-
-
 def _is_right(name: str, value: object) -> bool:
-    if name in _TABLES:
+    if name in ("parts", "causes", "hosts"):
         return isinstance(value, dict) and all(
             isinstance(key, str) and _is_figure(figure) for key, figure in value.items()
         )
@@ -135,14 +285,14 @@ def slowdown(steps: Iterable[Sequence[Event]]) -> float | None:
 
 def _backwards(events: Sequence[Event]) -> list[tuple[int, int]]:
     """Of each backward: nanoseconds without waits, and those of them with communication under it."""
-    window = Window.of(events)
+    window = StepWindow.of(events)
     if window is None:
         return []
-    idle = union([(start, end) for start, end, _, _ in find(window)])
+    idle = idle_intervals(window)
     travel = union(window.travel)
     found = []
     for event in events:
         if event.name == BACKWARD and event.lane == "compute":
-            own = minus([(event.start_ns, event.end_ns)], idle)
-            found.append((length(own), length(common(own, travel))))
+            own = difference([(event.start_ns, event.end_ns)], idle)
+            found.append((total_ns(own), total_ns(intersection(own, travel))))
     return found

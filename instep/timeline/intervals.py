@@ -1,6 +1,6 @@
-"""Arithmetic of stretches of time: lists of (start, end) in integer nanoseconds.
+"""Arithmetic of intervals of time: lists of (start, end) in integer nanoseconds.
 
-A *set* is sorted, disjoint and has no empty stretch; ``union`` makes one of any list. Nothing here is
+A *set* is sorted, disjoint and has no empty interval; ``union`` makes one of any list. Nothing here is
 slower than a sort, because it runs after every step of a training loop.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-Stretch = tuple[int, int]
+Interval = tuple[int, int]
 
 
-def union(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """The set of what lies in any of the ``stretches``, which may overlap and be in any order."""
-    found: list[Stretch] = []
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The set of what lies in any of the ``intervals``, which may overlap and be in any order."""
+    found: list[Interval] = []
     begin = end = 0
-    for start, stop in sorted(stretches):
+    for start, stop in sorted(intervals):
         if stop <= start:
             continue
         if start > end or not found:
@@ -28,7 +28,7 @@ def union(stretches: Iterable[Stretch]) -> list[Stretch]:
     return found
 
 
-def minus(these: Sequence[Stretch], those: Sequence[Stretch]) -> list[Stretch]:
+def difference(these: Sequence[Interval], those: Sequence[Interval]) -> list[Interval]:
     """What of set ``these`` is not in set ``those``."""
     if not those:
         return list(these)
@@ -50,7 +50,7 @@ def minus(these: Sequence[Stretch], those: Sequence[Stretch]) -> list[Stretch]:
     return found
 
 
-def common(these: Sequence[Stretch], those: Sequence[Stretch]) -> list[Stretch]:
+def intersection(these: Sequence[Interval], those: Sequence[Interval]) -> list[Interval]:
     """What is in both sets."""
     found = []
     i = j = 0
@@ -65,6 +65,6 @@ def common(these: Sequence[Stretch], those: Sequence[Stretch]) -> list[Stretch]:
     return found
 
 
-def length(these: Iterable[Stretch]) -> int:
+def total_ns(these: Iterable[Interval]) -> int:
     """Nanoseconds in a set."""
     return sum([end - start for start, end in these])

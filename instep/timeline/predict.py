@@ -1,18 +1,20 @@
-"""How much of an exchange a step would wait for if it were done otherwise, from what one run measured. Pure.
+"""How much communication a step waits for, predicted: for equal buckets, for a run's own, for a link. Pure.
 
-A bucket can leave when its last gradient is there, and buckets travel one after the other:
+What is sent while backward runs is hidden, what is left when backward has ended is *exposed*. A bucket can
+leave when its last gradient is there, and buckets travel one after the other:
 
     backward  |=====|=====|=====|=====|          ready_k: bucket k is whole, on the last rank
     network         |--b0--|--b1--|--b2--|--b3--|       start_k = max(start_(k-1) + cost_(k-1), ready_k)
                                       |<------->| exposed
 
-A bucket of s bytes costs a + b s seconds, fitted to the run. How gradients become ready is read off the run's
-own buckets, or, where all of them left after backward, taken to be even over the last backward.
+A bucket of s bytes costs a + b s seconds (``instep.comm.cost.AlphaBeta``). Three models, from simple to
+measured:
 
-Hiding is not free where nobody is idle: what an exchange costs in processor time, backward loses. So a
-second that a change moves from exposed to hidden gains less than a second, by ``Hiding.share_of``.
+    best_bucket      equal buckets of an even backward: a closed form, and the best size
+    ExchangeModel    the buckets that one run measured, and what others would have taken
+    LinkModel        a step by each strategy, from three figures of a link
 
-Source of the recursion: S. Shi et al., "MG-WFBP", INFOCOM 2019. Units: seconds, bytes.
+Source of the recursion and of the closed form: S. Shi et al., "MG-WFBP", INFOCOM 2019. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -23,30 +25,68 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from instep.timeline.buckets import BucketRow
+from instep.comm.cost import AlphaBeta, fit
+from instep.timeline.bucket_times import BucketRow
 
 MEBIBYTE = 1 << 20
 CAPS_MB = (1, 2, 4, 8, 16, 25, 50, 100)  # bucket sizes that are worth a trial
-MESSAGES = 3  # of an exchange: headers, slices there, slices back
+MESSAGES = 3  # of an exchange: a header, slices there, slices back
 SHM_LATENCY_S = 1e-4  # two meetings of all ranks
 SHM_TO_SOCKETS = 1 / 3  # of the time per bucket that is not for bytes: waking up and Python remain
 SHM_BYTES = 2  # moved in memory per byte of a bucket and rank: read and written once
 SAME = 2  # sizes within this factor do not tell latency from bandwidth
 
 
+def uniform_exposed_s(bucket: float, total: float, backward_s: float, link: AlphaBeta) -> float:
+    """Communication that the step waits for, with buckets of ``bucket`` of the ``total`` bytes, in seconds.
+
+    Backward takes T_b and yields its S bytes of gradients evenly. They leave in buckets of s bytes:
+
+        comm-bound, b S > T_b: the network never idles after the first bucket, so
+
+            exposed(s) = T_b s/S  +  (S/s) a + b S  -  T_b
+                         wait for    all buckets       was hidden
+                         the first
+
+        compute-bound: the network keeps up as long as a bucket travels faster than the next one fills,
+        a + b s <= T_b s/S; then only the last is exposed: a + b s.
+
+        in general the larger of the two.
+
+    A bucket that is larger than the whole is the whole. What the model leaves out: on one host, communication
+    takes processor time and memory bandwidth from backward.
+    """
+    bucket = min(bucket, total)
+    return max(comm_bound_s(bucket, total, backward_s, link), compute_bound_s(bucket, link))
+
+
+def comm_bound_s(bucket: float, total: float, backward_s: float, link: AlphaBeta) -> float:
+    """Exposed communication if the network is busy from the first bucket on, in seconds."""
+    num_buckets = total / bucket
+    return backward_s / num_buckets + num_buckets * link.latency_s + link.s_per_byte * total - backward_s
+
+
+def compute_bound_s(bucket: float, link: AlphaBeta) -> float:
+    """Exposed communication if the network has caught up when the last bucket is full, in seconds."""
+    return link.time_s(bucket)
+
+
+def best_bucket(total: float, backward_s: float, link: AlphaBeta) -> float:
+    """The bucket size in bytes with the least exposed communication; at most ``total``.
+
+    The comm-bound form falls and rises: small buckets pay a latency each, large ones start late. Its least is
+    at s = S sqrt(a / T_b). The other only rises, so the best size is the smallest with which the network
+    keeps up, s = a S / (T_b - b S), if that is smaller still.
+    """
+    balanced = total * math.sqrt(link.latency_s / backward_s)
+    spare_s = backward_s - link.s_per_byte * total
+    if spare_s > 0:  # compute-bound
+        balanced = min(balanced, link.latency_s * total / spare_s)
+    return min(balanced, total)
+
+
 @dataclass(frozen=True)
-class Cost:
-    """What a bucket costs: ``latency_s`` + ``s_per_byte`` x bytes (alpha and beta)."""
-
-    latency_s: float
-    s_per_byte: float
-
-    def time_s(self, num_bytes: float) -> float:
-        return self.latency_s + self.s_per_byte * num_bytes
-
-
-@dataclass(frozen=True)
-class Outcome:
+class ExchangeTimes:
     """The exchanges of a step: seconds in all, and those that the step waits for."""
 
     total_s: float
@@ -59,8 +99,11 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Hiding:
+class HidingCost:
     """What backward loses per second of exchange that is hidden under it.
+
+    Hiding is not free where no core is idle: what an exchange costs in processor time, backward loses. So a
+    second that a change moves from exposed to hidden gains less than a second, by ``share_of``.
 
     Either the run has ``measured`` it, or it is the processor time of an exchange, ``bytes_s`` and
     ``bucket_s`` for each bucket, as far as no core is idle: ``busy``. By default an exchange is nothing else.
@@ -71,43 +114,20 @@ class Hiding:
     bucket_s: float = 0.0
     measured: float | None = None
 
-    def share_of(self, outcome: Outcome) -> float:
+    def share_of(self, outcome: ExchangeTimes) -> float:
         """Of each second that is hidden."""
         if self.measured is not None:
             return self.measured
         work_s = self.bytes_s + self.bucket_s * outcome.num_buckets
         return self.busy * (min(work_s / outcome.total_s, 1.0) if outcome.total_s else 1.0)
 
-    def cost_s(self, outcome: Outcome) -> float:
+    def cost_s(self, outcome: ExchangeTimes) -> float:
         """Seconds that a step is longer by it."""
         return self.share_of(outcome) * outcome.hidden_s
 
 
-def fit(sizes: Sequence[float], times_s: Sequence[float]) -> Cost:
-    """The cost whose relative errors are least, in the sense of least squares; neither figure is negative.
-
-    Relative, because sizes span decades: otherwise the largest alone would decide, and the latency would be
-    whatever is left.
-
-    Raises:
-        ValueError: fewer than two different sizes.
-    """
-    if len(set(sizes)) < 2 or len(sizes) != len(times_s):
-        raise ValueError(f"expected times of two sizes or more, got {len(set(sizes))} sizes")
-    # Minimise sum((a/t + b s/t - 1)^2): two linear equations in a and b.
-    p, q = [1 / t for t in times_s], [s / t for s, t in zip(sizes, times_s, strict=True)]
-    pp, qq = sum(x * x for x in p), sum(x * x for x in q)
-    pq = sum(x * y for x, y in zip(p, q, strict=True))
-    determinant = pp * qq - pq * pq
-    a = (sum(p) * qq - sum(q) * pq) / determinant
-    b = (sum(q) * pp - sum(p) * pq) / determinant
-    if a < 0:
-        return Cost(0.0, sum(q) / qq)
-    return Cost(sum(p) / pp, 0.0) if b < 0 else Cost(a, b)
-
-
-def cost_of(rows: Sequence[BucketRow]) -> Cost:
-    """The cost fitted to a run's buckets, none of which took no time.
+def fit_buckets(rows: Sequence[BucketRow]) -> AlphaBeta:
+    """The alpha-beta model fitted to a run's buckets, none of which took no time.
 
     A latency is at least what the headers take, which are messages of no bytes. Buckets of about one size
     do not tell the two figures apart: then the headers' time per message is the latency.
@@ -121,7 +141,7 @@ def cost_of(rows: Sequence[BucketRow]) -> Cost:
         latency_s = min(header_s, *times_s)
     else:
         latency_s = min(MESSAGES * header_s, median(times_s) / 2)
-    return Cost(latency_s, (sum(times_s) - latency_s * len(sizes)) / sum(sizes))
+    return AlphaBeta(latency_s, (sum(times_s) - latency_s * len(sizes)) / sum(sizes))
 
 
 def exposed_s(ready_s: Sequence[float], costs_s: Sequence[float], end_s: float) -> float:
@@ -132,7 +152,7 @@ def exposed_s(ready_s: Sequence[float], costs_s: Sequence[float], end_s: float) 
     return max(free_s - end_s, 0.0)
 
 
-def cut(pieces: Sequence[int], cap: float) -> list[int]:
+def pack(pieces: Sequence[int], cap: float) -> list[int]:
     """Bucket sizes if ``pieces`` are kept whole and a bucket closes once it has reached ``cap`` bytes."""
     buckets, open_bytes = [], 0
     for piece in pieces:
@@ -143,8 +163,12 @@ def cut(pieces: Sequence[int], cap: float) -> list[int]:
     return [*buckets, open_bytes] if open_bytes else buckets
 
 
-class Exchange:
-    """The exchanges of a run's step, as they were and as they might be."""
+class ExchangeModel:
+    """The exchanges of a run's step, as they were and as they might be.
+
+    What a bucket costs is fitted to the run. How gradients become ready is read off the run's own buckets,
+    or, where all of them left after backward, taken to be even over the last backward.
+    """
 
     def __init__(
         self,
@@ -155,14 +179,14 @@ class Exchange:
         backward_s: float,
         pause_s: float = 0.0,
     ) -> None:
-        """Of ``rows``, one or more, in plan order; ``backward_s``: the backward of a rank's last leaf.
+        """Of ``rows``, one or more, in plan order; ``backward_s``: the backward of a rank's last micro-batch.
 
         ``pause_s``: what a bucket takes after its flight.
         """
         self.sizes = [row.bytes for row in rows]
         self.times_s = [row.flight_ms / 1e3 + pause_s for row in rows]
-        flown = cost_of(rows)
-        self.cost = Cost(flown.latency_s + pause_s, flown.s_per_byte)
+        flown = fit_buckets(rows)
+        self.cost = AlphaBeta(flown.latency_s + pause_s, flown.s_per_byte)
         self.bytes = sum(self.sizes)
         self.backward_s = backward_s
         self.overlaps = strategy in ("overlap", "bucketed")
@@ -182,15 +206,15 @@ class Exchange:
         """What all buckets take besides."""
         return self.cost.latency_s * len(self.sizes)
 
-    def now(self) -> Outcome:
+    def now(self) -> ExchangeTimes:
         """As it was."""
         return self._outcome(self._ready_s, self.times_s, self.overlaps)
 
-    def with_cost(self, cost: Cost) -> Outcome:
+    def with_cost(self, cost: AlphaBeta) -> ExchangeTimes:
         """The same buckets over another transport."""
         return self._outcome(self._ready_s, [cost.time_s(size) for size in self.sizes], self.overlaps)
 
-    def with_buckets(self, sizes: Sequence[int]) -> Outcome:
+    def with_buckets(self, sizes: Sequence[int]) -> ExchangeTimes:
         """Buckets of these sizes, sent while backward runs."""
         sent, ready_s = 0, []
         for size in sizes:
@@ -202,7 +226,7 @@ class Exchange:
         """The sizes of the buckets with this cap. A bucket that is to be cut is cut evenly."""
         cap = cap_mb * MEBIBYTE
         if self._whole or (cap >= self._cap_mb * MEBIBYTE and len(self.sizes) > 1):
-            return cut(self.sizes, cap)
+            return pack(self.sizes, cap)
         whole, rest = divmod(self.bytes, int(cap))
         return [int(cap)] * whole + [rest] * (rest > 0)
 
@@ -224,12 +248,12 @@ class Exchange:
             curve.append((sent, max(ready, curve[-1][1])))
         return curve
 
-    def _outcome(self, ready_s: Sequence[float], costs_s: Sequence[float], overlaps: bool) -> Outcome:
+    def _outcome(self, ready_s: Sequence[float], costs_s: Sequence[float], overlaps: bool) -> ExchangeTimes:
         ready_s = ready_s if overlaps else [self.end_s] * len(costs_s)
-        return Outcome(sum(costs_s), exposed_s(ready_s, costs_s, self.end_s), len(costs_s))
+        return ExchangeTimes(sum(costs_s), exposed_s(ready_s, costs_s, self.end_s), len(costs_s))
 
 
-def saved_s(now: Outcome, then: Outcome, hiding: Hiding) -> float:
+def saved_s(now: ExchangeTimes, then: ExchangeTimes, hiding: HidingCost) -> float:
     """Seconds that a step gets shorter: fewer exposed, less what backward then loses beyond what it does."""
     return now.exposed_s - then.exposed_s - (hiding.cost_s(then) - hiding.cost_s(now))
 
@@ -245,9 +269,9 @@ def pause_s(rows: Sequence[BucketRow], sync_s: float) -> float:
     return max(sync_s - exposed, 0.0) / max(num_exposed, 1.0)
 
 
-def over_shared_memory(sockets: Cost, memory_bytes_per_s: float) -> Cost:
+def over_shared_memory(sockets: AlphaBeta, memory_bytes_per_s: float) -> AlphaBeta:
     """What buckets would cost in shared memory; every rank has so much of the memory's rate to itself."""
-    return Cost(max(sockets.latency_s * SHM_TO_SOCKETS, SHM_LATENCY_S), SHM_BYTES / memory_bytes_per_s)
+    return AlphaBeta(max(sockets.latency_s * SHM_TO_SOCKETS, SHM_LATENCY_S), SHM_BYTES / memory_bytes_per_s)
 
 
 def copying_s(num_bytes: int, num_ranks: int, memory_bytes_per_s: float) -> float:
@@ -263,3 +287,48 @@ def busy_share(ranks: int, threads: int, cores: int) -> float:
     """Share of the ranks' exchanges that find no idle core while all ranks compute."""
     idle = cores - ranks * threads
     return 1 - min(max(idle / ranks, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """How long a step takes over a link, from three measured numbers and the sizes of the buckets.
+
+        naive     compute + wire + tensors x 3 latency             nothing overlaps
+        flat      compute + wire + 3 latency
+        overlap   max(compute, wire + tensors x 3 latency) + last  the last tensor leaves after backward
+        bucketed  max(compute, wire + buckets x 3 latency) + last  so does the last bucket
+        server    compute + 2 (W - 1) S / rate                     all gradients and weights through one link
+
+        compute   a step without synchronisation         wire   an all-reduce of S bytes in one piece
+        last      the last message's bytes / rate         W      ranks
+
+    Each of our exchanges is three messages (``MESSAGES``). What the arithmetic leaves out: before backward
+    begins there is nothing to send, so forward hides nothing, and a step cannot be shorter than
+    forward + max(backward, wire). Seconds, and bytes per second.
+    """
+
+    compute_s: float
+    wire_s: float
+    latency_s: float
+    bytes_per_s: float
+    num_ranks: int
+
+    def predict(self, strategy: str, bucket_bytes: Sequence[int]) -> float:
+        """Seconds per step of ``strategy``, which sends messages of ``bucket_bytes`` in this order."""
+        latencies_s = MESSAGES * self.latency_s * len(bucket_bytes)
+        match strategy:
+            case "naive" | "flat":
+                return self.compute_s + self.wire_s + latencies_s
+            case "server":
+                return self.compute_s + 2 * self.line_rate_s(sum(bucket_bytes)) * (self.num_ranks - 1)
+            case "overlap" | "bucketed" | "DDP":
+                return max(self.compute_s, self.wire_s + latencies_s) + self.around_s(bucket_bytes[-1])
+        raise ValueError(f"strategy {strategy!r}: expected naive, flat, overlap, bucketed, DDP or server")
+
+    def line_rate_s(self, num_bytes: float) -> float:
+        """How long the link takes for them at its rate, in one direction."""
+        return num_bytes / self.bytes_per_s
+
+    def around_s(self, num_bytes: float) -> float:
+        """The least for an all-reduce of them: 2 (W - 1) / W times their bytes over every link."""
+        return self.line_rate_s(num_bytes) * 2 * (self.num_ranks - 1) / self.num_ranks

@@ -11,28 +11,54 @@
     Optimizer.step#...                            compute/"update", if there was no device
     other annotations of the thread that trains   host
 
-A profile does not say for what, or for whom, a rank waited. Communication while nothing was computed and no
-data was made is taken as waiting for gradients: host/"gradient sync". A collective's kernel runs until the
-last rank has come, so a wait for that rank is in it. Work counts in the step in which it ran, not in which it
-was issued.
+A profile does not say for what, or for which rank, a rank waited. Communication while nothing was computed
+and no data was made is taken as waiting for gradients: host/"gradient sync". A collective's kernel runs until
+the last rank has come, so a wait for that rank is in it. Work counts in the step in which it ran, not in
+which it was issued.
+
+The profile is the chrome trace that kineto writes, read as JSON and nothing else. It may come from anybody:
+whatever is wrong with it is a ``ValueError`` that says so.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import tempfile
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from instep.events import GRADIENT_SYNC, STEP, Event, Timeline
-from instep.timeline.intervals import Stretch, common, length, minus, union
-from instep.timeline.kineto import ANNOTATION, COPY, KERNEL, OPERATOR, STEP_NAME, Record, read_trace
-from instep.timeline.window import UPDATE
+from instep.timeline.bubbles import UPDATE
+from instep.timeline.intervals import Interval, difference, intersection, total_ns, union
 
+MAX_BYTES = 1 << 30  # of JSON; in memory it is about eight times as much
+MAX_MICROSECONDS = 1e17  # later than the year 5000
+GZIP = b"\x1f\x8b"
+
+OPERATOR, ANNOTATION, KERNEL, COPY, RUNTIME = "operator", "annotation", "kernel", "copy", "runtime"
+KINDS = {
+    "cpu_op": OPERATOR,
+    "user_annotation": ANNOTATION,
+    "kernel": KERNEL,
+    "gpu_memcpy": COPY,
+    "gpu_memset": COPY,
+    "cuda_runtime": RUNTIME,
+    "cuda_driver": RUNTIME,
+    # in older profiles
+    "Operator": OPERATOR,
+    "Kernel": KERNEL,
+    "Memcpy": COPY,
+    "Memset": COPY,
+    "Runtime": RUNTIME,
+}
+STEP_NAME = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})$")
 COLLECTIVE_KERNEL = re.compile(r"nccl.*Kernel")  # RCCL's are called the same
 COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::|record_param_comms$")
 TO_DEVICE = "Memcpy HtoD"
@@ -46,7 +72,7 @@ class Profile(Protocol):
 
 
 @dataclass(frozen=True)
-class Shares:
+class DeviceTimes:
     """What the device, or the processor if there was none, did in one step, or (-1) in all. In seconds.
 
     Kernels stand for operators where there was no device. Where a process uses several devices, it counts
@@ -87,15 +113,15 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ProfileFigures:
     """Shares for each step of a profile and for all of them; ``device`` is "GPU" or "CPU"."""
 
     device: str
-    steps: tuple[Shares, ...]
-    total: Shares
+    steps: tuple[DeviceTimes, ...]
+    total: DeviceTimes
 
 
-def read_profile(profile: Profile | Path | str, rank: int | None = None) -> tuple[Timeline, Figures]:
+def read_profile(profile: Profile | Path | str, rank: int | None = None) -> tuple[Timeline, ProfileFigures]:
     """The timeline of a ``torch.profiler.profile``, or of its chrome trace (.json or .json.gz), and figures.
 
     ``rank``: None for what the profile says, or 0. torch lets a profile be exported only once, so export one
@@ -108,7 +134,7 @@ def read_profile(profile: Profile | Path | str, rank: int | None = None) -> tupl
     if isinstance(profile, str):
         profile = Path(profile)
     if isinstance(profile, Path):
-        records, told = read_trace(profile, profile.name)
+        records, found = _read_records(profile, profile.name)
     else:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
@@ -119,28 +145,43 @@ def read_profile(profile: Profile | Path | str, rank: int | None = None) -> tupl
                     f"the profile cannot be exported ({error or 'it has not begun'}): torch exports one "
                     "once, after it has stopped; if it has been exported, pass the file"
                 ) from error
-            records, told = read_trace(path, "the profile")
-    return _Bridge(records, told if rank is None else rank).cross()
+            records, found = _read_records(path, "the profile")
+    return _Converter(records, found if rank is None else rank).convert()
 
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-class _Bridge:
+class ProfileRecord(NamedTuple):
+    """One complete event of a profile; ``correlation`` is the same for a kernel and for what launched it."""
+
+    kind: str
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: str
+    correlation: int | None
+
+    @property
+    def interval(self) -> Interval:
+        return (self.start_ns, self.end_ns)
+
+
+class _Converter:
     """Goes over the records of one rank: finds the steps, then the events, then the figures."""
 
-    def __init__(self, records: Sequence[Record], rank: int) -> None:
+    def __init__(self, records: Sequence[ProfileRecord], rank: int) -> None:
         self.records, self.rank = records, rank
         self.on_device = any(record.kind == KERNEL for record in records)
         self.events: list[Event] = []
-        self.kernels: list[Stretch] = []
-        self.messages: list[Stretch] = []
+        self.kernels: list[Interval] = []
+        self.messages: list[Interval] = []
         self.windows = self._find_windows()
         self._begins = [start for start, _, _ in self.windows]
         self.trains = self._thread_that_trains()
 
-    def cross(self) -> tuple[Timeline, Figures]:
+    def convert(self) -> tuple[Timeline, ProfileFigures]:
         for start_ns, end_ns, step in self.windows:
             self.events.append(Event(self.rank, "host", STEP, start_ns, end_ns, step=step))
         self._annotations()
@@ -179,12 +220,12 @@ class _Bridge:
             if record.kind != ANNOTATION or STEP_NAME.match(name):
                 continue
             if name.startswith(DATA):
-                self._put("data", "data", record.stretch)
+                self._put("data", "data", record.interval)
             elif name.startswith(OPTIMIZER) and not self.on_device:
-                self._put("compute", UPDATE, record.stretch)
-                self.kernels.append(record.stretch)
+                self._put("compute", UPDATE, record.interval)
+                self.kernels.append(record.interval)
             elif record.thread == self.trains and not COLLECTIVE.match(name):
-                self._put("host", f"{name} (annotation)" if name == STEP else name, record.stretch)
+                self._put("host", f"{name} (annotation)" if name == STEP else name, record.interval)
 
     def _device(self) -> None:
         issued = {
@@ -195,71 +236,71 @@ class _Bridge:
         update = self._annotated(OPTIMIZER)
         for record in self.records:
             if record.kind == KERNEL and COLLECTIVE_KERNEL.match(record.name):
-                self._put("communication", record.name, record.stretch)
-                self.messages.append(record.stretch)
+                self._put("communication", record.name, record.interval)
+                self.messages.append(record.interval)
             elif record.kind == COPY and record.name.startswith(TO_DEVICE):
-                self._put("data", record.name, record.stretch)
+                self._put("data", record.name, record.interval)
             elif record.kind in (KERNEL, COPY):
                 launched_ns = issued.get(record.correlation) if record.correlation is not None else None
                 in_update = _lies_in(launched_ns, update)
-                self._put("compute", UPDATE if in_update else record.name, record.stretch)
+                self._put("compute", UPDATE if in_update else record.name, record.interval)
                 if record.kind == KERNEL:
-                    self.kernels.append(record.stretch)
-        operators = union(record.stretch for record in self.records if record.kind == OPERATOR)
-        for stretch in minus(operators, self._annotated(DATA)):
-            self._put("host", ISSUING, stretch)
+                    self.kernels.append(record.interval)
+        operators = union(record.interval for record in self.records if record.kind == OPERATOR)
+        for interval in difference(operators, self._annotated(DATA)):
+            self._put("host", ISSUING, interval)
 
     def _threads(self) -> None:
         """Operators, but those inside other things that have a name here: data, update, collectives."""
-        threads: dict[str, list[Record]] = defaultdict(list)
+        threads: dict[str, list[ProfileRecord]] = defaultdict(list)
         for record in self.records:
             if record.kind in (OPERATOR, ANNOTATION):
                 threads[record.thread].append(record)
         for records in threads.values():
             collectives = [record for record in records if COLLECTIVE.match(record.name)]
             elsewhere = union(
-                record.stretch
+                record.interval
                 for record in records
                 if COLLECTIVE.match(record.name) or record.name.startswith((DATA, OPTIMIZER))
             )
-            for name, stretch in _outermost(record for record in records if record.kind == OPERATOR):
-                for piece in minus([stretch], elsewhere):
+            for name, interval in _outermost(record for record in records if record.kind == OPERATOR):
+                for piece in difference([interval], elsewhere):
                     self._put("compute", name, piece)
                     self.kernels.append(piece)
-            for name, stretch in _outermost(collectives):
-                self._put("communication", name, stretch)
-                self.messages.append(stretch)
+            for name, interval in _outermost(collectives):
+                self._put("communication", name, interval)
+                self.messages.append(interval)
 
     def _exposed(self) -> None:
         at_work = union(
             (event.start_ns, event.end_ns) for event in self.events if event.lane in ("compute", "data")
         )
-        for stretch in minus(union(self.messages), at_work):
-            self._put("host", GRADIENT_SYNC, stretch)
+        for interval in difference(union(self.messages), at_work):
+            self._put("host", GRADIENT_SYNC, interval)
 
-    def _figures(self) -> Figures:
+    def _figures(self) -> ProfileFigures:
         kernels, messages = union(self.kernels), union(self.messages)
-        both, either = common(kernels, messages), union(kernels + messages)
+        both, either = intersection(kernels, messages), union(kernels + messages)
 
-        def shares(step: int, windows: list[Stretch]) -> Shares:
+        def shares(step: int, windows: list[Interval]) -> DeviceTimes:
             times = (either, kernels, messages, both)
-            figures = [length(windows), *(length(common(time, windows)) for time in times)]
-            return Shares(step, *(figure / 1e9 for figure in figures))
+            figures = [total_ns(windows), *(total_ns(intersection(time, windows)) for time in times)]
+            return DeviceTimes(step, *(figure / 1e9 for figure in figures))
 
         steps = tuple(shares(step, [(start, end)]) for start, end, step in self.windows)
         total = shares(-1, [(start, end) for start, end, _ in self.windows])
-        return Figures("GPU" if self.on_device else "CPU", steps, total)
+        return ProfileFigures("GPU" if self.on_device else "CPU", steps, total)
 
-    def _annotated(self, prefix: str) -> list[Stretch]:
+    def _annotated(self, prefix: str) -> list[Interval]:
         return union(
-            record.stretch
+            record.interval
             for record in self.records
             if record.kind == ANNOTATION and record.name.startswith(prefix)
         )
 
-    def _put(self, lane: str, name: str, stretch: Stretch) -> None:
-        """Add an event for each step into which the stretch reaches; -1: between two."""
-        start, end = stretch
+    def _put(self, lane: str, name: str, interval: Interval) -> None:
+        """Add an event for each step into which the interval reaches; -1: between two."""
+        start, end = interval
         at = max(bisect_right(self._begins, start) - 1, 0)
         while start < end:
             while at < len(self.windows) and self.windows[at][1] <= start:
@@ -271,14 +312,14 @@ class _Bridge:
             start = min(stop, end)
 
 
-def _lies_in(at_ns: int | None, stretches: list[Stretch]) -> bool:
+def _lies_in(at_ns: int | None, intervals: list[Interval]) -> bool:
     if at_ns is None:
         return False
-    place = bisect_right(stretches, at_ns, key=lambda stretch: stretch[0]) - 1
-    return place >= 0 and at_ns < stretches[place][1]
+    place = bisect_right(intervals, at_ns, key=lambda interval: interval[0]) - 1
+    return place >= 0 and at_ns < intervals[place][1]
 
 
-def _outermost(records: Iterable[Record]) -> Iterator[tuple[str, Stretch]]:
+def _outermost(records: Iterable[ProfileRecord]) -> Iterator[tuple[str, Interval]]:
     """Of the records of one thread, by their start, those that lie in no other."""
     reached = None
     for record in records:
@@ -286,3 +327,88 @@ def _outermost(records: Iterable[Record]) -> Iterator[tuple[str, Stretch]]:
             start_ns = record.start_ns if reached is None else max(record.start_ns, reached)
             yield record.name, (start_ns, record.end_ns)
             reached = record.end_ns
+
+
+def _read_records(path: Path, what: str) -> tuple[list[ProfileRecord], int]:
+    """The records in file ``path``, by their start, the longer ones first, and the rank (0 if it says none).
+
+    ``what`` is what errors call the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, cut off, too large, or no profile.
+    """
+    trace = _load(path, what)
+    records = sorted(_records(trace, what), key=lambda record: (record.start_ns, -record.end_ns))
+    if not any(record.kind in (OPERATOR, KERNEL) for record in records):
+        raise ValueError(
+            f"{what} has neither operators nor kernels in it: it is no profile of torch.profiler"
+        )
+    info = trace.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    return records, rank if isinstance(rank, int) and 0 <= rank < 1 << 31 else 0
+
+
+def _load(path: Path, what: str) -> dict[str, Any]:
+    with path.open("rb") as raw:
+        packed = raw.read(len(GZIP)) == GZIP
+        raw.seek(0)
+        try:
+            data = (gzip.GzipFile(fileobj=raw) if packed else raw).read(MAX_BYTES + 1)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{what} is damaged or cut off: it cannot be unpacked ({error})") from error
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{what} holds more than {MAX_BYTES} bytes of JSON: profile fewer steps")
+    try:
+        trace = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is damaged or cut off: it is not JSON ({error})") from error
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError(f'{what} is no profile: expected an object with a list "traceEvents"')
+    return trace
+
+
+def _records(trace: Mapping[str, Any], what: str) -> Iterator[ProfileRecord]:
+    base_ns = trace.get("baseTimeNanoseconds", 0)
+    if not isinstance(base_ns, int) or abs(base_ns) > MAX_MICROSECONDS * 1e3:
+        raise ValueError(f'{what}: expected nanoseconds as "baseTimeNanoseconds", got {_shown(base_ns)}')
+    for number, event in enumerate(trace["traceEvents"]):
+        where = f"{what}, event {number}"
+        if not isinstance(event, dict):
+            raise ValueError(f"{where}: expected an object, got {_shown(event)}")
+        category = event.get("cat")
+        kind = KINDS.get(category) if isinstance(category, str) else None
+        if event.get("ph") == "X" and kind is not None:
+            yield _record(event, kind, base_ns, where)
+
+
+def _record(event: Mapping[str, Any], kind: str, base_ns: int, where: str) -> ProfileRecord:
+    name, args = event.get("name"), event.get("args")
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: expected a name, got {_shown(name)}")
+    if STEP_NAME.match(name):
+        kind = ANNOTATION  # in older profiles an operator
+    start_ns = base_ns + _nanoseconds(event, "ts", where)
+    duration_ns = _nanoseconds(event, "dur", where)
+    if duration_ns < 0:
+        raise ValueError(f"{where}: expected a duration of at least 0, got {duration_ns / 1e3} us")
+    correlation = args.get("correlation") if isinstance(args, dict) else None
+    return ProfileRecord(
+        kind,
+        name,
+        start_ns,
+        start_ns + duration_ns,
+        f"{_shown(event.get('pid'))} {_shown(event.get('tid'))}",
+        correlation if isinstance(correlation, int) else None,
+    )
+
+
+def _nanoseconds(event: Mapping[str, Any], key: str, where: str) -> int:
+    value = event.get(key)
+    if not isinstance(value, int | float) or not abs(value) < MAX_MICROSECONDS:  # NaN is not less either
+        raise ValueError(f'{where}: expected microseconds as "{key}", got {_shown(value)}')
+    return round(value * 1000)
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"

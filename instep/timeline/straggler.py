@@ -1,4 +1,4 @@
-"""The slow rank: which one, since when, by how much, and in which phase."""
+"""The straggler: which rank holds the others up, since when, by how much, and in which phase."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import sqrt
 from statistics import median
 
-from instep.timeline.parts import Parts
+from instep.timeline.breakdown import Parts
 
 PHASES = COMPUTE, DATA, HOST = "its own compute", "its data", "its host code"
 LEAST_STEPS = 5
@@ -19,23 +19,23 @@ SURE = 4.5  # standard deviations: there are many ranks, phases and steps at whi
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnTimes:
     """What one rank did of itself in one step, without waits, in seconds."""
 
     rank: int
     step: int
-    leaves: int
+    micro_batches: int
     compute: float
     data: float
     host: float  # host phases and what is unattributed; not the update, which a server makes for all
     wall: float
 
     @classmethod
-    def of(cls, parts: Parts) -> Own:
+    def of(cls, parts: Parts) -> OwnTimes:
         return cls(
             parts.rank,
             parts.step,
-            parts.leaves,
+            parts.micro_batches,
             parts.compute,
             parts.data,
             parts.host_s + parts.unattributed,
@@ -44,19 +44,19 @@ class Own:
 
     def to_list(self) -> list[float]:
         """Seven figures, for a message."""
-        return [self.rank, self.step, self.leaves, self.compute, self.data, self.host, self.wall]
+        return [self.rank, self.step, self.micro_batches, self.compute, self.data, self.host, self.wall]
 
     @classmethod
-    def from_list(cls, figures: list[float]) -> Own:
+    def from_list(cls, figures: list[float]) -> OwnTimes:
         """What ``to_list`` gave."""
         if len(figures) != 7:
             raise ValueError(f"expected 7 figures of a rank's step, got {len(figures)}")
-        rank, step, leaves, *seconds = figures
-        return cls(int(rank), int(step), int(leaves), *map(float, seconds))
+        rank, step, micro_batches, *seconds = figures
+        return cls(int(rank), int(step), int(micro_batches), *map(float, seconds))
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """A rank that holds the others up."""
 
     rank: int
@@ -77,7 +77,7 @@ class _Step:
     slowest: bool
 
 
-def find_slow(rows: Iterable[Own]) -> Slow | None:
+def find_slow_rank(rows: Iterable[OwnTimes]) -> SlowRank | None:
     """The rank that is slower than the others, step after step until the last; None if no one is.
 
     Compute and data are compared per micro-batch, so that 3, 3, 2 of 8 is fair. A rank may become slow in
@@ -87,7 +87,7 @@ def find_slow(rows: Iterable[Own]) -> Slow | None:
     - it is slowest in at least 80 %, by more than a quarter of that excess: outliers are rarer, and
     - that is far more than what the noise of the steps gives to one rank or another by chance.
     """
-    steps: dict[int, dict[int, Own]] = {}
+    steps: dict[int, dict[int, OwnTimes]] = {}
     for row in rows:
         steps.setdefault(row.step, {})[row.rank] = row
     found = []
@@ -98,12 +98,12 @@ def find_slow(rows: Iterable[Own]) -> Slow | None:
     return max(found, key=lambda slow: slow.excess_s, default=None)
 
 
-def _behind(phase: str, steps: Sequence[Mapping[int, Own]]) -> dict[int, list[_Step]]:
+def _behind(phase: str, steps: Sequence[Mapping[int, OwnTimes]]) -> dict[int, list[_Step]]:
     """By rank: how far it was behind, step by step."""
     behind: dict[int, list[_Step]] = {}
     for owns in steps:
-        known = [own for own in owns.values() if own.leaves or phase == HOST] or list(owns.values())
-        parts = {own.rank: 1 if phase == HOST else max(own.leaves, 1) for own in known}
+        known = [own for own in owns.values() if own.micro_batches or phase == HOST] or list(owns.values())
+        parts = {own.rank: 1 if phase == HOST else max(own.micro_batches, 1) for own in known}
         took = {own.rank: _took(phase, own) / parts[own.rank] for own in known}
         in_order, walls = sorted(took.values()), sorted(own.wall for own in known)
         for own in known if len(known) > 1 else ():
@@ -123,7 +123,7 @@ def _median_without(in_order: Sequence[float], figure: float) -> float:
     return (in_order[low + (low >= at)] + in_order[high + (high >= at)]) / 2
 
 
-def _took(phase: str, own: Own) -> float:
+def _took(phase: str, own: OwnTimes) -> float:
     return {COMPUTE: own.compute, DATA: own.data, HOST: own.host}[phase]
 
 
@@ -137,7 +137,7 @@ def _noise(behind: Iterable[Sequence[_Step]]) -> float:
     return median(changes) / (0.6745 * sqrt(2)) * (1 + 6 / len(changes)) if changes else 0.0
 
 
-def _judge(rank: int, phase: str, steps: Sequence[_Step], noise: float) -> Slow | None:
+def _judge(rank: int, phase: str, steps: Sequence[_Step], noise: float) -> SlowRank | None:
     least = max(LEAST_STEPS, len(steps) // 20)
     last = steps[_began(steps) :]
     if len(last) < least:
@@ -148,7 +148,7 @@ def _judge(rank: int, phase: str, steps: Sequence[_Step], noise: float) -> Slow 
     if not often or share <= LEAST_SHARE or share < SURE * by_chance:
         return None
     excess_s = median(step.excess_s for step in last)
-    return Slow(rank, phase, last[0].step, excess_s, share, len(last))
+    return SlowRank(rank, phase, last[0].step, excess_s, share, len(last))
 
 
 def _began(steps: Sequence[_Step]) -> int:

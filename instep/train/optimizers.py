@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from instep.mesh.mesh import Mesh
 from instep.shard.optimizer import ShardedOptimizer
-from instep.train.config import Optim
+from instep.train.run_config import OptimConfig
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], optim: Optim) -> Optimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Optimizer:
     """The optimizer that ``optim`` names. Vectors (norms, biases) are not decayed."""
     kind, groups, options = _named(parameters, optim)
     made: Optimizer = kind(groups, **options)
@@ -28,7 +28,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], optim: Optim) -> Optimize
 
 
 def make_sharded(
-    parameters: Iterable[nn.Parameter], optim: Optim, ranks: Mesh, *, one_copy: bool = False
+    parameters: Iterable[nn.Parameter], optim: OptimConfig, ranks: Mesh, *, one_copy: bool = False
 ) -> ShardedOptimizer:
     """The same, with its state and its update divided among ``ranks``. Collective."""
     kind, groups, options = _named(parameters, optim)
@@ -41,7 +41,7 @@ def forget(optimizer: Optimizer) -> None:
     cast(dict[Any, Any], state).clear()
 
 
-def learning_rate(optim: Optim, step: int, num_steps: int) -> float:
+def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
     """The rate of ``step``, counted from 0: linear warm-up, then a cosine down to ``min_lr_ratio``."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -59,7 +59,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def _named(
-    parameters: Iterable[nn.Parameter], optim: Optim
+    parameters: Iterable[nn.Parameter], optim: OptimConfig
 ) -> tuple[type[Optimizer], list[dict[str, Any]], dict[str, Any]]:
     """Class, groups of parameters, and options."""
     parameters = list(parameters)

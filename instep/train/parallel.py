@@ -1,13 +1,13 @@
 """How the micro-batches of a step are shared out, and how their gradients become weights.
 
-    Ranks      naive, flat, overlap, bucketed: every rank ends with the gradient and makes the same update
-    Server     rank 0 ends with the gradient, makes the update, and sends the weights
-    Threads    one process: replicas in threads, one module, one update
-    Sharded    as Ranks, but each updates its part of the weights, and the moments are divided: stage 1
-    Fully      the gradients are divided too, and the weights: stages 2 and 3
+    Replicated               naive, flat, overlap, bucketed: all ranks have the gradient and make the update
+    DividedOptimizerState    each rank has its part of the moments, and updates that of the weights: stage 1
+    FullyDivided             the gradients are divided too, and the weights: stages 2 and 3
+    Server                   rank 0 ends with the gradient, makes the update, and sends the weights
+    Threads                  one process: replicas in threads, one module, one update
 
 One loop trains with any of them: ``gradients`` makes a declared step, ``norm`` clips, then ``update`` or
-``skip``. ``pulse`` is told in which phase the main thread is.
+``skip``. ``heartbeat`` is told in which phase the main thread is.
 """
 
 from __future__ import annotations
@@ -20,42 +20,41 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.elastic.pulse import Pulse
+from instep.elastic.heartbeat import Heartbeat
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import Entry, state_entries
+from instep.ordered import homes
 from instep.ordered.keys import initialize
 from instep.ordered.norm import clip_grad_norm_, grad_norm
 from instep.ordered.tree import rank_major
 from instep.replicate.server import ParameterServer
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
-from instep.shard import claims
 from instep.shard.fully import fully_shard
-from instep.shard.parts import replicated_entries
-from instep.shard.ranks import num_rows
-from instep.shard.rounds import deal
-from instep.step.leaves import Leaf
-from instep.train.config import Config, local_ranks
+from instep.shard.round_plan import deal
+from instep.shard.shard_groups import num_shard_groups
+from instep.step.micro_batches import MicroBatch
 from instep.train.optimizers import make_sharded
+from instep.train.run_config import RunConfig, local_ranks
 
-LossOf = Callable[[nn.Module, Leaf], Tensor]
+LossOf = Callable[[nn.Module, MicroBatch], Tensor]
 """The loss of one micro-batch with the given model."""
 
 
-class Ranks:
+class Replicated:
     """A replica per rank, and the same update on each."""
 
     model: Any
-    holds_state = True  # this rank has all of the state, moments included
     is_sharded = False  # no rank has all of it, if there are several
 
     def __init__(
-        self, config: Config, mesh: Mesh, module: nn.Module, optimizer: Optimizer, pulse: Pulse
+        self, config: RunConfig, mesh: Mesh, module: nn.Module, optimizer: Optimizer, heartbeat: Heartbeat
     ) -> None:
-        self.config, self.module, self.optimizer, self.pulse = config, module, optimizer, pulse
+        self.config, self.module, self.optimizer, self.heartbeat = config, module, optimizer, heartbeat
         self.recorder = mesh.recorder
         self.num_replicas = mesh.data.size
-        self.row_size = self.num_replicas // num_rows(mesh)  # ranks that divide what is divided
+        self.shard_group_size = self.num_replicas // num_shard_groups(
+            mesh
+        )  # ranks that divide what is divided
         self._wrap(mesh)
 
     def begin(self) -> None:
@@ -73,7 +72,7 @@ class Ranks:
     @property
     def contract(self) -> str | None:
         """Which of the two contracts the last step was under."""
-        contract: str | None = self.model.contract
+        contract: str | None = self.model.step_mode
         return contract
 
     def gradients(self, step: int, loss_of: LossOf) -> dict[int, Tensor]:
@@ -82,10 +81,10 @@ class Ranks:
         for leaf in self.model.micro_batches(self.config.num_leaves, step=step):
             loss = loss_of(self.module, leaf)
             with self.recorder.span("backward", lane="compute", leaf=leaf.index):
-                self.pulse.enter("backward")
+                self.heartbeat.enter("backward")
                 loss.backward()
             losses[leaf.index] = loss.detach()
-            self.pulse.enter("exchange")
+            self.heartbeat.enter("exchange")
         return losses
 
     def norm(self) -> float:
@@ -107,16 +106,9 @@ class Ranks:
         """The gradient is used for nothing."""
         self.optimizer.zero_grad()
 
-    def replicated(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """Those of this rank's ``entries`` that all ranks hold."""
-        return entries
-
     def close(self) -> None:
         """Give the group back."""
         self.model.close()
-
-    def keep_own_state(self) -> None:
-        """All moments have been loaded on every rank: drop those that this one has no use for."""
 
     def _wrap(self, mesh: Mesh) -> None:
         self.model = DataParallel(
@@ -136,7 +128,7 @@ class Ranks:
         return grad_norm(p.grad for p in self.module.parameters() if p.grad is not None)
 
 
-class Sharded(Ranks):
+class DividedOptimizerState(Replicated):
     """A replica per rank, of whose moments each has a part.
 
     ``optimizer`` is one of its own, of these ranks, without moments; the weights move into its memory.
@@ -144,30 +136,21 @@ class Sharded(Ranks):
 
     is_sharded = True
 
-    @property
-    def holds_state(self) -> bool:  # type: ignore[override]
-        """A rank that is alone in its row has all parts."""
-        return self.row_size == 1
-
     def begin(self) -> None:
-        """As in ``Ranks``; of one copy only its owner writes it."""
+        """As in ``Replicated``; of one copy only its owner writes it."""
         group = self._sharded.group
         if group.rank == 0 or not self.config.parallel.one_copy:
             super().begin()
         group.barrier("the first values of the parameters")
 
     def update(self) -> None:
-        """As in ``Ranks``; who has updated its part waits for the others' parts."""
-        self.pulse.enter("exchange")
+        """As in ``Replicated``; who has updated its part waits for the others' parts."""
+        self.heartbeat.enter("exchange")
         self.optimizer.step()  # which records its own spans
         self.optimizer.zero_grad()
 
-    def replicated(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """Weights that each has, not moments."""
-        return replicated_entries(self.module)
-
     def close(self) -> None:
-        """As in ``Ranks``; the weights stay where they are, and the moments go."""
+        """As in ``Replicated``; the weights stay where they are, and the moments go."""
         self._sharded.close()
         self._unwrap_module()
 
@@ -192,7 +175,7 @@ class Sharded(Ranks):
         super().close()
 
 
-class Fully(Sharded):
+class FullyDivided(DividedOptimizerState):
     """The module in slices, in place: gradients, and in stage 3 the weights.
 
     ``bare`` makes a module of the same kind. After ``close`` the weights of stage 3 have no memory any more.
@@ -200,18 +183,18 @@ class Fully(Sharded):
 
     def __init__(
         self,
-        config: Config,
+        config: RunConfig,
         mesh: Mesh,
         module: nn.Module,
         optimizer: Optimizer,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         bare: Callable[[], nn.Module],
     ) -> None:
         self._bare = bare
-        super().__init__(config, mesh, module, optimizer, pulse)
+        super().__init__(config, mesh, module, optimizer, heartbeat)
 
     def begin(self) -> None:
-        """As in ``Ranks``, one parameter after the other, of which a rank keeps its slice."""
+        """As in ``Replicated``, one parameter after the other, of which a rank keeps its slice."""
         stage3 = self.model.sharding.stage3
         if stage3 is None:
             super().begin()
@@ -222,11 +205,11 @@ class Fully(Sharded):
         self.model.materialise(seed=self.config.seed)
 
     def plan(self, num_ranks: int) -> Sequence[Sequence[int]]:
-        """Rows have ranges, in which their ranks take turns."""
-        return deal(self.config.num_leaves, self.row_size, num_ranks // self.row_size)
+        """Each shard group has a range, in which its ranks take turns."""
+        return deal(self.config.num_leaves, self.shard_group_size, num_ranks // self.shard_group_size)
 
     def twin(self) -> nn.Module:
-        """As in ``Ranks``; slices that other ranks have are fetched."""
+        """As in ``Replicated``; slices that other ranks have are fetched."""
         twin = self._bare()
         twin.to(next(self.module.parameters()).device)
         twin.load_state_dict(self.module.state_dict())
@@ -253,40 +236,26 @@ class Fully(Sharded):
             raise
 
 
-class Server(Ranks):
+class Server(Replicated):
     """A replica per rank, and the update of rank 0 for all."""
 
-    @property
-    def holds_state(self) -> bool:  # type: ignore[override]
-        """Workers have no moments."""
-        return bool(self.model.is_server)
-
     def norm(self) -> float:
-        """As in ``Ranks``, but only the server knows it: 0 on its workers."""
-        return super().norm() if self.holds_state else 0.0
+        """As in ``Replicated``, but only the server knows it: 0 on its workers."""
+        return super().norm() if self.model.is_server else 0.0
 
     def told(self, norm: float) -> dict[str, float]:
         """The server's norm, and no other."""
         return {"norm": norm}
 
     def update(self) -> None:
-        """As in ``Ranks``: the server's optimizer, then its weights for all."""
-        if not self.holds_state:
-            self.pulse.enter("exchange")  # it waits for the server
+        """As in ``Replicated``: the server's optimizer, then its weights for all."""
+        if not self.model.is_server:
+            self.heartbeat.enter("exchange")  # it waits for the server
         self.model.step()
 
     def skip(self) -> None:
-        """As in ``Ranks``."""
+        """As in ``Replicated``."""
         self.model.discard()
-
-    def replicated(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """Weights, not moments."""
-        return state_entries(self.module)
-
-    def keep_own_state(self) -> None:
-        """As in ``Ranks``: workers need no moments."""
-        if not self.holds_state:
-            self.optimizer.state.clear()
 
     def _wrap(self, mesh: Mesh) -> None:
         self.model = ParameterServer(
@@ -294,21 +263,21 @@ class Server(Ranks):
         )
 
 
-class Threads(Ranks):
+class Threads(Replicated):
     """A replica per thread of this process, and one update."""
 
     def gradients(self, step: int, loss_of: LossOf) -> dict[int, Tensor]:
-        """As in ``Ranks``; all the losses."""
+        """As in ``Replicated``; all the losses."""
 
-        def body(model: nn.Module, leaf: Leaf) -> Tensor:
+        def body(model: nn.Module, leaf: MicroBatch) -> Tensor:
             loss = loss_of(model, leaf)
             with self.recorder.span("backward", lane="compute", leaf=leaf.index):
                 loss.backward()
             return loss.detach()
 
-        self.pulse.enter("forward")
+        self.heartbeat.enter("forward")
         losses = dict(enumerate(self.model.micro_batches(self.config.num_leaves, body)))
-        self.pulse.enter("exchange")
+        self.heartbeat.enter("exchange")
         return losses
 
     def _wrap(self, mesh: Mesh) -> None:
@@ -317,22 +286,22 @@ class Threads(Ranks):
 
 
 def parallel(
-    config: Config,
+    config: RunConfig,
     mesh: Mesh,
     module: nn.Module,
     optimizer: Optimizer,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     bare: Callable[[], nn.Module],
-) -> Ranks:
+) -> Replicated:
     """The way to train that ``config.parallel`` names; ``bare`` makes another such module. Collective."""
     if config.parallel.shard_stage >= 2:
-        return Fully(config, mesh, module, optimizer, pulse, bare)
-    others = Sharded if config.parallel.shard_stage else Ranks
+        return FullyDivided(config, mesh, module, optimizer, heartbeat, bare)
+    others = DividedOptimizerState if config.parallel.shard_stage else Replicated
     kind = {"server": Server, "threads": Threads}.get(config.parallel.strategy, others)
-    return kind(config, mesh, module, optimizer, pulse)
+    return kind(config, mesh, module, optimizer, heartbeat)
 
 
 def _leave_homes(module: nn.Module) -> None:
-    """The parameters of ``module`` belong to nobody."""
-    for home in claims.homes(module.parameters()):
-        claims.leave(home)
+    """The parameters of ``module`` are free for another home."""
+    for home in homes.homes(module.parameters()):
+        homes.leave(home)

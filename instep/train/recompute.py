@@ -1,7 +1,7 @@
 """A micro-batch computed once more, by any rank, beside the training that goes on.
 
 The gradient of a micro-batch is a function of the weights, the samples and the keys of the random numbers.
-So whoever has these gets the bits that its owner got, and may ask where a nan began, or whether another
+So a rank that has these gets the bits that its owner got, and may ask where a nan began, or whether another
 rank computes as it should. It happens in a twin of the module, so no ``.grad``, buffer or generator of the
 training is touched: a copy, as hooks of a data-parallel wrapper stay behind when a module is copied, or,
 where no rank has all weights, a new module that was given them.
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from instep.mesh.device import generators
 from instep.ordered.keys import LeafKeys
-from instep.step.leaves import Leaf
+from instep.step.micro_batches import MicroBatch
 
-LossOf = Callable[[nn.Module, Leaf], Tensor]
+LossOf = Callable[[nn.Module, MicroBatch], Tensor]
 """The loss of one micro-batch with the given model, which is not the trained one."""
 
 
@@ -56,13 +56,13 @@ def twin_gradients(
     second set of weights and gradients, as long as it runs.
 
     Args:
-        twin: with the weights of before the step; nobody else uses it.
+        twin: with the weights of before the step; nothing else uses it.
         step, seed: as in ``micro_batches`` and its ``DataParallel``; they key the random numbers.
     """
     device = next((parameter.device for parameter in twin.parameters()), torch.device("cpu"))
     keys = LeafKeys(twin, seed, generators(device))
     with keys.leaf(step, leaf), torch.enable_grad():
-        loss = loss_of(twin, Leaf(leaf, num_leaves))
+        loss = loss_of(twin, MicroBatch(leaf, num_leaves))
         loss.backward()
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
     return Computed(loss.detach(), gradients)

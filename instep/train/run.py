@@ -9,35 +9,37 @@ from dataclasses import replace
 from pathlib import Path
 
 from instep.elastic.faults import parse_all
-from instep.elastic.signals import listen
-from instep.elastic.supervise import Terms, supervise
-from instep.mesh.groups import launcher_store
+from instep.elastic.supervise import SuperviseOptions, supervise
+from instep.mesh.agree import on_first_rank
 from instep.mesh.join import init
-from instep.mesh.place import Place, detect
-from instep.train import folder, loggers
-from instep.train.config import Config, check_ranks, check_world, local_ranks, validate
-from instep.train.folder import FAULTS, Lines
-from instep.train.keep import Checkpoints
-from instep.train.part import Part
-from instep.train.rows import check_rows, shard_axis
-from instep.train.together import on_rank_zero
+from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.mesh.process_group import launcher_store
+from instep.mesh.signals import listen_for_preemption
+from instep.run import folder, loggers
+from instep.run.folder import FAULTS
+from instep.run.jsonl import JsonLines
+from instep.train.loop import Generation
+from instep.train.recipe import Recipe
+from instep.train.recovery import Checkpoints
+from instep.train.run_config import RunConfig, check_ranks, check_rows, check_world, local_ranks, shard_axis
 from instep.train.trainer import Trainer
-from instep.train.work import EXIT_CODES, work
+from instep.train.worker import EXIT_CODES
 
 
-def run(config: Config) -> int:
-    """Train as ``config`` says, on ranks that are already there or on ranks of this host.
+def run(recipe: Recipe) -> int:
+    """Train ``recipe`` on ranks that are already there or on ranks of this host.
 
     Returns the exit code: 0 when the last step is done, 75 when the run stopped before and wants to be
     resumed.
     """
-    validate(config)
+    config = recipe.config
+    recipe.validate()
     loggers.check(config.logs.names)
     faults = parse_all(config.fault)
     for fault in faults:
         check_ranks(config, fault.ranks)
     if detect(os.environ).source != "single":
-        return run_rank(config)
+        return run_rank(recipe)
     threads = config.parallel.strategy == "threads"
     ranks = 1 if threads else local_ranks(config, len(os.sched_getaffinity(0)))
     check_rows(ranks, config.parallel.shard_ranks)
@@ -46,7 +48,7 @@ def run(config: Config) -> int:
     config = replace(config, run_dir=path)
     try:
         with closing(_FaultLog(path)) as log:
-            terms = Terms(
+            terms = SuperviseOptions(
                 ranks=ranks,
                 min_ranks=config.min_ranks,
                 threads=config.parallel.threads,
@@ -55,13 +57,14 @@ def run(config: Config) -> int:
                 say=_say,
                 note=log.note,
             )
-            return supervise(work, (config,), terms)
+            return supervise(recipe.work, (config,), terms)
     finally:
         folder.release(path)
 
 
-def run_rank(config: Config) -> int:
+def run_rank(recipe: Recipe) -> int:
     """One rank's part of a run that another launcher has started, which restarts all ranks if one is lost."""
+    config = recipe.config
     world_size = detect(os.environ).world_size
     mesh = init(
         shard=shard_axis(world_size, config.parallel.shard_ranks),
@@ -77,15 +80,16 @@ def run_rank(config: Config) -> int:
         return _claim_again(config, place)
 
     try:
-        claimed, resume = on_rank_zero(mesh.world.group, "claiming the run directory", claim)
+        claimed, resume = on_first_rank(mesh.world.group, "claiming the run directory", claim)
         path = Path(claimed)
         # A fault happens once, and a process that has been restarted cannot know which have.
         fault = () if detect(os.environ).restart_count else config.fault
-        trainer = Trainer(replace(config, run_dir=path, resume=resume, fault=fault), mesh)
+        again = replace(config, run_dir=path, resume=resume, fault=fault)
+        trainer = Trainer(recipe.replaced(again), mesh)
         asked: list[str] = []
-        listen(asked.append)
+        listen_for_preemption(asked.append)
         trainer.wishes = {"stop": lambda: bool(asked)}
-        ending = Part(trainer, path, Checkpoints(path, config.timeout_s)).run()
+        ending = Generation(trainer, path, Checkpoints(path, config.timeout_s)).run()
         trainer.leave()
         return EXIT_CODES[ending]
     finally:
@@ -94,7 +98,7 @@ def run_rank(config: Config) -> int:
         mesh.close()
 
 
-def _claim_again(config: Config, place: Place) -> tuple[str, bool]:
+def _claim_again(config: RunConfig, place: LaunchEnvironment) -> tuple[str, bool]:
     """The run directory, and whether to go on with what is in it, as after a restart by the launcher.
 
     A directory whose name was made up is known to the launcher's store, which outlives its ranks.
@@ -117,11 +121,11 @@ class _FaultLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path / FAULTS
-        self._lines: Lines | None = None
+        self._lines: JsonLines | None = None
 
     def note(self, event: dict[str, object]) -> None:
         with suppress(OSError):  # a full disk ends no run for want of the tale of its faults
-            self._lines = self._lines or Lines(self._path, until_step=0)
+            self._lines = self._lines or JsonLines(self._path, until_step=0)
             self._lines.write(**event)
 
     def close(self) -> None:

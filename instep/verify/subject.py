@@ -1,4 +1,4 @@
-"""What ``verify`` has to know of a model: all that is different where gradients and weights are in slices.
+"""The model on trial: what ``verify`` has to know of it where gradients and weights are in slices; its loss.
 
 replicas    rank 0  | d d d d |    rank 1  | d d d d |     two copies of the gradient d
 slices      rank 0  | d d . . |    rank 1  | . . d d |     one copy, of both ranks together
@@ -6,7 +6,7 @@ slices      rank 0  | d d . . |    rank 1  | . . d d |     one copy, of both ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from instep.step.backward import Backward
 
 
-class Piece(NamedTuple):
+class GradientPiece(NamedTuple):
     """What this rank has of the gradient of trainable parameter number ``position``.
 
     ``of(x)`` are the same elements of ``x``, which has the parameter's shape. ``gradient()`` is the piece,
@@ -54,7 +54,48 @@ class Subject:
     strategy: str
     seed: int
     copy: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[GradientPiece]
     values: Sequence[Value]
     memory: Sequence[Tensor] = ()
     apart: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The loss of a model on a batch: a scalar, the mean over the batch."""
+
+
+def loss_of(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
+    """``loss(model, batch)``, or what the model computes from ``batch``, to be walked backwards.
+
+    Raises:
+        ValueError: it is no scalar with a gradient.
+    """
+    value = loss(model, batch) if loss is not None else _own_loss(_call(model, batch))
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"expected the loss to be a scalar tensor with a gradient, got {kind}: let loss be the mean "
+            "over the batch"
+        )
+    return value
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss that the model has computed: its output, ``output.loss`` or ``output["loss"]``."""
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(getattr(output, "loss", None), Tensor):
+        return output.loss
+    kind = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise ValueError(
+        "verify() without loss expects model(batch) to be a scalar, or to have one as .loss or ['loss'], "
+        f"got {kind}: pass loss=lambda model, batch: ..."
+    )

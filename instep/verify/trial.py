@@ -8,45 +8,50 @@ The reference is made by rank 0 from all the batches with the bare module, one a
 same buffers and with the same random numbers as on the rank whose batch it is. It is the sum of the ranks'
 gradients in rank order, in float64, divided by W. It then goes to all ranks, so that whatever each has of the
 gradient is looked at, all of it or its slice, and only figures come back. Afterwards nothing is different
-from before.
+from before: model, gradients, random numbers and the wrapper's own state are put back.
 
 W: number of ranks.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from instep.errors import InstepError
+from instep.mesh.agree import all_or_none
 from instep.mesh.device import generators
-from instep.mesh.find import find_ranks
-from instep.mesh.group import Group
+from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
+from instep.mesh.process_group import Group
 from instep.ordered.buckets import wire_dtype
+from instep.ordered.hash import block_digests
 from instep.ordered.keys import derive, seed_generator
-from instep.step.reduction import Plan
-from instep.verify.batches import gather, pack, unpack
-from instep.verify.differing import differing
-from instep.verify.loss import Loss, loss_of
-from instep.verify.outcome import agreed
-from instep.verify.report import Figures, Reference, Report, joined, make_report
-from instep.verify.subject import Piece, Subject, Value
-from instep.verify.untouched import Untouched
+from instep.step import optimizer_guard
+from instep.step.reduction import StepPlan
+from instep.verify.gradient_report import GradientFigures, Reference, Report, joined, make_report
+from instep.verify.subject import GradientPiece, Loss, Subject, Value, loss_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+T = TypeVar("T")
 
 # Relative to the norm of a gradient: what other kernels, threads or orders of sums may make of it.
 TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 TOLERANCE = 1e-5  # of float32
 
-Ours = list[tuple[Piece, Tensor | None]]
+Ours = list[tuple[GradientPiece, Tensor | None]]
 """What this rank has of the gradient after the exchange."""
 
 
@@ -64,7 +69,7 @@ def verify(
         PeerLost: a rank did not come.
     """
     backward = subject.backward
-    if backward.declared.leaf is not None:
+    if backward.declared.micro_batch is not None:
         raise ValueError("verify() inside micro_batches(): call it between two steps")
     backward.look_back()
     group, _ = find_ranks(process_group, backward.reducer.group.timeout_s, what="verify()")
@@ -79,7 +84,7 @@ class Mean:
     """One parameter's gradient in one process, as far as it has been computed; on rank 0."""
 
     total: Tensor | None = None
-    leaf_norm: float = 0.0
+    rank_norm: float = 0.0
     own: bool = False
 
 
@@ -104,11 +109,11 @@ class Trial:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.subject.apart())
-            state = stack.enter_context(Untouched(self.subject, self.generators))
-            packed = agreed(self.group, "preparing the batch", lambda: self._prepared(batch))
-            odd = differing(self.subject.values, self.group)
+            state = stack.enter_context(RestoreOnExit(self.subject, self.generators))
+            packed = self._agreed("preparing the batch", lambda: self._prepared(batch))
+            odd = differing_values(self.subject.values, self.group)
             buffers = [Value(name, 0, x) for name, x in self.module.named_buffers()]
-            odd_buffers = differing(buffers, self.group)
+            odd_buffers = differing_values(buffers, self.group)
             ours = self._distributed(unpack(*packed, self.device), state)
             means, references = self._reference(gather(*packed, self.group), ours, state)
             copies = self._compared(ours, means, references)
@@ -122,6 +127,11 @@ class Trial:
             differing_buffers=odd_buffers,
         )
 
+    def _agreed(self, operation: str, function: Callable[[], T]) -> T:
+        """``function()`` of this rank, once it has worked on all. Collective."""
+        errors = (ValueError, TypeError, InstepError)
+        return all_or_none(self.group, f"the outcome of {operation}", function, errors=errors)
+
     def _prepared(self, batch: Any) -> tuple[str, Tensor]:
         if self.rtol is not None and not self.rtol > 0:
             raise ValueError(f"rtol: expected a positive number, got {self.rtol!r}")
@@ -133,13 +143,13 @@ class Trial:
                 )
         return pack(batch)
 
-    def _distributed(self, batch: Any, state: Untouched) -> Ours:
+    def _distributed(self, batch: Any, state: RestoreOnExit) -> Ours:
         """The gradients of one synchronised step, or pieces of them, as this rank has them."""
         state.begin()
         self.backward.sync = True
         model, rank = self.subject.model, self.group.global_rank
-        loss = agreed(self.group, "forward", lambda: self._forward(model, batch, rank))
-        agreed(self.group, "backward", lambda: self._backward(loss))
+        loss = self._agreed("forward", lambda: self._forward(model, batch, rank))
+        self._agreed("backward", lambda: self._backward(loss))
         return [(piece, piece.gradient()) for piece in self.subject.pieces]
 
     def _backward(self, loss: Tensor) -> None:
@@ -155,23 +165,23 @@ class Trial:
         except BaseException:
             if reducer.exchanges == before and reducer.plan is None:
                 size = reducer.group.size
-                reducer.begin(Plan(False, size, [[r] for r in range(size)]), lambda: 1)
+                reducer.begin(StepPlan(False, size, [[r] for r in range(size)]), lambda: 1)
             reducer.leave()
             raise
 
     def _reference(
-        self, batches: list[tuple[str, Tensor]], ours: Ours, state: Untouched
+        self, batches: list[tuple[str, Tensor]], ours: Ours, state: RestoreOnExit
     ) -> tuple[list[Mean], list[Reference]]:
         """The mean over the ranks, on rank 0, and what all ranks are told of it. Collective."""
         self.backward.sync = False
         means = [Mean() for _ in self.parameters]
 
         def add(place: int) -> None:
-            leaf = self._leaf(*batches[place], self.group.ranks[place], state)
-            for mean, gradient in zip(means, leaf, strict=True):
+            gradients = self._rank_gradients(*batches[place], self.group.ranks[place], state)
+            for mean, gradient in zip(means, gradients, strict=True):
                 if gradient is not None:
                     x = _wide(gradient)
-                    mean.leaf_norm += _norm(x) / self.group.size
+                    mean.rank_norm += _norm(x) / self.group.size
                     mean.total = x if mean.total is None else mean.total.add_(x)
             if place == 0:
                 self._look_for_own(means, ours)
@@ -179,7 +189,7 @@ class Trial:
         for place, rank in enumerate(self.group.ranks):
             # All come here for every part: rank 0 may need longer for all of them than a wait may last.
             what = f"computing the gradient of rank {rank}'s batch again"
-            agreed(self.group, what, partial(add, place) if batches else _nothing)
+            self._agreed(what, partial(add, place) if batches else _no_part)
         for mean in means:
             if mean.total is not None:
                 mean.total.div_(self.group.size)
@@ -195,7 +205,10 @@ class Trial:
                 distance = _norm(_wide(mine) - piece.of(x))
                 means[piece.position].own = distance <= self._tolerance(piece.position) * _norm(x)
 
-    def _leaf(self, text: str, data: Tensor, rank: int, state: Untouched) -> list[Tensor | None]:
+    def _rank_gradients(
+        self, text: str, data: Tensor, rank: int, state: RestoreOnExit
+    ) -> list[Tensor | None]:
+        """The gradients of ``rank``'s batch alone."""
         state.begin()
         self._forward(self.module, unpack(text, data, self.device), rank).backward()
         return [p.grad for p in self.parameters]
@@ -205,7 +218,7 @@ class Trial:
             self.reducer.names[i],
             mean.total is not None,
             0.0 if mean.total is None else _norm(mean.total),
-            mean.leaf_norm,
+            mean.rank_norm,
             self._tolerance(i),
             torch.finfo(wire_dtype(self.parameters[i].dtype)).eps,
             mean.own,
@@ -214,9 +227,11 @@ class Trial:
     def _tolerance(self, i: int) -> float:
         return TOLERANCES.get(self.parameters[i].dtype, TOLERANCE) if self.rtol is None else self.rtol
 
-    def _compared(self, ours: Ours, means: list[Mean], references: list[Reference]) -> list[list[Figures]]:
+    def _compared(
+        self, ours: Ours, means: list[Mean], references: list[Reference]
+    ) -> list[list[GradientFigures]]:
         """Figures by copy of the gradient, and parameter; rank 0's reference goes to all. Collective."""
-        mine: dict[int, Figures] = {}
+        mine: dict[int, GradientFigures] = {}
         pieces = {piece.position: (piece, gradient) for piece, gradient in ours}
         for i, (mean, reference) in enumerate(zip(means, references, strict=True)):
             expected = self._told(i, mean, reference)  # one parameter at a time
@@ -230,7 +245,7 @@ class Trial:
             copies.setdefault(number, []).append(figures)
         return [
             [
-                joined([Figures(**figures[str(i)]) for figures in parts if str(i) in figures])
+                joined([GradientFigures(**figures[str(i)]) for figures in parts if str(i) in figures])
                 for i in range(len(references))
             ]
             for _, parts in sorted(copies.items())
@@ -249,11 +264,11 @@ class Trial:
             self.group.broadcast(expected.reshape(-1).view(torch.uint8), operation)
         return expected
 
-    def _figures(self, piece: Piece, mine: Tensor | None, expected: Tensor) -> Figures:
+    def _figures(self, piece: GradientPiece, mine: Tensor | None, expected: Tensor) -> GradientFigures:
         r = piece.of(expected)
         d = torch.zeros_like(r) if mine is None else _wide(mine)
         product = torch.vdot(d.reshape(-1), r.reshape(-1)).real.item()
-        return Figures(self.group.global_rank, mine is not None, _norm(d - r), _norm(d), product)
+        return GradientFigures(self.group.global_rank, mine is not None, _norm(d - r), _norm(d), product)
 
     def _forward(self, model: nn.Module, batch: Any, rank: int) -> Tensor:
         """The loss of ``rank``'s batch with the random numbers of that rank."""
@@ -263,7 +278,102 @@ class Trial:
         return loss_of(model, batch, self.loss)
 
 
-def _nothing() -> None:
+class RestoreOnExit:
+    """A context between two steps; on leaving, all is as it was when it was made: model, gradients, random
+    numbers, and what the wrapper counts.
+
+    Values are written back only where bits differ, because a graph that is still to be walked backwards may
+    hold them, and would take even the same bits for a change. Gradients that are there stay where they are:
+    they are taken off their parameters, and the buckets, which never write over a gradient that is still
+    referenced, move to other memory. Of those that lie in slices, whose memory is the wrapper's own
+    (``Subject.memory``), there is a copy meanwhile, as of all weights.
+    """
+
+    def __init__(self, subject: Subject, generators: list[torch.Generator]) -> None:
+        self.backward = subject.backward
+        self.module = self.backward.module
+        self.reducer = self.backward.reducer
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._modules = [(m, m.training, dict(m._buffers)) for m in self.module.modules()]
+        self._values = _with_copies([*(value.tensor for value in subject.values), *subject.memory])
+        self._buffers = _with_copies(self.module.buffers())
+        self._gradients = [(p, p.grad) for p in self.module.parameters()]
+        self._reduced = [
+            (entry, entry.reduced) for entry in optimizer_guard.entries_of(self.reducer.parameters)
+        ]
+        self._wrapper_state = [
+            (x, {name: copy.copy(getattr(x, name)) for name in x.changes})
+            for x in (self.reducer, self.backward)
+        ]
+
+    def __enter__(self) -> RestoreOnExit:
+        self.reducer.hush()  # the report says it
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.reducer.lane.drain()  # it may still write to buckets, or tell the others that this rank failed
+        self.backward.look_back()
+        self.begin()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        _write_back(self._values)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for module, training, _ in self._modules:
+            module.training = training
+        for entry, reduced in self._reduced:
+            entry.reduced = reduced
+        for x, before in self._wrapper_state:
+            for name, value in before.items():
+                setattr(x, name, value)
+
+    def begin(self) -> None:
+        """Buffers as they were, no gradients."""
+        for module, _, buffers in self._modules:
+            module._buffers.clear()  # forward may have put others in their place
+            module._buffers.update(buffers)
+        _write_back(self._buffers)
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+
+def _with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(x, x.detach().clone()) for x in tensors]
+
+
+def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for x, before in pairs:
+            if not torch.equal(_bytes(x), _bytes(before)):
+                x.copy_(before)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing_values(values: Iterable[Value], group: Group) -> list[str]:
+    """Those of ``values`` whose bits are others on one rank than on another, in words. Collective.
+
+    Values in slices are compared with the same slice of other replicas, if there are any.
+    """
+    mine = [(x.name, x.first, hashlib.sha256(b"".join(block_digests(x.tensor))).hexdigest()) for x in values]
+    everyone = group.all_gather_bytes(json.dumps(mine).encode(), "the comparison of values")
+    found: dict[tuple[str, int], dict[int, str]] = {}  # by name and first element: digests by rank
+    for rank, data in zip(group.ranks, everyone, strict=True):
+        for name, first, digest in json.loads(data):
+            found.setdefault((name, first), {})[rank] = digest
+    lines = []
+    for (name, _), digests in found.items():
+        rank, expected = next(iter(digests.items()))
+        differ = [other for other, digest in digests.items() if digest != expected]
+        if differ:
+            ranks = ", ".join(map(str, differ))
+            lines.append(f"{name!r} has other values on rank {ranks} than on rank {rank}")
+    return lines
+
+
+def _no_part() -> None:
     """A rank's part where only rank 0 has one."""
 
 
@@ -279,3 +389,98 @@ def _wide(x: Tensor) -> Tensor:
 
 def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x))
+
+
+# One batch per rank, as bytes: tensors in nested dicts, lists and tuples travel to the group's first rank.
+# Structure, dtypes and shapes go as JSON, values as one message of raw bytes; nothing is pickled.
+
+SCALARS = (bool, int, float, str, type(None))
+CONTAINERS = {"list": list, "tuple": tuple}
+
+
+def pack(batch: Any) -> tuple[str, Tensor]:
+    """``batch`` as JSON and a uint8 tensor on the CPU with the bytes of its tensors, one after the other.
+
+    Raises:
+        TypeError: something in it is neither a tensor, nor a container of them, nor what JSON can carry.
+        ValueError: a tensor has no values or is not dense.
+    """
+    tensors: list[Tensor] = []
+    text = json.dumps(_described(batch, "batch", tensors))
+    parts = [x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1) for x in tensors]
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return text, torch.cat([nothing, *(part.view(torch.uint8) for part in parts)])
+
+
+def unpack(text: str, data: Tensor, device: torch.device) -> Any:
+    """The batch that ``pack`` was given; its GPU tensors come to ``device``. Every tensor is a copy."""
+    return _built(json.loads(text), _Reader(data), device)
+
+
+def gather(text: str, data: Tensor, group: Group) -> list[tuple[str, Tensor]]:
+    """What every rank has packed, in group order, on the first rank; nothing on the others. Collective."""
+    operation = "the gathering of batches"
+    lengths = group.all_gather_bytes(str(data.numel()).encode(), operation)
+    texts = group.all_gather_bytes(text.encode(), operation)
+    splits = [int(length) if group.rank == 0 else 0 for length in lengths]
+    received = torch.empty(sum(splits), dtype=torch.uint8, device="cpu")
+    group.all_to_all(received, data, splits, [data.numel()] + [0] * (group.size - 1), operation)
+    if group.rank != 0:
+        return []
+    return [(text.decode(), part) for text, part in zip(texts, received.split(splits), strict=True)]
+
+
+def _described(x: Any, where: str, tensors: list[Tensor]) -> dict[str, Any]:
+    if isinstance(x, Tensor):
+        if x.layout != torch.strided or x.is_meta or x.is_quantized or x.is_nested:
+            raise ValueError(f"{where} is no dense tensor with values: convert it before verify()")
+        tensors.append(x)
+        dtype = str(x.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(x.shape), x.is_cuda, x.requires_grad and x.is_leaf]}
+    if isinstance(x, Mapping):
+        if odd := [key for key in x if not isinstance(key, str)]:
+            raise TypeError(f"{where} has the key {odd[0]!r}: expected strings as keys")
+        return {"dict": {key: _described(x[key], f"{where}[{key!r}]", tensors) for key in x}}
+    for name, kind in CONTAINERS.items():
+        if type(x) is kind:
+            return {name: [_described(part, f"{where}[{i}]", tensors) for i, part in enumerate(x)]}
+    if type(x) in SCALARS:
+        return {"value": x}
+    raise TypeError(
+        f"{where} is a {type(x).__name__}: expected a tensor, a number, a string, None, or a dict, list or "
+        "tuple of them, because verify() sends it to another process"
+    )
+
+
+class _Reader:
+    """Takes tensors off the front of ``data``."""
+
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+        self._at = 0
+
+    def next(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        part = self._data[self._at : self._at + nbytes].clone()  # of its own, so aligned for any dtype
+        self._at += nbytes
+        return part.view(dtype).view(shape)
+
+
+def _built(entry: dict[str, Any], reader: _Reader, device: torch.device) -> Any:
+    ((kind, content),) = entry.items()
+    if kind == "value":
+        return content
+    if kind == "dict":
+        return {key: _built(part, reader, device) for key, part in content.items()}
+    if kind in CONTAINERS:
+        return CONTAINERS[kind](_parts(content, reader, device))
+    name, shape, on_gpu, requires_grad = content
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a rank sent a tensor of the unknown dtype {name!r}")
+    x = reader.next(dtype, shape)
+    return (x.to(device) if on_gpu else x).requires_grad_(requires_grad)
+
+
+def _parts(entries: list[dict[str, Any]], reader: _Reader, device: torch.device) -> Iterator[Any]:
+    return (_built(entry, reader, device) for entry in entries)

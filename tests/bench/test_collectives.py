@@ -7,7 +7,7 @@ import pytest
 
 from instep.bench.bandwidth import figures
 from instep.bench.collectives import beside_the_bound, measure
-from instep.bench.options import Collectives
+from instep.bench.options import CollectivesOptions
 from tests.launched.command import instep
 
 NCCL_TESTS = ["size(B)", "count", "type", "redop", "root", "time(us)", "algbw(GB/s)", "busbw(GB/s)", "#wrong"]
@@ -15,7 +15,7 @@ NCCL_TESTS = ["size(B)", "count", "type", "redop", "root", "time(us)", "algbw(GB
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """The command with three ways of different kinds, and the folder with its files."""
+    """The command with three backends of different kinds, and the folder with its files."""
     path = tmp_path_factory.mktemp("bench")
     words = "--sizes 1KB,3KB --samples 3 --backends gloo,shm,shm-in-place,direct --json a.json --csv a.csv"
     ended = instep("bench", "collectives", "-n", 2, *words.split(), "--chart", "a.svg", cwd=path)
@@ -62,10 +62,10 @@ def test_results_go_to_stdout_and_progress_to_stderr(measured):
 
 
 def test_a_way_that_does_not_exist_is_answered_with_those_that_do():
-    with pytest.raises(ValueError, match="unknown way 'glo' to do all_reduce: expected one of gloo, shm"):
-        measure(Collectives(backends=("glo",)))
-    with pytest.raises(ValueError, match="unknown way 'ring' to do all_to_all"):
-        measure(Collectives(backends=("ring",), collective="all_to_all"))
+    with pytest.raises(ValueError, match="unknown backend 'glo' for all_reduce: expected one of gloo, shm"):
+        measure(CollectivesOptions(backends=("glo",)))
+    with pytest.raises(ValueError, match="unknown backend 'ring' for all_to_all"):
+        measure(CollectivesOptions(backends=("ring",), collective="all_to_all"))
 
 
 def test_times_are_compared_with_the_bound_where_it_applies():

@@ -1,4 +1,4 @@
-"""``instep bench steps`` from options to files, in a setting of some milliseconds."""
+"""``instep bench steps`` from options to files; and from times to answers, on times that were made up."""
 
 import csv
 import json
@@ -6,21 +6,96 @@ import json
 import pytest
 
 from instep.bench import link, steps
-from instep.bench.contestants import LINK, Contestant
-from instep.bench.options import Steps
-from instep.bench.peak import columns
-from instep.bench.settings import Setting
+from instep.bench.options import StepsOptions
+from instep.bench.steps import StepResults
+from instep.bench.steps_rank import memory_columns
+from instep.bench.variants import ALONE, DDP, LINK_VARIANTS, NONE, Variant
+from instep.bench.workloads import Workload
 from tests.lab import why_not
+
+BUCKETED = Variant("bucketed", "gloo")
+
+
+def measured(steps, busy=0.0, agree=(), guard=0.0, received=0):
+    return {
+        "step_s": steps,
+        "busy_s": [busy] * len(steps),
+        "agree_s": [list(agree)] * len(steps),
+        "guard_s": [guard] * len(steps),
+        "received_bytes": [received] * len(steps),
+    }
+
+
+@pytest.fixture
+def answers():
+    """DDP waits one second more than the floor of two; bucketed a quarter. Rank 1 is slower in round 0."""
+    rank_0 = {
+        NONE.name: measured([1.5, 2.0, 2.0]),
+        ALONE.name: measured([1.8, 1.8, 1.8]),
+        DDP.name: measured([3.0, 3.0, 3.0]),
+        BUCKETED.name: measured([2.0, 2.25, 2.25], busy=0.9, agree=[0.1, 0.5], guard=0.05, received=7),
+    }
+    rank_1 = {
+        NONE.name: measured([2.0, 1.9, 1.9]),
+        ALONE.name: measured([0.0, 0.0, 0.0]),
+        DDP.name: measured([3.0, 3.0, 3.0]),
+        BUCKETED.name: measured([2.25, 2.0, 2.0], busy=1.0, agree=[0.4, 0.025], guard=0.1, received=9),
+    }
+    return StepResults([rank_0, rank_1])
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank(answers):
+    assert answers.steps(NONE.name) == [2.0, 2.0, 2.0]
+    assert answers.steps(BUCKETED.name) == [2.25, 2.25, 2.25]
+
+
+def test_a_strategy_that_waits_a_quarter_as_long_as_ddp_closes_three_quarters_of_the_gap(answers):
+    assert answers.exposed(BUCKETED.name) == [0.25] * 3
+    assert answers.gap_closed(BUCKETED.name) == 0.75
+    assert answers.gap_closed(DDP.name) == 0
+    assert answers.gap_closed(NONE.name) == 1
+
+
+def test_there_is_no_gap_to_close_where_ddp_is_as_fast_as_the_floor(answers):
+    for rank in answers.by_rank:
+        rank[DDP.name]["step_s"] = [2.0, 2.0, 2.0]
+    assert answers.gap_closed(BUCKETED.name) is None
+    assert answers.row(BUCKETED)["gap closed(%)"] is None
+
+
+def test_the_header_of_a_bucket_costs_what_the_last_rank_spends_on_it(answers):
+    assert answers.agreement_s(BUCKETED.name) == [pytest.approx(0.1 + 0.025)] * 3
+    headers, hooks, share = answers.checks(BUCKETED.name)
+    assert (headers, hooks) == (pytest.approx(125), pytest.approx(100))
+    assert share == pytest.approx(0.225 / 2.25)
+
+
+def test_a_row_has_shares_of_the_step(answers):
+    row = answers.row(BUCKETED)
+    assert row["busy(%)"] == pytest.approx(100 * 1.0 / 2.25)
+    assert row["exposed(%)"] == pytest.approx(100 * 0.25 / 2.25)
+    assert row["efficiency(%)"] == pytest.approx(80)
+    assert row["x DDP"] == 0.75
+
+
+def test_what_nobody_records_is_left_empty_rather_than_zero(answers):
+    assert answers.row(DDP)["busy(%)"] is None
+    assert answers.row(NONE)["exposed(ms)"] is None
+
+
+def test_bytes_are_those_of_the_asked_rank(answers):
+    assert (answers.received_bytes(BUCKETED.name), answers.received_bytes(BUCKETED.name, 1)) == (7, 9)
+
 
 TINY = "200K"
 
 
 def test_a_run_prints_its_table_and_writes_what_it_found(tmp_path, capsys):
-    options = Steps(
+    options = StepsOptions(
         setting="communication", strategies=("bucketed-gloo", "unordered-gloo"), samples=1, params=TINY,
         memory=False, json=tmp_path / "steps.json", csv=tmp_path / "steps.csv", chart=tmp_path / "steps.svg",
     )  # fmt: skip
-    assert steps.run(options) == 0
+    steps.run(options)
     out = capsys.readouterr().out
     assert "bucketed unordered" in out
     assert "the fixed order of sums over gloo" in out
@@ -33,41 +108,41 @@ def test_a_run_prints_its_table_and_writes_what_it_found(tmp_path, capsys):
     assert "| bucketed | gloo |" in steps.report(found)
 
 
-def test_contestants_that_memory_cannot_hold_are_refused_before_any_process_starts():
+def test_variants_that_memory_cannot_hold_are_refused_before_any_process_starts():
     with pytest.raises(ValueError, match="pass fewer --strategies, or smaller --params"):
-        steps.run(Steps(params="1000G"))
+        steps.run(StepsOptions(params="1000G"))
 
 
 def test_the_rank_that_needs_most_is_told_and_shared_pages_count_once():
-    setting = Setting("tiny", 200_000, batch=1, what="tiny", tokens=8)
+    workload = Workload("tiny", 200_000, batch=1, what="tiny", tokens=8)
     held = {"parameters": 4_000_000, "gradients": 4_000_000, "optimizer": 0, "buffers": 0, "scratch": 0}
     process = {"peak": 30_000_000, "now": 30_000_000, "private": 10_000_000, "pss": 15_000_000}
     server = {"held": {**held, "scratch": 7_000_000}, "activations": 2_000_000, "resident": process}
     worker = {"held": held, "activations": 1_000_000, "resident": {**process, "peak": 32_000_000}}
     idle = {"held": None, "activations": None, "resident": None}
-    found = columns([server, worker, idle], setting)
+    found = memory_columns([server, worker, idle], workload)
     assert (found["state(MB)"], found["scratch(MB)"], found["activations(MB)"]) == (8, 7, 2)
     assert (found["peak(MB)"], found["host(MB)"]) == (32, 10 + 10 + 20 + 2)
-    assert found["formula(MB)"] * 1e6 == 2 * setting.gradient_bytes
-    assert set(columns([idle], setting).values()) == {None, found["formula(MB)"], 0}
+    assert found["formula(MB)"] * 1e6 == 2 * workload.gradient_bytes
+    assert set(memory_columns([idle], workload).values()) == {None, found["formula(MB)"], 0}
 
 
 @pytest.mark.parametrize(
     ("strategy", "each"),
     [("bucketed", 16), ("stage1", 12), ("stage2", 10), ("stage3", 8), ("stage1-one-copy", 10)],
 )
-def test_the_formula_beside_a_contestant_is_that_of_its_stage_and_its_ranks(strategy, each):
-    setting = Setting("tiny", 200_000, batch=1, what="tiny", tokens=8, optimizer="adamw")
+def test_the_formula_beside_a_variant_is_that_of_its_stage_and_its_ranks(strategy, each):
+    workload = Workload("tiny", 200_000, batch=1, what="tiny", tokens=8, optimizer="adamw")
     idle = {"held": None, "activations": None, "resident": None}
-    found = columns([idle, idle], setting, Contestant(strategy, "shm"))
-    assert found["formula(MB)"] * 1e6 == pytest.approx(each * setting.gradient_bytes / 4)
+    found = memory_columns([idle, idle], workload, Variant(strategy, "shm"))
+    assert found["formula(MB)"] * 1e6 == pytest.approx(each * workload.gradient_bytes / 4)
     assert (found["gathered(MB)"] > 0) is (strategy == "stage3")
 
 
 def test_a_run_over_a_link_counts_the_bytes_of_the_gradients():
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    tiny = Setting("tiny", 200_000, batch=1, what="tiny", tokens=8)
+    tiny = Workload("tiny", 200_000, batch=1, what="tiny", tokens=8)
     found = link.measure(tiny, 2, ("bucketed-gloo", "server"), samples=1)
     rows = {row["strategy"]: row for row in found.rows}
     assert list(rows) == ["none", "DDP", "bucketed", "server"]
@@ -78,21 +153,21 @@ def test_a_run_over_a_link_counts_the_bytes_of_the_gradients():
 
 
 @pytest.mark.parametrize(
-    "one", [one for one in LINK if one.backend and "-" in one.name], ids=lambda one: one.name
+    "one", [one for one in LINK_VARIANTS if one.backend and "-" in one.name], ids=lambda one: one.name
 )
 def test_buckets_have_all_gradients_once(one):
     if one.strategy in ("wire", "latency"):
         return
-    setting = Setting("small", 2_000_000, batch=1, what="small")
-    assert sum(link.bucket_bytes(one, setting)) == setting.gradient_bytes
+    workload = Workload("small", 2_000_000, batch=1, what="small")
+    assert sum(link.bucket_bytes(one, workload)) == workload.gradient_bytes
 
 
 def test_a_link_needs_two_ranks():
     with pytest.raises(ValueError, match="a link has two ends, got 1 rank"):
-        steps.run(Steps(link=True, ranks=1))
+        link.run(StepsOptions(link=True, ranks=1))
 
 
 def test_a_machine_that_cannot_have_hosts_says_why(monkeypatch):
     monkeypatch.setattr(link, "obstacle", lambda: "tc not found: install iproute2")
     with pytest.raises(RuntimeError, match="no second host to be had: tc not found"):
-        steps.run(Steps(link=True))
+        link.run(StepsOptions(link=True))

@@ -9,6 +9,7 @@ import pytest
 
 from instep.bench.tables import (
     cell,
+    duration_text,
     environment,
     geometric_mean,
     markdown,
@@ -16,6 +17,7 @@ from instep.bench.tables import (
     quantile,
     quantiles,
     show,
+    size_text,
     write_between,
     write_csv,
     write_json,
@@ -118,3 +120,15 @@ def test_a_readme_keeps_what_stands_around_its_table(tmp_path):
     assert path.read_text() == "before\n<!-- t -->\nnew\n<!-- end of t -->\nafter\n"
     with pytest.raises(ValueError, match="expected one line '<!-- u -->'"):
         write_between(path, "u", "new")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(996, "996 B"), (1000, "1 KB"), (64_000, "64 KB"), (10**8, "100 MB"), (10**9, "1 GB")],
+)
+def test_sizes_are_said_as_they_are_written(nbytes, text):
+    assert size_text(nbytes) == text
+
+
+def test_durations_have_the_unit_that_makes_them_short():
+    assert [duration_text(us) for us in (1.5, 1500, 2e6)] == ["1.5 µs", "1.5 ms", "2 s"]

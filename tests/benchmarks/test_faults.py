@@ -14,12 +14,11 @@ from benchmarks.faults.bench import Bench
 from benchmarks.faults.command import run
 from benchmarks.faults.inside import HOOKS
 from benchmarks.faults.judge import SENTINEL, Expect, Found, judge, way
+from benchmarks.faults.matrix import Row, Run, injected, lost, matrix
 from benchmarks.faults.programs import PROGRAMS
-from benchmarks.faults.row import Row, Run, injected, lost
-from benchmarks.faults.rows import matrix
 from instep.elastic.faults import KINDS, parse
-from instep.elastic.page import PHASES
-from instep.mesh.exits import Exit, how
+from instep.elastic.heartbeat import PHASES
+from instep.mesh.rank_process import Exit, describe_exit
 
 FOLDER = Path(report.__file__).parent
 SECOND = 10**9
@@ -83,7 +82,7 @@ def test_what_may_be_left_behind_may_be():
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 0, 1])
 def test_the_end_of_a_process_is_noticed_as_such(code):
-    assert way({"how": how(Exit(1, 7, code))}) == SENTINEL
+    assert way({"how": describe_exit(Exit(1, 7, code))}) == SENTINEL
 
 
 def test_a_recovery_is_timed_from_the_fault_and_without_its_moment_from_its_notice():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.timeline.page import render
-from tests.timeline.example import IMAGE, SCRIPT, SLOW, STEPS, killed, story
+from instep.timeline.report import render
+from tests.timeline.report_example import IMAGE, SCRIPT, SLOW, STEPS, example, killed
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -90,7 +90,7 @@ def opened(browser, tmp_path) -> Iterator:
 
     def open_report(told: dict | None = None, **options) -> Report:
         file = tmp_path / f"report{len(reports)}.html"
-        file.write_text(render(story() if told is None else told))
+        file.write_text(render(example() if told is None else told))
         reports.append(Report(browser, file, **options))
         return reports[-1]
 
@@ -201,7 +201,7 @@ def test_hovering_tells_what_is_there(opened):
 
 
 def test_compute_inside_a_span_of_the_host_is_on_top_and_the_span_below(opened):
-    told = story()
+    told = example()
     rank = told["timeline"]["steps"][0]["ranks"][0]
     told["timeline"]["names"].append("micro-batch")
     rank["events"].append([3, len(told["timeline"]["names"]) - 1, 0, 49000, 0, 0, -1, -1])
@@ -228,7 +228,7 @@ def test_keys_read_the_events_of_a_rank(opened):
 
 def test_a_double_click_fills_the_width_with_an_event(opened):
     report = opened()
-    event = next(e for e in story()["timeline"]["steps"][0]["ranks"][0]["events"] if e[1] == 2)
+    event = next(e for e in example()["timeline"]["steps"][0]["ranks"][0]["events"] if e[1] == 2)
     report.page.mouse.dblclick(*report.at(0.2))
     low, high = report.window()
     assert low < event[2] < event[2] + event[3] < high < low + 1.3 * event[3]
@@ -265,7 +265,7 @@ def test_the_table_has_what_the_timeline_shows(opened):
     report = opened()
     report.page.locator("#table summary").click()
     report.page.locator("#table-rank").select_option("1")
-    rank = story()["timeline"]["steps"][0]["ranks"][1]
+    rank = example()["timeline"]["steps"][0]["ranks"][1]
     rows = report.page.locator("#table tbody tr")
     playwright.expect(rows).to_have_count(len(rank["events"]) + len(rank["bubbles"]))
     backward = next(event for event in rank["events"] if event[1] == 2)
@@ -278,7 +278,7 @@ def test_the_parts_over_time_are_of_the_chosen_rank(opened):
     report.page.locator("#over-rank").select_option(str(SLOW))
     chart.locator("svg").focus()
     report.page.keyboard.press("End")
-    told = story()["over_time"]["ranks"][SLOW]["parts"]
+    told = example()["over_time"]["ranks"][SLOW]["parts"]
     assert f"step 199: compute {told['compute'][-1]:.1f}" in chart.locator(".read").inner_text()
     report.page.keyboard.press("ArrowLeft")
     assert "step 198" in chart.locator(".read").inner_text()
@@ -319,7 +319,7 @@ def test_everything_is_reached_by_tab_and_seen_in_focus(opened):
 
 
 def test_what_is_outside_the_window_or_smaller_than_a_pixel_is_not_painted(opened):
-    told = story(ranks=64, leaves=95)
+    told = example(ranks=64, leaves=95)
     events = sum(len(rank["events"]) for rank in told["timeline"]["steps"][0]["ranks"])
     tiny = [0, 0, 20.0, 0.001, 0, -1, -1, -1]
     told["timeline"]["steps"][0]["ranks"][0]["events"] += [tiny] * 5000
@@ -332,7 +332,7 @@ def test_what_is_outside_the_window_or_smaller_than_a_pixel_is_not_painted(opene
     assert int(report.shown("painted")) < whole / 4
 
 
-@pytest.mark.parametrize("told", [{}, killed(), story(ranks=1)], ids=["nothing", "killed", "one rank"])
+@pytest.mark.parametrize("told", [{}, killed(), example(ranks=1)], ids=["nothing", "killed", "one rank"])
 def test_less_than_everything_is_shown_without_complaint(opened, told):
     report = opened(told)
     report.drawn()

@@ -23,8 +23,8 @@ from tests.world import world
 
 
 def step(model: DataParallel, edit: Callable[[DataParallel], object]) -> None:
-    for leaf in model.micro_batches(3):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(3):
+        mean_square(model, micro_batch, 0)
         edit(model)
 
 
@@ -56,9 +56,9 @@ def test_taking_a_gradient_away_is_refused(strategy: str) -> None:
 def test_zero_grad_at_the_start_of_the_body_does_no_harm(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     for _ in range(2):
-        for leaf in model.micro_batches(2):
+        for micro_batch in model.micro_batches(2):
             model.zero_grad()
-            square(model, leaf.index).backward()
+            square(model, micro_batch.index).backward()
         assert_mean_gradients(mesh, model.module, square)
         model.zero_grad()
     model.close()
@@ -97,8 +97,8 @@ def test_two_backwards_after_one_that_was_caught_inside_the_loop(mesh: Mesh) -> 
 
     model = DataParallel(filled(Dense()), process_group=mesh, strategy="flat")
     for _ in range(2):
-        for leaf in model.micro_batches(2):
-            x = samples(leaf.index)
+        for micro_batch in model.micro_batches(2):
+            x = samples(micro_batch.index)
             with failing_at(model.module.layers[0].weight, MemoryError), pytest.raises(MemoryError):
                 model(x).square().mean().backward()
             model.zero_grad()

@@ -64,8 +64,8 @@ def test_a_penalty_inside_a_declared_step(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     outside = samples(9).requires_grad_()
     out = model(outside).sum()
-    for leaf in model.micro_batches(2):
+    for micro_batch in model.micro_batches(2):
         torch.autograd.grad(out, outside, retain_graph=True)  # of a forward before the loop
-        square(model, leaf.index).backward()
+        square(model, micro_batch.index).backward()
     assert_mean_gradients(mesh, model.module, square)
     model.close()

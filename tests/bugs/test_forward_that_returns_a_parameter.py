@@ -35,8 +35,8 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_declared_steps_and_no_hook_stays_on_the_parameter_or_the_input() -> None:
     model = DataParallel(filled(Contrastive()), process_group=world_of_one())
-    for leaf in model.micro_batches(3):
-        x = data(leaf, 0).requires_grad_()
+    for micro_batch in model.micro_batches(3):
+        x = data(micro_batch, 0).requires_grad_()
         loss_of(model, x).backward()
         assert not x._backward_hooks
     assert not model.module.temperature._backward_hooks

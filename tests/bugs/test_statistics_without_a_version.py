@@ -30,8 +30,8 @@ class OwnNorm(nn.Module):
 
 
 def step(model: DataParallel) -> None:
-    for leaf in model.micro_batches(4):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(4):
+        mean_square(model, micro_batch, 0)
 
 
 @world(2)

@@ -21,8 +21,8 @@ from tests.world import world
 
 
 def declared_step(model: DataParallel) -> None:
-    for leaf in model.micro_batches(4):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(4):
+        mean_square(model, micro_batch, 0)
 
 
 def assert_declared_step_works(model: DataParallel) -> None:
@@ -72,9 +72,9 @@ def test_a_declared_step_after_a_backward_without_synchronisation_that_raised(me
 
 
 def leave_after_the_last_backward(model: DataParallel) -> None:
-    for leaf in model.micro_batches(4):
-        mean_square(model, leaf, 0)
-        if leaf.index % 2:
+    for micro_batch in model.micro_batches(4):
+        mean_square(model, micro_batch, 0)
+        if micro_batch.index % 2:
             raise ArithmeticError("the loss is not a number")
 
 

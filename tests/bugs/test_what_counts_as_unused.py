@@ -18,16 +18,16 @@ from tests.world import world
 
 def gradients_of_leaf_zero() -> list[torch.Tensor]:
     one = DataParallel(filled(Dense()), process_group=world_of_one())
-    for leaf in one.micro_batches(1):
-        mean_square(one, leaf, 0)
+    for micro_batch in one.micro_batches(1):
+        mean_square(one, micro_batch, 0)
     return gradients(one)
 
 
 @world(3)
 def test_ranks_without_micro_batches_use_nothing_and_that_is_right(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=False)
-    for leaf in model.micro_batches(1):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(1):
+        mean_square(model, micro_batch, 0)
     assert all(map(torch.equal, gradients(model), gradients_of_leaf_zero()))
     model.close()
 
@@ -35,9 +35,9 @@ def test_ranks_without_micro_batches_use_nothing_and_that_is_right(mesh: Mesh) -
 @world(2)
 def test_so_is_a_rank_whose_weights_are_all_zero(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=False)
-    for leaf in model.micro_batches(2):
-        leaf.weight = 1 - leaf.index
-        if leaf.weight:
-            mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(2):
+        micro_batch.weight = 1 - micro_batch.index
+        if micro_batch.weight:
+            mean_square(model, micro_batch, 0)
     assert all(map(torch.equal, gradients(model), gradients_of_leaf_zero()))
     model.close()

@@ -14,14 +14,14 @@ import torch
 
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
-from instep.step.leaves import Leaf
+from instep.step.micro_batches import MicroBatch
 from tests.parity import filled
 from tests.replicate.nets import Dense
 from tests.replicate.replicas import assert_mean_gradients, samples, square
 from tests.world import world
 
 
-def train(model: DataParallel, pairs: Iterable[tuple[Leaf, torch.Tensor]]) -> None:
+def train(model: DataParallel, pairs: Iterable[tuple[MicroBatch, torch.Tensor]]) -> None:
     for _, batch in pairs:
         model(batch).square().mean().backward()
 
@@ -31,7 +31,10 @@ def test_a_loop_that_zip_has_left_is_noticed_by_the_optimizer(mesh: Mesh) -> Non
     model = DataParallel(filled(Dense()), process_group=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [samples(mesh.rank)]
-    train(model, ((leaf, batch) for batch, leaf in zip(batches, model.micro_batches(2), strict=False)))
+    train(
+        model,
+        ((micro_batch, batch) for batch, micro_batch in zip(batches, model.micro_batches(2), strict=False)),
+    )
     with pytest.raises(RuntimeError, match=r"leaving the loop over micro_batches\(\).*In zip\(\).* first"):
         optimizer.step()
     train(model, zip(model.micro_batches(2), batches, strict=False))
@@ -44,6 +47,9 @@ def test_a_loop_that_zip_has_left_is_noticed_by_the_optimizer(mesh: Mesh) -> Non
 def test_a_strict_zip_comes_back(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     batches = [samples(mesh.rank)]
-    train(model, ((leaf, batch) for batch, leaf in zip(batches, model.micro_batches(2), strict=True)))
+    train(
+        model,
+        ((micro_batch, batch) for batch, micro_batch in zip(batches, model.micro_batches(2), strict=True)),
+    )
     assert_mean_gradients(mesh, model.module, square)
     model.close()

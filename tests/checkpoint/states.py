@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.checkpoint import save as saving
 from instep.checkpoint.load import newest, read_tensors
-from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE, save
+from instep.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
+from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
 from instep.checkpoint.tensors import layout_of
+from instep.mesh.process_group import Group
+from instep.ordered.hash import state_sha256
+from instep.ordered.shards import MODEL, OPTIMIZER, Shard
+
+ALONE = Group(None, (0,), 0, 300.0)  # once: it reads files of the system, which are none of the disk's
+
+
+class Named:
+    """Dictionaries of tensors as a ``State`` of one rank; one tensor under two names is a tie."""
+
+    def __init__(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.group = ALONE
+
+    def owned(self) -> list[Shard]:
+        tensors = [(MODEL + name, x) for name, x in self.model.items() if name not in self.ties()]
+        tensors += [(OPTIMIZER + name, x) for name, x in self.optimizer.items()]
+        return [Shard.whole(name, x, order=(place, "")) for place, (name, x) in enumerate(tensors)]
+
+    def ties(self) -> dict[str, str]:
+        firsts: dict[int, str] = {}
+        return {n: firsts[id(x)] for n, x in self.model.items() if firsts.setdefault(id(x), n) != n}
+
+    def options(self) -> None:
+        return None
+
+    def sha256(self, step: int) -> str:
+        """The hash that a checkpoint of it has to have."""
+        model = [(name, x) for name, x in self.model.items() if name not in self.ties()]
+        return state_sha256([*model, *self.optimizer.items()], step)
 
 
 def state(step: int) -> dict[str, Any]:
@@ -24,10 +57,20 @@ def state(step: int) -> dict[str, Any]:
             "step/weight": torch.tensor(float(step)),
         },
         "data_cursor": 8 * step,
-        "state_sha256": f"{step:064x}",
         "numerical": {"batch.micro_size": 4, "optim.lr": 1e-3},
         "world_size": 2,
     }
+
+
+def save(directory: Path, *, keep: int = 3, **arguments: Any) -> Path:
+    return saving.save(directory, *drafted(**arguments), keep=keep)
+
+
+def drafted(
+    *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], **described: Any
+) -> tuple[Named, Manifest]:
+    """What both ways to save take: the state, and what is to be said of it."""
+    return Named(model, optimizer), saving.draft(**described)
 
 
 def save_steps(directory: Path, *steps: int) -> list[Path]:
@@ -41,9 +84,31 @@ def whole_step(directory: Path) -> int:
     saved = state(found.manifest.step)
     for file, name in ((MODEL_FILE, "model"), (OPTIMIZER_FILE, "optimizer")):
         assert all_bits(read_tensors(found.path, file, layout_of(saved[name]))) == all_bits(saved[name])
-    for name in ("data_cursor", "state_sha256", "numerical", "world_size"):
+    for name in ("data_cursor", "numerical", "world_size"):
         assert getattr(found.manifest, name) == saved[name]
+    expected = Named(saved["model"], saved["optimizer"]).sha256(found.manifest.step)
+    assert found.manifest.state_sha256 == expected
     return found.manifest.step
+
+
+def vouch(path: Path) -> None:
+    """Write a manifest that has the right sizes and hashes of all files in directory ``path``."""
+    records = {
+        file.name: FileRecord(file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest())
+        for file in path.iterdir()
+        if file.name != MANIFEST_FILE
+    }
+    manifest = Manifest(
+        step=1,
+        data_cursor=0,
+        state_sha256="0" * 64,
+        world_size=1,
+        numerical={},
+        versions={},
+        files=records,
+        extra={},
+    )
+    (path / MANIFEST_FILE).write_bytes(manifest.to_bytes())
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

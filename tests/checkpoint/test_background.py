@@ -16,11 +16,11 @@ from instep.checkpoint import background, load
 from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
 from instep.checkpoint.save import MODEL_FILE
-from instep.checkpoint.whole import collect, hash_later
+from instep.checkpoint.state import TrainingState
 from instep.ordered.hash import state_entries, state_sha256
 from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.nets import made, train
-from tests.checkpoint.states import all_bits, bits, save_steps, state, whole_step
+from tests.checkpoint.states import all_bits, bits, drafted, save_steps, state, whole_step
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_what_changes_after_save_returned_is_not_in_the_checkpoint(
     tmp_path: Path, gate: threading.Event
 ) -> None:
     live, saver, extra = state(7), Saver(), {"list": [1]}
-    saver.save(tmp_path, **live, extra=extra)
+    saver.save(tmp_path, *drafted(**live, extra=extra))
     for tensor in (*live["model"].values(), *live["optimizer"].values()):
         tensor.fill_(99.0)
     live["numerical"]["optim.lr"] = 2.0
@@ -50,17 +50,16 @@ def test_what_changes_after_save_returned_is_not_in_the_checkpoint(
     saver.close()
     assert whole_step(tmp_path) == 7
     assert saver.last == tmp_path / "step-00000007"
-    assert load.verify(saver.last).extra == {"list": [1]}
+    assert load.verify(saver.last).extra == {"list": [1], "optimizer": None}
 
 
-def test_the_state_hash_can_be_that_of_the_copy(tmp_path: Path, gate: threading.Event) -> None:
+def test_the_state_hash_is_that_of_the_copy(tmp_path: Path, gate: threading.Event) -> None:
     model, optimizer = made(0)
     train(model, optimizer, range(2))
     now = state_sha256(state_entries(model, optimizer), 2)
-    whole = collect(model, optimizer)
-    arguments = {**state(2), "model": whole.model, "optimizer": whole.optimizer}
+    _, draft = drafted(**state(2))
     saver = Saver()
-    saver.save(tmp_path, **{**arguments, "state_sha256": hash_later(model, 2)})
+    saver.save(tmp_path, TrainingState(model, optimizer), draft)
     train(model, optimizer, range(2, 4))
     gate.set()
     saver.close()
@@ -71,10 +70,10 @@ def test_the_state_hash_can_be_that_of_the_copy(tmp_path: Path, gate: threading.
 
 def test_a_second_save_waits_for_the_first_and_says_how_long(tmp_path: Path, gate: threading.Event) -> None:
     saver = Saver()
-    assert saver.save(tmp_path, **state(1)).waited_s < 1
+    assert saver.save(tmp_path, *drafted(**state(1))).waited_s < 1
     timer = threading.Timer(0.2, gate.set)
     timer.start()
-    begun = saver.save(tmp_path, **state(2))
+    begun = saver.save(tmp_path, *drafted(**state(2)))
     timer.join()
     assert begun.waited_s > 0.1
     assert whole_step(tmp_path) >= 1  # the first is whole before the second begins
@@ -87,14 +86,14 @@ def test_saves_one_after_the_other_use_the_same_memory(
 ) -> None:
     seen, write = [], saving.write
 
-    def look(directory: Path, draft: Any, model: Any, optimizer: Any, keep: int) -> Path:
-        seen.append([t.data_ptr() for t in (*model.values(), *optimizer.values())])
-        return write(directory, draft, model, optimizer, keep)
+    def look(directory: Path, draft: Any, plan: Any, keep: int, wait: Any) -> Path:
+        seen.append([shard.tensor.data_ptr() for shard in plan.shards])
+        return write(directory, draft, plan, keep, wait)
 
     monkeypatch.setattr(saving, "write", look)
     saver = Saver()
     for step in (1, 2, 3):
-        saver.save(tmp_path, **state(step))
+        saver.save(tmp_path, *drafted(**state(step)))
     saver.close()
     assert seen[0] == seen[1] == seen[2]
     assert {address % 64 for address in seen[0]} == {0}
@@ -105,7 +104,7 @@ def test_copies_have_the_bits_of_what_was_given_whatever_its_strides(tmp_path: P
     shared = torch.arange(6.0)
     model = {"a": shared, "tied": shared, "t": torch.randn(3, 4).t(), "empty": torch.empty(0, 2)}
     saver = Saver()
-    saver.save(tmp_path, **{**state(1), "model": model})
+    saver.save(tmp_path, *drafted(**{**state(1), "model": model}))
     saver.close()
     assert saver.last is not None
     read = load.read_tensors(saver.last, MODEL_FILE, load.tensors.layout_of(model))
@@ -115,7 +114,7 @@ def test_copies_have_the_bits_of_what_was_given_whatever_its_strides(tmp_path: P
 
 CALLS: dict[str, Callable[[Saver, Path], object]] = {
     "check": lambda saver, _: saver.check(),
-    "save": lambda saver, path: saver.save(path, **state(4)),
+    "save": lambda saver, path: saver.save(path, *drafted(**state(4))),
     "close": lambda saver, _: saver.close(),
 }
 
@@ -128,14 +127,14 @@ def test_an_error_comes_out_of_the_next_call_with_the_step_and_only_once(
     saver = Saver()
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        saver.save(tmp_path, **state(3))
+        saver.save(tmp_path, *drafted(**state(3)))
         landed(saver)
     with pytest.raises(OSError, match=r"No space left on device, saving step 3 .*manifest\.json") as caught:
         CALLS[call](saver, tmp_path)
     assert caught.value.errno == errno.ENOSPC
     saver.check()
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
-    saver.save(tmp_path, **state(4))
+    saver.save(tmp_path, *drafted(**state(4)))
     saver.close()
     assert whole_step(tmp_path) == 4
 
@@ -150,20 +149,34 @@ def landed(saver: Saver) -> None:
     assert saver._flight.wait(30)
 
 
-def test_a_step_that_is_there_with_another_state_is_told_too(tmp_path: Path) -> None:
+def test_a_step_that_is_there_with_another_state_is_told_by_the_call(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     saver = Saver()
-    saver.save(tmp_path, **{**state(1), "data_cursor": 9})
-    with pytest.raises(FileExistsError, match=r"saving step 1 in the background"):
-        saver.close()
+    with pytest.raises(FileExistsError, match=r"exists already .*step-00000001"):
+        saver.save(tmp_path, *drafted(**{**state(1), "data_cursor": 9}))
+    saver.close()
+    assert saver.last is None
 
 
-def test_an_error_without_a_system_code_gets_the_step_as_well(tmp_path: Path) -> None:
-    def broken(*copies: Any) -> str:
+def test_a_step_that_is_there_with_this_state_counts_as_saved(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 1)
+    written = (path / "manifest.json").stat().st_mtime_ns
+    saver = Saver()
+    saver.save(tmp_path, *drafted(**state(1)))
+    assert saver.last == path  # nothing is in flight
+    assert (path / "manifest.json").stat().st_mtime_ns == written
+    saver.close()
+
+
+def test_an_error_without_a_system_code_gets_the_step_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(shards: Any) -> bytes:
         raise ValueError("no hash today")
 
+    monkeypatch.setattr(saving, "own_digests", broken)
     saver = Saver()
-    saver.save(tmp_path, **{**state(1), "state_sha256": broken})
+    saver.save(tmp_path, *drafted(**state(1)))
     with pytest.raises(ValueError, match="saving step 1 in the background: no hash today"):
         saver.close()
 
@@ -181,8 +194,10 @@ def test_a_mistake_in_the_call_is_raised_by_the_call(
     tmp_path: Path, change: dict[str, Any], error: str
 ) -> None:
     saver = Saver()
+    given = {**state(1), **change}
+    keep = given.pop("keep", 3)
     with pytest.raises(ValueError, match=error):
-        saver.save(tmp_path, **{**state(1), **change})
+        saver.save(tmp_path, *drafted(**given), keep)
     saver.close()
     assert os.listdir(tmp_path) == []
 
@@ -191,9 +206,9 @@ def test_closing_waits_no_longer_than_told_and_can_be_tried_again(
     tmp_path: Path, gate: threading.Event
 ) -> None:
     saver = Saver(timeout_s=0.01)
-    saver.save(tmp_path, **state(1))
+    saver.save(tmp_path, *drafted(**state(1)))
     saver.check()  # has not ended: nothing to tell
-    for call in (saver.close, lambda: saver.save(tmp_path, **state(2))):
+    for call in (saver.close, lambda: saver.save(tmp_path, *drafted(**state(2)))):
         with pytest.raises(TimeoutError, match=r"expected the save of step 1 to end within 0\.01 s"):
             call()
     gate.set()
@@ -207,19 +222,19 @@ def test_a_kill_at_any_operation_of_the_thread_leaves_a_whole_state(tmp_path: Pa
     save_steps(counting, 1, 2)
     with Disk(counting).mounted() as counted:
         saver = Saver()
-        saver.save(counting, **state(3), keep=2)
+        saver.save(counting, *drafted(**state(3)), keep=2)
         saver.close()
     for number in range(0, len(counted.story), 3):
         copy = tmp_path / str(number)
         save_steps(copy, 1, 2)
         saver, live = Saver(), state(3)
         with Disk(copy, fail_at=number, killed=True).mounted():
-            saver.save(copy, **live, keep=2)
+            saver.save(copy, *drafted(**live), keep=2)
             live["model"]["weight"].fill_(99.0)
             with pytest.raises(Killed):
                 saver.close()
         assert whole_step(copy) in (2, 3)
-        saver.save(copy, **state(3), keep=2)
+        saver.save(copy, *drafted(**state(3)), keep=2)
         saver.close()
         assert sorted(os.listdir(copy)) == ["step-00000002", "step-00000003"]
 
@@ -245,7 +260,7 @@ def test_at_exit_what_is_in_flight_may_end_and_what_hangs_is_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     saver = Saver()
-    saver.save(tmp_path, **state(1))
+    saver.save(tmp_path, *drafted(**state(1)))
     ((leave, grace_s),) = at_exit
     with pytest.raises(Killed):
         leave(0.01)
@@ -258,22 +273,27 @@ def test_at_exit_what_is_in_flight_may_end_and_what_hangs_is_left(
 
 
 def test_at_exit_an_error_that_nobody_asked_for_is_said(
-    tmp_path: Path, at_exit: list[tuple[Any, float]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    at_exit: list[tuple[Any, float]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_steps(tmp_path, 1)
+    monkeypatch.setattr(os, "write", full)
     saver = Saver()
-    saver.save(tmp_path, **{**state(1), "data_cursor": 9})
+    saver.save(tmp_path, *drafted(**state(1)))
+    landed(saver)
+    monkeypatch.undo()
     ((leave, grace_s),) = at_exit
     leave(grace_s)
     assert "the save of step 1: " in (said := capsys.readouterr().err)
-    assert "exists already" in said
+    assert "No space left on device" in said
 
 
 def test_the_thread_is_one_that_an_ending_interpreter_does_not_wait_for(
     tmp_path: Path, gate: threading.Event
 ) -> None:
     saver = Saver()
-    saver.save(tmp_path, **state(1))
+    saver.save(tmp_path, *drafted(**state(1)))
     (thread,) = [t for t in threading.enumerate() if t.name == "saving step 1"]
     assert thread.daemon
     gate.set()
@@ -284,7 +304,7 @@ def test_the_thread_is_one_that_an_ending_interpreter_does_not_wait_for(
 def test_bits_of_a_copy_do_not_pass_through_another_dtype(tmp_path: Path) -> None:
     odd = {"nan": torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32), "b": torch.tensor(True)}
     saver = Saver()
-    saver.save(tmp_path, **{**state(1), "model": odd})
+    saver.save(tmp_path, *drafted(**{**state(1), "model": odd}))
     saver.close()
     assert saver.last is not None
     read = load.read_tensors(saver.last, MODEL_FILE, load.tensors.layout_of(odd))

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from instep.checkpoint.contract import describe, differences, fingerprint
-from instep.checkpoint.manifest import canonical, parse_json
+from instep.checkpoint.contract import describe, require_same
+from instep.checkpoint.manifest import canonical, differences, fingerprint, parse_json
+from instep.errors import ContractBroken
+from instep.mesh.mesh import Mesh
+from tests.world import world
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([0.0, 1.0, 0.1]) | st.sampled_from("ab1")
@@ -109,3 +112,17 @@ def test_another_implementation_of_an_optimizer_is_refused_by_name() -> None:
     loop, fused = (torch.optim.AdamW([x], lr=1.0, fused=on, foreach=False) for on in (False, True))
     fields = [describe(config={}, threads=1, device="cpu", optimizer=o) for o in (loop, fused)]
     assert differences(*fields) == ["optimizer.fused: false in the checkpoint, true now"]
+
+
+@world(3)
+def test_what_must_be_the_same_may_be_the_same(mesh: Mesh) -> None:
+    require_same(mesh.world.group, {"torch": "2", "threads": 1})
+
+
+@world(3)
+def test_what_is_not_the_same_is_raised_with_the_first_rank_that_differs(mesh: Mesh) -> None:
+    with pytest.raises(
+        ContractBroken, match=r"rank 1 would .*\n  threads: 1 on rank 0, 2 on rank 1$"
+    ) as caught:
+        require_same(mesh.world.group, {"torch": "2", "threads": 1 + (mesh.rank > 0)})
+    assert getattr(caught.value, "told", False) is (mesh.rank != 0)

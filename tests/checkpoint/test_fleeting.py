@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from instep.checkpoint.canary import canary
-from instep.checkpoint.fleeting import Fleeting
-from instep.models.transformer import GPT, GPTConfig
+from instep.checkpoint.canary import ParametersOnDemand, canary
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
 
 CPU = torch.device("cpu")
 SMALL = {"layers": 3, "width": 32, "heads": 2, "context": 8}
@@ -53,7 +53,7 @@ def test_weights_of_one_unit_and_what_is_in_none_are_there_at_a_time() -> None:
     def fill(name: str, x: Tensor) -> None:
         x.fill_(0.01)
 
-    fleeting = Fleeting(module, fill, CPU)
+    fleeting = ParametersOnDemand(module, fill, CPU)
 
     def there(*ignored: object) -> None:
         here = (n for n, p in module.named_parameters() if p.untyped_storage().nbytes() >= p.nbytes > 4)
@@ -72,7 +72,7 @@ def test_weights_of_one_unit_and_what_is_in_none_are_there_at_a_time() -> None:
 def test_a_second_gradient_in_one_backward_is_an_error() -> None:
     with torch.device("meta"):
         module = nn.Linear(3, 3)
-    fleeting = Fleeting(module, lambda name, x: x.fill_(1.0), CPU)
+    fleeting = ParametersOnDemand(module, lambda name, x: x.fill_(1.0), CPU)
 
     def twice(model: nn.Module) -> Tensor:
         loss = model(torch.ones(2, 3)).sum()

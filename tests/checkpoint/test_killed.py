@@ -23,11 +23,11 @@ import pytest
 
 from instep.checkpoint import files
 from instep.checkpoint.load import verify
-from instep.checkpoint.save import MODEL_FILE, save
+from instep.checkpoint.save import MODEL_FILE
 from instep.errors import CheckpointRejected
 from instep.mesh.launch import warm
 from tests.checkpoint.disk import NEVER, Disk, Killed
-from tests.checkpoint.states import save_steps, state, whole_step
+from tests.checkpoint.states import save, save_steps, state, whole_step
 
 OLD, NEW = (1, 2), 3
 ENDED_S = 30

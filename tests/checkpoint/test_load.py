@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -12,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from instep.checkpoint.load import newest, read_tensors, verify
-from instep.checkpoint.manifest import FileRecord, Manifest
 from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
 from instep.errors import CheckpointRejected
-from tests.checkpoint.states import save_steps
+from tests.checkpoint.states import save_steps, vouch
 
 FILES = [MODEL_FILE, OPTIMIZER_FILE, "manifest.json"]
 
@@ -131,18 +129,7 @@ def test_a_lying_header_behind_the_right_hash_is_rejected(tmp_path: Path) -> Non
     path.mkdir()
     lie = (2**40).to_bytes(8, "little") + b"{}"
     (path / MODEL_FILE).write_bytes(lie)
-    honest = FileRecord(len(lie), hashlib.sha256(lie).hexdigest())
-    manifest = Manifest(
-        step=1,
-        data_cursor=0,
-        state_sha256="0" * 64,
-        world_size=1,
-        numerical={},
-        versions={},
-        files={MODEL_FILE: honest},
-        extra={},
-    )
-    (path / "manifest.json").write_bytes(manifest.to_bytes())
+    vouch(path)
     with pytest.raises(CheckpointRejected, match=r"model\.safetensors: expected a header"):
         verify(path)
 

@@ -1,17 +1,22 @@
-"""Moments that several rows of ranks have: saved once, loaded by all."""
+"""Moments that several shard groups have: saved once, loaded by all."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from instep.checkpoint.load import verify
-from instep.checkpoint.owned import holding
 from instep.checkpoint.shorthand import save
+from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
+from instep.ordered.blocks import BLOCK_ELEMENTS
+from instep.ordered.shards import Shard
+from instep.ordered.stored import assemble, rows_from_json, rows_to_json
 from instep.shard.optimizer import ShardedOptimizer
 from tests.checkpoint.test_stages import expected, load_and_go_on, made, train, train_and_save, world
 
@@ -36,30 +41,51 @@ def test_rows_in_stage_1_go_on_from_what_others_have_saved(tmp_path: Path, expec
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @world(4, **ROWS)
-def test_the_first_row_keeps_what_all_rows_hold(mesh: Mesh, stage: int) -> None:
+def test_of_what_shard_groups_hold_alike_each_writes_a_run_and_all_of_them_everything_once(
+    mesh: Mesh, stage: int
+) -> None:
     model, optimizer = made(mesh, stage, "a")
     train(model, optimizer, 1)
-    division = holding(model, optimizer)
-    assert division is not None
-    assert division.group.ranks == (0, 1, 2, 3)
-    assert division.keeper == (mesh.rank < 2)
-    assert bool(division.divided) == division.keeper
-    assert division.held or mesh.rank % 2
-    alone = holding(getattr(model, "module", model), optimizer, mesh.data.group)
-    assert alone is not None
-    assert (alone.group.ranks, alone.keeper) == (division.group.ranks, division.keeper)
+    state = TrainingState(model, optimizer)
+    assert state.is_divided and not state.is_complete
+    assert state.group.ranks == state.everyone.ranks == (0, 1, 2, 3)
+    held, owned = state.shards(), state.owned()
+    for shard in held:
+        assert mesh.rank in shard.holders
+        assert (mesh.rank + 2) % 4 in shard.holders  # at the same place in the other shard group
+    by_rank = told(mesh, rows_to_json(shard.row for shard in held))
+    assert by_rank[0] == by_rank[2] and by_rank[1] == by_rank[3]
+    rows = {str(rank): rows_from_json(its) for rank, its in enumerate(told(mesh, owned_rows(owned)))}
+    everything = assemble(rows)  # or it raises: each element once
+    assert set(everything) == {row[0] for its in by_rank for row in its}
+    sizes = [sum(row.last - row.first for row in its) for its in rows.values()]
+    assert max(sizes) - min(sizes) <= len(everything) * BLOCK_ELEMENTS
+    alone = TrainingState(getattr(model, "module", model), optimizer, mesh.data.group)
+    assert alone.group.ranks == state.group.ranks
+    assert owned_rows(alone.owned()) == owned_rows(owned)
+
+
+def owned_rows(owned: list[Shard]) -> Any:
+    return rows_to_json(shard.row for shard in owned)
+
+
+def told(mesh: Mesh, value: Any) -> list[Any]:
+    """Every rank's ``value``."""
+    return [
+        json.loads(data) for data in mesh.world.group.all_gather_bytes(json.dumps(value).encode(), "rows")
+    ]
 
 
 @world(4, **ROWS)
 def save_the_bare_module(mesh: Mesh, directory: Path) -> None:
     model, optimizer = made(mesh, 1, "a")
     others = ShardedOptimizer(nn.Linear(3, 2).parameters(), torch.optim.SGD, mesh["shard"], lr=0.1)
-    assert (optimizer.num_rows, others.num_rows) == (2, 2)
-    with pytest.raises(ValueError, match=r"2 rows of 2 ranks have.*pass the DataParallel"):
+    assert (optimizer.num_shard_groups, others.num_shard_groups) == (2, 2)
+    with pytest.raises(ValueError, match=r"2 shard groups of 2 ranks have.*pass the DataParallel"):
         save(directory, model.module, optimizer, step=1)
     assert not list(directory.iterdir())
     others.close()
 
 
-def test_a_bare_module_with_rows_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_bare_module_with_several_shard_groups_is_refused_by_name(tmp_path: Path) -> None:
     save_the_bare_module(directory=tmp_path)

@@ -15,9 +15,9 @@ import torch
 
 from instep.checkpoint import files, load
 from instep.checkpoint.load import verify
-from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE, prune, save
+from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE, prune
 from instep.errors import CheckpointRejected
-from tests.checkpoint.states import save_steps, state, whole_step
+from tests.checkpoint.states import save, save_steps, state, whole_step
 
 OLD, NEW = (1, 2), 3
 
@@ -43,7 +43,7 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
     assert whole_step(path.parent) == 7
     manifest = verify(path)
-    assert manifest.extra == {"rng": [1, 2]}
+    assert manifest.extra == {"rng": [1, 2], "optimizer": None}
     assert manifest.versions["torch"] == torch.__version__
 
 
@@ -87,8 +87,14 @@ def test_the_same_state_at_the_same_step_counts_as_saved(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "other",
-    [{"state_sha256": "f" * 64}, {"data_cursor": 9}, {"numerical": {}}, {"extra": {"lr": 1}}],
-    ids=str,
+    [
+        {"model": state(2)["model"]},
+        {"optimizer": state(2)["optimizer"]},
+        {"data_cursor": 9},
+        {"numerical": {}},
+        {"extra": {"lr": 1}},
+    ],
+    ids=lambda other: next(iter(other)),
 )
 def test_another_state_at_a_saved_step_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     save_steps(tmp_path, 1)
@@ -111,6 +117,16 @@ def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, **state(step), keep=3)
     assert step_names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_a_step_that_is_there_already_cleans_up_like_one_that_was_written(before: Path) -> None:
+    """The writer died after it had published the checkpoint, and before it deleted what was too much."""
+    save_steps(before, NEW)
+    assert len(os.listdir(before)) == len(OLD) + 1
+    (remains := before / f".step-00000002.tmp-{'0' * 16}").mkdir()
+    save(before, **state(NEW), keep=2)
+    assert not remains.exists()
+    assert step_names(before) == ["step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize("keep", [-1, 0, 1])

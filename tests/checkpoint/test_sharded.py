@@ -15,14 +15,14 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
-from instep.checkpoint import convert, plan
+from instep.checkpoint import convert
 from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
 from instep.checkpoint.convert import to_safetensors
 from instep.checkpoint.load import newest, verify
 from instep.checkpoint.manifest import MANIFEST_FILE, canonical
-from instep.checkpoint.owned import holding
 from instep.checkpoint.shorthand import load, save
+from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.ordered.hash import state_entries, state_sha256
@@ -265,10 +265,8 @@ def test_the_same_step_counts_as_saved_and_another_state_is_refused(mesh: Mesh, 
 def test_the_background_saves_what_was_there_and_not_what_came_after(mesh: Mesh, tmp_path: Path) -> None:
     model, optimizer = sharded(mesh, "adamw", 2)
     saver = Saver(timeout_s=20)
-    draft = saving.draft(
-        step=2, data_cursor=0, state_sha256=saving.NOT_YET, numerical={}, world_size=2, extra={}
-    )
-    saver.save_sharded(tmp_path, draft, model, optimizer, holding(model, optimizer), 3)
+    draft = saving.draft(step=2, data_cursor=0, numerical={}, world_size=2)
+    saver.save(tmp_path, TrainingState(model, optimizer), draft)
     train(model, optimizer, range(2, 4))
     saver.close()
     mesh.world.group.barrier("the test")
@@ -283,13 +281,12 @@ def test_a_save_without_one_of_its_ranks_is_given_up_and_leaves_nothing(
 ) -> None:
     model, optimizer = sharded(mesh, "adamw", 1)
     saver = Saver(timeout_s=60)
-    draft = saving.draft(
-        step=1, data_cursor=0, state_sha256=saving.NOT_YET, numerical={}, world_size=2, extra={}
-    )
+    draft = saving.draft(step=1, data_cursor=0, numerical={}, world_size=2)
+    state = TrainingState(model, optimizer)
     if mesh.rank == lost:
-        plan.plan(model, optimizer, holding(model, optimizer), tmp_path / "step-00000001")  # and no more
+        saving.plan(state, tmp_path / "step-00000001")  # and no more
     else:
-        saver.save_sharded(tmp_path, draft, model, optimizer, holding(model, optimizer), 3)
+        saver.save(tmp_path, state, draft)
         saver.give_up()
         saver.close()
         assert saver.last is None

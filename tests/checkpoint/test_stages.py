@@ -61,8 +61,8 @@ def made(mesh: Mesh, stage: int, key: str) -> tuple[nn.Module, torch.optim.Optim
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         step = model.sharding.next_step if hasattr(model, "sharding") else model.next_step
-        for leaf in model.micro_batches(NUM_LEAVES):
-            model(numbers(2, 70, key=f"{step} {leaf.index}")).square().mean().backward()
+        for micro_batch in model.micro_batches(NUM_LEAVES):
+            model(numbers(2, 70, key=f"{step} {micro_batch.index}")).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from instep.checkpoint import structure
-from instep.checkpoint.fields import differences
-from instep.checkpoint.structure import UNKNOWN, module_fields, optimizer_fields
+from instep.checkpoint import contract
+from instep.checkpoint.contract import UNKNOWN, module_fields, optimizer_fields
+from instep.checkpoint.manifest import differences
 
 SOURCE = '''
 """A model in a file."""
@@ -132,7 +132,7 @@ def test_threads_describe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(torch.optim.SGD):
         pass
 
-    monkeypatch.setattr(structure, "_code_in", structure._code_in.__wrapped__)
+    monkeypatch.setattr(contract, "_code_in", contract._code_in.__wrapped__)
     expected = described(0)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -1,4 +1,4 @@
-"""One file of tensors: bits, ties, and headers that lie."""
+"""One file of tensors: bits, ties, and headers that lie. Read it is as part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import torch
 from safetensors.torch import load_model
 from torch import Tensor, nn
 
-from instep.checkpoint.tensors import DTYPES, MAX_HEADER_BYTES, contents, layout_of, read, write
+from instep.checkpoint.load import read_tensors
+from instep.checkpoint.save import MODEL_FILE
+from instep.checkpoint.tensors import MAX_HEADER_BYTES, Layout, contents, layout_of, room, views, write
 from instep.errors import CheckpointRejected
-from tests.checkpoint.states import all_bits, bits
+from instep.memory import allocate
+from instep.ordered.stored import DTYPES
+from tests.checkpoint.states import all_bits, bits, vouch
 
 
 def trip(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    write(path / "file", tensors)
-    return read(path / "file", layout_of(tensors))
+    write(path / MODEL_FILE, tensors)
+    return read(path, layout_of(tensors))
+
+
+def read(path: Path, expected: Layout) -> dict[str, Tensor]:
+    """The tensors of the file in ``path``, whose manifest has the hash of whatever is in it."""
+    vouch(path)
+    return read_tensors(path, MODEL_FILE, expected)
 
 
 def raw(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
@@ -72,7 +82,7 @@ def test_no_tensors_are_a_file_too(tmp_path: Path) -> None:
 def test_tensors_come_back_aligned_and_in_memory_of_their_own(tmp_path: Path) -> None:
     back = trip(tmp_path, {f"x{n}": torch.ones(n, dtype=torch.int8) for n in (1, 3, 65)})
     assert [tensor.data_ptr() % 64 for tensor in back.values()] == [0, 0, 0]
-    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / MODEL_FILE).write_bytes(b"")
     assert all(bool((tensor == 1).all()) for tensor in back.values())
 
 
@@ -81,15 +91,23 @@ def test_a_tie_is_written_once_and_comes_back_as_one_tensor(tmp_path: Path) -> N
     back = trip(tmp_path, {"embed": shared, "bias": torch.ones(3), "head": shared.view(100, 10)})
     assert back["embed"] is back["head"]
     assert bits(back["head"]) == bits(shared)
-    assert contents(tmp_path / "file").ties == {"head": "embed"}
-    assert (tmp_path / "file").stat().st_size < 2 * shared.nbytes
+    assert contents(tmp_path / MODEL_FILE).ties == {"head": "embed"}
+    assert (tmp_path / MODEL_FILE).stat().st_size < 2 * shared.nbytes
 
 
 def test_either_name_of_a_tie_is_enough_to_read_it(tmp_path: Path) -> None:
     shared = torch.randn(4)
-    write(tmp_path / "file", {"embed": shared, "head": shared})
+    write(tmp_path / MODEL_FILE, {"embed": shared, "head": shared})
     for name in ("embed", "head"):
-        assert bits(read(tmp_path / "file", layout_of({name: shared}))[name]) == bits(shared)
+        assert bits(read(tmp_path, layout_of({name: shared}))[name]) == bits(shared)
+
+
+def test_both_names_of_a_tie_have_to_be_of_its_shape(tmp_path: Path) -> None:
+    shared = torch.randn(4)
+    write(tmp_path / MODEL_FILE, {"embed": shared, "head": shared})
+    for embed, head, wrong in ((shared, torch.ones(5), "head"), (torch.ones(5), shared, "embed")):
+        with pytest.raises(CheckpointRejected, match=rf"{wrong}: expected float32\[5\], got float32\[4\]"):
+            read(tmp_path, layout_of({"embed": embed, "head": head}))
 
 
 def test_safetensors_own_loader_understands_our_ties(tmp_path: Path) -> None:
@@ -99,8 +117,8 @@ def test_safetensors_own_loader_understands_our_ties(tmp_path: Path) -> None:
         return model
 
     first, second = tied(), tied()
-    write(tmp_path / "file", first.state_dict())
-    load_model(second, tmp_path / "file")
+    write(tmp_path / MODEL_FILE, first.state_dict())
+    load_model(second, tmp_path / MODEL_FILE)
     assert all_bits(second.state_dict()) == all_bits(first.state_dict())
 
 
@@ -114,7 +132,7 @@ def test_neighbours_in_one_bucket_are_not_taken_for_ties(tmp_path: Path) -> None
     bucket = torch.arange(10.0)
     views = {"a": bucket[:4], "b": bucket[4:], "empty": bucket[4:4]}
     assert all_bits(trip(tmp_path, views)) == all_bits(views)
-    assert contents(tmp_path / "file").ties == {}
+    assert contents(tmp_path / MODEL_FILE).ties == {}
 
 
 @pytest.mark.parametrize(
@@ -127,21 +145,21 @@ def test_neighbours_in_one_bucket_are_not_taken_for_ties(tmp_path: Path) -> None
 )
 def test_a_tensor_that_cannot_be_written_is_named(tmp_path: Path, tensor: Tensor, error: str) -> None:
     with pytest.raises(ValueError, match=f"weight: .*{error}"):
-        write(tmp_path / "file", {"weight": tensor})
+        write(tmp_path / MODEL_FILE, {"weight": tensor})
 
 
 def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
     not_tensors: Any = {"weight": [1.0]}
     with pytest.raises(TypeError, match="weight: expected a tensor, got list"):
-        write(tmp_path / "file", not_tensors)
+        write(tmp_path / MODEL_FILE, not_tensors)
 
 
 HEADER = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
 
 
 def test_the_hand_written_file_of_these_tests_is_sound(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(raw(HEADER, bytes(8)))
-    assert contents(tmp_path / "file").layout == {"x": ((2,), torch.float32)}
+    (tmp_path / MODEL_FILE).write_bytes(raw(HEADER, bytes(8)))
+    assert contents(tmp_path / MODEL_FILE).layout == {"x": ((2,), torch.float32)}
 
 
 @pytest.mark.parametrize(
@@ -167,31 +185,44 @@ def test_the_hand_written_file_of_these_tests_is_sound(tmp_path: Path) -> None:
     ids=lambda data: f"{data[:8].hex()} {data[8:60].decode('latin1')!r} {len(data)}",
 )
 def test_a_file_whose_header_lies_is_rejected(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "file").write_bytes(data)
-    for attempt in (lambda: contents(tmp_path / "file"), lambda: read(tmp_path / "file", {})):
-        with pytest.raises(CheckpointRejected, match="file: "):
+    (tmp_path / MODEL_FILE).write_bytes(data)
+    for attempt in (lambda: contents(tmp_path / MODEL_FILE), lambda: read(tmp_path, {})):
+        with pytest.raises(CheckpointRejected, match=r"model\.safetensors: "):
             attempt()
 
 
 def test_a_header_over_the_limit_is_rejected_before_it_is_read(tmp_path: Path) -> None:
-    with open(tmp_path / "file", "wb") as file:
+    with open(tmp_path / MODEL_FILE, "wb") as file:
         file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
         file.truncate(MAX_HEADER_BYTES + 100)  # a hole: takes no space
     with pytest.raises(CheckpointRejected, match="expected a header of at most 16777216 bytes"):
-        contents(tmp_path / "file")
+        contents(tmp_path / MODEL_FILE)
 
 
 def test_missing_and_unknown_names_are_counted_and_named(tmp_path: Path) -> None:
-    write(tmp_path / "file", {"a": torch.ones(1), "old": torch.ones(1)})
+    write(tmp_path / MODEL_FILE, {"a": torch.ones(1), "old": torch.ones(1)})
     expected = layout_of({name: torch.ones(1) for name in ("a", "b.weight", "b.bias")})
     with pytest.raises(
-        CheckpointRejected, match=r"expected 3 tensors, got 2 .*missing b\.weight, b\.bias; unknown old"
+        CheckpointRejected, match=r"expected 3 tensors, got 2: missing b\.weight, b\.bias; unknown old"
     ):
-        read(tmp_path / "file", expected)
+        read(tmp_path, expected)
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, 2), torch.ones(6), torch.ones(2, 3).double()])
 def test_another_shape_or_dtype_is_named_on_both_sides(tmp_path: Path, other: Tensor) -> None:
-    write(tmp_path / "file", {"weight": other})
+    write(tmp_path / MODEL_FILE, {"weight": other})
     with pytest.raises(CheckpointRejected, match=r"weight: expected float32\[2, 3\], got float"):
-        read(tmp_path / "file", layout_of({"weight": torch.ones(2, 3)}))
+        read(tmp_path, layout_of({"weight": torch.ones(2, 3)}))
+
+
+def test_views_are_aligned_inside_the_given_memory_and_do_not_overlap() -> None:
+    layout = [((4, 3), torch.float32), ((), torch.int64), ((0, 2), torch.int8), ((65,), torch.bool)]
+    assert room(layout) == 64 + 64 + 0 + 128
+    segment = allocate(room(layout), 64).tensor
+    placed = list(views(layout, segment))
+    assert [(tuple(x.shape), x.dtype) for x in placed] == layout
+    assert {x.data_ptr() % 64 for x in placed} == {0}
+    for number, x in enumerate(placed):
+        x.fill_(number % 2)
+    assert all(bool((x == number % 2).all()) for number, x in enumerate(placed))
+    assert placed[-1].data_ptr() + placed[-1].nbytes <= segment.data_ptr() + segment.numel()

@@ -1,56 +1,61 @@
 """What ``instep bench`` makes of its arguments, and how it ends."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from instep.bench.options import Buckets, Collectives, Steps
+from instep.bench.options import BucketsOptions, CollectivesOptions, StepsOptions
 from instep.cli import bench
-from instep.cli.bench import MODULES, main, parse
-from instep.cli.exits import DONE, FAILED, USAGE
+from instep.cli.bench import LINK, MODULES, main, parse
+from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.errors import PeerLost
 from tests.cli.quick import assert_quick
 
 COMMANDS = ("collectives", "steps", "buckets")
 FLAGS = [
-    ("collectives", Collectives()),
-    ("collectives -n 3", Collectives(ranks=(3,))),
-    ("collectives --ranks 2 4", Collectives(ranks=(2, 4))),
-    ("collectives --sizes 1KB,1MB", Collectives(sizes=("1KB,1MB",))),
-    ("collectives --collective all_to_all --full", Collectives(collective="all_to_all", full=True)),
-    ("collectives --backends gloo,shm --samples 5", Collectives(backends=("gloo,shm",), samples=5)),
+    ("collectives", CollectivesOptions()),
+    ("collectives -n 3", CollectivesOptions(ranks=(3,))),
+    ("collectives --ranks 2 4", CollectivesOptions(ranks=(2, 4))),
+    ("collectives --sizes 1KB,1MB", CollectivesOptions(sizes=("1KB,1MB",))),
+    ("collectives --collective all_to_all --full", CollectivesOptions(collective="all_to_all", full=True)),
+    ("collectives --backends gloo,shm --samples 5", CollectivesOptions(backends=("gloo,shm",), samples=5)),
     (
         "collectives --json a --csv b --chart c.svg",
-        Collectives(json=Path("a"), csv=Path("b"), chart=Path("c.svg")),
+        CollectivesOptions(json=Path("a"), csv=Path("b"), chart=Path("c.svg")),
     ),
-    ("steps", Steps()),
-    ("steps -n 3 --setting compute --samples 4", Steps(ranks=3, setting="compute", samples=4)),
-    ("steps --strategies naive,flat --link", Steps(strategies=("naive,flat",), link=True)),
-    ("buckets", Buckets()),
-    ("buckets -n 3 --sizes 1 2.5", Buckets(ranks=3, sizes=(1.0, 2.5))),
-    ("buckets --params 10M --no-ordered --backend shm", Buckets(params="10M", ordered=False, backend="shm")),
+    ("steps", StepsOptions()),
+    ("steps -n 3 --setting compute --samples 4", StepsOptions(ranks=3, setting="compute", samples=4)),
+    ("steps --strategies naive,flat --link", StepsOptions(strategies=("naive,flat",), link=True)),
+    ("buckets", BucketsOptions()),
+    ("buckets -n 3 --sizes 1 2.5", BucketsOptions(ranks=3, sizes=(1.0, 2.5))),
+    (
+        "buckets --params 10M --no-ordered --backend shm",
+        BucketsOptions(params="10M", ordered=False, backend="shm"),
+    ),
 ]
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The options that were run, in place of running them; ``runs.ends_with`` is what the run raises."""
+    """The options that were run, in place of running them, and by which module; what the run raises."""
 
     class Runs(list):
-        ends_with = None
+        module, ends_with = None, None
 
     runs = Runs()
 
-    def run(options):
+    def run(options, name):
         runs.append(options)
+        runs.module = name
         if runs.ends_with is not None:
             raise runs.ends_with
 
-    for name in MODULES.values():
+    for name in (*MODULES.values(), LINK):
         module = ModuleType(name)
-        module.run = run
+        module.run = partial(run, name=name)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("instep.mesh.launch.warm", lambda: None)
     return runs
@@ -61,6 +66,7 @@ def test_flags_become_options(words, options, runs):
     assert parse(words.split()) == options
     assert main(words.split()) == DONE
     assert runs == [options]
+    assert runs.module == (LINK if "--link" in words else f"instep.bench.{words.split()[0]}")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from instep.cli.compare import main
-from instep.cli.exits import DONE, FAILED, USAGE
+from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.cli.train import parse
-from instep.train import recipes
-from instep.train.ledger import LEAVES, LEDGER, Ledger, Placement
-from instep.train.toml import RUN_CONFIG, to_toml
+from instep.recipes import text_config
+from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement
+from instep.run.toml import CONFIG, to_toml
 
 ONE, TWO = Placement({"dp": 1}, "bucketed", 1), Placement({"dp": 2}, "bucketed", 2)
 SIZE = 32
@@ -22,9 +22,9 @@ SIZE = 32
 def write(path: Path, losses: list[float], placement: Placement = ONE, **numerical: Any) -> Path:
     """A run of as many steps as it has losses."""
     path.mkdir()
-    (path / RUN_CONFIG).write_text(to_toml(recipes.default()))
+    (path / CONFIG).write_text(to_toml(text_config.default()))
     with (path / LEDGER).open("w") as file:
-        ledger = Ledger(lambda **fields: file.write(json.dumps(fields) + "\n"), placement, every=2)
+        ledger = LedgerWriter(lambda **fields: file.write(json.dumps(fields) + "\n"), placement, every=2)
         fields = {"batch.global_size": SIZE, **numerical}
         ledger.started(0, restarts=0, fingerprint="", numerical=fields, canary="c" * 64)
         for step, loss in enumerate(losses, start=1):
@@ -114,7 +114,7 @@ def test_other_settings_are_said_first(tmp_path, capsys):
 
 def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
     with (runs[1] / LEDGER).open("a") as file:
-        ledger = Ledger(lambda **fields: file.write(json.dumps(fields) + "\n"), TWO, every=0)
+        ledger = LedgerWriter(lambda **fields: file.write(json.dumps(fields) + "\n"), TWO, every=0)
         ledger.accepted(4, ["threads: 1 in the checkpoint, 2 now"])
         ledger.started(4, restarts=1, fingerprint="", numerical={}, canary="")
         file.write('{"step": 5, "cur')

@@ -6,15 +6,15 @@ from types import ModuleType
 
 import pytest
 
-from instep.cli.doctor import Options, main, parse
-from instep.cli.exits import DONE, FAILED, USAGE
+from instep.cli.doctor import DoctorOptions, main, parse
+from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.replicate.strategies import STRATEGIES
 
 
 @pytest.fixture
 def doctor(monkeypatch):
     """A doctor that only writes down what it was asked; ``doctor.code`` is its answer."""
-    module = ModuleType("instep.train.doctor")
+    module = ModuleType("instep.bench.doctor")
     module.asked, module.code = [], DONE
 
     def run(**options):
@@ -22,17 +22,17 @@ def doctor(monkeypatch):
         return module.code
 
     module.run = run
-    monkeypatch.setitem(sys.modules, "instep.train.doctor", module)
+    monkeypatch.setitem(sys.modules, "instep.bench.doctor", module)
     return module
 
 
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("", Options()),
-        ("--json", Options(json=True)),
-        ("--verify", Options(verify=True)),
-        ("--json --verify", Options(json=True, verify=True)),
+        ("", DoctorOptions()),
+        ("--json", DoctorOptions(json=True)),
+        ("--verify", DoctorOptions(verify=True)),
+        ("--json --verify", DoctorOptions(json=True, verify=True)),
     ],
 )
 def test_flags_become_options(words, options, doctor):
@@ -54,7 +54,7 @@ def test_an_error_that_was_found_is_the_exit_code(doctor):
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "instep.train.doctor", None)
+    monkeypatch.setitem(sys.modules, "instep.bench.doctor", None)
     assert main([]) == FAILED
     said = capsys.readouterr()
     assert said.err.startswith("instep doctor: error: ") and "-m pip install" in said.err and said.out == ""

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from instep import __version__
-from instep.cli.exits import DONE, USAGE
+from instep.cli.exit_codes import DONE, USAGE
 from instep.cli.main import COMMANDS, main
 from tests.cli.quick import assert_quick
 

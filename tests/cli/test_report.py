@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from instep.cli.exits import DONE, USAGE
-from instep.cli.report import Options, main, parse
-from instep.timeline.tape import FOLDER
-from instep.train import report
-from instep.train.folder import CONFIG
-from tests.timeline.taped import Taped
+from instep.cli.exit_codes import DONE, USAGE
+from instep.cli.report import ReportOptions, main, parse
+from instep.run import report_data
+from instep.run.folder import CONFIG
+from instep.timeline.trace_files import FOLDER
+from tests.timeline.made_up_run import MadeUpRun
 
 WRITTEN = {"report.html", "report.json"}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    Taped(tmp_path / "run" / FOLDER, 2).steps(0, 8)
+    MadeUpRun(tmp_path / "run" / FOLDER, 2).steps(0, 8)
     return tmp_path / "run"
 
 
@@ -32,8 +32,8 @@ def files(path: Path) -> set[str]:
 
 
 def test_flags_become_options():
-    assert parse(["r"]) == Options(run_dir=Path("r"))
-    assert parse(["r", "--out", "o", "--steps", "3", "5", "--trace-steps", "0"]) == Options(
+    assert parse(["r"]) == ReportOptions(run_dir=Path("r"))
+    assert parse(["r", "--out", "o", "--steps", "3", "5", "--trace-steps", "0"]) == ReportOptions(
         run_dir=Path("r"), out=Path("o"), steps=(3, 5), trace_steps=0
     )
 
@@ -96,7 +96,7 @@ def test_a_run_of_no_step_has_a_page_and_a_note(tmp_path, capsys):
 
 def test_a_name_that_is_half_a_formula_is_only_a_name(tmp_path):
     path = tmp_path / r"a$b_{\x$ {{ 7*7 }} <script>"
-    Taped(path / FOLDER, 1).steps(0, 3)
+    MadeUpRun(path / FOLDER, 1).steps(0, 3)
     assert main([str(path)]) == DONE
     assert r"a$b_{\x$ {{ 7*7 }} &lt;script&gt;" in (path / "report.html").read_text()
 
@@ -124,13 +124,13 @@ def test_an_interrupted_report_says_so(run, monkeypatch, capsys):
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report, "tell", interrupted)
+    monkeypatch.setattr(report_data, "report_data", interrupted)
     assert main([str(run)]) == 130 and "interrupted" in capsys.readouterr().err
 
 
 def test_eight_ranks_and_a_thousand_steps_fit_into_memory_and_onto_a_page(tmp_path):
     """How long that takes is measured by benchmarks; what it may take of memory is 1 GB."""
-    Taped(tmp_path / FOLDER, 8, leaves=8, buckets=8, capacity=1 << 16).steps(0, 1000)
+    MadeUpRun(tmp_path / FOLDER, 8, micro_batches=8, buckets=8, capacity=1 << 16).steps(0, 1000)
     process = subprocess.Popen(
         [sys.executable, "-m", "instep", "report", tmp_path], stdout=subprocess.DEVNULL
     )

@@ -7,13 +7,13 @@ from types import ModuleType
 
 import pytest
 
-from instep.cli.exits import DONE, FAILED, REJECTED, USAGE
+from instep.cli.exit_codes import DONE, FAILED, REJECTED, USAGE
 from instep.cli.train import main, parse
 from instep.errors import CheckpointRejected, PeerLost
 from instep.mesh import launch
-from instep.train import recipes
-from instep.train.config import Config
-from instep.train.toml import to_toml
+from instep.recipes import text_config
+from instep.recipes.text_config import Config
+from instep.run.toml import to_toml
 
 # The command's words, each with a value and what it becomes.
 FLAGS = [
@@ -58,7 +58,7 @@ def toml(tmp_path):
 def runs(monkeypatch):
     """The configs that were run, in place of running them; ``runs.ends_with`` is what the run raises."""
     started: list[Config] = []
-    module = ModuleType("instep.train.run")
+    module = ModuleType("instep.recipes.text")
     module.ends_with = None
 
     def run(config: Config) -> int:
@@ -69,19 +69,19 @@ def runs(monkeypatch):
 
     module.run, module.started = run, started
     monkeypatch.setattr(launch, "warm", lambda *modules: None)
-    monkeypatch.setitem(sys.modules, "instep.train.run", module)
+    monkeypatch.setitem(sys.modules, "instep.recipes.text", module)
     return module
 
 
 def test_without_arguments_the_default_recipe_is_run(runs):
     assert main([]) == DONE
-    assert runs.started == [recipes.default()]
+    assert runs.started == [text_config.default()]
     assert type(runs.started[0]) is Config
 
 
 @pytest.mark.parametrize(("flag", "name", "value"), FLAGS, ids=[flag for flag, _, _ in FLAGS])
 def test_a_flag_changes_one_setting(flag, name, value):
-    config, base = parse(flag.split()), recipes.default()
+    config, base = parse(flag.split()), text_config.default()
     topic, _, setting = name.rpartition(".")
     changed = replace(getattr(base, topic), **{setting: value}) if topic else value
     assert config == replace(base, **{topic or setting: changed})
@@ -89,7 +89,7 @@ def test_a_flag_changes_one_setting(flag, name, value):
 
 def test_flags_override_the_file_and_the_file_the_recipe(toml):
     config = parse(["--steps", "9", f"--config={toml}", "--model.heads", "6"])
-    assert (config.steps, config.optim.lr, config.seed) == (9, 1.0, recipes.default().seed)
+    assert (config.steps, config.optim.lr, config.seed) == (9, 1.0, text_config.default().seed)
     assert (config.model.layers, config.model.width, config.model.heads) == (6, 768, 6)
 
 
@@ -191,7 +191,7 @@ def test_half_an_environment_is_a_usage_error(runs, monkeypatch, capsys):
 
 
 def test_a_run_goes_on_with_its_own_config_and_says_anew_where_and_how_far(tmp_path: Path) -> None:
-    saved = replace(recipes.default(), seed=7, ranks=5, stop_after=3, run_dir=Path("elsewhere"))
+    saved = replace(text_config.default(), seed=7, ranks=5, stop_after=3, run_dir=Path("elsewhere"))
     (tmp_path / "config.toml").write_text(to_toml(saved))
     resumed = parse(["--resume", "--run-dir", str(tmp_path), "--steps", "9"])
-    assert resumed == replace(recipes.default(), seed=7, steps=9, resume=True, run_dir=tmp_path)
+    assert resumed == replace(text_config.default(), seed=7, steps=9, resume=True, run_dir=tmp_path)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from instep.comm.cuts import lengths
-from instep.comm.messages import Messages
+from instep.comm.messages import Messages, lengths
 
 # Fewer elements than ranks, none, one, not divisible, divisible by all sizes up to six.
 NUM_ELEMENTS = (0, 1, 2, 5, 7, 13, 60)

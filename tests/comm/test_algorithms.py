@@ -41,7 +41,7 @@ DTYPES = (
 )
 
 
-def agrees_with(expected: cost.Cost, messages: Messages, operation: Callable[[], None]) -> None:
+def agrees_with(expected: cost.CollectiveCost, messages: Messages, operation: Callable[[], None]) -> None:
     """Run ``operation``; this rank must send what the formula says of it."""
     sent = counted(messages, operation)
     assert sent == (expected.messages[messages.rank], expected.sent[messages.rank])

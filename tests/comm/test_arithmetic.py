@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.comm import cost
-from instep.comm.binomial import children, depth, parent, subtree
-from instep.comm.cost import Cost
-from instep.comm.cuts import edges, lengths
+from instep.comm.binomial_tree import children, depth, parent, subtree
+from instep.comm.cost import CollectiveCost
+from instep.comm.messages import edges, lengths
 
 
 @given(st.integers(0, 10**12), st.integers(1, 1000))
@@ -105,7 +105,9 @@ def test_a_ring_over_four_ranks_takes_the_time_that_is_worked_out_by_hand():
 
 
 def test_one_cost_after_another_is_their_sum():
-    assert Cost(1, 2, (3, 0), (1, 0)) + Cost(1, 5, (0, 5), (0, 1)) == Cost(2, 7, (3, 5), (1, 1))
+    assert CollectiveCost(1, 2, (3, 0), (1, 0)) + CollectiveCost(1, 5, (0, 5), (0, 1)) == CollectiveCost(
+        2, 7, (3, 5), (1, 1)
+    )
 
 
 def test_unknown_names_and_cut_elements_are_refused():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.data.text import ByteText, open_text, read_corpus
+from instep.data.text import ByteText, next_tokens, open_text, read_corpus
 
 
 def test_windows_share_one_byte_with_the_next() -> None:
@@ -122,3 +122,21 @@ def test_a_missing_path_and_an_impossible_share_are_refused(tmp_path: Path) -> N
             open_text(None, context=64, held_out=share)
     with pytest.raises(ValueError, match="context >= 1, got 0"):
         ByteText(b"text", context=0)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_targets_are_the_next_tokens_in_memory_of_their_own(batch: int) -> None:
+    windows = torch.randint(256, (batch, 9))
+    inputs, targets = next_tokens(windows)
+    assert torch.equal(inputs, windows[:, :8])
+    assert torch.equal(targets, windows[:, 1:])
+    for half in (inputs, targets):
+        assert half.is_contiguous()
+        assert half.data_ptr() % 64 == 0
+        assert half.untyped_storage().data_ptr() != windows.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(9,), (2, 1), (2, 3, 4)])
+def test_windows_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"expected windows of shape \(B, T \+ 1\)"):
+        next_tokens(torch.zeros(shape, dtype=torch.int64))

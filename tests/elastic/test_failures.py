@@ -1,23 +1,72 @@
-"""A run that keeps failing ends, with all that happened; one that gets on does not."""
+"""A run that keeps failing ends, with all that happened; a recovery is timed in parts that add up."""
 
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.elastic.failures import MAX_IN_A_ROW, Failure, Patience, RunFailed
+from instep.elastic.failures import MAX_IN_A_ROW, Failure, Recovery, RetryLimit, RunFailed
+
+FAILURE = Failure(1, 4711, 1, 12, "exchange", "was killed by SIGKILL")
+MS = 10**6
+
+
+def message(**at_ms: float) -> dict[str, Any]:
+    told = {"step": 13, "source": "a survivor", "generation": 2, "world_size": 3}
+    return {**told, **{f"{name}_ns": int(ms * MS) for name, ms in at_ms.items()}}
+
+
+@pytest.fixture
+def recovery(monkeypatch: pytest.MonkeyPatch) -> Recovery:
+    """Noticed at 100 ms, assigned at 140, joined at 200, agreed at 210, stepped at 350."""
+    now = iter([100 * MS, 140 * MS])
+    monkeypatch.setattr(time, "monotonic_ns", now.__next__)
+    recovery = Recovery(FAILURE)
+    recovery.assigned()
+    recovery.stepped(message(joined=200, agreed=210, stepped=350))
+    return recovery
+
+
+def test_it_is_made_of_parts_that_add_up(recovery: Recovery) -> None:
+    seconds = recovery.seconds
+    assert {name: round(part * 1e3) for name, part in seconds.items()} == {
+        "ready": 40,
+        "join": 60,
+        "state": 10,
+        "step": 140,
+        "total": 250,
+    }
+    total = seconds.pop("total")
+    assert sum(seconds.values()) == pytest.approx(total)
+
+
+def test_it_is_told_in_a_sentence(recovery: Recovery) -> None:
+    assert str(recovery) == (
+        "going on with 3 rank(s) after step 12, from a survivor: first new step after 0.250 s "
+        "(ready 0.040, join 0.060, state 0.010, step 0.140)"
+    )
+
+
+def test_it_is_written_down(recovery: Recovery) -> None:
+    fields = recovery.fields()
+    assert json.loads(json.dumps(fields)) == fields
+    assert fields["event"] == "recovery"
+    assert (fields["step"], fields["source"], fields["generation"]) == (13, "a survivor", 2)
+    assert (fields["stepped_ns"] - fields["noticed_ns"]) / 1e9 == fields["seconds"]["total"]
 
 
 def failure(attempt: int, step: int = 3, error: str = "", rank: int = 1) -> Failure:
     return Failure(rank, 100 + attempt, attempt, step, "forward", f"failed as no. {attempt}", error)
 
 
-def add_all(patience: Patience, *failures: Failure) -> None:
+def add_all(limit: RetryLimit, *failures: Failure) -> None:
     for one in failures:
-        patience.add(one)
+        limit.add(one)
 
 
 def test_a_failure_reads_as_a_sentence_and_travels_as_json() -> None:
@@ -28,59 +77,59 @@ def test_a_failure_reads_as_a_sentence_and_travels_as_json() -> None:
 
 
 def test_the_fifth_failure_in_a_row_ends_the_run_and_all_are_listed() -> None:
-    patience = Patience()
-    add_all(patience, *map(failure, range(1, MAX_IN_A_ROW)))
+    limit = RetryLimit()
+    add_all(limit, *map(failure, range(1, MAX_IN_A_ROW)))
     with pytest.raises(RunFailed, match="5 failures in a row, without a step in between") as ended:
-        patience.add(failure(MAX_IN_A_ROW))
+        limit.add(failure(MAX_IN_A_ROW))
     assert [f.attempt for f in ended.value.failures] == [1, 2, 3, 4, 5]
     assert str(ended.value).splitlines()[1:] == [f"  {failure(i)}" for i in range(1, 6)]
 
 
 def test_a_step_makes_it_forget() -> None:
-    patience = Patience()
+    limit = RetryLimit()
     for generation in range(1, 50):
-        patience.progressed(generation // 4)
-        patience.add(failure(generation))
+        limit.progressed(generation // 4)
+        limit.add(failure(generation))
 
 
 def test_steps_that_are_made_again_are_no_progress() -> None:
-    patience = Patience()
-    patience.progressed(10)
+    limit = RetryLimit()
+    limit.progressed(10)
     for generation in range(1, MAX_IN_A_ROW):
-        patience.progressed(generation)
-        patience.add(failure(generation))
-    patience.progressed(10)
+        limit.progressed(generation)
+        limit.add(failure(generation))
+    limit.progressed(10)
     with pytest.raises(RunFailed, match="in a row"):
-        patience.add(failure(MAX_IN_A_ROW))
+        limit.add(failure(MAX_IN_A_ROW))
 
 
 def test_workers_that_fail_together_count_once() -> None:
-    patience = Patience()
-    add_all(patience, *(failure(1, rank=rank) for rank in range(3 * MAX_IN_A_ROW)))
+    limit = RetryLimit()
+    add_all(limit, *(failure(1, rank=rank) for rank in range(3 * MAX_IN_A_ROW)))
 
 
 def test_the_same_exception_twice_at_the_same_step_ends_the_run_even_after_other_steps() -> None:
-    patience = Patience()
+    limit = RetryLimit()
     first = failure(1, step=7, error="ValueError: bad sample")
-    patience.add(first)
-    patience.progressed(9)
+    limit.add(first)
+    limit.progressed(9)
     second = failure(2, step=7, error="ValueError: bad sample", rank=0)
     with pytest.raises(RunFailed, match="the same exception came twice") as ended:
-        patience.add(second)
+        limit.add(second)
     assert ended.value.failures == (first, second)
 
 
 def test_what_is_not_the_same_does_not_repeat() -> None:
-    patience = Patience()
+    limit = RetryLimit()
     add_all(
-        patience,
+        limit,
         failure(1, error="ValueError: a"),
         failure(1, error="ValueError: a", rank=2),  # of the same generation: it met both
         failure(2, error="ValueError: b"),
         failure(3, step=4, error="ValueError: a"),
     )
-    patience.progressed(5)
-    add_all(patience, failure(4), failure(5))  # killed, twice at one step: machines are
+    limit.progressed(5)
+    add_all(limit, failure(4), failure(5))  # killed, twice at one step: machines are
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=60))
@@ -88,16 +137,16 @@ def test_it_ends_the_run_exactly_when_five_generations_in_a_row_made_no_step(
     history: list[tuple[bool, int]],
 ) -> None:
     """Counted another way: the number of generations since the last step."""
-    patience, step, lost = Patience(), 0, 0
+    limit, step, lost = RetryLimit(), 0, 0
     for generation, (steps, failures) in enumerate(history, start=1):
         if steps:
             step, lost = step + 1, 0
-            patience.progressed(step)
+            limit.progressed(step)
         if not failures:
             continue
         lost += 1
         if lost == MAX_IN_A_ROW:
             with pytest.raises(RunFailed):
-                patience.add(failure(generation))
+                limit.add(failure(generation))
             return
-        add_all(patience, *(failure(generation, rank=rank) for rank in range(failures)))
+        add_all(limit, *(failure(generation, rank=rank) for rank in range(failures)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +20,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from instep.elastic import faults
-from instep.elastic.faults import ELSEWHERE, KINDS, Fault, Faults, Injector, parse, parse_all
-from instep.elastic.page import MAX_FAULTS, PHASES, Page
-from instep.elastic.pulse import Pulse
+from instep.elastic.faults import (
+    ELSEWHERE,
+    KINDS,
+    Fault,
+    FaultInjector,
+    Faults,
+    flip_bit,
+    parse,
+    parse_all,
+    poison,
+    poisoned,
+)
+from instep.elastic.heartbeat import MAX_FAULTS, PHASES, Heartbeat, HeartbeatPage
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -129,7 +141,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
 def test_it_happens_to_this_rank_at_this_step_in_this_phase_and_once(happened: list[Fault]) -> None:
     wanted = Fault("kill", rank=1, step=3, phase="exchange")
     others = [Fault("kill", rank=0, step=3), Fault("kill", rank=1, step=4), Fault("kill", rank=1, step=3)]
-    injector = Injector([*others, wanted])
+    injector = FaultInjector([*others, wanted])
     injector.rank = 1
     injector.reach("exchange", 2)
     injector.reach("backward", 3)
@@ -140,7 +152,7 @@ def test_it_happens_to_this_rank_at_this_step_in_this_phase_and_once(happened: l
 
 
 def test_a_rank_that_has_moved_is_hit_where_it_is_now(happened: list[Fault]) -> None:
-    injector = Injector([Fault("kill", rank=2)])
+    injector = FaultInjector([Fault("kill", rank=2)])
     injector.reach("forward", 0)
     injector.rank = 2
     injector.reach("forward", 0)
@@ -148,23 +160,23 @@ def test_a_rank_that_has_moved_is_hit_where_it_is_now(happened: list[Fault]) -> 
 
 
 def test_the_page_remembers_for_the_next_process(happened: list[Fault], tmp_path: Path) -> None:
-    page = Page(tmp_path / "page", create=True)
+    page = HeartbeatPage(tmp_path / "page", create=True)
     twice = [Fault("kill"), Fault("kill")]
     for process in range(2):
-        injector = Injector(twice, page if process == 0 else Page(page.path))
+        injector = FaultInjector(twice, page if process == 0 else HeartbeatPage(page.path))
         injector.reach("forward", 0)
     assert happened == twice  # each of the two once
     assert page.fired_ns > 0
 
 
-def test_a_pulse_injects(happened: list[Fault]) -> None:
-    pulse = Pulse()
-    pulse.on_enter = Injector([Fault("exit", step=1, phase="save")]).reach
-    pulse.enter("save")
-    pulse.has(1)
-    pulse.enter("ledger")
+def test_a_heartbeat_injects(happened: list[Fault]) -> None:
+    heartbeat = Heartbeat()
+    heartbeat.on_enter = FaultInjector([Fault("exit", step=1, phase="save")]).reach
+    heartbeat.enter("save")
+    heartbeat.set_step(1)
+    heartbeat.enter("ledger")
     assert happened == []
-    pulse.enter("save")
+    heartbeat.enter("save")
     assert len(happened) == 1
 
 
@@ -172,8 +184,8 @@ def test_what_happens_elsewhere_is_no_worker_s_business(
     happened: list[Fault], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "RESIZE_S", 0.0)
-    page = Page(tmp_path / "page", create=True)
-    Injector([Fault(kind, ranks=1) for kind in ELSEWHERE], page).reach("forward", 0)
+    page = HeartbeatPage(tmp_path / "page", create=True)
+    FaultInjector([Fault(kind, ranks=1) for kind in ELSEWHERE], page).reach("forward", 0)
     assert happened == []
     assert page.fired_ns == 0
 
@@ -182,7 +194,7 @@ def test_what_happens_elsewhere_is_no_worker_s_business(
 def test_a_rank_waits_for_the_supervisor_to_resize(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, looks = Page(tmp_path / "page", create=True), list[float]()
+    page, looks = HeartbeatPage(tmp_path / "page", create=True), list[float]()
 
     def look(seconds: float) -> None:
         looks.append(seconds)
@@ -192,7 +204,7 @@ def test_a_rank_waits_for_the_supervisor_to_resize(
             setattr(page, end, 1)
 
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=time.monotonic, sleep=look))
-    injector = Injector([Fault("kill", rank=1), Fault("resize", step=4, ranks=3)], page)
+    injector = FaultInjector([Fault("kill", rank=1), Fault("resize", step=4, ranks=3)], page)
     injector.reach("forward", 3)
     assert looks == []
     injector.reach("forward", 4)
@@ -200,15 +212,15 @@ def test_a_rank_waits_for_the_supervisor_to_resize(
 
 
 def test_nobody_waits_for_a_resize_that_has_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Page(tmp_path / "page", create=True)
+    page = HeartbeatPage(tmp_path / "page", create=True)
     page.fire(0)
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=time.monotonic))  # nobody sleeps
-    Injector([Fault("resize", step=4, ranks=3)], page).reach("forward", 4)
+    FaultInjector([Fault("resize", step=4, ranks=3)], page).reach("forward", 4)
 
 
 def test_a_delayed_fault_comes_from_the_side(happened: list[Fault]) -> None:
     before = set(threading.enumerate())
-    Injector([Fault("stop", after_ms=1.0)]).reach("forward", 0)
+    FaultInjector([Fault("stop", after_ms=1.0)]).reach("forward", 0)
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert [fault.kind for fault in happened] == ["stop"]
@@ -236,13 +248,13 @@ def ended_by(body: Callable[[], None]) -> int:
 
 
 def test_kill_and_exit_leave_nothing_to_clean_up() -> None:
-    assert ended_by(lambda: Injector([Fault("kill")]).reach("forward", 0)) == -signal.SIGKILL
-    assert ended_by(lambda: Injector([Fault("exit", code=7)]).reach("forward", 0)) == 7
+    assert ended_by(lambda: FaultInjector([Fault("kill")]).reach("forward", 0)) == -signal.SIGKILL
+    assert ended_by(lambda: FaultInjector([Fault("exit", code=7)]).reach("forward", 0)) == 7
 
 
 def test_an_exception_says_where_it_was_injected() -> None:
     with pytest.raises(RuntimeError, match=r"^fault injected at step 2 in save$"):
-        Injector([Fault("raise", step=2, phase="save")]).reach("save", 2)
+        FaultInjector([Fault("raise", step=2, phase="save")]).reach("save", 2)
 
 
 @pytest.mark.parametrize("kind", ["hang", "spin"])
@@ -268,22 +280,22 @@ def test_endless_loops_end_with_the_process_only(kind: str) -> None:
 def test_a_slow_rank_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(faults.time, "sleep", slept.append)
-    Injector([Fault("slow", seconds=2.5)]).reach("forward", 0)
+    FaultInjector([Fault("slow", seconds=2.5)]).reach("forward", 0)
     assert slept == [2.5]
 
 
 def test_one_bit_of_the_entry_that_was_named_flips() -> None:
     entries = [("a", torch.ones(2)), ("exp_avg/b", torch.ones(2))]
-    Injector([Fault("flip", name="exp_avg/b")], entries=lambda: entries).reach("forward", 0)
+    FaultInjector([Fault("flip", name="exp_avg/b")], entries=lambda: entries).reach("forward", 0)
     assert torch.equal(entries[0][1], torch.ones(2))
     assert entries[1][1].tolist() != [1.0, 1.0]
-    Injector([Fault("flip")], entries=lambda: entries).reach("forward", 0)
+    FaultInjector([Fault("flip")], entries=lambda: entries).reach("forward", 0)
     assert entries[0][1].tolist() != [1.0, 1.0]
 
 
 def test_a_gradient_is_spoiled_each_time_and_the_loss_is_not() -> None:
     model = nn.Linear(2, 1)
-    injector = Injector([Fault("nan", rank=0, step=4, name="bias")])
+    injector = FaultInjector([Fault("nan", rank=0, step=4, name="bias")])
     for _ in range(2):
         model.zero_grad()
         loss = model(torch.ones(2)).sum()
@@ -302,7 +314,90 @@ def test_a_name_that_is_not_there_is_said_so() -> None:
     model = nn.Linear(2, 1)
     entries = [("exp_avg/weight", model.weight.detach())]
     with pytest.raises(ValueError, match=r"flip:name=nowhere: expected one of exp_avg/weight, got 'nowhere'"):
-        Injector([Fault("flip", name="nowhere")], entries=lambda: entries).reach("forward", 0)
-    injector, loss = Injector([Fault("nan", name="nowhere")]), model(torch.ones(2)).sum()
+        FaultInjector([Fault("flip", name="nowhere")], entries=lambda: entries).reach("forward", 0)
+    injector, loss = FaultInjector([Fault("nan", name="nowhere")]), model(torch.ones(2)).sum()
     with pytest.raises(ValueError, match="nan:name=nowhere: expected one of weight, bias, got 'nowhere'"):
         injector.spoil(loss, model, 0)
+
+
+WIDTHS = {
+    torch.float16: 16,
+    torch.bfloat16: 16,
+    torch.float32: 32,
+    torch.float64: 64,
+    torch.int64: 64,
+    torch.uint8: 8,
+    torch.complex64: 64,
+}
+
+
+def integer(x: torch.Tensor) -> int:
+    """The memory of ``x`` as one number."""
+    return int.from_bytes(x.detach().contiguous().view(torch.uint8).numpy().tobytes(), "little")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bit"), [(d, bit) for d, width in WIDTHS.items() for bit in (0, 5, width - 1)]
+)
+def test_one_bit_of_one_element_flips_and_flips_back(dtype, bit):
+    x = torch.arange(1, 7).to(dtype)
+    before = integer(x)
+    flip_bit(x, 4, bit)
+    assert before ^ integer(x) == 1 << (4 * WIDTHS[dtype] + bit)
+    flip_bit(x, 4, bit)
+    assert integer(x) == before
+
+
+def test_a_bit_of_a_float_is_worth_what_its_place_says():
+    x = torch.ones(2)
+    flip_bit(x, 1, 22)
+    flip_bit(x, 0, 31)
+    assert x.tolist() == [-1.0, 1.5]
+    assert struct.unpack("<I", struct.pack("<f", 1.5))[0] == 0x3F800000 | 1 << 22
+
+
+def test_elements_are_counted_in_logical_order():
+    x = torch.zeros(3, 4).t()  # (4, 3), not contiguous
+    flip_bit(x, 7, 31)
+    assert [math.copysign(1, value) for value in x.reshape(-1).tolist()] == [1] * 7 + [-1] + [1] * 4
+    one = torch.zeros(())
+    poison(one)
+    assert math.isnan(one.item())
+
+
+@pytest.mark.parametrize(("index", "bit"), [(6, 0), (-1, 0), (0, 32), (0, -1)])
+def test_what_is_not_there_cannot_flip(index, bit):
+    with pytest.raises(ValueError, match="expected one of the"):
+        flip_bit(torch.zeros(6), index, bit)
+
+
+def test_autograd_does_not_notice():
+    weight = torch.nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    version = weight._version
+    flip_bit(weight, 1, 22)
+    poison(weight, 2)
+    assert weight._version == version
+    loss.backward()  # would raise if a version had moved
+    assert weight.grad is not None
+    assert weight.grad[:2].tolist() == [2.0, 3.0]
+    assert math.isnan(weight.grad[2])
+
+
+def test_one_element_is_poisoned():
+    x = torch.zeros(2, 3)
+    poison(x, 4)
+    assert torch.isnan(x).reshape(-1).tolist() == [i == 4 for i in range(6)]
+    with pytest.raises(ValueError, match=r"got torch.int64, which has no nan"):
+        poison(torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_poisoned_loss_has_its_value_and_a_nan_for_one_gradient(dtype):
+    first, second = (torch.nn.Parameter(torch.full((2,), 3.0, dtype=dtype)) for _ in range(2))
+    clean = (first * second).sum().float()
+    loss = poisoned(clean, first)
+    loss.backward()
+    assert loss.item() == clean.item() and loss.dtype == clean.dtype
+    assert torch.isnan(first.grad).all()
+    assert second.grad.tolist() == [3.0, 3.0]

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.elastic import stuck, supervise
+from instep.elastic import supervise, watchdog
 from instep.elastic.failures import RunFailed
 from instep.elastic.faults import parse_all
-from instep.elastic.supervise import Terms, _ranks
-from instep.mesh.exits import Exit, RankFailed
+from instep.elastic.supervise import SuperviseOptions, _ranks
 from instep.mesh.launch import Children, warm
+from instep.mesh.rank_process import Exit, RankFailed
 from tests.elastic.toys import LOG, SAID, Script, work
 
 
@@ -34,12 +34,12 @@ class Scene:
     said: list[str] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
 
-    def run(self, *, ranks: int = 2, terms: dict[str, Any] | None = None, **script: Any) -> int:
+    def run(self, *, ranks: int = 2, options: dict[str, Any] | None = None, **script: Any) -> int:
         """The exit code of a supervised run."""
         faults = parse_all(script.get("faults", ()))
         full: dict[str, Any] = {"faults": faults, "say": self.say, "note": self.notes.append}
-        terms_ = Terms(ranks=ranks, **{**full, **(terms or {})})
-        return supervise.supervise(work, (Script(self.directory, **script),), terms_)
+        supervised = SuperviseOptions(ranks=ranks, **{**full, **(options or {})})
+        return supervise.supervise(work, (Script(self.directory, **script),), supervised)
 
     def say(self, text: str) -> None:
         """Toys read it, too."""
@@ -50,7 +50,7 @@ class Scene:
     def say_and_see_rank_zero_end(self, text: str) -> None:
         """As a supervisor that is busy: it looks again when the first rank 0 is gone."""
         self.say(text)
-        while is_alive(self.seats(1)[0]):
+        while is_alive(self.ranks(1)[0]):
             os.sched_yield()
 
     def lines(self, what: str) -> list[dict[str, Any]]:
@@ -59,9 +59,9 @@ class Scene:
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in found if line["what"] == what]
 
-    def seats(self, generation: int) -> dict[int, int]:
+    def ranks(self, generation: int) -> dict[int, int]:
         """Rank to process id."""
-        return {line["rank"]: line["pid"] for line in self.lines("sits") if line["generation"] == generation}
+        return {line["rank"]: line["pid"] for line in self.lines("joins") if line["generation"] == generation}
 
     def failures(self) -> list[tuple[int, str]]:
         return [(note["rank"], note["how"]) for note in self.notes if note["event"] == "failure"]
@@ -102,8 +102,8 @@ def descriptors() -> int:
 
 def test_a_run_that_nothing_disturbs(scene: Scene) -> None:
     assert scene.run(ranks=3, steps=4) == 0
-    assert sorted(scene.seats(1)) == [0, 1, 2]
-    assert all(line["world_size"] == 3 for line in scene.lines("sits"))
+    assert sorted(scene.ranks(1)) == [0, 1, 2]
+    assert all(line["world_size"] == 3 for line in scene.lines("joins"))
     assert scene.said == scene.notes == []
     assert len(scene.lines("built")) == 3
 
@@ -120,7 +120,7 @@ def test_a_run_that_nothing_disturbs(scene: Scene) -> None:
 def test_a_rank_that_ends_is_replaced_and_the_survivor_stays(scene: Scene, fault: str, how: str) -> None:
     comma = "," if ":" in fault else ":"
     assert scene.run(generations=2, faults=(f"{fault}{comma}rank=1,step=2,phase=exchange",)) == 0
-    first, second = scene.seats(1), scene.seats(2)
+    first, second = scene.ranks(1), scene.ranks(2)
     assert first[0] == second[0]
     assert first[1] != second[1]
     ((rank, text),) = scene.failures()
@@ -138,13 +138,13 @@ def test_a_rank_that_ends_is_replaced_and_the_survivor_stays(scene: Scene, fault
 
 def test_survivors_keep_their_ranks_and_a_newcomer_takes_the_empty_one(scene: Scene) -> None:
     assert scene.run(ranks=3, generations=3, faults=("kill:rank=0,step=1", "kill:rank=1,step=3")) == 0
-    first, second, third = (scene.seats(i) for i in (1, 2, 3))
+    first, second, third = (scene.ranks(i) for i in (1, 2, 3))
     assert {rank for rank in range(3) if first[rank] == second[rank]} == {1, 2}
     assert {rank for rank in range(3) if second[rank] == third[rank]} == {0, 2}
 
 
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=7))
-def test_seats_are_all_taken_and_kept_where_that_is_possible(before: list[int]) -> None:
+def test_all_ranks_are_assigned_and_kept_where_that_is_possible(before: list[int]) -> None:
     after = _ranks(before)
     assert sorted(after) == list(range(len(before)))
     for rank in range(len(before)):
@@ -156,7 +156,7 @@ def test_all_ranks_at_once(scene: Scene) -> None:
     assert (
         scene.run(ranks=3, generations=2, faults=tuple(f"kill:rank={rank},step=2" for rank in range(3))) == 0
     )
-    assert len({*scene.seats(1).values(), *scene.seats(2).values()}) == 6
+    assert len({*scene.ranks(1).values(), *scene.ranks(2).values()}) == 6
 
 
 @pytest.mark.parametrize("phase", ["built", "join", "agree"])
@@ -164,18 +164,18 @@ def test_a_death_before_the_first_step_is_made_up_for(
     scene: Scene, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for it in the meeting is not named by anybody, and never comes back by itself."""
-    monkeypatch.setattr(stuck, "LEAST_S", 0.3)
+    monkeypatch.setattr(watchdog, "LEAST_S", 0.3)
     rank = -1 if phase == "built" else 1
-    assert scene.run(faults=(f"kill:rank={rank},step=-1,phase={phase}",), terms={"timeout_s": 15}) == 0
+    assert scene.run(faults=(f"kill:rank={rank},step=-1,phase={phase}",), options={"timeout_s": 15}) == 0
     assert len(scene.failures()) <= 2
     assert scene.failures()[0] == (rank, scene.failures()[0][1])
 
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds takes a moment."""
-    monkeypatch.setattr(stuck, "LEAST_S", 0.4)
-    monkeypatch.setattr(stuck, "CONFIRMED_S", 0.1)
-    monkeypatch.setattr(supervise, "NAMED_S", 0.1)
+    monkeypatch.setattr(watchdog, "LEAST_S", 0.4)
+    monkeypatch.setattr(watchdog, "CONFIRMED_S", 0.1)
+    monkeypatch.setattr(supervise, "MISSED_S", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_rank_that_does_not_end_but_stands_still_is_ended(
     assert rank == 1
     assert how.startswith(words)
     table = next(text for text in scene.said if text.startswith("rank"))
-    assert f"{scene.seats(1)[1]}" in table
+    assert f"{scene.ranks(1)[1]}" in table
     if fault != "stop":
         stacks = next(text for text in scene.said if "Current thread" in text)
         assert f"_{fault}" in stacks
@@ -207,10 +207,10 @@ def test_a_survivor_that_does_not_come_back_is_ended_too(
 ) -> None:
     patient(monkeypatch)
     script = {"generations": 2, "faults": ("kill:rank=1,step=2",), "extra": "never_asks_again"}
-    assert scene.run(**script, terms={"timeout_s": 1.0}) == 0
+    assert scene.run(**script, options={"timeout_s": 1.0}) == 0
     assert [rank for rank, _ in scene.failures()] == [1, 0]
     assert "made no progress in lost" in scene.failures()[1][1]
-    assert not set(scene.seats(1).values()) & set(scene.seats(2).values())
+    assert not set(scene.ranks(1).values()) & set(scene.ranks(2).values())
 
 
 def test_a_group_that_is_lost_though_nobody_died_counts_as_a_failure(scene: Scene) -> None:
@@ -222,17 +222,17 @@ def test_a_group_that_is_lost_though_nobody_died_counts_as_a_failure(scene: Scen
         f"generation {number}" in str(ended.value) or f"try {number}" in str(ended.value)
         for number in range(1, 6)
     )
-    assert scene.seats(1) == scene.seats(5)  # everybody has stayed
+    assert scene.ranks(1) == scene.ranks(5)  # all have stayed
 
 
 def test_what_fails_before_the_first_step_ends_the_run_at_once(scene: Scene) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* failed with RuntimeError: fault injected") as ended:
         scene.run(always=("raise:rank=1,step=-1,phase=join",))
-    assert ended.value.exit.pid == scene.seats(1)[1]
+    assert ended.value.exit.pid == scene.ranks(1)[1]
     assert scene.failures() == []
 
 
-def test_what_fails_before_anybody_sits_ends_the_run_at_once(scene: Scene) -> None:
+def test_what_fails_before_any_rank_joins_ends_the_run_at_once(scene: Scene) -> None:
     with pytest.raises(RankFailed, match="failed with RuntimeError: fault injected at step -1 in built"):
         scene.run(always=("raise:rank=-1,step=-1,phase=built",))
 
@@ -243,7 +243,7 @@ def test_the_same_exception_twice_at_the_same_step_ends_the_run(scene: Scene) ->
     assert [failure.step for failure in ended.value.failures] == [3, 3]
     assert str(ended.value).count("fault injected at step 3 in forward") == 2
     pids = [failure.pid for failure in ended.value.failures]
-    assert pids == [scene.seats(1)[1], scene.seats(2)[1]]
+    assert pids == [scene.ranks(1)[1], scene.ranks(2)[1]]
 
 
 def test_five_deaths_in_a_row_without_a_step_end_the_run(scene: Scene) -> None:
@@ -260,14 +260,14 @@ def test_five_deaths_with_steps_in_between_do_not(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kill", "exit"])
-def test_workers_that_never_get_as_far_as_a_seat_end_the_run(scene: Scene, fault: str) -> None:
+def test_workers_that_never_get_as_far_as_a_rank_end_the_run(scene: Scene, fault: str) -> None:
     with pytest.raises(RunFailed, match="5 failures in a row"):
         scene.run(ranks=1, always=(f"{fault}:rank=-1,step=-1,phase=built",))
-    assert scene.lines("sits") == []
+    assert scene.lines("joins") == []
 
 
 @pytest.mark.parametrize("extra", ["spares_die", "spares_raise"])
-def test_replacements_that_never_get_as_far_as_a_seat_end_the_run(scene: Scene, extra: str) -> None:
+def test_replacements_that_never_get_as_far_as_a_rank_end_the_run(scene: Scene, extra: str) -> None:
     with pytest.raises(RunFailed) as ended:
         scene.run(steps=10**9, faults=("kill:rank=1,step=3",), extra=extra)
     assert len(ended.value.failures) <= 5
@@ -278,47 +278,47 @@ def test_an_error_that_would_come_again_ends_the_run_and_names_who_met_it(scene:
     with pytest.raises(RankFailed, match=r"rank 1 of 3 .* field threads: expected 1, got 2") as ended:
         scene.run(ranks=3, extra="contract")
     assert ended.value.type_name == "instep.errors.ContractBroken"
-    assert ended.value.exit.pid == scene.seats(1)[1]
-    assert scene.seats(2) == {}
+    assert ended.value.exit.pid == scene.ranks(1)[1]
+    assert scene.ranks(2) == {}
 
 
 def test_with_fewer_ranks_allowed_nobody_is_waited_for(scene: Scene) -> None:
     """The one that is missing comes back later, and takes the rank that is free."""
     script = {"generations": 3, "faults": ("kill:rank=0,step=2",)}
-    assert scene.run(ranks=3, **script, terms={"min_ranks": 2}) == 0
-    sizes = {line["generation"]: line["world_size"] for line in scene.lines("sits")}
+    assert scene.run(ranks=3, **script, options={"min_ranks": 2}) == 0
+    sizes = {line["generation"]: line["world_size"] for line in scene.lines("joins")}
     assert sizes == {1: 3, 2: 2, 3: 3}
-    assert sorted(scene.seats(2)) == [0, 1]
-    assert set(scene.seats(2).values()) < set(scene.seats(1).values())
-    assert set(scene.seats(2).values()) < set(scene.seats(3).values())
+    assert sorted(scene.ranks(2)) == [0, 1]
+    assert set(scene.ranks(2).values()) < set(scene.ranks(1).values())
+    assert set(scene.ranks(2).values()) < set(scene.ranks(3).values())
 
 
 def test_ranks_grow_and_shrink_between_two_steps(scene: Scene) -> None:
     sizes = {1: 2, 2: 4, 3: 1, 4: 3}
     faults = ("resize:step=3,ranks=4", "resize:step=6,ranks=1", "resize:step=9,ranks=3")
     assert scene.run(generations=4, faults=faults, extra="grows_and_shrinks") == 0
-    found = {line["generation"]: line["world_size"] for line in scene.lines("sits")}
+    found = {line["generation"]: line["world_size"] for line in scene.lines("joins")}
     assert found == sizes
     assert scene.failures() == []
-    assert set(scene.seats(1).values()) < set(scene.seats(2).values())
-    assert set(scene.seats(3).values()) < set(scene.seats(2).values())
+    assert set(scene.ranks(1).values()) < set(scene.ranks(2).values())
+    assert set(scene.ranks(3).values()) < set(scene.ranks(2).values())
     assert len(scene.lines("leaves")) == 3
 
 
-def test_who_has_been_sent_away_but_lingers_gets_no_seat(scene: Scene) -> None:
+def test_a_dismissed_worker_that_lingers_gets_no_rank(scene: Scene) -> None:
     faults = ("resize:step=2,ranks=1", "kill:rank=0,step=5")
     assert scene.run(generations=3, faults=faults, extra="lingers") == 0
     (gone,) = [line["pid"] for line in scene.lines("leaves")]
-    assert gone in scene.seats(1).values()
-    assert gone not in (*scene.seats(2).values(), *scene.seats(3).values())
+    assert gone in scene.ranks(1).values()
+    assert gone not in (*scene.ranks(2).values(), *scene.ranks(3).values())
     assert len(scene.lines("built")) == 3
 
 
 def test_a_spare_is_ready_before_it_is_needed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "SPARE_AFTER_S", 0.0)
     assert scene.run(generations=2, extra="waits_for_a_spare") == 0
-    spare = next(line for line in scene.lines("built") if line["pid"] not in scene.seats(1).values())
-    assert scene.seats(2)[1] == spare["pid"]
+    spare = next(line for line in scene.lines("built") if line["pid"] not in scene.ranks(1).values())
+    assert scene.ranks(2)[1] == spare["pid"]
 
 
 def test_spares_that_die_are_named_as_such_and_given_up(
@@ -330,29 +330,29 @@ def test_spares_that_die_are_named_as_such_and_given_up(
     assert scene.said[0].startswith("a spare (pid ")
     assert len(scene.lines("built")) == 2
     assert scene.recoveries() == []
-    assert scene.seats(2) == {}
+    assert scene.ranks(2) == {}
 
 
-def test_the_memory_copy_outlives_all_workers(scene: Scene) -> None:
+def test_a_snapshot_outlives_all_workers(scene: Scene) -> None:
     faults = tuple(f"kill:rank={rank},step=4,phase=update" for rank in range(2))
     assert scene.run(steps=8, generations=2, faults=faults, remembers=True) == 0
     (found,) = scene.lines("found")
     assert found["generation"] == 2
-    assert found["kept"] in (4, 5)
-    assert [line["memory"] for line in scene.lines("sits") if line["generation"] == 1] == [False, False]
+    assert found["step"] in (4, 5)
+    assert [line["memory"] for line in scene.lines("joins") if line["generation"] == 1] == [False, False]
 
 
 def test_what_a_worker_said_before_it_ended_counts(scene: Scene) -> None:
     """It had said much when its supervisor, busy with another's death, looked again."""
 
-    assert scene.run(extra="says_much_and_leaves", terms={"say": scene.say_and_see_rank_zero_end}) == 7
+    assert scene.run(extra="says_much_and_leaves", options={"say": scene.say_and_see_rank_zero_end}) == 7
     assert [rank for rank, _ in scene.failures()] == [1]
 
 
-def test_memory_that_was_handed_over_with_the_last_breath_is_held(scene: Scene) -> None:
-    terms = {"say": scene.say_and_see_rank_zero_end}
-    assert scene.run(generations=2, extra="hands_over_and_dies", terms=terms) == 0
-    assert [line["kept"] for line in scene.lines("found")] == [2]
+def test_a_snapshot_that_was_handed_over_just_before_a_death_is_held(scene: Scene) -> None:
+    options = {"say": scene.say_and_see_rank_zero_end}
+    assert scene.run(generations=2, extra="hands_over_and_dies", options=options) == 0
+    assert [line["step"] for line in scene.lines("found")] == [2]
 
 
 @pytest.mark.parametrize("number", ["term", "usr1"])
@@ -389,10 +389,10 @@ def test_what_the_caller_is_told_may_fail(scene: Scene) -> None:
         raise LookupError("no")
 
     with pytest.raises(LookupError):
-        scene.run(faults=("kill:rank=1,step=1",), terms={"note": refuse})
+        scene.run(faults=("kill:rank=1,step=1",), options={"note": refuse})
 
 
 def test_a_worker_that_cannot_be_sent_leaves_nothing(scene: Scene) -> None:
     unsendable: Callable[[], None] = lambda: None  # noqa: E731
     with pytest.raises((AttributeError, TypeError), match="pickle"):
-        supervise.supervise(work, (unsendable,), Terms(ranks=2))
+        supervise.supervise(work, (unsendable,), SuperviseOptions(ranks=2))

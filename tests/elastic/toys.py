@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from instep.elastic.faults import Injector, parse_all
-from instep.elastic.member import Desk, Member, Seat
-from instep.elastic.memory import Copy
-from instep.elastic.signals import listen
+from instep.elastic.faults import FaultInjector, parse_all
+from instep.elastic.rendezvous import Assignment, ControlChannel, WorkerSpec
+from instep.elastic.snapshot import Snapshot
 from instep.errors import ContractBroken, PeerLost
-from instep.mesh.child import leave
+from instep.mesh.rank_process import exit_now
+from instep.mesh.signals import listen_for_preemption
 
 ALARM_S = 25  # no test waits longer for a toy that hangs
 PAUSE_S = 0.001
@@ -43,46 +43,46 @@ class Script:
     faults: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
     extra: str = ""
-    remembers: bool = False  # in the memory copy, and nowhere else
+    remembers: bool = False  # in the snapshot, and nowhere else
     supervisor: int = 0  # its process id, for those who send it signals
 
 
-def work(desk: Desk, script: Script) -> None:
+def work(spec: WorkerSpec, script: Script) -> None:
     """A worker's life."""
     signal.alarm(ALARM_S)
-    toy = Toy(Member(desk), script)
-    toy.member.pulse.on_enter = toy.reach
-    toy.member.pulse.enter("built")
+    toy = Toy(ControlChannel(spec), script)
+    toy.channel.heartbeat.on_enter = toy.reach
+    toy.channel.heartbeat.enter("built")
     toy.live()
-    leave(0)
+    exit_now(0)
 
 
 class Toy:
     """One worker; ``step`` is -1 until it has a state."""
 
-    def __init__(self, member: Member, script: Script) -> None:
-        self.member, self.script = member, script
-        self.step, self.seat = -1, Seat(0, -1, 0, "")
+    def __init__(self, channel: ControlChannel, script: Script) -> None:
+        self.channel, self.script = channel, script
+        self.step, self.assignment = -1, Assignment(0, -1, 0, "")
         self.injectors = [
-            Injector(parse_all(script.faults), member.page),
-            Injector(parse_all(script.always)),
+            FaultInjector(parse_all(script.faults), channel.page),
+            FaultInjector(parse_all(script.always)),
         ]
         self.extra: Callable[[Toy, str], None] = globals()[script.extra] if script.extra else nothing
-        self.copy: Copy | None = None
-        listen(self.stop)
+        self.snapshot: Snapshot | None = None
+        listen_for_preemption(self.stop)
 
     def stop(self, name: str) -> None:
-        self.member.page.stop = True
+        self.channel.page.stop = True
 
     def reach(self, phase: str, step: int) -> None:
         for injector in self.injectors:
-            injector.rank = self.seat.rank
+            injector.rank = self.assignment.rank
             injector.reach(phase, step)
         self.extra(self, phase)
 
     def log(self, what: str, **fields: object) -> None:
         """One line, written whole."""
-        where = {"pid": os.getpid(), "generation": self.seat.generation, "rank": self.seat.rank}
+        where = {"pid": os.getpid(), "generation": self.assignment.generation, "rank": self.assignment.rank}
         line = json.dumps({"what": what, **where, "step": self.step, **fields}) + "\n"
         file = os.open(self.script.directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, line.encode())
@@ -91,87 +91,90 @@ class Toy:
     def live(self) -> None:
         self.log("built")
         why: dict[str, object] = {}
-        while (seat := self.member.sit(**why)) is not None:
-            self.seat = seat
-            self.log("sits", world_size=seat.world_size, memory=bool(seat.memory))
-            code, why = None, {"rank": seat.rank, "pid": os.getpid()}
+        while (assignment := self.channel.next_assignment(**why)) is not None:
+            self.assignment = assignment
+            self.log("joins", world_size=assignment.world_size, memory=bool(assignment.memory))
+            code, why = None, {"rank": assignment.rank, "pid": os.getpid()}
             try:
                 code = self.train()
             except PeerLost as error:
-                phase = self.member.page.position(self.member.pulse.worker).phase
+                phase = self.channel.page.position(self.channel.heartbeat.worker).phase
                 lost = {"step": self.step, "phase": phase, "ranks": list(error.ranks)}
                 why |= {**lost, "error": f"PeerLost: {error}"}
-            self.member.pulse.enter("lost")
+            self.channel.heartbeat.enter("lost")
             if code is not None:
-                self.member.say("finished", code=code)
+                self.channel.say("finished", code=code)
                 return
         self.log("leaves")
         self.extra(self, "leaves")
 
     def train(self) -> int | None:
-        """One generation: an exit code, or None if the ranks shall take other seats."""
-        pulse, group = self.member.pulse, Group(self)
+        """One generation: an exit code, or None if the ranks shall form another group."""
+        heartbeat, group = self.channel.heartbeat, Group(self)
         self.agree(group)
         first = True
         while True:
-            pulse.enter("forward")
-            pulse.enter("exchange")
+            heartbeat.enter("forward")
+            heartbeat.enter("exchange")
             if not group.count(self.step + 1):
                 return None
             self.step += 1
             self.remember()
-            pulse.enter("update")
-            pulse.has(self.step)
-            if first and not self.seat.rank:
-                self.member.say("stepped", **group.told(self.step))
+            heartbeat.enter("update")
+            heartbeat.set_step(self.step)
+            if first and not self.assignment.rank:
+                self.channel.say("stepped", **group.told(self.step))
             first = False
-            if self.member.page.stop:
+            if self.channel.page.stop:
                 return 75
-            if self.step >= self.script.steps and self.seat.generation >= self.script.generations:
+            if self.step >= self.script.steps and self.assignment.generation >= self.script.generations:
                 return 0
 
     def agree(self, group: Group) -> None:
         """Take the newest state of all."""
-        self.member.pulse.enter("agree")
-        if self.seat.memory and not self.seat.rank:
-            self.copy = Copy.attach(self.seat.memory[-1].place)
-            kept = int(self.copy.description() or b"0")
-            self.log("found", kept=kept)
-            group.newest = max(group.newest, kept)
+        self.channel.heartbeat.enter("agree")
+        if self.assignment.memory and not self.assignment.rank:
+            self.snapshot = Snapshot.attach(self.assignment.memory[-1].place)
+            step = int(self.snapshot.description() or b"0")
+            self.log("found", step=step)
+            group.newest = max(group.newest, step)
         self.step = max(group.newest, 0)
-        self.member.pulse.has(self.step)
+        self.channel.heartbeat.set_step(self.step)
 
     def remember(self) -> None:
-        if not self.script.remembers or self.seat.rank:
+        if not self.script.remembers or self.assignment.rank:
             return
-        new = self.copy is None
-        self.copy = self.copy or Copy.create(64, 64)
-        self.copy.write(str(self.step).encode(), [torch.full((4,), float(self.step))])
+        new = self.snapshot is None
+        self.snapshot = self.snapshot or Snapshot.create(64, 64)
+        self.snapshot.write(str(self.step).encode(), [torch.full((4,), float(self.step))])
         if new:
-            self.member.hand_over(self.copy)
+            self.channel.hand_over(self.snapshot)
 
 
 class Group:
     """The ranks of one generation: who they are is in files beside its store."""
 
     def __init__(self, toy: Toy) -> None:
-        self.toy, seat, page = toy, toy.seat, toy.member.page
-        toy.member.pulse.enter("join")
-        self.page, self.generation = page, seat.generation
-        mine = Path(f"{seat.store}-{seat.rank}")
-        told = [os.getpid(), toy.member.pulse.worker, toy.step]
+        self.toy, assignment, page = toy, toy.assignment, toy.channel.page
+        toy.channel.heartbeat.enter("join")
+        self.page, self.generation = page, assignment.generation
+        mine = Path(f"{assignment.store}-{assignment.rank}")
+        told = [os.getpid(), toy.channel.heartbeat.worker, toy.step]
         mine.with_suffix(".new").write_text(json.dumps(told))
         os.replace(mine.with_suffix(".new"), mine)
-        peers = [json.loads(self._await(Path(f"{seat.store}-{rank}"))) for rank in range(seat.world_size)]
+        peers = [
+            json.loads(self._await(Path(f"{assignment.store}-{rank}")))
+            for rank in range(assignment.world_size)
+        ]
         self.newest = max(step for _, _, step in peers)
         self.slots = [slot for _, slot, _ in peers]
         self.pidfds = {self._open(rank, pid): rank for rank, (pid, _, _) in enumerate(peers)}
-        self.counts = [Path(f"{seat.store}-{rank}-count") for rank in range(seat.world_size)]
-        self.mine = os.open(self.counts[seat.rank], os.O_WRONLY | os.O_CREAT)
+        self.counts = [Path(f"{assignment.store}-{rank}-count") for rank in range(assignment.world_size)]
+        self.mine = os.open(self.counts[assignment.rank], os.O_WRONLY | os.O_CREAT)
 
     def count(self, step: int) -> bool:
-        """Wait until all ranks come to ``step``; whether they have, and nobody wants other seats."""
-        leaves = self.toy.member.regroup
+        """Wait until all ranks come to ``step``; whether they have, and none has been asked to regroup."""
+        leaves = self.toy.channel.regroup
         os.pwrite(self.mine, (-step if leaves else step).to_bytes(8, "little", signed=True), 0)
         for rank, path in enumerate(self.counts):
             while abs(told := self._told(path)) < step:
@@ -184,7 +187,7 @@ class Group:
     def told(self, step: int) -> dict[str, object]:
         now = time.monotonic_ns()
         times = {f"{name}_ns": now for name in ("joined", "agreed", "stepped")}
-        return {"step": step, "source": "a toy", "world_size": self.toy.seat.world_size, **times}
+        return {"step": step, "source": "a toy", "world_size": self.toy.assignment.world_size, **times}
 
     def _told(self, path: Path) -> int:
         try:
@@ -216,47 +219,47 @@ def nothing(toy: Toy, phase: str) -> None:
 
 def contract(toy: Toy, phase: str) -> None:
     """Rank 1 finds at step 3 that nothing can go on; everybody else sees it die."""
-    if (toy.seat.rank, toy.step, phase) == (1, 3, "forward"):
+    if (toy.assignment.rank, toy.step, phase) == (1, 3, "forward"):
         raise ContractBroken("field threads: expected 1, got 2")
 
 
 def loses_its_group(toy: Toy, phase: str) -> None:
     """Rank 1 says at step 2 that it has waited for rank 0 in vain, whoever lives."""
-    if (toy.seat.rank, toy.step, phase) == (1, 2, "exchange"):
-        raise PeerLost(f"rank 0 did not come, try {toy.seat.generation}", ranks=[0])
+    if (toy.assignment.rank, toy.step, phase) == (1, 2, "exchange"):
+        raise PeerLost(f"rank 0 did not come, try {toy.assignment.generation}", ranks=[0])
 
 
 def never_asks_again(toy: Toy, phase: str) -> None:
     """Rank 0 of the first generation does not leave it in order."""
-    if phase == "lost" and toy.seat.rank == 0 and toy.seat.generation == 1:
+    if phase == "lost" and toy.assignment.rank == 0 and toy.assignment.generation == 1:
         while True:
             select.select([], [], [], PAUSE_S)
 
 
 def grows_and_shrinks(toy: Toy, phase: str) -> None:
     """Nobody goes on from steps 3, 6 and 9 before the ranks have been asked to part."""
-    generation = toy.seat.generation
+    generation = toy.assignment.generation
     if (toy.step, phase) == (3 * generation, "exchange") and generation < toy.script.generations:
-        while not toy.member.regroup:
+        while not toy.channel.regroup:
             select.select([], [], [], PAUSE_S)
 
 
 def lingers(toy: Toy, phase: str) -> None:
     """Nobody goes on from step 3 before somebody has to leave, and who has to leave does not end."""
-    if phase == "leaves" or ((toy.step, toy.seat.generation, phase) == (3, 1, "exchange")):
-        while phase == "leaves" or not toy.member.regroup:
+    if phase == "leaves" or ((toy.step, toy.assignment.generation, phase) == (3, 1, "exchange")):
+        while phase == "leaves" or not toy.channel.regroup:
             select.select([], [], [], PAUSE_S)
 
 
 def spares_die(toy: Toy, phase: str) -> None:
-    """Who has no seat, and was not there at the beginning, does not get as far as that."""
-    if phase == "built" and toy.member.pulse.worker >= 2:
+    """A worker that was not there at the beginning dies before it is ready."""
+    if phase == "built" and toy.channel.heartbeat.worker >= 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def spares_raise(toy: Toy, phase: str) -> None:
     """The same, with words."""
-    if phase == "built" and toy.member.pulse.worker >= 2:
+    if phase == "built" and toy.channel.heartbeat.worker >= 2:
         raise ImportError("the code has changed")
 
 
@@ -264,19 +267,19 @@ def says_much_and_leaves(toy: Toy, phase: str) -> None:
     """Rank 1 dies; when that is known rank 0 says that the run is finished, after other things, and ends."""
     if (toy.step, phase) != (2, "forward"):
         return
-    if toy.seat.rank:
+    if toy.assignment.rank:
         os.kill(os.getpid(), signal.SIGKILL)
     while not (toy.script.directory / SAID).exists():
         select.select([], [], [], PAUSE_S)
     for _ in range(3):
-        toy.member.say("nothing of importance")
-    toy.member.say("finished", code=7)
-    leave(0)
+        toy.channel.say("nothing of importance")
+    toy.channel.say("finished", code=7)
+    exit_now(0)
 
 
 def waits_for_a_spare(toy: Toy, phase: str) -> None:
     """Rank 1 dies at step 2, once there is somebody else."""
-    if (toy.step, toy.seat.rank, toy.seat.generation, phase) == (2, 1, 1, "forward"):
+    if (toy.step, toy.assignment.rank, toy.assignment.generation, phase) == (2, 1, 1, "forward"):
         while (toy.script.directory / LOG).read_text().count('"built"') < 3:
             select.select([], [], [], PAUSE_S)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -286,36 +289,36 @@ def waits_for_dead_spares(toy: Toy, phase: str) -> None:
     """Spares die, and rank 1 does not go on from step 2 before their supervisor has said so three times."""
     path = toy.script.directory / SAID
     spares_die(toy, phase)
-    if (toy.step, toy.seat.rank, phase) == (2, 1, "exchange"):
+    if (toy.step, toy.assignment.rank, phase) == (2, 1, "exchange"):
         while not path.exists() or path.read_text().count("a spare") < 3:
             select.select([], [], [], PAUSE_S)
 
 
 def asks_to_end(toy: Toy, phase: str) -> None:
     """Rank 0 sends the supervisor a signal at step 3."""
-    if (toy.step, toy.seat.rank, phase) == (3, 0, "exchange"):
+    if (toy.step, toy.assignment.rank, phase) == (3, 0, "exchange"):
         os.kill(toy.script.supervisor, signal.SIGTERM)
-        while not toy.member.page.stop:
+        while not toy.channel.page.stop:
             select.select([], [], [], PAUSE_S)
 
 
 def insists(toy: Toy, phase: str) -> None:
     """It sends another one, and does not end the step."""
     asks_to_end(toy, phase)
-    if (toy.step, toy.seat.rank, phase) == (3, 0, "exchange"):
+    if (toy.step, toy.assignment.rank, phase) == (3, 0, "exchange"):
         os.kill(toy.script.supervisor, signal.SIGTERM)
         while True:
             select.select([], [], [], PAUSE_S)
 
 
 def hands_over_and_dies(toy: Toy, phase: str) -> None:
-    """Rank 1 dies; when that is known, rank 0 hands its memory copy over and dies, too."""
-    if (toy.step, phase, toy.seat.generation) != (2, "forward", 1):
+    """Rank 1 dies; when that is known, rank 0 hands its snapshot over and dies, too."""
+    if (toy.step, phase, toy.assignment.generation) != (2, "forward", 1):
         return
-    while not toy.seat.rank and not (toy.script.directory / SAID).exists():
+    while not toy.assignment.rank and not (toy.script.directory / SAID).exists():
         select.select([], [], [], PAUSE_S)
-    if not toy.seat.rank:
-        copy = Copy.create(64, 64)
-        copy.write(b"2", [torch.zeros(4)])
-        toy.member.hand_over(copy)
+    if not toy.assignment.rank:
+        snapshot = Snapshot.create(64, 64)
+        snapshot.write(b"2", [torch.zeros(4)])
+        toy.channel.hand_over(snapshot)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,8 @@ from instep.events import Recorder
 from instep.mesh.device import marks_for
 from instep.mesh.join import init
 from instep.mesh.launch import launch
-from instep.models.transformer import GPT, GPTConfig
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
 from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.keys import initialize
 from instep.ordered.norm import clip_grad_norm_

@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from instep.train.folder import read_lines
-from instep.train.ledger import LEDGER
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 100  # below what pytest grants: a busy machine is slow

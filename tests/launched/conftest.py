@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.train import recipes
-from instep.train.toml import to_toml
+from instep.recipes import text_config
+from instep.run.toml import to_toml
 from tests.launched.command import train
 
 STEPS = 8
@@ -25,7 +25,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     text = path / "text"
     text.write_bytes(b"".join(hashlib.sha256(bytes([i])).hexdigest().encode() for i in range(256)))
     toml = path / "tiny.toml"
-    toml.write_text(to_toml(recipes.tiny()))
+    toml.write_text(to_toml(text_config.tiny()))
     return "--config", str(toml), "--data", str(text), "--steps", str(STEPS)
 
 

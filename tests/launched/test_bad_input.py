@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from instep.cli.exits import FAILED, INTERRUPTED, REJECTED, USAGE
-from instep.timeline.tape import FOLDER
-from instep.train.folder import CHECKPOINTS, CONFIG, SUMMARY, WORKERS
+from instep.cli.exit_codes import FAILED, INTERRUPTED, REJECTED, USAGE
+from instep.run.folder import CHECKPOINTS, CONFIG, SUMMARY, WORKERS
+from instep.timeline.trace_files import FOLDER
 from tests.launched.command import (
     INSTEP,
     PATIENCE_S,

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from instep.train.folder import FAULTS, SUMMARY, WORKERS, read_lines
-from instep.train.ledger import LEDGER
+from instep.run.folder import FAULTS, SUMMARY, WORKERS
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
 from tests.launched.command import TORCHRUN, instep, read_until, run, started_warm, steps_of, train
 from tests.launched.conftest import LONG, SLOWLY, STEPS
 
@@ -75,7 +76,7 @@ def test_four_faults_in_one_run_do_not_move_a_bit(
     ]
     recoveries = events(tmp_path / "run", "recovery")
     assert 1 <= len(recoveries) <= len(failures)
-    assert all(line["source"] in ("a survivor", "the memory copy") for line in recoveries)
+    assert all(line["source"] in ("a survivor", "the snapshot") for line in recoveries)
     assert ended.err.count("was killed by SIGKILL") == 3
     assert ended.out.count("state  sha256") == 1
     compared = instep("compare", "run", undisturbed, cwd=tmp_path)

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from instep.timeline.tape import FOLDER
-from instep.train.folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, WORKERS, read_lines
-from instep.train.ledger import LEDGER
+from instep.run.folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, WORKERS
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
+from instep.timeline.trace_files import FOLDER
 from tests.launched.command import read_until, started_warm, steps_of, train
 from tests.launched.conftest import LONG, SLOWLY, STEPS
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from instep.train.folder import METRICS, read_lines, workers
-from instep.train.ledger import LEDGER
+from instep.run.folder import METRICS, workers
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
 from tests.launched.command import Ended, instep, read_until, started_warm, train, tree
 from tests.launched.conftest import SLOWLY, STEPS
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from instep.checkpoint.load import newest, verify
-from instep.train.folder import CHECKPOINTS, FAULTS, read_lines
+from instep.run.folder import CHECKPOINTS, FAULTS
+from instep.run.jsonl import read_lines
 from tests.launched.command import train
 from tests.launched.conftest import STEPS
 from tests.launched.test_shard_stage import STAGE, assert_same_run, summary
@@ -36,7 +37,7 @@ def test_all_ranks_but_one_killed_at_once_are_replaced_from_the_copies(
     ended = train(*recipe, STAGE, 1, "-n", 3, "--run-dir", "run", *faults, cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "run", undisturbed)
-    assert set(sources(tmp_path / "run")) == {"the memory copies"}
+    assert set(sources(tmp_path / "run")) == {"the snapshot"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

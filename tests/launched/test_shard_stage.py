@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from instep.train.folder import SUMMARY, read_lines
-from instep.train.ledger import LEDGER
+from instep.run.folder import SUMMARY
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
 from tests.launched.command import steps_of, train
 from tests.launched.conftest import STEPS
 

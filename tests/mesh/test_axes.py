@@ -1,4 +1,4 @@
-"""Ranks on a grid: every rank has one place, and what does not multiply to the world is refused."""
+"""Ranks on a grid and slices of a flat tensor: every rank has one place, every slice the same length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.mesh.axes import Axes, resolve
+from instep.mesh.axes import Axes, resolve, round_up, slice_length
 
 GRID = resolve(8, pp=2, dp=2, tp=2)
 # The drawing in the module: rows of tp, blocks of pp.
@@ -111,3 +111,29 @@ def test_an_unknown_axis_is_refused_with_the_known_ones():
     for use in (GRID.size, GRID.partition, lambda axis: GRID.peers(axis, 0)):
         with pytest.raises(ValueError, match="no axis 'cp' in this mesh: expected one of pp, dp, shard, tp"):
             use("cp")
+
+
+counts = st.integers(0, 1 << 40)
+multiples = st.integers(1, 4096)
+
+
+@given(counts, multiples)
+@settings(deadline=None)
+def test_rounding_up_goes_to_the_next_multiple_and_no_further(number, multiple):
+    found = round_up(number, multiple)
+    assert found % multiple == 0
+    assert found - multiple < number <= found
+
+
+@given(counts, st.integers(1, 4096), multiples)
+@settings(deadline=None)
+def test_slices_hold_everything_and_no_shorter_ones_would(num_elements, parts, multiple):
+    length = slice_length(num_elements, parts, multiple)
+    assert length % multiple == 0
+    assert parts * length >= num_elements
+    shorter = length - multiple
+    assert shorter == 0 or parts * shorter < num_elements
+
+
+def test_a_slice_is_never_empty():
+    assert slice_length(0, 4, 16) == 16

@@ -1,16 +1,30 @@
-"""Which device and backend a rank gets, and waits that are cut into slices and lose nothing."""
+"""Which device and backend a rank gets, waits that lose nothing, and a GPU's work on the host's clock."""
 
 from __future__ import annotations
 
+import random
+import struct
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
 import torch
 
-from instep.mesh.device import Stream, choose, complete, default_backend, done_within, generators
+from instep.events import Recorder
+from instep.mesh import device
+from instep.mesh.device import (
+    Marks,
+    Stream,
+    choose,
+    complete,
+    default_backend,
+    done_within,
+    generators,
+    marks_for,
+)
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+CPU, CUDA, GPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 def test_a_rank_without_a_gpu_or_with_gloo_computes_on_the_cpu(monkeypatch):
@@ -125,3 +139,232 @@ def test_on_the_cpu_what_has_returned_has_happened():
         done.append("exchange")
     assert computed is None
     assert done == ["exchange"]
+
+
+US, MS, S, HOUR = 1_000, 1_000_000, 1_000_000_000, 3600 * 1_000_000_000
+LATENCY_NS = 6 * US  # of an event on an idle stream
+
+
+@dataclass
+class Gpu:
+    """A GPU whose streams work off what is issued, and whose clock is not the host's: times in host ns."""
+
+    now_ns: int = 10**15
+    drift: float = 0.0  # how much faster its clock goes
+    streams: list[FakeStream] = field(default_factory=list)
+    events: int = 0
+    waits: int = 0
+    capturing: bool = False
+
+    def now(self) -> int:
+        """Reading the host's clock takes a while."""
+        self.now_ns += 50
+        return self.now_ns
+
+    def sleep(self, ns: int) -> None:
+        self.now_ns += ns
+
+    @property
+    def computing(self) -> FakeStream:
+        return self.streams[0]
+
+    def clock_ms(self, host_ns: int) -> float:
+        return 123456.0 + (host_ns - 10**15) * (1 + self.drift) / 1e6
+
+
+@dataclass
+class FakeStream:
+    gpu: Gpu
+    busy_until_ns: int = 0
+
+    def compute(self, ns: int) -> tuple[int, int]:
+        """Issue work that takes ``ns``; when it will really run."""
+        start = max(self.gpu.now_ns, self.busy_until_ns)
+        self.busy_until_ns = start + ns
+        return start, self.busy_until_ns
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+
+    class FakeEvent:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+            gpu.events += 1
+
+        def record(self, stream: FakeStream) -> None:
+            assert not gpu.capturing
+            gpu.sleep(2 * US)
+            self.over_ns = max(gpu.now_ns + LATENCY_NS, stream.busy_until_ns)
+
+        def query(self) -> bool:
+            assert not gpu.capturing
+            gpu.sleep(US)
+            return gpu.now_ns >= self.over_ns
+
+        def synchronize(self) -> None:
+            gpu.now_ns = max(gpu.now_ns, self.over_ns)
+            gpu.sleep(5 * MS if gpu.waits == 0 else 3 * US)  # the first time, waking up takes longer
+            gpu.waits += 1
+
+        def elapsed_time(self, later: FakeEvent) -> float:
+            assert gpu.now_ns >= max(self.over_ns, later.over_ns), "device not ready"
+            ms = gpu.clock_ms(later.over_ns) - gpu.clock_ms(self.over_ns)
+            assert ms >= 0
+            return struct.unpack("f", struct.pack("f", ms))[0]
+
+    def stream(*_: object) -> FakeStream:
+        gpu.streams.append(FakeStream(gpu))
+        return gpu.streams[-1]
+
+    stream()
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: gpu.computing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    return gpu
+
+
+@pytest.fixture
+def marks(gpu: Gpu) -> Marks:
+    return Marks(CUDA, gpu.now)
+
+
+def span(gpu: Gpu, marks: Marks, what: object, ns: int) -> tuple[int, int]:
+    """Issue work of ``ns`` and mark it; when it really runs."""
+    begun = marks.begin()
+    ran = gpu.computing.compute(ns)
+    marks.end(begun, what)
+    return ran
+
+
+def near(found: int, expected: int, ns: int = 10 * US) -> bool:
+    return abs(found - expected) <= ns
+
+
+def test_a_span_lies_where_the_gpu_worked_and_not_where_it_was_issued(gpu, marks):
+    gpu.computing.compute(30 * MS)  # something before it
+    start, end = span(gpu, marks, "forward", 20 * MS)
+    gpu.sleep(100 * MS)
+    [(what, start_ns, end_ns)] = marks.settled()
+    assert what == "forward" and near(start_ns, start) and near(end_ns, end)
+    assert near(end_ns - start_ns, 20 * MS, 1 * US)
+    assert marks.settled() == []
+
+
+def test_what_goes_on_is_kept_and_told_later_in_order(gpu, marks):
+    names = ["forward", "backward", "update"]
+    ran = [span(gpu, marks, name, 10 * MS) for name in names]
+    told = []
+    for _ in range(8):
+        told.append(marks.settled())
+        gpu.sleep(5 * MS)
+    assert max(map(len, told)) == 1 and told[0] == []
+    spans = [span for found in told for span in found]
+    assert [what for what, *_ in spans] == names
+    for (_, start_ns, end_ns), (start, end) in zip(spans, ran, strict=True):
+        assert near(start_ns, start) and near(end_ns, end)
+
+
+def test_a_span_in_a_span_is_told_before_it_and_lies_inside(gpu, marks):
+    outer = marks.begin()
+    span(gpu, marks, "inner", 3 * MS)
+    gpu.computing.compute(2 * MS)
+    marks.end(outer, "outer")
+    gpu.sleep(10 * MS)
+    (inner, start, end), (outer, outer_start, outer_end) = marks.settled()
+    assert (inner, outer) == ("inner", "outer")
+    assert outer_start <= start < end < outer_end
+
+
+@pytest.mark.parametrize("drift", [-80e-6, 0.0, 80e-6])
+def test_after_hours_spans_still_lie_where_they_were(gpu, marks, drift):
+    gpu.drift = drift
+    began, worst, last_end = gpu.now_ns, 0, 0
+    draw = random.Random(0)
+    while gpu.now_ns < began + 3 * HOUR:
+        start, end = span(gpu, marks, "forward", 7 * MS)
+        gpu.sleep(draw.randrange(100 * MS, 900 * MS))
+        [(_, start_ns, end_ns)] = marks.settled()
+        worst = max(worst, abs(start_ns - start), abs(end_ns - end))
+        assert near(end_ns - start_ns, end - start, 10 * US)
+        assert start_ns > last_end
+        last_end = end_ns
+    # A GPU's clock that went alone would be 0.86 s off by now.
+    assert worst < 80e-6 * 2 * S + 20 * US
+
+
+def test_a_gpu_whose_idle_stream_has_to_wait_too_times_on_by_its_own_clock(gpu, marks):
+    [aside] = gpu.streams[1:]
+    worst = 0
+    for _ in range(2000):
+        start, end = span(gpu, marks, "forward", 10 * MS)
+        gpu.sleep(50 * MS)
+        aside.busy_until_ns = gpu.now_ns + 40 * MS  # in line behind other work
+        [(_, start_ns, end_ns)] = marks.settled()
+        worst = max(worst, abs(start_ns - start), abs(end_ns - end))
+    assert worst < 30 * US
+
+
+def test_nobody_waits_once_it_has_begun(gpu, marks):
+    before, gpu.waits = gpu.waits, 0
+    assert before > 0
+    for _ in range(50):
+        for aside in gpu.streams[1:]:
+            aside.busy_until_ns = gpu.now_ns + S
+        span(gpu, marks, "forward", 400 * MS)
+        asked = gpu.now_ns
+        marks.settled()
+        assert gpu.now_ns - asked < 0.3 * MS
+        gpu.sleep(100 * MS)
+    assert gpu.waits == 0
+
+
+def test_events_are_used_again(gpu, marks):
+    def steps(num: int) -> int:
+        for _ in range(num):
+            for name in ("forward", "backward", "update"):
+                span(gpu, marks, name, MS)
+            gpu.sleep(5 * MS)
+            assert len(marks.settled()) == 3
+        return gpu.events
+
+    assert steps(20) == steps(100)  # in less than a second, so with one base
+
+
+def test_marks_that_nobody_asks_for_do_not_pile_up(gpu, marks, monkeypatch):
+    monkeypatch.setattr(device, "MAX_MARKED", 5)
+    marks = Marks(CUDA, gpu.now)
+    for number in range(12):
+        span(gpu, marks, number, MS)
+    gpu.sleep(S)
+    assert [what for what, *_ in marks.settled()] == [7, 8, 9, 10, 11]
+
+
+def test_nothing_is_marked_or_asked_while_a_graph_is_captured(gpu, marks):
+    span(gpu, marks, "before", MS)
+    gpu.sleep(2 * S)
+    gpu.capturing = True
+    assert marks.begin() is None
+    assert marks.settled() == []
+    gpu.capturing = False
+    assert [what for what, *_ in marks.settled()] == ["before"]
+
+
+def test_a_recorder_has_the_device_s_work_on_its_lane_and_the_issuing_on_the_host_s(gpu, marks):
+    recorder = Recorder()
+    recorder.marks = marks
+    recorder.begin_step(4)
+    with recorder.span("backward", lane="compute", leaf=2):
+        start, end = gpu.computing.compute(20 * MS)
+    gpu.sleep(30 * MS)
+    recorder.end_step()
+    issued, done = (event for event in recorder.of_step(4) if event.name == "backward")
+    assert (issued.lane, issued.leaf, done.lane, done.leaf) == ("host", 2, "compute", 2)
+    assert near(done.start_ns, start) and near(done.end_ns, end)
+
+
+def test_a_cpu_needs_no_marks_and_a_gpu_gets_them(gpu):
+    assert marks_for(CPU) is None
+    assert isinstance(marks_for(CUDA), Marks)

@@ -1,4 +1,4 @@
-"""A world that meets on its own needs no default group, and can end and be made again whoever has died."""
+"""A world that meets on its own needs no default group, and can end and be made again after a death."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import nn
 
 import instep
 from instep.errors import PeerLost
-from instep.mesh import current
-from instep.mesh.exits import RankFailed
-from instep.mesh.groups import _lost
+from instep.mesh import mesh as current
 from instep.mesh.join import meet
 from instep.mesh.launch import launch
-from instep.mesh.place import detect
-from instep.ordered.exchange import Exchange
+from instep.mesh.launch_environment import detect
+from instep.mesh.process_group import _lost
+from instep.mesh.rank_process import RankFailed
+from instep.ordered.exchange import OrderedAllReduce
 
 PATIENCE_S = 30
 SOON_S = PATIENCE_S / 3  # far above a slice of a wait, for a busy machine
@@ -31,12 +31,12 @@ LEAVES = 6
 
 
 def test_one_rank_meets_itself():
-    before = current.registered()
+    before = current.registered_mesh()
     mesh = meet(None, 0, 1)
-    assert current.registered() is mesh
+    assert current.registered_mesh() is mesh
     assert (mesh.world.size, mesh.world.pg, mesh.device.type) == (1, None, "cpu")
     mesh.close()
-    assert current.registered() is None
+    assert current.registered_mesh() is None
     current.get.register_mesh(before)
 
 
@@ -109,7 +109,7 @@ def be_killed_in_the_exchange(directory: Path) -> None:
         (directory / "died").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Exchange._ordered = deadly  # type: ignore[method-assign]
+    OrderedAllReduce._ordered = deadly  # type: ignore[method-assign]
 
 
 def survive(directory: Path, backend: str) -> None:

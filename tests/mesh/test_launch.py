@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.mesh.exits import RankFailed
 from instep.mesh.join import init
 from instep.mesh.launch import launch
-from instep.mesh.place import Place, detect
+from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.mesh.rank_process import RankFailed
 
 PATIENCE_S = 60
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,9 @@ def test_every_rank_finds_its_place_and_the_launcher_s_world(tmp_path, monkeypat
     found = reports(tmp_path)
     store = found[0]["place"]["store_file"]
     for rank, facts in enumerate(found):
-        assert Place(**facts["place"]) == Place(rank, 2, rank, 2, "instep", store_file=store)
+        assert LaunchEnvironment(**facts["place"]) == LaunchEnvironment(
+            rank, 2, rank, 2, "instep", store_file=store
+        )
         assert facts["pid"] == facts["session"] == pids[rank]
         assert facts["mode"] == 0o700
         assert facts["threads"] == 2

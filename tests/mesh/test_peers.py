@@ -1,4 +1,4 @@
-"""Who lives is told from who died, and a wait that ends badly says who is missing from what."""
+"""Living processes are told from dead ones, and a wait that ends badly says who is missing from what."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from instep.errors import PeerLost
 from instep.mesh import peers
-from instep.mesh.board import Board
-from instep.mesh.flight import AFTER, IN, Flight, Row
-from instep.mesh.peers import RECORD_BYTES, Peer, Peers, lives, myself
+from instep.mesh.debug_server import StatusStore
+from instep.mesh.hang_report import AFTER, IN, FlightRecorder, StatusRow
+from instep.mesh.peers import RECORD_BYTES, Peer, Peers, is_alive, own_peer
 
-ME = myself(0)
+ME = own_peer(0)
 OPERATION = "the exchange of bucket 3"
 
 
@@ -48,14 +48,17 @@ def ended_but_not_reaped(process: subprocess.Popen) -> None:
 
 
 def a_table(
-    *others: Peer, timeout_s: float = 0.05, board: Board | None = None, flight: Flight | None = None
+    *others: Peer,
+    timeout_s: float = 0.05,
+    status_store: StatusStore | None = None,
+    flight: FlightRecorder | None = None,
 ) -> Peers:
-    return Peers([ME, *others], ME, timeout_s, board or Board(None, ""), flight)
+    return Peers([ME, *others], ME, timeout_s, status_store or StatusStore(None, ""), flight)
 
 
-def in_operation(number: int = 1) -> Flight:
+def in_operation(number: int = 1) -> FlightRecorder:
     """A rank that has come to ``OPERATION`` as its ``number``-th."""
-    flight = Flight(0)
+    flight = FlightRecorder(0)
     for _ in range(number):
         flight.begin(OPERATION)
     return flight
@@ -100,9 +103,9 @@ def test_a_host_name_that_does_not_fit_is_an_error():
 
 
 def test_this_process_lives_and_is_itself():
-    assert lives(ME)
+    assert is_alive(ME)
     assert ME.pid == os.getpid()
-    assert myself(5) == replace(ME, rank=5)
+    assert own_peer(5) == replace(ME, rank=5)
 
 
 def test_the_start_time_is_that_of_the_process():
@@ -117,24 +120,24 @@ def test_the_start_time_is_that_of_the_process():
 def test_a_process_that_ended_does_not_live_not_even_as_a_zombie(reaped):
     with a_child() as process:
         peer = peer_of(process)
-        assert lives(peer)
+        assert is_alive(peer)
         ended_but_not_reaped(process)
         if reaped:
             process.wait()
-        assert not lives(peer)
+        assert not is_alive(peer)
 
 
 def test_a_stranger_with_the_same_id_is_not_the_peer():
     with a_child() as process:
         peer = peer_of(process)
-        assert not lives(replace(peer, start_time=peer.start_time - 1))
+        assert not is_alive(replace(peer, start_time=peer.start_time - 1))
 
 
 def test_a_name_with_brackets_and_blanks_does_not_confuse(tmp_path):
     program = tmp_path / "a) Z 1 (b"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
     with a_child(program) as process:
-        assert lives(peer_of(process))
+        assert is_alive(peer_of(process))
         assert peer_of(process).start_time > ME.start_time
 
 
@@ -151,25 +154,27 @@ def test_only_processes_that_can_be_seen_from_here_can_be_seen_to_be_dead():
 
 
 def test_a_short_wait_leaves_no_notice():
-    board = Board(dist.HashStore(), "dp/0")
-    a_table(absent(1), board=board).wait(Work(0), OPERATION)
-    assert board.read(0) is None
+    status_store = StatusStore(dist.HashStore(), "dp/0")
+    a_table(absent(1), status_store=status_store).wait(Work(0), OPERATION)
+    assert status_store.read(0) is None
 
 
 def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
     monkeypatch.setattr(peers, "POST_S", 0.0)
-    board = Board(dist.HashStore(), "dp/0")
+    status_store = StatusStore(dist.HashStore(), "dp/0")
     seen = []
 
     class Watched(Work):
         def wait(self, timeout: timedelta | None = None) -> bool:
-            row = board.read(0)
+            row = status_store.read(0)
             seen.append(row and (row.status, row.operation, row.number))
             return super().wait(timeout)
 
-    a_table(absent(1), timeout_s=60, board=board, flight=in_operation(3)).wait(Watched(2), OPERATION)
+    a_table(absent(1), timeout_s=60, status_store=status_store, flight=in_operation(3)).wait(
+        Watched(2), OPERATION
+    )
     assert seen == [None, (IN, OPERATION, 3), (IN, OPERATION, 3)]
-    posted = board.read(0)
+    posted = status_store.read(0)
     assert posted is not None
     assert (posted.status, posted.operation) == (AFTER, OPERATION)
     assert "test_peers.py" in posted.site
@@ -177,7 +182,7 @@ def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
 
 def test_a_wait_that_is_no_operation_of_all_ranks_is_shown_while_it_lasts(monkeypatch):
     monkeypatch.setattr(peers, "POST_S", 0.0)
-    flight = Flight(0)
+    flight = FlightRecorder(0)
     seen = []
 
     class Watched(Work):
@@ -229,14 +234,20 @@ def test_a_rank_that_dies_while_others_wait_is_found():
 
 
 def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
-    board = Board(dist.HashStore(), "dp/0")
-    board.post(Row(1, IN, OPERATION, 5))
-    board.post(Row(2, IN, "the exchange of bucket 4", 5))
-    board.post(Row(3, AFTER, "the exchange of bucket 2", 4))
-    board.post(Row(5, AFTER, "the exchange of bucket 4", 6))
+    status_store = StatusStore(dist.HashStore(), "dp/0")
+    status_store.post(StatusRow(1, IN, OPERATION, 5))
+    status_store.post(StatusRow(2, IN, "the exchange of bucket 4", 5))
+    status_store.post(StatusRow(3, AFTER, "the exchange of bucket 2", 4))
+    status_store.post(StatusRow(5, AFTER, "the exchange of bucket 4", 6))
     hidden = [replace(ME, rank=rank, host="another") for rank in (1, 2, 3, 5)]
     with a_child() as process:
-        table = a_table(*hidden[:3], peer_of(process, rank=4), hidden[3], board=board, flight=in_operation(5))
+        table = a_table(
+            *hidden[:3],
+            peer_of(process, rank=4),
+            hidden[3],
+            status_store=status_store,
+            flight=in_operation(5),
+        )
         began = time.monotonic()
         with pytest.raises(PeerLost) as lost:
             table.wait(Work(float("inf")), OPERATION)
@@ -275,22 +286,24 @@ def test_a_sentence_names_a_few_of_many():
 
 
 def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed():
-    board = Board(dist.HashStore(), "dp/0")
-    silent = Flight(1)
+    status_store = StatusStore(dist.HashStore(), "dp/0")
+    silent = FlightRecorder(1)
     silent.begin("the exchange of bucket 2")
     silent.end()
-    near = replace(myself(1, silent), rank=1)
+    near = replace(own_peer(1, silent), rank=1)
     far = replace(ME, rank=2, host="another")
     with pytest.raises(PeerLost):
-        a_table(near, far, board=board, flight=in_operation()).wait(Work(float("inf")), OPERATION)
-    posted = board.read(1)
+        a_table(near, far, status_store=status_store, flight=in_operation()).wait(
+            Work(float("inf")), OPERATION
+        )
+    posted = status_store.read(1)
     assert posted is not None
     assert (posted.status, posted.operation, posted.number) == (AFTER, "the exchange of bucket 2", 1)
     assert any("test_who_waits_speaks" in line for line in posted.stack)
-    assert board.read(2) is None
+    assert status_store.read(2) is None
 
 
-def test_without_a_board_all_others_may_be_the_absent_ones():
+def test_without_a_status_store_all_others_may_be_the_absent_ones():
     with pytest.raises(PeerLost) as lost:
         a_table(absent(1), absent(2)).wait(Work(float("inf")), OPERATION)
     assert lost.value.ranks == (1, 2)

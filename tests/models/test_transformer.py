@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from instep.models.transformer import GPT, Block, Embedding, GPTConfig, Head, num_parameters
+from instep.models.config import GPTConfig, num_parameters
+from instep.models.transformer import GPT, Block, Embedding, Head
 
 TINY: dict[str, Any] = {"vocab_size": 32, "context": 8, "layers": 2, "width": 16, "heads": 2}
 

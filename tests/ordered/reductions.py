@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from instep.events import Recorder
-from instep.mesh.group import Group
+from instep.mesh.process_group import Group
 from instep.ordered.buckets import Allocate, Bucket, flat_real, make_buckets
-from instep.ordered.exchange import Exchange
+from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import VERSION, Header
 from tests.ordered.trees import tree_sum
 
@@ -51,7 +51,7 @@ def reduces_like_one_process(reduce: Reduce, group: Group, leaves: Leaves) -> bo
 def ordered_exchange(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
     """What instep does."""
     bucket = filled_bucket(group, own, sum(map(len, leaves)))
-    exchange = Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
     exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
     return content(bucket)
 

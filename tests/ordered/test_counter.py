@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from instep.ordered.counter import Counter
+from instep.ordered.buckets import TreeAccumulator
 from tests.ordered.trees import left_fold, maximal_nodes, rounded, tree_sum
 
 NUM_ELEMENTS = 5
@@ -30,7 +30,7 @@ class Memory:
         return torch.empty(NUM_ELEMENTS)
 
 
-def push_all(counter: Counter, leaves: dict[int, Tensor], num_leaves: int) -> None:
+def push_all(counter: TreeAccumulator, leaves: dict[int, Tensor], num_leaves: int) -> None:
     counter.reset(num_leaves)
     for leaf, gradient in leaves.items():
         buffer = counter.open()
@@ -51,7 +51,7 @@ def test_partial_sums_have_the_bits_of_the_tree(num_leaves, data, seed):
     own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
     gradients = drawn(num_leaves, seed)
     memory = Memory()
-    counter = Counter(memory.home, memory.spare)
+    counter = TreeAccumulator(memory.home, memory.spare)
     push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, num_leaves)
     assert [node for node, _ in counter.roots] == maximal_nodes(set(own), num_leaves)
     for (lo, hi), value in counter.roots:
@@ -62,7 +62,7 @@ def test_partial_sums_have_the_bits_of_the_tree(num_leaves, data, seed):
 def test_a_whole_tree_takes_log2_plus_one_buffers(num_leaves):
     memory = Memory()
     gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
-    push_all(Counter(memory.home, memory.spare), gradients, num_leaves)
+    push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves)
     assert memory.num_buffers == math.floor(math.log2(num_leaves)) + 1
 
 
@@ -70,7 +70,7 @@ def test_a_range_that_straddles_nodes_takes_at_most_twice_as_many():
     for lo, hi in combinations(range(33), 2):
         memory = Memory()
         gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(lo, hi)}
-        push_all(Counter(memory.home, memory.spare), gradients, 32)
+        push_all(TreeAccumulator(memory.home, memory.spare), gradients, 32)
         assert memory.num_buffers <= 2 * (math.floor(math.log2(hi - lo)) + 1)
 
 
@@ -79,7 +79,7 @@ def test_a_range_that_straddles_nodes_takes_at_most_twice_as_many():
 def test_the_leftmost_partial_sum_is_always_at_home(num_leaves, data):
     own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
     memory = Memory()
-    counter = Counter(memory.home, memory.spare)
+    counter = TreeAccumulator(memory.home, memory.spare)
     counter.reset(num_leaves)
     for leaf in own:
         counter.push(leaf, counter.open())
@@ -90,7 +90,7 @@ def test_the_leftmost_partial_sum_is_always_at_home(num_leaves, data):
 
 def test_a_later_step_needs_no_further_memory_even_after_one_that_was_given_up():
     memory = Memory()
-    counter = Counter(memory.home, memory.spare)
+    counter = TreeAccumulator(memory.home, memory.spare)
     gradients = {leaf: torch.ones(NUM_ELEMENTS) for leaf in range(1, 7)}
     push_all(counter, gradients, 8)
     needed = memory.num_buffers
@@ -104,7 +104,7 @@ def test_a_later_step_needs_no_further_memory_even_after_one_that_was_given_up()
 
 def test_a_fresh_step_forgets_the_one_before():
     memory = Memory()
-    counter = Counter(memory.home, memory.spare)
+    counter = TreeAccumulator(memory.home, memory.spare)
     push_all(counter, {0: torch.full((NUM_ELEMENTS,), 7.0), 1: torch.ones(NUM_ELEMENTS)}, 2)
     push_all(counter, {0: torch.ones(NUM_ELEMENTS)}, 2)
     assert [(node, value.tolist()) for node, value in counter.roots] == [((0, 1), [1.0] * NUM_ELEMENTS)]
@@ -113,7 +113,7 @@ def test_a_fresh_step_forgets_the_one_before():
 def test_unordered_partial_sums_are_a_left_fold_as_in_grad():
     gradients = drawn(7, seed=0)
     memory = Memory()
-    counter = Counter(memory.home, memory.spare, ordered=False)
+    counter = TreeAccumulator(memory.home, memory.spare, ordered=False)
     push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in range(7)}, 7)
     ((node, value),) = counter.roots
     assert node == (0, 7)

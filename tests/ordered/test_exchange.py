@@ -13,9 +13,9 @@ from torch import Tensor
 from instep.errors import Desync
 from instep.events import Recorder
 from instep.memory import allocate
-from instep.mesh.group import Group
+from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket
-from instep.ordered.exchange import Exchange
+from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.tree import rank_major, round_major
 from tests.ordered.reductions import (
     NUM_ELEMENTS,
@@ -97,7 +97,9 @@ def exchanged(group: Group, leaves: Leaves, weights: list[int] | None = None, **
     own = {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}
     bucket = filled_bucket(group, own, len(gradients), **how)
     weight = len(own) if weights is None else weights[group.rank]
-    exchange = Exchange(group, Recorder(), ordered=how.get("ordered", True), max_parameters=len(SHAPES))
+    exchange = OrderedAllReduce(
+        group, Recorder(), ordered=how.get("ordered", True), max_parameters=len(SHAPES)
+    )
     exchange.run(bucket, header_for(bucket, leaves, weight), leaves)
     return bucket
 
@@ -116,7 +118,7 @@ def reduces_where_buckets_lie(mesh, leaves: Leaves, num_private: int):
     own = {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}
     memory = allocate if group.rank < num_private else group.allocate
     bucket = filled_bucket(group, own, num_leaves, memory=memory)
-    exchange = Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
     exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
     assert content(bucket).numpy().tobytes() == one_process(gradients, num_leaves).tobytes()
     assert bool(exchange._scratch) is (num_private > 0)
@@ -141,7 +143,7 @@ def test_double_precision_stays_double(mesh):
 @world(2)
 def test_one_exchange_serves_large_and_small_buckets_in_turn(mesh):
     group = mesh.world.group
-    exchange = Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
     for num_leaves, dtype in [(7, "float32"), (2, "float32"), (3, "float64"), (13, "float32")]:
         leaves = rank_major(num_leaves, 2)
         gradients = drawn_gradients(num_leaves, dtype)
@@ -168,7 +170,7 @@ def test_a_leaf_without_a_gradient_leaves_even_the_sign_of_zero_alone(mesh):
     special = torch.tensor([0.0, -0.0, 1e-45, -1.5, float("inf"), 3.0]).repeat(NUM_ELEMENTS)[:NUM_ELEMENTS]
     own = torch.full_like(special, -0.0) if group.rank == 1 else special
     bucket = filled_bucket(group, {group.rank: own}, 3)
-    Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES)).run(
+    OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES)).run(
         bucket, header_for(bucket, leaves, 1 if group.rank == 0 else 0), leaves
     )
     assert content(bucket).view(torch.int32).tolist() == (special + special).view(torch.int32).tolist()
@@ -196,7 +198,7 @@ def test_an_unordered_rank_without_leaves_adds_nothing_of_an_earlier_step(mesh):
     bucket = filled_bucket(group, own, 2, ordered=False)
     if not own:
         bucket.home.fill_(7)
-    exchange = Exchange(group, Recorder(), ordered=False, max_parameters=len(SHAPES))
+    exchange = OrderedAllReduce(group, Recorder(), ordered=False, max_parameters=len(SHAPES))
     exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
     assert content(bucket).numpy().tobytes() == one_process(gradients, 2).tobytes()
 
@@ -207,7 +209,7 @@ def test_everybody_learns_who_had_a_gradient_for_what(mesh):
     bucket = filled_bucket(group, {group.rank: torch.ones(NUM_ELEMENTS)}, 3)
     for k, slot in enumerate(bucket.slots):
         slot.present = k == group.rank or k == 3
-    Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES)).run(
+    OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES)).run(
         bucket, header_for(bucket, leaves, 1), leaves
     )
     assert bucket.presence == [
@@ -217,11 +219,11 @@ def test_everybody_learns_who_had_a_gradient_for_what(mesh):
     ]
 
 
-def ready(group: Group) -> tuple[Exchange, Bucket, Leaves, Tensor]:
+def ready(group: Group) -> tuple[OrderedAllReduce, Bucket, Leaves, Tensor]:
     """All for an exchange of one leaf a rank, and what this rank's bucket holds before it."""
     leaves = rank_major(group.size, group.size)
     bucket = filled_bucket(group, {group.rank: torch.full((NUM_ELEMENTS,), 1.0 + group.rank)}, group.size)
-    exchange = Exchange(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
     return exchange, bucket, leaves, bucket.home.clone()
 
 
@@ -278,7 +280,7 @@ def test_agreeing_and_exchanging_are_recorded(mesh):
     assert queued.end_ns <= agree.start_ns <= agree.end_ns <= exchanged.start_ns
 
 
-def waits(exchange: Exchange) -> list[int]:
+def waits(exchange: OrderedAllReduce) -> list[int]:
     """For whom this rank has waited."""
     return [event.peer for event in exchange.recorder.events if event.name == "wait"]
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.hash import Entry
-from instep.ordered.sample import sampled_blocks
+from instep.ordered.hash import Entry, sampled_blocks
 
 B = BLOCK_ELEMENTS
 

@@ -9,20 +9,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from instep.models.transformer import GPT, GPTConfig
-from instep.step.leaves import Leaf
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.step.micro_batches import MicroBatch
 from tests.parity import Training, momentum, numbers
 
 WIDTH = 6
 
 
-def data(leaf: Leaf, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The micro-batch of a leaf, (4, WIDTH)."""
-    return numbers(4, WIDTH, key=f"step {step} leaf {leaf.index}", dtype=dtype)
+def data(micro_batch: MicroBatch, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The micro-batch of a micro_batch, (4, WIDTH)."""
+    return numbers(4, WIDTH, key=f"step {step} leaf {micro_batch.index}", dtype=dtype)
 
 
-def mean_square(model: nn.Module, leaf: Leaf, step: int) -> None:
-    model(data(leaf, step)).square().mean().backward()
+def mean_square(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    model(data(micro_batch, step)).square().mean().backward()
 
 
 class Dense(nn.Module):
@@ -53,8 +54,8 @@ class Tied(nn.Module):
         return self.out(torch.tanh(self.middle(self.tokens(tokens) + self.positions)))
 
 
-def next_token(model: nn.Module, leaf: Leaf, step: int) -> None:
-    tokens = (data(leaf, step)[:, 0].abs() * 100).long() % 11  # (4,)
+def next_token(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    tokens = (data(micro_batch, step)[:, 0].abs() * 100).long() % 11  # (4,)
     F.cross_entropy(model(tokens), tokens.flip(0)).backward()
 
 
@@ -74,22 +75,23 @@ class Twice(nn.Module):
         return self.shared(x)
 
 
-def used_on_odd_leaves(model: nn.Module, leaf: Leaf, step: int) -> None:
-    model(data(leaf, step), leaf.index % 2 == 1).square().mean().backward()
+def used_on_odd_leaves(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    model(data(micro_batch, step), micro_batch.index % 2 == 1).square().mean().backward()
 
 
-def used_on_the_last_leaf(model: nn.Module, leaf: Leaf, step: int) -> None:
-    model(data(leaf, step), leaf.index == leaf.num_leaves - 1).square().mean().backward()
+def used_on_the_last_leaf(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    is_last = micro_batch.index == micro_batch.num_micro_batches - 1
+    model(data(micro_batch, step), is_last).square().mean().backward()
 
 
-def three_forwards(model: nn.Module, leaf: Leaf, step: int) -> None:
-    x = data(leaf, step)
+def three_forwards(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    x = data(micro_batch, step)
     outputs = [model(x), model(-x), model(2 * x)]
     (outputs[0] * outputs[1] - outputs[2]).square().mean().backward()
 
 
-def two_backwards(model: nn.Module, leaf: Leaf, step: int) -> None:
-    x = data(leaf, step)
+def two_backwards(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    x = data(micro_batch, step)
     model(x).square().mean().backward()
     (0.5 * model(x).exp().mean()).backward()
 
@@ -112,16 +114,16 @@ class Segments(nn.Module):
         return self.last(x)
 
 
-def sum_over_tokens(model: nn.Module, leaf: Leaf, step: int) -> None:
-    leaf.weight = (5 * leaf.index + step) % 4  # 0 for some
-    x = data(leaf, step)[: leaf.weight]
+def sum_over_tokens(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    micro_batch.weight = (5 * micro_batch.index + step) % 4  # 0 for some
+    x = data(micro_batch, step)[: micro_batch.weight]
     model(x).square().sum().backward()
 
 
-def nothing_on_some_leaves(model: nn.Module, leaf: Leaf, step: int) -> None:
-    leaf.weight = 3 * (leaf.index % 3)
-    if leaf.weight:
-        model(data(leaf, step)[: leaf.weight]).square().sum().backward()
+def nothing_on_some_leaves(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    micro_batch.weight = 3 * (micro_batch.index % 3)
+    if micro_batch.weight:
+        model(data(micro_batch, step)[: micro_batch.weight]).square().sum().backward()
 
 
 class Images(nn.Module):
@@ -137,8 +139,8 @@ class Images(nn.Module):
         return self.out(self.features(x.contiguous(memory_format=torch.channels_last)).mean((2, 3)))
 
 
-def images(model: nn.Module, leaf: Leaf, step: int) -> None:
-    x = numbers(2, 3, 7, 7, key=f"images {step} {leaf.index}")
+def images(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    x = numbers(2, 3, 7, 7, key=f"images {step} {micro_batch.index}")
     model(x).square().mean().backward()
 
 
@@ -160,9 +162,9 @@ class Mixed(nn.Module):
         return (x * self.phase).abs() * self.scale + self.nothing.sum()
 
 
-def autocast(model: nn.Module, leaf: Leaf, step: int) -> None:
+def autocast(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(data(leaf, step)).float().square().mean()
+        loss = model(data(micro_batch, step)).float().square().mean()
     loss.backward()
 
 
@@ -174,8 +176,8 @@ def gpt(dropout: float = 0.0, checkpointed: bool = False) -> GPT:
     )
 
 
-def text(model: nn.Module, leaf: Leaf, step: int) -> None:
-    tokens = (numbers(3, 9, key=f"text {step} {leaf.index}").abs() * 1000).long() % 17
+def text(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    tokens = (numbers(3, 9, key=f"text {step} {micro_batch.index}").abs() * 1000).long() % 17
     logits = model(tokens[:, :-1].contiguous())
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
@@ -210,12 +212,12 @@ PLAIN = {
 }
 
 
-def requires_input(model: nn.Module, leaf: Leaf, step: int) -> None:
-    model(data(leaf, step).requires_grad_()).square().mean().backward()
+def requires_input(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    model(data(micro_batch, step).requires_grad_()).square().mean().backward()
 
 
-def look_up(model: nn.Module, leaf: Leaf, step: int) -> None:
-    tokens = (data(leaf, step)[:, 0].abs() * 100).long() % 11
+def look_up(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    tokens = (data(micro_batch, step)[:, 0].abs() * 100).long() % 11
     model(tokens).square().mean().backward()
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
-from instep.replicate.keywords import NO_EFFECT, REFUSED
-from instep.replicate.wrapper import DataParallel
+from instep.replicate.wrapper import NO_EFFECT, REFUSED, DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Mixed, Twice
 from tests.replicate.replicas import assert_mean_gradients, equal_everywhere, gradients, samples, square
@@ -37,32 +36,32 @@ DIFFERENCES = {
     "name": (
         [("a", nn.Linear(2, 2))],
         [("b", nn.Linear(2, 2))],
-        r"entry 0: parameter 'a.weight', .* on rank 0, but parameter 'b.weight', .* on rank 1",
+        r"parameter 'a.weight', .* on rank 0, but parameter 'b.weight', .* on rank 1",
     ),
     "order": (
         [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))],
         [("b", nn.Linear(2, 2)), ("a", nn.Linear(2, 2))],
-        r"'a.weight'.* on rank 0, but .*'b.weight'.* on rank 1",
+        r"parameter 'a.weight'.* on rank 0, but .*'b.weight'.* on rank 1",
     ),
     "shape": (
         [("a", nn.Linear(2, 3))],
         [("a", nn.Linear(3, 2))],
-        r"shape \(3, 2\), .* on rank 0, but .* shape \(2, 3\)",
+        r"parameter 'a.weight', shape \(3, 2\), .* on rank 0, but .* shape \(2, 3\), .* on rank 1",
     ),
     "dtype": (
         [("a", nn.Linear(2, 2))],
         [("a", nn.Linear(2, 2).double())],
-        r"float32.* on rank 0, but .*float64.* on rank 1",
+        r"parameter 'a.weight', .*float32.* on rank 0, but .*float64.* on rank 1",
     ),
     "requires_grad": (
         [("a", nn.Linear(2, 2))],
         [("a", frozen(nn.Linear(2, 2)))],
-        r"requires_grad=True on rank 0, but .*requires_grad=False on rank 1",
+        r"parameter 'a.weight', .*requires_grad=True on rank 0, but .*requires_grad=False on rank 1",
     ),
     "one more": (
         [("a", nn.Linear(2, 2))],
         [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))],
-        r"entry 2: nothing on rank 0, but parameter 'b.weight'",
+        r"nothing on rank 0, but parameter 'b.weight', .* on rank 1",
     ),
     "buffer": (
         [("a", nn.BatchNorm1d(2))],
@@ -77,8 +76,10 @@ DIFFERENCES = {
 def test_models_that_differ_are_refused_on_all_ranks_by_the_first_difference(mesh: Mesh, kind: str) -> None:
     first, other, message = DIFFERENCES[kind]
     module = module_of(*(first if mesh.rank == 0 else other))
-    with pytest.raises(ValueError, match=message):
+    match = f"^the ranks differ in models: {message}: build the same modules in the same order$"
+    with pytest.raises(ValueError, match=match) as caught:
         DataParallel(module, process_group=mesh)
+    assert getattr(caught.value, "told", False) is (mesh.rank != 0)  # so that one reports it
 
 
 # What rank 0 says and the others: they would start different operations, or draw other random numbers.
@@ -97,7 +98,7 @@ OPTIONS = {
 @world(2)
 def test_options_that_differ_are_refused_on_all_ranks(mesh: Mesh, name: str) -> None:
     first, other = OPTIONS[name]
-    message = rf"with different options: entry \d: {name}={first!r} on rank 0, but {name}=.* on rank 1"
+    message = rf"^the ranks differ in options: {name}={first!r} on rank 0, but {name}=.* on rank 1: pass the"
     with pytest.raises(ValueError, match=message):
         DataParallel(Dense(), process_group=mesh, **{name: other if mesh.rank else first})
 
@@ -142,8 +143,10 @@ def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> N
         with pytest.raises(error, match=f"^{message}"):
             DataParallel(make(), process_group=mesh, **options)
     else:
-        with pytest.raises(ValueError, match=f"^rank 1: {message}"):
+        kind = "" if error is ValueError else f"{error.__name__}: "
+        with pytest.raises(ValueError, match=f"^rank 1: {kind}{message}") as caught:
             DataParallel(Dense(), process_group=mesh)
+        assert f"rank 1 raised {error.__name__} in the preparation of models" in caught.value.__notes__[0]
     model = DataParallel(filled(Dense()), process_group=mesh)  # all can go on
     square(model, mesh.rank).backward()
     assert_mean_gradients(mesh, model.module, square)

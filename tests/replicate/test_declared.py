@@ -19,8 +19,8 @@ NUM_LEAVES = 4
 
 
 def step(model: DataParallel, num_leaves: int = NUM_LEAVES) -> None:
-    for leaf in model.micro_batches(num_leaves):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(num_leaves):
+        mean_square(model, micro_batch, 0)
 
 
 def alone(module: nn.Module) -> DataParallel:
@@ -78,8 +78,8 @@ def test_a_loss_over_several_micro_batches_is_refused(mesh: Mesh) -> None:
     losses = []
 
     def forward_alone() -> None:
-        for leaf in model.micro_batches(NUM_LEAVES):
-            losses.append(model(data(leaf, 0)).square().mean())
+        for micro_batch in model.micro_batches(NUM_LEAVES):
+            losses.append(model(data(micro_batch, 0)).square().mean())
 
     with pytest.raises(ValueError, match=rf"micro-batch {2 * mesh.rank} ended without a gradient.*once per"):
         forward_alone()
@@ -97,8 +97,8 @@ def test_backward_into_another_micro_batch_is_refused(mesh: Mesh) -> None:
     kept = []
 
     def backward_through_all_so_far() -> None:
-        for leaf in model.micro_batches(NUM_LEAVES):
-            kept.append(model(data(leaf, 0)).square().mean())
+        for micro_batch in model.micro_batches(NUM_LEAVES):
+            kept.append(model(data(micro_batch, 0)).square().mean())
             sum(kept).backward(retain_graph=True)
 
     with pytest.raises(ValueError, match=r"backward in micro-batch \d went into .* micro-batch \d"):
@@ -118,10 +118,10 @@ def test_a_gradient_left_over_is_refused() -> None:
 @pytest.mark.parametrize("weight", [-1, 2.0, True, torch.tensor(3)])
 def test_a_weight_is_a_count(weight: object) -> None:
     model = alone(filled(Dense()))
-    leaf = next(loop := model.micro_batches(2))
-    leaf.weight = weight
+    micro_batch = next(loop := model.micro_batches(2))
+    micro_batch.weight = weight
     with pytest.raises(ValueError, match="expected a non-negative int"):
-        mean_square(model, leaf, 0)
+        mean_square(model, micro_batch, 0)
     loop.close()
 
 
@@ -130,9 +130,9 @@ def test_a_weight_is_a_count(weight: object) -> None:
 def test_a_weight_that_changes_after_backward_is_refused_by_every_strategy(mesh: Mesh, strategy: str) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh, strategy=strategy)
     for _ in range(2):  # gradients leave during backward from the second step on
-        leaf = next(loop := model.micro_batches(2))
-        mean_square(model, leaf, 0)
-        leaf.weight = 5
+        micro_batch = next(loop := model.micro_batches(2))
+        mean_square(model, micro_batch, 0)
+        micro_batch.weight = 5
         with pytest.raises(ValueError, match=r"weight of micro-batch \d was 1 in backward and is 5 now"):
             next(loop)
     model.close()
@@ -143,8 +143,8 @@ def test_weights_that_sum_to_zero_are_refused_on_all_ranks(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
 
     def count_nothing() -> None:
-        for leaf in model.micro_batches(NUM_LEAVES):
-            leaf.weight = 0
+        for micro_batch in model.micro_batches(NUM_LEAVES):
+            micro_batch.weight = 0
 
     with pytest.raises(ValueError, match="sum to 0"):
         count_nothing()
@@ -154,13 +154,13 @@ def test_weights_that_sum_to_zero_are_refused_on_all_ranks(mesh: Mesh) -> None:
 
 
 def leave_early(model: DataParallel, how: str) -> None:
-    for leaf in model.micro_batches(NUM_LEAVES):
+    for micro_batch in model.micro_batches(NUM_LEAVES):
         if how == "before backward":
             break
-        mean_square(model, leaf, 0)
+        mean_square(model, micro_batch, 0)
         if how == "after the first backward":
             break
-        if how == "exception after the last backward" and leaf.index == NUM_LEAVES - 1:
+        if how == "exception after the last backward" and micro_batch.index == NUM_LEAVES - 1:
             raise FloatingPointError("the loss is not a number")
 
 
@@ -226,8 +226,8 @@ def test_nested_loops_are_refused_and_given_up(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
 
     def nested() -> None:
-        for leaf in model.micro_batches(NUM_LEAVES):
-            mean_square(model, leaf, 0)
+        for micro_batch in model.micro_batches(NUM_LEAVES):
+            mean_square(model, micro_batch, 0)
             step(model)
 
     with pytest.raises(ValueError, match="while the loop of another one was open, nested"):
@@ -247,8 +247,8 @@ def test_a_loop_that_was_left_by_keeping_its_iterator(mesh: Mesh) -> None:
     running = model.micro_batches(NUM_LEAVES)
     mean_square(model, next(running), 0)
     kept.close()  # must not disturb the step that runs
-    for leaf in running:
-        mean_square(model, leaf, 0)
+    for micro_batch in running:
+        mean_square(model, micro_batch, 0)
     assert_expected_gradients(model)
     model.close()
 
@@ -291,9 +291,9 @@ def test_a_declared_step_after_an_undeclared_backward_that_raised(mesh: Mesh) ->
 
 def test_the_contract_of_the_last_step_can_be_asked_for() -> None:
     model = alone(filled(Dense()))
-    assert model.contract is None
+    assert model.step_mode is None
     model(torch.ones(1, 6)).sum().backward()
-    assert model.contract == "undeclared"
+    assert model.step_mode == "undeclared"
     model.zero_grad()
     step(model)
-    assert model.contract == "declared"
+    assert model.step_mode == "declared"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from instep.mesh import current
+from instep.mesh import mesh as current
 from instep.mesh.mesh import Mesh, build
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one

@@ -62,8 +62,8 @@ def undeclared_step(model: DataParallel, rank: int) -> None:
 
 
 def declared_step(model: DataParallel, rank: int) -> None:
-    for leaf in model.micro_batches(4):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(4):
+        mean_square(model, micro_batch, 0)
 
 
 def again(model: DataParallel) -> str:

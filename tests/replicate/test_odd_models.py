@@ -308,8 +308,10 @@ def test_a_number_of_uses_that_varies_from_step_to_step(mesh: Mesh) -> None:
 def test_forward_may_run_in_another_thread_than_the_loop_of_a_declared_step() -> None:
     model = DataParallel(filled(Twice()), process_group=world_of_one(), find_unused_parameters=True)
     outputs: list[Tensor] = []
-    for leaf in model.micro_batches(2):
-        worker = threading.Thread(target=lambda leaf=leaf: outputs.append(model(data(leaf, 0), True)))
+    for micro_batch in model.micro_batches(2):
+        worker = threading.Thread(
+            target=lambda micro_batch=micro_batch: outputs.append(model(data(micro_batch, 0), True))
+        )
         worker.start()
         worker.join()
         outputs.pop().square().mean().backward()

@@ -11,7 +11,7 @@ from torch import nn
 from instep.mesh.mesh import Mesh
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
-from instep.step.leaves import Leaf
+from instep.step.micro_batches import MicroBatch
 from tests.parity import (
     Training,
     adamw,
@@ -103,7 +103,7 @@ def test_dropout_is_on_in_these_tests() -> None:
         module = filled(training.module())
         seen = []
         for _ in range(2):
-            training.leaf_step(module, Leaf(0, 1), 0)
+            training.leaf_step(module, MicroBatch(0, 1), 0)
             seen.append([p.grad.clone() for p in module.parameters()])
             module.zero_grad()
         assert any(not torch.equal(a, b) for a, b in zip(*seen, strict=True)), name
@@ -116,7 +116,7 @@ def test_one_rank_with_one_micro_batch_is_a_plain_loop(module, leaf_step, optimi
     plain = filled(module())
     plain_optimizer = optimizer(plain.parameters())
     for step in range(training.num_steps):
-        leaf_step(plain, Leaf(0, 1), step)
+        leaf_step(plain, MicroBatch(0, 1), step)
         plain_optimizer.step()
         plain_optimizer.zero_grad()
     ours = dict(bits_of_one(training))
@@ -139,14 +139,14 @@ def test_the_order_of_plain_all_reduce_shows(mesh: Mesh) -> None:
 @world(2)
 def test_weights_make_the_mean_over_items_exact(mesh: Mesh) -> None:
     """8 samples here and 2 there: the gradient is that of one batch of 10, not a mean of means."""
-    samples = torch.cat([data(Leaf(i, 3), 0) for i in range(3)]).double()[:10]
+    samples = torch.cat([data(MicroBatch(i, 3), 0) for i in range(3)]).double()[:10]
     parts = samples[:8].clone(), samples[8:].clone()
     alone = filled(Dense()).double()
     alone(samples).square().sum(1).mean().backward()
     model = DataParallel(filled(Dense()).double(), process_group=mesh)
-    for leaf in model.micro_batches(2):
-        part = parts[leaf.index]
-        leaf.weight = len(part)
+    for micro_batch in model.micro_batches(2):
+        part = parts[micro_batch.index]
+        micro_batch.weight = len(part)
         model(part).square().sum().backward()
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-12)
@@ -156,8 +156,8 @@ def test_weights_make_the_mean_over_items_exact(mesh: Mesh) -> None:
 def test_the_user_s_random_stream_goes_on_as_if_there_had_been_no_step() -> None:
     model = DataParallel(Dense(dropout=0.5), process_group=world_of_one())
     before = torch.get_rng_state()
-    for leaf in model.micro_batches(3):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(3):
+        mean_square(model, micro_batch, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -166,10 +166,10 @@ def test_a_float64_copy_agrees_with_the_mean_of_all_micro_batches(mesh: Mesh) ->
     """The gradient itself, computed another way: autograd of the mean of the losses, in float64."""
     alone = filled(Dense()).double()
     model = DataParallel(copy.deepcopy(alone), process_group=mesh)
-    losses = [alone(data(Leaf(i, 6), 0, torch.float64)).square().mean() for i in range(6)]
+    losses = [alone(data(MicroBatch(i, 6), 0, torch.float64)).square().mean() for i in range(6)]
     torch.stack(losses).mean().backward()
-    for leaf in model.micro_batches(6):
-        model(data(leaf, 0, torch.float64)).square().mean().backward()
+    for micro_batch in model.micro_batches(6):
+        model(data(micro_batch, 0, torch.float64)).square().mean().backward()
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-14)
     model.close()
@@ -178,8 +178,8 @@ def test_a_float64_copy_agrees_with_the_mean_of_all_micro_batches(mesh: Mesh) ->
 @world(2)
 def test_every_rank_ends_with_the_same_gradient_also_with_one_parameter_and_one_leaf(mesh: Mesh) -> None:
     model = DataParallel(filled(nn.Linear(3, 1, bias=False)), process_group=mesh)
-    for leaf in model.micro_batches(1):
+    for micro_batch in model.micro_batches(1):
         model(torch.ones(2, 3)).sum().backward()
-        assert leaf.index == mesh.rank == 0
+        assert micro_batch.index == mesh.rank == 0
     assert torch.equal(model.module.weight.grad, torch.full((1, 3), 2.0))
     model.close()

@@ -39,8 +39,8 @@ def train(training: Training, mesh: Mesh) -> tuple[nn.Module, torch.optim.Optimi
     optimizer = training.optimizer(module.parameters())
     server = ParameterServer(module, optimizer, mesh, find_unused_parameters=True)
     for step in range(training.num_steps):
-        for leaf in server.micro_batches(training.num_leaves):
-            training.leaf_step(module, leaf, step)
+        for micro_batch in server.micro_batches(training.num_leaves):
+            training.leaf_step(module, micro_batch, step)
         if training.clip is not None:
             clip_grad_norm_(module.parameters(), training.clip)
         server.step()
@@ -161,13 +161,13 @@ def test_the_workers_start_with_the_server_s_values_and_have_no_gradient_after_b
     assert [p.grad is None for p in module.parameters()] == [not server.is_server] * 6
     server.step()
     assert equal_everywhere(mesh, module.parameters())
-    assert server.contract == "undeclared"
+    assert server.step_mode == "undeclared"
     server.close()
 
 
 def declared_step(server: ParameterServer, num_leaves: int) -> None:
-    for leaf in server.micro_batches(num_leaves):
-        mean_square(server.module, leaf, 0)
+    for micro_batch in server.micro_batches(num_leaves):
+        mean_square(server.module, micro_batch, 0)
 
 
 def spans(events: list[Event], name: str) -> list[Event]:

@@ -16,7 +16,7 @@ from instep.shard.fully import fully_shard
 from instep.step import gradients
 from tests.parity import assert_bits_of_one, assert_same_bits, bits_of_one, filled, numbers, train_by_hand
 from tests.replicate.nets import OTHER, PLAIN, WIDTH, Dense, mean_square
-from tests.shard import fully
+from tests.shard import trained
 from tests.shard.test_fully_parity import ODD, RUNS
 from tests.world import world
 
@@ -44,7 +44,7 @@ def test_two_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_slices_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
     for run in [RUNS["channels last"], *(ODD[name] for name in SEVERAL_TIMES)]:
-        fully.assert_bits_of_one(mesh, run, stage=stage)
+        trained.assert_bits_of_one(mesh, run, stage=stage)
 
 
 @world(2)
@@ -59,8 +59,8 @@ def test_a_gradient_that_a_hook_keeps_stays_as_it_was(mesh: Mesh, wrap: type) ->
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(keep)
-    for leaf in model.micro_batches(4):
-        mean_square(model, leaf, 0)
+    for micro_batch in model.micro_batches(4):
+        mean_square(model, micro_batch, 0)
     assert len(kept) > 4
     assert all(torch.equal(x, y) for x, y in zip(kept, copies, strict=True))
     model.close()
@@ -77,8 +77,8 @@ def test_a_gradient_that_is_kept_after_it_has_moved_stays_as_it_was(mesh: Mesh, 
             kept.append(parameter.grad)
             copies.append(parameter.grad.clone())
 
-    for leaf in model.micro_batches(4):
-        loss = model(numbers(4, WIDTH, key=f"leaf {leaf.index}")).square().mean()
+    for micro_batch in model.micro_batches(4):
+        loss = model(numbers(4, WIDTH, key=f"leaf {micro_batch.index}")).square().mean()
         hooks = [p.register_post_accumulate_grad_hook(keep) for p in model.parameters()]
         loss.backward()
         for hook in hooks:

@@ -177,7 +177,7 @@ def test_layers_registered_in_another_order(mesh: Mesh) -> None:
         theirs.module.b.weight.fill_(2.0)
     theirs = DistributedDataParallel(theirs.module)
     assert not equal_everywhere(mesh, [theirs.module.a.weight])  # after taking rank 0's values
-    with pytest.raises(ValueError, match=r"entry 0: parameter 'a.weight', .* on rank 0, but .*'b.weight'"):
+    with pytest.raises(ValueError, match=r"models: parameter 'a.weight', .* on rank 0, but .*'b.weight'"):
         DataParallel(swapped())
 
 

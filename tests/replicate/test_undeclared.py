@@ -320,8 +320,8 @@ def test_unequal_numbers_of_synchronised_backwards_raise_on_both_ranks(mesh: Mes
 
 
 def declared_step(model: nn.Module) -> None:
-    for leaf in model.micro_batches(2):
-        square(model, leaf.index).backward()
+    for micro_batch in model.micro_batches(2):
+        square(model, micro_batch.index).backward()
 
 
 @world(2)

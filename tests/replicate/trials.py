@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
-from instep.verify.report import Report, Row
+from instep.verify.gradient_report import GradientRow, Report
 from tests.parity import bits, numbers
 from tests.replicate.nets import WIDTH
 
@@ -37,7 +37,7 @@ def tokens_of(rank: int, *shape: int, vocabulary: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "targets": tokens.flip(-1)}
 
 
-def by_name(report: Report) -> dict[str, Row]:
+def by_name(report: Report) -> dict[str, GradientRow]:
     return {row.name: row for row in report.rows}
 
 
@@ -67,7 +67,7 @@ def books(model: DataParallel) -> dict[str, Any]:
     lists = {name: list(getattr(reducer, name)) for name in ("local", "_seen", "_expected", "_order")}
     names = ("steps", "exchanges", "given_up", "_reordered", "_warned_unused", "_next_order", "plan", "leaf")
     own = {name: getattr(reducer, name) for name in names}
-    return lists | own | {"step": model.next_step, "contract": model.contract, "sync": backward.sync}
+    return lists | own | {"step": model.next_step, "contract": model.step_mode, "sync": backward.sync}
 
 
 def assert_untouched(model: DataParallel, trial: Callable[[], object]) -> None:

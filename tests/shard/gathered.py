@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.mesh.find import find_ranks
+from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.shard.stage3 import Stage3
 from tests.parity import filled, numbers

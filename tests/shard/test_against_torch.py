@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
+from instep.models.config import GPTConfig
 from instep.models.conv import SmallConvNet
-from instep.models.transformer import GPT, GPTConfig
+from instep.models.transformer import GPT
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer

@@ -115,7 +115,7 @@ def test_an_error_on_one_rank_alone_is_raised_on_both(mesh: Mesh) -> None:
     if mesh.rank == 1:
         ours[1].data = ours[1].data.clone()
     kind, message = (
-        (RuntimeError, "rank 1 raised, .* weights and moments are not those of one step any more"),
+        (RuntimeError, "rank 1 raised, .* weights and moments are not of the same step any more"),
         (ValueError, "parameter 1 of group 0, shape .* has other memory"),
     )[mesh.rank]
     with pytest.raises(kind, match=message):

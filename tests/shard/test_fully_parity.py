@@ -11,19 +11,20 @@ from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import PLAIN, Segments, requires_input
-from tests.shard.fully import assert_bits_of_one, train_fully
 from tests.shard.trained import (
     FUSED,
     Run,
     TiedWide,
     Wide,
     WideImages,
+    assert_bits_of_one,
     assert_same,
     images_step,
     matrices_and_vectors,
     plain,
     tokens_step,
     train,
+    train_fully,
     wide_step,
 )
 from tests.world import world
@@ -123,8 +124,8 @@ def test_given_units_give_the_same_bits(mesh: Mesh, stage: int) -> None:
     optimizer = ShardedOptimizer(model.parameters(), AdamW, mesh, **FUSED)
     run = RUNS["cut"]
     for step in range(run.num_steps):
-        for leaf in model.micro_batches(run.num_leaves):
-            run.leaf_step(model, leaf, step)
+        for micro_batch in model.micro_batches(run.num_leaves):
+            run.leaf_step(model, micro_batch, step)
         optimizer.step()
         optimizer.zero_grad()
     assert_same(full_state_dict(model), plain(run).module, "module")

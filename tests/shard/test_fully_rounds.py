@@ -14,7 +14,7 @@ from torch.optim import SGD
 from instep.mesh.mesh import Mesh
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.shard.rounds import num_rounds, plan_rounds
+from instep.shard.round_plan import num_rounds, plan_rounds
 from tests.parity import filled, numbers
 from tests.world import world
 
@@ -66,9 +66,9 @@ def test_a_rank_has_a_slice_of_the_gradients_and_staging_for_two_units(mesh: Mes
     width, depth, num_leaves = 128, 6, 8
     model = fully_shard(filled(nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])), mesh, stage)
     layers = model.sharding.reducer.buckets
-    staging = model.sharding.reducer.delivery.staging
-    for leaf in model.micro_batches(num_leaves):
-        model(numbers(4, width, key=str(leaf.index))).square().mean().backward()
+    staging = model.sharding.reducer.reduce_scatter.staging
+    for micro_batch in model.micro_batches(num_leaves):
+        model(numbers(4, width, key=str(micro_batch.index))).square().mean().backward()
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]
         assert waiting == ["0.weight", "0.bias"]  # the last to come wait for the word that all went well
     kept = [x for bucket in layers for x in [*bucket.kept, bucket.reduced]]
@@ -96,8 +96,8 @@ def test_weights_compute_in_bfloat16_and_are_stepped_in_float32(mesh: Mesh, stag
         copy(numbers(4, 6, key=str(index)).bfloat16()).square().mean().backward()
         assert copy.weight.grad is not None
         total += copy.weight.grad.float()
-    for leaf in model.micro_batches(2):
-        model(numbers(4, 6, key=str(leaf.index)).bfloat16()).square().mean().backward()
+    for micro_batch in model.micro_batches(2):
+        model(numbers(4, 6, key=str(micro_batch.index)).bfloat16()).square().mean().backward()
         assert model.weight.dtype == torch.bfloat16
     optimizer.step()
     ours = full_state_dict(model)["weight"]

@@ -1,19 +1,26 @@
-"""Gathers beside the computation: when they begin, what is recorded of them, and what a failure leaves."""
+"""Gathers beside the computation: when they begin, what they fetch by request, and what a failure leaves."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.errors import PeerLost
-from instep.mesh.find import find_ranks
+from instep.mesh.join import find_ranks, init
+from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
-from instep.shard.gather import PARAMETER_GATHER, Gathers, find_source
+from instep.shard import gather
+from instep.shard.gather import PARAMETER_GATHER, Gathers, RequestedShards, find_source
+from instep.shard.partition import partition
+from instep.shard.stage3 import Stage3
 from instep.shard.unit import Unit
-from instep.shard.units import partition
+from tests.parity import numbers
 from tests.shard.gathered import LAYERS, Stack, built, gathered_units, in_slices, inputs, loss_of
 from tests.world import world
 
@@ -165,3 +172,110 @@ def test_ranks_that_share_memory_send_no_message(mesh: Mesh) -> None:
             assert torch.equal(values, plain.get_parameter(name).double())
     group.barrier("the end")
     group.close()
+
+
+# Slices that are requested arrive, whichever rank requests which, when, and however often.
+
+
+def slices(rank: int) -> list[Tensor]:
+    return [numbers(40 * (i + 1), key=f"slice {i} of {rank}") for i in range(5)]
+
+
+@world(3)
+def test_every_rank_gets_what_it_asks_for_in_its_own_order_and_number(mesh: Mesh) -> None:
+    group, _ = find_ranks(mesh)
+    requested = RequestedShards(group, slices(group.rank))
+    for number in ([0, 1, 2, 3, 4], [4, 2, 0, 2], [])[group.rank] * 3:
+        for dtype in (torch.float32, torch.bfloat16):
+            parts = [torch.empty(40 * (number + 1), dtype=dtype) for _ in range(3)]
+            requested.fetch(number, parts, "a slice")
+            for rank, part in enumerate(parts):
+                assert torch.equal(part, slices(rank)[number].to(dtype))
+    requested.close()
+    group.close()
+
+
+@world(2, timeout_s=1.0)
+def test_an_answer_may_come_after_a_pause_longer_than_any_deadline(mesh: Mesh) -> None:
+    group, _ = find_ranks(mesh)
+    requested = RequestedShards(group, slices(group.rank))
+    parts = [torch.empty(40), torch.empty(40)]
+    if mesh.rank == 0:
+        requested._server.join(4.0)  # gloo's own limit is 1.1 * 1 s + 2 s
+        requested.fetch(0, parts, "a slice")
+        assert torch.equal(parts[1], slices(1)[0])
+    requested.close()
+    requested._server.join(5.0)
+    assert not requested._server.is_alive()
+    group.close()
+
+
+@pytest.fixture
+def long_farewells(monkeypatch: pytest.MonkeyPatch) -> timedelta:
+    """So long that a busy machine is not taken for one that waits."""
+    monkeypatch.setattr(gather, "FAREWELL", timedelta(seconds=40))
+    return gather.FAREWELL
+
+
+@world(2)
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_rank_that_abandons_or_has_lost_another_does_not_wait_for_farewells(
+    mesh: Mesh, lost: bool, long_farewells: timedelta
+) -> None:
+    group, _ = find_ranks(mesh)
+    meeting, _ = find_ranks(mesh)
+    requested = RequestedShards(group, slices(group.rank))
+    begin = time.monotonic()
+    if mesh.rank == 0:
+        if lost:
+            requested._group.peers.given_up = True
+            requested._requests = requested._answers = _Broken()  # type: ignore[assignment]
+            with pytest.raises(PeerLost):
+                requested.fetch(0, [torch.empty(40), torch.empty(40)], "a slice")
+        else:
+            requested.abandon()
+        requested.close()
+    meeting.barrier("rank 0 has closed")
+    took_s = time.monotonic() - begin
+    requested.abandon()
+    requested.close()
+    group.close()
+    meeting.close()
+    assert took_s < long_farewells.total_seconds() / 2
+
+
+class _Broken:
+    def together(self, sends: object, receives: object) -> None:
+        raise PeerLost("rank 1 is gone")
+
+
+@world(2, timeout_s=1.0)
+def test_a_rank_that_has_gone_is_named(mesh: Mesh) -> None:
+    group, _ = find_ranks(mesh)
+    requested = RequestedShards(group, slices(group.rank))
+    requested.close()
+    requested._server.join(5.0)
+    if mesh.rank == 0:  # no rank answers any more
+        with pytest.raises(PeerLost):
+            requested.fetch(0, [torch.empty(40), torch.empty(40)], "a slice")
+    group.close()
+
+
+kept: list[Stage3] = []  # as a program keeps its model to its end
+
+
+def program(done: Path) -> None:
+    mesh = init(backend="gloo")
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    group, recorder = find_ranks(None)
+    kept.append(Stage3(module, group, find_ranks(None)[0], recorder))
+    group.barrier("the end of rank 1")
+    if mesh.rank == 0:
+        for _ in range(50):
+            module(torch.ones(2, 8)).sum().backward()
+        done.touch()
+
+
+def test_a_process_that_has_ended_its_program_gives_its_slices_until_the_others_have(tmp_path: Path) -> None:
+    launch(program, (tmp_path / "done",), ranks=2)
+    assert (tmp_path / "done").exists()

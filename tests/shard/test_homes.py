@@ -12,12 +12,14 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
+from instep.ordered import homes
+from instep.ordered.homes import ParameterShard
 from instep.ordered.norm import clip_grad_norm_
-from instep.shard import claims
+from instep.shard import checks
+from instep.shard.flat_parameters import FlatParameters
 from instep.shard.fully import fully_shard
 from instep.shard.layout import cut
 from instep.shard.optimizer import ShardedOptimizer
-from instep.shard.space import Held, Space
 from tests.parity import filled, numbers, world_of_one
 from tests.shard.given import parameters, steps
 from tests.shard.test_parity import RUNS
@@ -27,7 +29,7 @@ from tests.world import world
 SHAPES = ((5, 4096), (4099,), (7,), (131, 77), ())
 
 
-class Away(Space):
+class Away(FlatParameters):
     """A stand-in for a divided module: each rank has its slice, and parameters show NaN between steps."""
 
     resident = False
@@ -46,10 +48,10 @@ class Away(Space):
             values = p.detach().flatten()[piece.first : piece.last].clone()
             if piece.last - piece.first == p.numel():
                 values = values.view(p.shape)
-            self.held.append(Held(p, piece.first, piece.last, values, p.stride()))
+            self.held.append(ParameterShard(p, piece.first, piece.last, values, p.stride()))
         for p in given:
             p.data = torch.full((), float("nan")).expand(p.shape)
-        claims.settle(self)
+        homes.settle(self)
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return self.strides[id(parameter)]
@@ -59,7 +61,7 @@ class Away(Space):
             p.grad = torch.full((), float("nan")).expand(p.shape)
             self.gradients[id(p)] = numbers(*p.shape, key=f"gradient {i} of step {step}")
 
-    def gradient_of(self, held: Held) -> Tensor | None:
+    def gradient_of(self, held: ParameterShard) -> Tensor | None:
         if held.parameter.grad is None:
             return None
         return held.part_of(self.gradients[id(held.parameter)])
@@ -220,8 +222,8 @@ def test_a_divided_module_with_one_copy_of_its_weights_gives_the_bits_of_one(mes
         optimizer = ShardedOptimizer(run.groups(module), run.kind, mesh, **run.options)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(run.num_steps):
-            for leaf in module.micro_batches(run.num_leaves):
-                run.leaf_step(module, leaf, step)
+            for micro_batch in module.micro_batches(run.num_leaves):
+                run.leaf_step(module, micro_batch, step)
             if run.clip is not None:
                 clip_grad_norm_(module.parameters(), run.clip)
             optimizer.step()
@@ -238,25 +240,25 @@ def test_a_divided_module_with_one_copy_of_its_weights_gives_the_bits_of_one(mes
 def test_a_home_ends_with_its_space() -> None:
     ours = parameters(SHAPES)
     away = Away(ours, world_of_one())
-    assert all(claims.home(p) is away for p in ours)
+    assert all(homes.home(p) is away for p in ours)
     del away
     gc.collect()
-    assert all(claims.home(p) is None for p in ours)
+    assert all(homes.home(p) is None for p in ours)
 
 
 def test_a_space_that_is_left_is_no_home_and_another_may_follow() -> None:
     ours = parameters(SHAPES)
     first = Away(ours[:2], world_of_one())
     second = Away(ours[1:], world_of_one())
-    assert [claims.home(p) for p in ours[:2]] == [first, second]
-    claims.leave(first)
-    assert [claims.home(p) for p in ours[:2]] == [None, second]
+    assert [homes.home(p) for p in ours[:2]] == [first, second]
+    homes.leave(first)
+    assert [homes.home(p) for p in ours[:2]] == [None, second]
 
 
 def test_a_parameter_knows_whether_an_optimizer_has_it() -> None:
     (given,) = parameters(((3,),))
-    assert not claims.claimed(given)
+    assert not checks.claimed(given)
     optimizer = ShardedOptimizer([given], SGD, world_of_one())
-    assert claims.claimed(given)
+    assert checks.claimed(given)
     optimizer.close()
-    assert not claims.claimed(given)
+    assert not checks.claimed(given)

@@ -1,4 +1,4 @@
-"""Sharded inside a host, replicated across hosts: the bits of one process, for any rows and columns."""
+"""Sharded inside a host, replicated across hosts: the bits of one process, for any groups."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from torch.optim import SGD, AdamW
 from instep.checkpoint.load import verify
 from instep.checkpoint.shorthand import load, save
 from instep.errors import Desync
-from instep.mesh.groups import backend_timeout
 from instep.mesh.mesh import Mesh, build
+from instep.mesh.process_group import backend_timeout
 from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.tree import rank_major, roots
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.shard.ranks import row_of
-from instep.shard.rounds import deal, plan_rounds
+from instep.shard.round_plan import deal, plan_rounds
+from instep.shard.shard_groups import shard_group_of
 from tests.parity import filled, numbers, world_of_one
-from tests.shard.fully import assert_bits_of_one, train_fully
 from tests.shard.test_fully_plain import LOOP, SCRIPTS, replicated
 from tests.shard.trained import (
     FUSED,
@@ -35,11 +34,13 @@ from tests.shard.trained import (
     TiedWide,
     Wide,
     WideImages,
+    assert_bits_of_one,
     assert_same,
     images_step,
     matrices_and_vectors,
     plain,
     tokens_step,
+    train_fully,
     wide_step,
 )
 from tests.world import _raw_groups as raw_groups
@@ -54,14 +55,14 @@ RUNS = {
         Wide, wide_step, groups=matrices_and_vectors, clip=0.1, scheduled=True, num_leaves=8
     ),
     "uneven": Run(Wide, wide_step, num_leaves=21, num_steps=2),
-    "fewer micro-batches than rows": Run(Wide, wide_step, SGD, LOOP, num_leaves=1),
+    "fewer micro-batches than shard groups": Run(Wide, wide_step, SGD, LOOP, num_leaves=1),
     "tied and frozen": Run(TiedWide, tokens_step, groups=matrices_and_vectors, num_leaves=7),
     "channels last": Run(WideImages, images_step, num_leaves=3, num_steps=2),
 }
 
 
 @SHAPES
-def test_rows_and_columns_give_the_bits_of_one(dp: int, shard: int, stage: int) -> None:
+def test_shard_and_replicate_groups_give_the_bits_of_one(dp: int, shard: int, stage: int) -> None:
     @world(dp * shard, dp=dp, shard=shard)
     def body(mesh: Mesh) -> None:
         for run in RUNS.values():
@@ -85,12 +86,12 @@ def test_dropout_has_the_bits_of_one(mesh: Mesh, stage: int) -> None:
 
 
 @world(4, backend="shm", dp=2, shard=2)
-def test_one_copy_of_the_weights_per_row_gives_the_bits_of_one(mesh: Mesh) -> None:
+def test_one_copy_of_the_weights_per_shard_group_gives_the_bits_of_one(mesh: Mesh) -> None:
     for run in RUNS.values():
         assert_bits_of_one(mesh, run, stage=2, one_copy=True)
 
 
-def test_rows_that_share_memory_and_columns_that_send_give_the_bits_of_one() -> None:
+def test_shard_groups_that_share_memory_and_replicate_groups_that_send_give_the_bits_of_one() -> None:
     store = dist.HashStore()
 
     @world(4)
@@ -126,8 +127,8 @@ def test_computing_in_bfloat16_has_the_bits_of_one_rank(mesh: Mesh) -> None:
     assert_same(ours.module, alone.module, "weights")
 
 
-def bfloat16_step(model: nn.Module, leaf: object, step: int) -> None:
-    x = numbers(4, 72, key=f"step {step} leaf {leaf.index}").bfloat16()  # type: ignore[attr-defined]
+def bfloat16_step(model: nn.Module, micro_batch: object, step: int) -> None:
+    x = numbers(4, 72, key=f"step {step} leaf {micro_batch.index}").bfloat16()  # type: ignore[attr-defined]
     model(x).float().square().mean().backward()
 
 
@@ -146,7 +147,7 @@ def test_the_plain_loop_gives_the_bits_of_data_parallel_over_all_ranks(backend: 
     def body(mesh: Mesh) -> None:
         for name, script in SCRIPTS.items():
             model = fully_shard(filled(Wide()), mesh, stage)
-            optimizer = ShardedOptimizer(model.parameters(), SGD, row_of(mesh), **LOOP)
+            optimizer = ShardedOptimizer(model.parameters(), SGD, shard_group_of(mesh), **LOOP)
             script(model, optimizer, mesh.rank)
             assert_same(full_state_dict(model), expected[name], name)
             optimizer.close()
@@ -188,20 +189,20 @@ def test_values_and_buffers_are_those_of_the_first_rank_of_all(mesh: Mesh, stage
 
 
 @world(4, dp=2, shard=2)
-def test_what_is_made_on_the_meta_device_has_the_same_values_in_every_row(mesh: Mesh) -> None:
+def test_what_is_made_on_the_meta_device_has_the_same_values_in_every_shard_group(mesh: Mesh) -> None:
     with torch.device("meta"):
         module = Wide()
     model = fully_shard(module, mesh, 3)
     model.materialise(lambda name, x: x.fill_(len(name) + mesh.coordinates["dp"]))
     expected = {name: torch.full_like(x, len(name)) for name, x in Wide().state_dict().items()}
-    assert_same(full_state_dict(model), expected, "those of the first row")
+    assert_same(full_state_dict(model), expected, "those of the first shard group")
     model.close()
 
 
 def backwards(model: nn.Module, num_leaves: int) -> None:
     step = model.sharding.next_step
-    for leaf in model.micro_batches(num_leaves):  # type: ignore[operator]
-        wide_step(model, leaf, step)  # type: ignore[arg-type]
+    for micro_batch in model.micro_batches(num_leaves):  # type: ignore[operator]
+        wide_step(model, micro_batch, step)  # type: ignore[arg-type]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -212,14 +213,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 @pytest.mark.parametrize(("gone", "stage"), [(0, 3), (1, 2), (2, 2), (3, 3)])
-def test_a_rank_that_leaves_the_loop_is_named_in_both_rows_and_all_can_go_on(gone: int, stage: int) -> None:
+def test_a_rank_that_leaves_the_loop_is_named_in_both_shard_groups_and_all_can_go_on(
+    gone: int, stage: int
+) -> None:
     @world(4, dp=2, shard=2)
     def body(mesh: Mesh) -> None:
         model = fully_shard(filled(Wide()), mesh, stage)
-        optimizer = ShardedOptimizer(model.parameters(), SGD, row_of(mesh), **LOOP)
+        optimizer = ShardedOptimizer(model.parameters(), SGD, shard_group_of(mesh), **LOOP)
         if mesh.rank == gone:
-            for leaf in model.micro_batches(8):
-                wide_step(model, leaf, 0)
+            for micro_batch in model.micro_batches(8):
+                wide_step(model, micro_batch, 0)
                 break
         else:
             with pytest.raises(Desync, match=f"rank {gone} left step 0 before its gradients were whole"):
@@ -235,7 +238,7 @@ def test_a_rank_that_leaves_the_loop_is_named_in_both_rows_and_all_can_go_on(gon
 
 @world(4, dp=2, shard=2)
 @STAGES
-def test_rows_that_are_out_of_step_all_raise(mesh: Mesh, stage: int) -> None:
+def test_shard_groups_that_are_out_of_step_all_raise(mesh: Mesh, stage: int) -> None:
     model = fully_shard(filled(Wide()), mesh, stage)
     with pytest.raises(Desync, match="expects micro-batches in the step: "):
         backwards(model, 4 + mesh.coordinates["dp"])
@@ -247,8 +250,8 @@ def hash_of_two_steps() -> str:
     module = filled(Wide())
     model, optimizer = DataParallel(module, process_group=world_of_one()), AdamW(module.parameters(), **FUSED)
     for step in range(2):
-        for leaf in model.micro_batches(5):
-            wide_step(model, leaf, step)
+        for micro_batch in model.micro_batches(5):
+            wide_step(model, micro_batch, step)
         optimizer.step()
         optimizer.zero_grad()
     return state_sha256(state_entries(module, optimizer), 2)
@@ -257,7 +260,7 @@ def hash_of_two_steps() -> str:
 @pytest.mark.parametrize(
     ("before", "after", "stage"), [((2, 2), (1, 1), 3), ((1, 1), (2, 2), 2), ((2, 2), (1, 3), 3)]
 )
-def test_what_is_saved_loads_into_other_rows(
+def test_what_is_saved_loads_into_other_shard_groups(
     before: tuple[int, int], after: tuple[int, int], stage: int, tmp_path: Path
 ) -> None:
     run = Run(Wide, wide_step, AdamW, FUSED, num_steps=3)
@@ -265,7 +268,7 @@ def test_what_is_saved_loads_into_other_rows(
 
     def made(mesh: Mesh) -> tuple[nn.Module, ShardedOptimizer]:
         model = fully_shard(filled(run.module()), mesh, stage)
-        return model, ShardedOptimizer(model.parameters(), AdamW, row_of(mesh), **FUSED)
+        return model, ShardedOptimizer(model.parameters(), AdamW, shard_group_of(mesh), **FUSED)
 
     @save_world(before[0] * before[1], dp=before[0], shard=before[1])
     def first(mesh: Mesh) -> None:
@@ -289,14 +292,16 @@ def test_what_is_saved_loads_into_other_rows(
 
 
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 5))
-def test_a_row_ends_with_the_roots_of_its_leaves(num_leaves: int, num_ranks: int, num_rows: int) -> None:
-    dealt = deal(num_leaves, num_ranks, num_rows)
-    assert sorted(leaf for own in dealt for leaf in own) == list(range(num_leaves))
-    assert max(map(len, dealt)) == -(-num_leaves // (num_ranks * num_rows))
-    for row, own in enumerate(rank_major(num_leaves, num_rows)):
-        rounds = plan_rounds(num_leaves, num_ranks, num_rows, row)
+def test_a_shard_group_ends_with_the_roots_of_its_leaves(
+    num_leaves: int, num_ranks: int, num_shard_groups: int
+) -> None:
+    dealt = deal(num_leaves, num_ranks, num_shard_groups)
+    assert sorted(micro_batch for own in dealt for micro_batch in own) == list(range(num_leaves))
+    assert max(map(len, dealt)) == -(-num_leaves // (num_ranks * num_shard_groups))
+    for shard_group, own in enumerate(rank_major(num_leaves, num_shard_groups)):
+        rounds = plan_rounds(num_leaves, num_ranks, num_shard_groups, shard_group)
         assert len(rounds) == max(map(len, dealt))
         assert list(rounds[-1].nodes) == roots(own, num_leaves)
         for turn, plan in enumerate(rounds):
-            having = [r for r in range(num_ranks) if len(dealt[row * num_ranks + r]) > turn]
+            having = [r for r in range(num_ranks) if len(dealt[shard_group * num_ranks + r]) > turn]
             assert list(plan.senders) == having

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.shard.layout import Layout, cut, keep_whole
+from instep.shard.layout import FlatLayout, cut, keep_whole
 
 BLOCK = 4096
 LENGTHS = st.lists(
@@ -19,13 +19,13 @@ RANKS = st.integers(1, 9)
 GRANULES = st.sampled_from([16, 32, 64, 256])
 
 
-def spans(layout: Layout) -> list[tuple[int, int]]:
+def spans(layout: FlatLayout) -> list[tuple[int, int]]:
     """Where the parameters with elements lie in the flat space, in its order."""
     both = zip(layout.offsets, layout.lengths, strict=True)
     return sorted((offset, offset + length) for offset, length in both if length)
 
 
-def assert_each_element_has_one_owner(layout: Layout) -> None:
+def assert_each_element_has_one_owner(layout: FlatLayout) -> None:
     owned: Counter[tuple[int, int]] = Counter()
     empty: Counter[int] = Counter()
     for rank in range(layout.num_ranks):

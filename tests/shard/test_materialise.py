@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
-from instep.models.transformer import GPT, GPTConfig
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
 from instep.ordered.keys import initialize
 from tests.parity import numbers
 from tests.shard.gathered import Layer, Stack, gathered_units, in_slices, inputs, loss_of
@@ -86,8 +87,8 @@ def test_submodules_fill_themselves_alike_on_all_ranks_whatever_their_generators
         loss_of(module).backward()
     group = mesh.whole.duplicate()
     for name, x in values.items():
-        everybody = group.all_gather_bytes(x.numpy().tobytes(), name)
-        assert everybody[0] == everybody[1], name
+        by_rank = group.all_gather_bytes(x.numpy().tobytes(), name)
+        assert by_rank[0] == by_rank[1], name
     # The bounds of torch's own initialisation.
     assert 0.2 < values["into.weight"].abs().max() <= 12**-0.5
     assert 0.25 < values["layers.1.self_attn.in_proj_weight"].abs().max() <= (6 / (16 + 48)) ** 0.5

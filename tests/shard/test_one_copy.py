@@ -17,14 +17,14 @@ from torch.optim import SGD, Adafactor, AdamW
 
 import instep
 from instep.errors import Desync, PeerLost
-from instep.mesh.exits import RankFailed
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
-from instep.mesh.resident import resident
+from instep.mesh.process_memory import resident_memory
+from instep.mesh.rank_process import RankFailed
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
-from instep.shard.flat import Flat
+from instep.shard.flat_parameters import WholeParameters
 from instep.shard.layout import cut
 from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import filled, world_of_one
@@ -230,7 +230,7 @@ def test_a_rank_that_raises_in_its_update_stops_all(mesh: Mesh) -> None:
     set_gradients(ours, 0)
     with pytest.raises((Desync, ZeroDivisionError), match=r"rank 1 raised|in the update"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="not those of one step any more"):
+    with pytest.raises(RuntimeError, match="not of the same step any more"):
         optimizer.step()
     optimizer.close()
 
@@ -324,14 +324,14 @@ def die_in_the_update(path: str) -> None:
 def test_a_rank_that_dies_in_its_update_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
         launch(die_in_the_update, (str(tmp_path),), ranks=2)
-    assert json.loads((tmp_path / "report").read_text()) == [[1], "the verdict on step 1"]
+    assert json.loads((tmp_path / "report").read_text()) == [[1], "the vote on step 1"]
 
 
 def _pss_together(mesh: Mesh) -> int:
     """Of all ranks, shared pages once."""
     gc.collect()
     meet(mesh)
-    mine = resident()
+    mine = resident_memory()
     assert mine is not None
     rows = mesh.world.group.all_gather_bytes(str(mine.pss).encode(), "the memory of a test")
     meet(mesh)
@@ -360,7 +360,7 @@ def test_the_host_has_the_weights_once_and_the_moments_once(mesh: Mesh, shared: 
     optimizer.close()
 
 
-class Late(Flat):
+class Late(WholeParameters):
     """Whose first rank copies its values late."""
 
     noticed: threading.Event

@@ -158,7 +158,7 @@ def test_a_rank_that_does_not_step_is_found_by_the_deadline(backend: str, notice
         optimizer = ShardedOptimizer(ours, AdamW, mesh)
         steps(optimizer, ours, 1)
         if mesh.rank == 0:
-            with pytest.raises(PeerLost, match=r"the verdict on step 1, and never came: rank 1") as failure:
+            with pytest.raises(PeerLost, match=r"the vote on step 1, and never came: rank 1") as failure:
                 steps(optimizer, ours, 1, first=1)
             assert failure.value.ranks == (1,)
             with pytest.raises(RuntimeError, match=r"is closed, because rank 0 waited .* make another one"):
@@ -229,7 +229,7 @@ def test_a_rank_that_dies_in_its_update_is_named(tmp_path: Path, backend: str) -
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
         launch(lose_rank_one_in_its_update, (str(tmp_path), backend), ranks=2)
     report = json.loads((tmp_path / "report").read_text())
-    assert report == [[1], "the verdict on step 1"]
+    assert report == [[1], "the vote on step 1"]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -243,7 +243,7 @@ def test_the_update_and_the_wait_for_others_are_recorded(backend: str) -> None:
         (wait,) = [event for event in mesh.recorder.events if event.name == PARAMETER_UPDATE]
         assert (update.lane, wait.lane) == ("compute", "host")
         assert update.end_ns <= wait.start_ns
-        # 5 + 2 (the room of one holds the small ones) + 3 + 4 blocks, in two slices of whole blocks
+        # 5 + 2 (what is left of one holds the small ones) + 3 + 4 blocks, in two slices of whole blocks
         assert wait.bytes == 7 * 4096 * 4
         assert sum(shape.numel() for shape in map(torch.Size, SHAPES)) <= 14 * 4096
         optimizer.close()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from instep.mesh.mesh import Mesh
-from instep.shard.pages import Rooms
+from instep.shard.buffer_pool import BufferPool
 from tests.parity import filled, numbers
 from tests.shard.gathered import (
     WIDTH,
@@ -106,7 +106,7 @@ def test_backward_finds_weights_by_whatever_way_it_comes(
 
 
 def _close_when_whole(module: nn.Module, stage3: object) -> None:
-    """Say ``closed`` after a unit's last gradient, as whoever reduces gradients does."""
+    """Say ``closed`` after a unit's last gradient, as the reducer does."""
     for unit in stage3.units:  # type: ignore[attr-defined]
         came: set[int] = set()
 
@@ -237,13 +237,15 @@ def test_a_graph_does_not_hold_the_weights_between_forward_and_backward(
 ) -> None:
     module, _ = built()
     with in_slices(mesh, module) as stage3:
-        rooms = stage3.units[0]._rooms
+        buffers = stage3.units[0]._buffers
         taken: list[Tensor] = []
         given: list[Tensor] = []
         left: list[Tensor] = []
-        monkeypatch.setattr(rooms, "take", lambda *args: taken.append(Rooms.take(rooms, *args)) or taken[-1])
-        monkeypatch.setattr(rooms, "give", given.append)
-        monkeypatch.setattr(rooms, "leave", left.append)
+        monkeypatch.setattr(
+            buffers, "take", lambda *args: taken.append(BufferPool.take(buffers, *args)) or taken[-1]
+        )
+        monkeypatch.setattr(buffers, "give_back", given.append)
+        monkeypatch.setattr(buffers, "hand_over", left.append)
         losses = [loss_of(module), loss_of(module)]
         assert len(taken) == len(given) + 2  # the root's, and the last one's
         assert len(given) > 2 and not left

@@ -126,7 +126,7 @@ def test_after_an_exception_nothing_stays_and_training_goes_on(mesh: Mesh) -> No
         if mesh.rank == 1:
             with pytest.raises(KeyError):
                 loss_of(module).backward()
-            stage3.abandoned()
+            stage3.ended()
             assert gathered_units(stage3) == []
         module.where = ""
         module.zero_grad()

@@ -145,8 +145,8 @@ def test_rank_0_saves_between_steps_while_the_other_trains_on(mesh: Mesh, step: 
         optimizer = ShardedOptimizer(model.parameters(), AdamW, mesh, lr=0.1)
         saved = []
         for _ in range(3):
-            for leaf in model.micro_batches(4):
-                loss_of(model, leaf.index).backward()
+            for micro_batch in model.micro_batches(4):
+                loss_of(model, micro_batch.index).backward()
             optimizer.step()
             optimizer.zero_grad()
             if not save or mesh.rank == step:

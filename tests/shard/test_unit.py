@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from instep.mesh.find import find_ranks
+from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
+from instep.shard.partition import partition
 from instep.shard.unit import Unit
-from instep.shard.units import partition
 from tests.parity import filled, numbers
 from tests.shard.given import parameters
 from tests.world import world

@@ -1,4 +1,4 @@
-"""Training with a sharded optimizer, and with the plain one on one rank, to be compared bit by bit."""
+"""Training with a sharded optimizer or module, and with plain ones on one rank, to be compared bit by bit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch.optim import AdamW, Optimizer
 from instep.mesh.mesh import Mesh
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.step.leaves import Leaf
+from instep.shard.shard_groups import shard_group_of
+from instep.step.micro_batches import MicroBatch
 from tests.parity import LeafStep, bits, filled, numbers, world_of_one
 
 FUSED = {"lr": 0.02, "fused": True}
@@ -70,8 +72,8 @@ def train(run: Run, mesh: Mesh, *, sharded: bool = True, one_copy: bool = False)
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if run.scheduled else None
     for step in range(run.num_steps):
-        for leaf in model.micro_batches(run.num_leaves):
-            run.leaf_step(model, leaf, step)
+        for micro_batch in model.micro_batches(run.num_leaves):
+            run.leaf_step(model, micro_batch, step)
         if run.clip is not None:
             clip_grad_norm_(module.parameters(), run.clip)
         optimizer.step()
@@ -159,8 +161,8 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
-def wide_step(model: nn.Module, leaf: Leaf, step: int) -> None:
-    model(numbers(4, WIDTH, key=f"step {step} leaf {leaf.index}")).square().mean().backward()
+def wide_step(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    model(numbers(4, WIDTH, key=f"step {step} leaf {micro_batch.index}")).square().mean().backward()
 
 
 class TiedWide(nn.Module):
@@ -178,8 +180,8 @@ class TiedWide(nn.Module):
         return self.out(torch.tanh(self.middle(self.tokens(tokens) + self.positions)))
 
 
-def tokens_step(model: nn.Module, leaf: Leaf, step: int) -> None:
-    tokens = (numbers(6, key=f"tokens {step} {leaf.index}").abs() * 1000).long() % 130
+def tokens_step(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    tokens = (numbers(6, key=f"tokens {step} {micro_batch.index}").abs() * 1000).long() % 130
     F.cross_entropy(model(tokens), tokens.flip(0)).backward()
 
 
@@ -196,5 +198,32 @@ class WideImages(nn.Module):
         return self.out(self.features(x.contiguous(memory_format=torch.channels_last)).mean((2, 3)))
 
 
-def images_step(model: nn.Module, leaf: Leaf, step: int) -> None:
-    model(numbers(2, 3, 7, 7, key=f"images {step} {leaf.index}")).square().mean().backward()
+def images_step(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    model(numbers(2, 3, 7, 7, key=f"images {step} {micro_batch.index}")).square().mean().backward()
+
+
+def train_fully(run: Run, mesh: Mesh, **options: Any) -> Result:
+    """The declared steps of ``run`` on the ranks of ``mesh``, with ``options`` for ``fully_shard``."""
+    model = fully_shard(filled(run.module()), mesh, find_unused_parameters=True, **options)
+    optimizer = ShardedOptimizer(run.groups(model), run.kind, shard_group_of(mesh), **run.options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if run.scheduled else None
+    for step in range(run.num_steps):
+        for micro_batch in model.micro_batches(run.num_leaves):
+            run.leaf_step(model, micro_batch, step)
+        if run.clip is not None:
+            clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    result = Result(full_state_dict(model), copied(optimizer.state_dict()))
+    optimizer.close()
+    model.close()
+    return result
+
+
+def assert_bits_of_one(mesh: Mesh, run: Run, **options: Any) -> None:
+    """Weights and moments on every rank are those of one process that shards nothing."""
+    ours, expected = train_fully(run, mesh, **options), plain(run)
+    assert_same(ours.module, expected.module, "module")
+    assert_same(ours.optimizer, expected.optimizer, "optimizer")

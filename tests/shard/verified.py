@@ -13,7 +13,7 @@ from instep.mesh.mesh import Mesh
 from instep.ordered.placeholder import slices_of
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.verify.report import Report
+from instep.verify.gradient_report import Report
 from tests.parity import bits, numbers
 from tests.replicate.trials import Raises, square
 from tests.shard.trained import WIDTH
@@ -100,7 +100,7 @@ def books(model: Any) -> dict[str, Any]:
     own = {
         name: getattr(sharding.reducer, name) for name in (*names, "_carried", "_put_aside", "_warned_unused")
     }
-    own |= {"step": sharding.next_step, "contract": model.contract, "sync": sharding.backward.sync}
+    own |= {"step": sharding.next_step, "contract": model.step_mode, "sync": sharding.backward.sync}
     own |= {
         "training": [m.training for m in model.modules()],
         "versions": [p._version for p in model.parameters()],

@@ -17,8 +17,6 @@ from instep.shm.call import (
     Location,
     disagreement,
 )
-from instep.shm.channel import Head
-from instep.shm.room import LINE
 
 COUNTS = st.integers(0, 2**62)
 CALLS = st.builds(
@@ -42,19 +40,6 @@ def test_calls_are_equal_exactly_where_their_bytes_are(a, b, rest):
 def test_locations_arrive_as_they_were_told(place, rest):
     assert len(place.to_bytes()) == LOCATION_BYTES
     assert Location.from_bytes(place.to_bytes() + rest) == place
-
-
-@given(st.builds(Head, st.integers(-(2**62), 2**62), st.sampled_from(DTYPES[1:]), COUNTS))
-def test_heads_arrive_as_they_were_told_and_fill_a_line(head):
-    assert len(head.to_bytes()) == LINE
-    assert Head.from_bytes(head.to_bytes()) == head
-
-
-def test_a_head_fits_what_has_its_dtype_and_length():
-    head = Head.of(torch.zeros(2, 3), tag=4)
-    assert str(head) == "6 float32 with tag 4"
-    assert head.fits(torch.ones(6)) and head.fits(torch.ones(3, 2).t())
-    assert not head.fits(torch.ones(5)) and not head.fits(torch.ones(6, dtype=torch.int32))
 
 
 def test_every_dtype_has_the_name_that_torch_gives_it():

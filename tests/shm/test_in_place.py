@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from instep.errors import Desync, PeerLost
-from instep.shm import in_place
+from instep.shm import collectives
 from instep.shm.heap import SLAB_BYTES
 from tests.shm import calls
 from tests.shm.calls import PATIENCE_S, group_of
@@ -36,13 +36,13 @@ def now(request: pytest.FixtureRequest) -> bool:
 def reductions_in_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every all-reduce of shared memory, by one on every rank."""
     found: list[int] = []
-    original = in_place.all_reduce
+    original = collectives.all_reduce_in_place
 
-    def counted(turn, heap, dtype, reduction):
-        found.append(turn.rounds.rank)
-        original(turn, heap, dtype, reduction)
+    def counted(op, heap, dtype, reduction):
+        found.append(op.rounds.rank)
+        original(op, heap, dtype, reduction)
 
-    monkeypatch.setattr(in_place, "all_reduce", counted)
+    monkeypatch.setattr(collectives, "all_reduce_in_place", counted)
     return found
 
 

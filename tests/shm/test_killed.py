@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import instep
 from instep.errors import PeerLost
-from instep.mesh.exits import RankFailed
 from instep.mesh.launch import launch
-from instep.shm import collectives, in_place
+from instep.mesh.rank_process import RankFailed
+from instep.shm import collectives
 from instep.shm.futex import Words
 from instep.shm.heap import Heap
 from tests.shm.calls import PATIENCE_S
@@ -62,7 +62,7 @@ def asynchronous(mesh: Any) -> None:
 
 def shared(mesh: Any) -> None:
     if mesh.rank == 1:
-        dies_in(in_place, "combine")
+        dies_in(collectives, "combine")
     dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
 
 

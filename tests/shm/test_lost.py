@@ -112,8 +112,8 @@ def test_a_monitored_barrier_names_all_who_are_missing(mesh):
         return
     # Too late: those who waited have given up, which is known at once.
     until = time.monotonic() + PATIENCE_S
-    room = pg._rounds.room
-    while 0 in (room.state(0), room.state(2)) and time.monotonic() < until:
+    shared = pg._rounds.shared
+    while 0 in (shared.state(0), shared.state(2)) and time.monotonic() < until:
         pass
     began = time.monotonic()
     calls.barrier(pg).wait()  # where they have been, they are found

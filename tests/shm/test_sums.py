@@ -8,9 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.shm.collectives import pieces
-from instep.shm.in_place import own_pieces
-from instep.shm.sums import combine, reduction_name
+from instep.shm.collectives import combine, own_pieces, pieces, reduction_name
 from tests.shm.numbers import FLOATS, REDUCTIONS, defined, op, reduced, same_bits, values
 
 DTYPES = (*FLOATS, torch.int8, torch.int64)

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.mesh.exits import RankFailed
 from instep.mesh.launch import launch
+from instep.mesh.rank_process import RankFailed
 from tests.shm.numbers import same_bits
 from tests.world import world
 

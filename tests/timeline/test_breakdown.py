@@ -1,14 +1,332 @@
-"""The breakdown of a run, and how much communication slows compute down: from drawn steps."""
+"""Parts and breakdown: counted in drawn steps, exact for any events; and the slowdown of compute."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from instep.timeline.breakdown import RankBreakdown, breakdown, slowdown
-from instep.timeline.parts import PARTS, Parts, parts
-from tests.timeline.drawn import draw
+from instep.events import GRADIENT_SYNC, STEP, WAITS, Event
+from instep.timeline.breakdown import PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
+from tests.timeline.drawings import MS, draw, expected
+
+DRAWINGS = {
+    "naive: all buckets after backward": """
+        compute         |fffbbbfffbbb............cuu....|
+        host            |............SSSSSSSSSSSS...ll.h|
+        communication 0 |............111AXX.............|
+        communication 1 |............qqqqqq1AXX.........|
+        expected        |cccccccccccc111xxx1xxxxxcuuhh.h|
+        """,
+    "flat, and this rank was last: no wait": """
+        data            |dd...................|
+        compute         |..fffbbbb.......uu...|
+        host            |.........SSSSSSS...L.|
+        communication 0 |.........AXXXXXX.....|
+        expected        |ddcccccccxxxxxxxuu.x.|
+        """,
+    "bucketed: the first bucket is hidden but for its end": """
+        compute         |ffffbbbbbbbb........uu|
+        host            |............SSSSSSSS..|
+        communication 0 |......q2AXXXXX........|
+        communication 1 |..............22AXXX..|
+        expected        |ccccccccccccxx22xxxxuu|
+        hidden          |........####..........|
+        """,
+    "gradient sync inside backward, as the last of its hooks": """
+        compute         |ffffbbbbbbbbbbb.uu|
+        host            |........SSSSSSS...|
+        communication 0 |......AXX11XXX....|
+        expected        |ccccccccx11xxxx.uu|
+        hidden          |......##..........|
+        """,
+    "batch-norm statistics inside forward": """
+        compute         |ffffffffbb|
+        host            |..NN..NN..|
+        expected        |ccxxccxxcc|
+        """,
+    "a step that nobody declared: only waits and the rest": """
+        compute         |.ffbb........|
+        host            |.....SSSS....|
+        communication 0 |....A.22XX...|
+        expected        |.ccccx22x....|
+        hidden          |....#........|
+        """,
+    "a device goes on while the thread that issued it waits": """
+        compute         |..fffffbbbbbbbb.uu|
+        host            |ffbb....SSSSSSSS..|
+        communication 0 |........AXXXXXXX..|
+        expected        |hhcccccccccccccxuu|
+        hidden          |........#######...|
+        """,
+    "a world of one exchanges in the thread that trains": """
+        compute         |ffbb....u|
+        host            |..SSSSSS.|
+        communication 0 |....AXXX.|
+        expected        |ccccxxxxu|
+        """,
+    "host code in host code, and compute in it": """
+        host            |eeeeeeeeee.lllll|
+        host            |..hh.........h..|
+        compute         |....ff..........|
+        expected        |hhhhcchhhh.hhhhh|
+        """,
+    "a wait for a wait": """
+        host            |SSSSSSSSSS|
+        host            |..LLLL....|
+        communication 0 |....3333..|
+        expected        |xxxx3333xx|
+        """,
+    "work inside a wait is work": """
+        host            |PPPPPPPPPP|
+        compute         |...cuu....|
+        expected        |xxxcuuxxxx|
+        """,
+    "threads: what the replicas do is under one event": """
+        host            |.........l|
+        compute         |rrrrrrrcu.|
+        replica 0       |dffbbb....|
+        replica 1       |dffbbbb...|
+        expected        |ccccccccuh|
+        """,
+    "nothing is known": """
+        host            |....|
+        expected        |....|
+        """,
+}
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def counted(found: Parts) -> dict[str, int]:
+    """The parts in whole ms, by the letters of a drawing."""
+    figures = {
+        "c": found.compute,
+        "x": found.exposed_s,
+        "d": found.data,
+        "u": found.update,
+        "h": found.host_s,
+        ".": found.unattributed,
+        **{str(peer): waited for peer, waited in found.waiting.items()},
+    }
+    assert all(ns(figure) % MS == 0 for figure in figures.values())
+    return {letter: ns(figure) // MS for letter, figure in figures.items() if figure}
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS.values(), ids=DRAWINGS)
+def test_the_parts_are_those_that_are_drawn(drawing: str) -> None:
+    found = parts(draw(drawing))
+    assert found is not None
+    assert counted(found) == expected(drawing)
+    hidden = expected(drawing, "hidden")["#"] if "hidden" in drawing.split("|")[-3] else 0
+    assert ns(found.hidden) == hidden * MS
+
+
+def test_figures_have_their_causes_and_names() -> None:
+    found = parts(
+        draw(
+            """
+            host    |SSSSLL.eeehhee|
+            compute |.........f....|
+            """
+        )
+    )
+    assert found is not None
+    assert found.exposed == {GRADIENT_SYNC: 0.004, "loss over the global batch": 0.002}
+    assert found.host == {"evaluate": 0.004, "hash": 0.002}
+    assert list(found.totals()) == list(PARTS)
+    assert found.totals()["exposed communication"] == pytest.approx(0.006)
+
+
+def test_gathers_of_weights_are_communication_and_a_wait_for_one_is_exposed() -> None:
+    """Unit 1 comes under the forward of unit 0, unit 2 too late; the exchange is no gather."""
+    drawing = """
+        compute         |ffffffffffffbbbb....u|
+        host            |........GGG.....SSSS.|
+        communication 1 |..GGG...............|
+        communication 2 |......GGGGG.........|
+        communication 0 |...........XXXXXXXXX|
+        expected        |ccccccccxxxcccccxxxxu|
+        """
+    found = parts(draw(drawing))
+    assert found is not None
+    assert counted(found) == expected(drawing)
+    assert {name: ns(figure) // MS for name, figure in found.exposed.items()} == {
+        "parameter gather": 3,
+        "gradient sync": 4,
+    }
+    assert (ns(found.gathers) // MS, ns(found.gathers_hidden) // MS) == (8, 5)
+    assert ns(found.hidden) // MS == 5 + 5
+
+
+def test_a_wait_that_knows_its_peer_is_all_for_that_rank() -> None:
+    drawing = """
+        compute         |ffbb......|
+        host            |....PPPPPP|
+        communication 0 |....>>.<<<|
+        expected        |cccc000000|
+        """
+    found = parts(draw(drawing, rank=1, peer=0))
+    assert found is not None
+    assert counted(found) == expected(drawing)
+    assert found.waiting == {0: 0.006}
+
+
+def test_what_reaches_out_of_the_window_is_cut() -> None:
+    drawing = """
+        compute  |ffff...|
+        host     |....SSSSSSSSSS|
+        expected |ccxxx|
+        """
+    found = parts(draw(drawing, early_ms=2))
+    assert found is not None
+    assert counted(found) == expected(drawing)
+
+
+def test_a_step_that_has_not_ended_has_no_parts() -> None:
+    assert parts([event for event in draw(DRAWINGS["nothing is known"]) if event.name != STEP]) is None
+    assert parts([]) is None
+
+
+def test_of_a_step_that_was_done_again_the_last_counts() -> None:
+    before, after = "compute |ffffff..|", "compute |ff......|"
+    found = parts(draw(before) + draw(after, begin_ms=500))
+    assert found is not None
+    assert (found.start_ns, found.compute) == (500 * MS, 0.002)
+
+
+@pytest.mark.parametrize(
+    ("drawing", "micro_batches"),
+    [
+        ("compute |ffbb.ffbb.ffbb|", 3),
+        ("compute |.uu|", 0),
+        ("compute |rrrr|\nreplica 0 |ffbb|\nreplica 1 |ffbb|", 2),
+        ("compute |...ffbb|\nhost |ffbb...|", 1),  # a device: what issued it does not count again
+    ],
+)
+def test_micro_batches_are_the_backwards(drawing: str, micro_batches: int) -> None:
+    found = parts(draw(drawing))
+    assert found is not None
+    assert found.micro_batches == micro_batches
+
+
+NAMES = {
+    "compute": ["forward", "backward", "update", "clip"],
+    "data": ["data"],
+    "host": [*sorted(WAITS), "ledger", "forward", "save"],
+    "communication": ["queued", "wait", "agree", "exchange", "send"],
+    "replica 0": ["backward"],
+}
+
+
+@st.composite
+def any_events(draw_from: Callable[..., int]) -> list[Event]:
+    """Any events at all, also such that do not nest, in and around a window of 0 to 1000 ns."""
+    kinds = [(lane, name) for lane, names in NAMES.items() for name in names]
+    found = []
+    for lane, name in draw_from(st.lists(st.sampled_from(kinds), max_size=25)):  # type: ignore[attr-defined]
+        start = draw_from(st.integers(-50, 1050))
+        end = start + draw_from(st.integers(0, 400))
+        found.append(Event(0, lane, name, start, end, step=1, peer=draw_from(st.integers(-1, 2))))
+    return [*found, Event(0, "host", STEP, 0, 1000, step=1)]
+
+
+def nested(lane_names: list[tuple[str, str]], low: int, high: int, cuts: list[int]) -> list[Event]:
+    """A span from ``low`` to ``high`` and in it the others, each in the one before or beside it."""
+    if not lane_names or high - low < 2:
+        return []
+    (lane, name), rest = lane_names[0], lane_names[1:]
+    cut = low + cuts[len(rest) % len(cuts)] % (high - low)
+    half = len(rest) // 2
+    inside = nested(rest[:half], low, cut, cuts) + nested(rest[half:], cut, high, cuts)
+    return [Event(0, lane, name, low, high, step=1), *inside]
+
+
+nested_events = st.builds(
+    lambda kinds, cuts: [*nested(kinds, 0, 1000, cuts), Event(0, "host", STEP, 0, 1000, step=1)],
+    st.lists(
+        st.sampled_from([(lane, name) for lane in ("compute", "host") for name in NAMES[lane]]), max_size=30
+    ),
+    st.lists(st.integers(0, 1000), min_size=1, max_size=10),
+)
+
+
+def all_ns(found: Parts) -> list[int]:
+    figures = [found.compute, found.data, found.update, found.unattributed]
+    return [ns(x) for x in [*figures, *found.exposed.values(), *found.waiting.values(), *found.host.values()]]
+
+
+@given(st.one_of(any_events(), nested_events))
+def test_no_part_is_negative_and_they_sum_to_the_wall_to_the_nanosecond(events: list[Event]) -> None:
+    found = parts(events)
+    assert found is not None
+    assert min(all_ns(found)) >= 0
+    assert sum(all_ns(found)) == 1000 == ns(found.wall)
+    assert 0 <= ns(found.hidden) <= 1000 - ns(found.exposed_s) - ns(found.waiting_s)
+
+
+@given(any_events(), st.permutations(range(26)))
+def test_the_order_of_the_events_does_not_matter(events: list[Event], order: list[int]) -> None:
+    assert parts([events[i] for i in order if i < len(events)]) == parts(events)
+
+
+@given(any_events(), st.integers(-(10**15), 10**15))
+def test_a_shift_of_the_clock_changes_nothing(events: list[Event], shift: int) -> None:
+    there = parts(
+        [event._replace(start_ns=event.start_ns + shift, end_ns=event.end_ns + shift) for event in events]
+    )
+    assert there is not None
+    assert replace(there, start_ns=0, end_ns=1000) == parts(events)
+
+
+@given(any_events())
+def test_every_nanosecond_is_where_the_rule_puts_it(events: list[Event]) -> None:
+    """The same parts, from asking of each nanosecond what covers it."""
+    found = parts(events)
+    assert found is not None
+    device = any(event.lane == "host" and event.name in NAMES["compute"] and lasts(event) for event in events)
+    tally = dict.fromkeys(("wait", "compute", "update", "data", "host", "nothing"), 0)
+    for at in range(1000):
+        tally[what(events, at, device)] += 1
+    assert tally == {
+        "wait": ns(found.exposed_s) + ns(found.waiting_s),
+        "compute": ns(found.compute),
+        "update": ns(found.update),
+        "data": ns(found.data),
+        "host": ns(found.host_s),
+        "nothing": ns(found.unattributed),
+    }
+
+
+def lasts(event: Event) -> bool:
+    return max(event.start_ns, 0) < min(event.end_ns, 1000)
+
+
+def what(events: list[Event], at: int, device: bool) -> str:
+    """What ``parts`` should say of one nanosecond."""
+    here = [event for event in events if event.start_ns <= at < event.end_ns]
+    work = [event for event in here if event.lane in ("compute", "data")]
+    for wait in (event for event in here if event.lane == "host" and event.name in WAITS):
+        lies_in = [event for event in work if spans(event, wait) and not (device and event.lane == "compute")]
+        if len(lies_in) == len(work):
+            return "wait"
+    if any(event.lane == "compute" and event.name != "update" for event in work):
+        return "compute"
+    if work:
+        return "update" if any(event.name == "update" for event in work) else "data"
+    return "host" if any(event.lane == "host" and event.name != STEP for event in here) else "nothing"
+
+
+def spans(outer: Event, inner: Event) -> bool:
+    """Does ``inner`` lie in ``outer``, as far as the window goes?"""
+    return max(outer.start_ns, 0) <= max(inner.start_ns, 0) and min(outer.end_ns, 1000) >= min(
+        inner.end_ns, 1000
+    )
 
 
 def steps(*drawings: str, rank: int = 0) -> list[Parts]:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 
 from instep.events import GLOBAL_LOSS, GRADIENT_SYNC, PARAMETER_UPDATE, Event
+from instep.timeline.breakdown import parts
 from instep.timeline.bubbles import Bubble, bubbles
-from instep.timeline.parts import parts
-from tests.timeline.drawn import MS, draw
-from tests.timeline.test_parts import any_events
+from tests.timeline.drawings import MS, draw
+from tests.timeline.test_breakdown import any_events
 
 BEGIN = 100  # ms, where draw begins
 

@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep.events import Event, Timeline
-from instep.timeline import kineto
-from instep.timeline.chrome import write_traces
-from instep.timeline.parts import parts
-from instep.timeline.profiler import Figures, Shares, read_profile
+from instep.timeline import profiler
+from instep.timeline.breakdown import parts
+from instep.timeline.chrome_trace import write_traces
+from instep.timeline.profiler import DeviceTimes, ProfileFigures, read_profile
 
 BASE_NS = 1_790_857_026_000_000_000
 
@@ -81,7 +81,7 @@ GPU = [
 ]  # fmt: skip
 
 
-def rounded(shares: Shares) -> tuple[int, ...]:
+def rounded(shares: DeviceTimes) -> tuple[int, ...]:
     times = (shares.wall, shares.busy, shares.kernels, shares.communication, shares.overlap)
     return tuple(round(time * 1e6) for time in times)
 
@@ -219,12 +219,12 @@ def test_what_is_written_for_hta_is_read_back_with_our_figures(tmp_path):
     again, figures = read_profile(path)
     ours, theirs = parts(timeline.of(1, 6)), parts(again.of(1, 6))
     assert theirs.totals() == pytest.approx(ours.totals())
-    assert theirs.hidden == pytest.approx(ours.hidden) and theirs.leaves == 1
+    assert theirs.hidden == pytest.approx(ours.hidden) and theirs.micro_batches == 1
     assert rounded(figures.total) == (1000, 800, 600, 400, 200)
 
 
 @pytest.fixture(scope="module")
-def real() -> tuple[profile, Timeline, Figures]:
+def real() -> tuple[profile, Timeline, ProfileFigures]:
     """The second and the third step of a small net, under torch's profiler."""
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -324,7 +324,7 @@ def test_a_packed_file_that_is_cut_off_is_refused(tmp_path, keep):
 
 
 def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(kineto, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(profiler, "MAX_BYTES", 10_000)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * 1_000_000))
     with pytest.raises(ValueError, match="more than 10000 bytes"):

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.elastic.bits import flip_bit
+from instep.elastic.faults import flip_bit
 from instep.errors import Diverged, ReplicasDiffer
 from instep.events import PARAMETER_GATHER
 from instep.mesh.mesh import Mesh
-from instep.models.config import num_parameters
-from instep.models.transformer import GPTConfig
-from instep.train.config import Checks, Config, Ledger, Parallel, validate
-from instep.train.footprint import footprint, words
-from instep.train.ledger import SAMPLE_EVERY
+from instep.models.config import GPTConfig, num_parameters
+from instep.ordered.shards import MODEL
+from instep.recipes.text import TextRecipe
+from instep.recipes.text_config import Config, validate
+from instep.run.ledger import SAMPLE_EVERY
+from instep.train.memory_usage import run_memory, words
+from instep.train.run_config import ChecksConfig, LedgerConfig, ParallelConfig
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one
 from tests.train.test_sharded import STEPS
@@ -34,13 +36,13 @@ SHARED = pytest.mark.parametrize(("stage", "one_copy"), [*STAGES, *ONE_COPY])
 
 def config(data: Path, stage: int, one_copy: bool = False, **changes: object) -> Config:
     """As for stage 1; without dropout where it is not said."""
-    changed = {"dropout": 0.0, "parallel": Parallel(shard_stage=stage, one_copy=one_copy), **changes}
+    changed = {"dropout": 0.0, "parallel": ParallelConfig(shard_stage=stage, one_copy=one_copy), **changes}
     return stage_one(data, stage, **changed)  # type: ignore[arg-type]
 
 
 def assert_bits_of_one(mesh: Mesh, data: Path, stage: int, one_copy: bool) -> None:
-    alone = Trainer(config(data, 0, dropout=0.1), world_of_one())
-    together = Trainer(config(data, stage, one_copy, dropout=0.1), mesh)
+    alone = Trainer(TextRecipe(config(data, 0, dropout=0.1)), world_of_one())
+    together = Trainer(TextRecipe(config(data, stage, one_copy, dropout=0.1)), mesh)
     assert together.config.optim.clip > 0
     for trainer in (alone, together):
         begun(trainer)
@@ -83,11 +85,11 @@ def test_a_step_on_the_list_or_with_a_gradient_that_is_not_finite_is_skipped_by_
 ) -> None:
     """The weight is in a block: in stage 3 its values come and go, and the nan with them."""
     spoilt = "nan:rank=1,step=2,name=blocks.0.attention.qkv.weight"
-    faulty = config(data, stage, one_copy, fault=(spoilt,), checks=Checks(skip_steps=(1,)))
+    faulty = config(data, stage, one_copy, fault=(spoilt,), checks=ChecksConfig(skip_steps=(1,)))
     trainer = trained(faulty, mesh, 1)
     said = [trainer.step().skipped for _ in range(3)]
     assert said == ["step 1 is in checks.skip_steps", "gradient norm is nan", ""]
-    alone = trained(config(data, 0, checks=Checks(skip_steps=(1, 2))), world_of_one(), 4)
+    alone = trained(config(data, 0, checks=ChecksConfig(skip_steps=(1, 2))), world_of_one(), 4)
     assert trainer.state_sha256() == alone.state_sha256()
     trainer.parallel.close()
 
@@ -99,7 +101,7 @@ def test_one_skipped_step_too_many_ends_the_run_and_names_rank_micro_batch_and_p
 ) -> None:
     """Ranks take turns: of 8 micro-batches on 3 ranks the first of rank 1 is number 1, not number 3."""
     spoilt = "nan:rank=1,step=1,name=blocks.0.attention.qkv.weight"
-    once = Checks(max_skipped=0)
+    once = ChecksConfig(max_skipped=0)
     trainer = trained(config(data, stage, fault=(spoilt,), checks=once), mesh, 1)
     with pytest.raises(Diverged, match="in micro-batch 1, which rank 1 computed") as failure:
         trainer.step()
@@ -110,8 +112,8 @@ def test_one_skipped_step_too_many_ends_the_run_and_names_rank_micro_batch_and_p
 
 @world(2)
 def test_a_weight_that_is_not_finite_is_named_with_the_rank_that_has_it(mesh: Mesh, data: Path) -> None:
-    trainer = trained(config(data, 3, checks=Checks(max_skipped=0)), mesh, 1)
-    weights = [part for part in trainer.parts() if "/" not in part.name]
+    trainer = trained(config(data, 3, checks=ChecksConfig(max_skipped=0)), mesh, 1)
+    weights = [x for x in trainer.state.shards() if x.name.startswith(MODEL)]
     if mesh.rank == 1:
         weights[-1].tensor.fill_(torch.inf)
     mesh.world.group.barrier("the fault")
@@ -125,7 +127,7 @@ def test_a_weight_that_is_not_finite_is_named_with_the_rank_that_has_it(mesh: Me
 def test_ranks_compute_each_other_s_micro_batches_and_agree(
     mesh: Mesh, data: Path, stage: int, one_copy: bool
 ) -> None:
-    trainer = trained(config(data, stage, one_copy, checks=Checks(leaves_every=1)), mesh)
+    trainer = trained(config(data, stage, one_copy, checks=ChecksConfig(leaves_every=1)), mesh)
     assert trainer.state_sha256() == trained(config(data, 0), world_of_one()).state_sha256()
     trainer.parallel.close()
 
@@ -133,7 +135,7 @@ def test_ranks_compute_each_other_s_micro_batches_and_agree(
 @KINDS
 @world(3)
 def test_a_rank_that_computes_otherwise_is_named(mesh: Mesh, data: Path, stage: int, one_copy: bool) -> None:
-    trainer = trained(config(data, stage, checks=Checks(leaves_every=2)), mesh, 1)
+    trainer = trained(config(data, stage, checks=ChecksConfig(leaves_every=2)), mesh, 1)
     compute = trainer.compute
     if mesh.rank == 2:
         trainer.compute = lambda leaf: _louder(compute(leaf))  # type: ignore[method-assign]
@@ -174,7 +176,7 @@ def test_who_leaves_may_join_others_and_begin_again(
 
 @world(2)
 def test_in_stage_three_the_module_has_no_values_but_in_slices(mesh: Mesh, data: Path) -> None:
-    trainer = Trainer(config(data, 3))
+    trainer = Trainer(TextRecipe(config(data, 3)))
     trainer.prepare()
     assert all(p.is_meta for p in trainer.module.parameters())
     trainer.join(mesh)
@@ -195,8 +197,8 @@ def test_a_module_that_was_sharded_by_half_may_join_again(
 ) -> None:
     """A rank may be lost when the weights are in slices already, and the reducer not there yet."""
     alone = trained(config(data, 0), world_of_one(), 1)
-    trainer = Trainer(config(data, stage))
-    monkeypatch.setattr("instep.shard.sharding.Slices", _lose)
+    trainer = Trainer(TextRecipe(config(data, stage)))
+    monkeypatch.setattr("instep.shard.sharding.SliceReducer", _lose)
     with pytest.raises(RuntimeError, match="lost"):
         trainer.join(world_of_one())
     monkeypatch.undo()
@@ -227,7 +229,7 @@ def test_memory_is_what_the_formula_of_the_stage_says(mesh: Mesh, data: Path, ki
     each, shares = MEMORY[kind]
     wide = config(data, *kind, width=128)
     trainer = trained(wide, mesh, 1)
-    memory = footprint(trainer)
+    memory = run_memory(trainer)
     trainer.parallel.close()
     model = GPTConfig(**{name: getattr(wide.model, name) for name in ("layers", "width", "heads", "context")})
     whole = 4 * num_parameters(model)
@@ -237,7 +239,7 @@ def test_memory_is_what_the_formula_of_the_stage_says(mesh: Mesh, data: Path, ki
             assert row[purpose] == pytest.approx(share * whole, rel=0.05), purpose
             assert memory["formula"][purpose] == pytest.approx(share * whole, rel=0.001), purpose
     assert f"{each:g} bytes per parameter, as the formula says" in words(memory)
-    plain = footprint(trained(config(data, 0, width=128), world_of_one(), 1))
+    plain = run_memory(trained(config(data, 0, width=128), world_of_one(), 1))
     assert {row["activations"] for row in memory["ranks"]} == {plain["ranks"][0]["activations"]}
 
 
@@ -254,13 +256,13 @@ def test_gathers_of_weights_are_in_the_breakdown_and_in_no_bucket(mesh: Mesh, da
 
 
 WRONG: Sequence[tuple[dict[str, object], str]] = [
-    ({"stage": 2, "parallel": Parallel(shard_stage=2, strategy="flat")}, "with parallel.strategy flat"),
-    ({"stage": 3, "parallel": Parallel(shard_stage=3, ordered=False)}, "with parallel.ordered false"),
-    ({"stage": 2, "ledger": Ledger(leaves=True)}, "shard_stage 2 with ledger.leaves"),
+    ({"stage": 2, "parallel": ParallelConfig(shard_stage=2, strategy="flat")}, "with parallel.strategy flat"),
+    ({"stage": 3, "parallel": ParallelConfig(shard_stage=3, ordered=False)}, "with parallel.ordered false"),
+    ({"stage": 2, "ledger": LedgerConfig(leaves=True)}, "shard_stage 2 with ledger.leaves"),
     ({"stage": 0, "one_copy": True}, "one_copy with parallel.shard_stage 0"),
     ({"stage": 3, "one_copy": True}, "one_copy with parallel.shard_stage 3"),
     (
-        {"stage": 2, "parallel": Parallel(shard_stage=2, one_copy=True, backend="gloo")},
+        {"stage": 2, "parallel": ParallelConfig(shard_stage=2, one_copy=True, backend="gloo")},
         "one_copy with parallel.backend gloo",
     ),
 ]
@@ -272,11 +274,11 @@ def test_what_a_stage_does_not_go_with_is_refused(data: Path, settings: dict[str
         validate(config(data, **settings))  # type: ignore[arg-type]
     validate(config(data, 3))
     validate(config(data, 2, one_copy=True))
-    validate(replace(config(data, 1), ledger=Ledger(leaves=True)))
+    validate(replace(config(data, 1), ledger=LedgerConfig(leaves=True)))
 
 
 @world(2)
 def test_one_copy_among_ranks_that_share_no_memory_is_an_error_that_says_so(mesh: Mesh, data: Path) -> None:
     """Where the backend is chosen by the hosts it is known when the ranks have met."""
     with pytest.raises(ValueError, match="share memory, and this group's backend is 'gloo'"):
-        Trainer(config(data, 2, one_copy=True), mesh)
+        Trainer(TextRecipe(config(data, 2, one_copy=True)), mesh)

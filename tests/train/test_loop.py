@@ -13,16 +13,20 @@ from torch.nn import functional as F
 
 from instep.errors import ContractBroken
 from instep.mesh.mesh import Mesh
-from instep.models.transformer import GPT, GPTConfig
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
 from instep.ordered.hash import state_entries
 from instep.ordered.keys import initialize
-from instep.train import recipes
-from instep.train.books import Books, position
-from instep.train.config import Batch, Config, Parallel
-from instep.train.folder import METRICS, read_lines
-from instep.train.ledger import LEDGER
+from instep.recipes import text_config
+from instep.recipes.text import TextRecipe
+from instep.recipes.text_config import Config
+from instep.run.display import Display
+from instep.run.folder import METRICS
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
+from instep.run.writer import RunWriter, position
 from instep.train.loop import Aside, run_steps
-from instep.train.progress import Display
+from instep.train.run_config import BatchConfig, ParallelConfig
 from instep.train.trainer import Made, Trainer
 from tests.parity import assert_same_bits, world_of_one
 from tests.world import world
@@ -37,15 +41,15 @@ def bits(made: Made) -> tuple[float, ...]:
 
 def config(data: Path, **changes: object) -> Config:
     """The tiny recipe without dropout, which ranks that are threads cannot draw."""
-    base = recipes.tiny()
+    base = text_config.tiny()
     base = replace(base, data=data, steps=STEPS, model=replace(base.model, dropout=0.0))
     return replace(base, **changes)
 
 
 def test_one_micro_batch_on_one_rank_gives_the_bits_of_a_plain_loop(data):
-    batch = Batch(global_size=4, micro_size=4)
-    plain = config(data, batch=batch, optim=replace(recipes.tiny().optim, clip=0.0, schedule="constant"))
-    trainer = Trainer(plain, world_of_one())
+    batch = BatchConfig(global_size=4, micro_size=4)
+    plain = config(data, batch=batch, optim=replace(text_config.tiny().optim, clip=0.0, schedule="constant"))
+    trainer = Trainer(TextRecipe(plain), world_of_one())
 
     module = GPT(GPTConfig(**asdict(plain.model)))
     initialize(module, plain.seed)
@@ -58,7 +62,7 @@ def test_one_micro_batch_on_one_rank_gives_the_bits_of_a_plain_loop(data):
         fused=True,
     )
     for rate in (1e-3, 2e-3, 2e-3):  # two steps of warm-up
-        windows = trainer._windows(0)
+        windows = trainer.recipe.read(trainer.data, trainer.steps_done, 0)
         for group in optimizer.param_groups:
             group["lr"] = rate
         logits = module(windows[:, :-1])
@@ -75,14 +79,14 @@ def test_one_micro_batch_on_one_rank_gives_the_bits_of_a_plain_loop(data):
     [
         {},
         {"autocast": "bf16"},
-        {"optim": replace(recipes.tiny().optim, name="sgd", lr=0.1)},
-        {"batch": Batch(global_size=15, micro_size=3)},
+        {"optim": replace(text_config.tiny().optim, name="sgd", lr=0.1)},
+        {"batch": BatchConfig(global_size=15, micro_size=3)},
     ],
     ids=["as it is", "bf16", "sgd", "five micro-batches of three"],
 )
 @world(3)
 def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path, changes: dict) -> None:
-    alone, together = (Trainer(config(data, **changes), m) for m in (world_of_one(), mesh))
+    alone, together = (Trainer(TextRecipe(config(data, **changes)), m) for m in (world_of_one(), mesh))
     for _ in range(STEPS):
         one, three = alone.step(), together.step()
         assert bits(one) == bits(three)
@@ -92,7 +96,7 @@ def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path, changes: dict
 
 
 def with_strategy(data: Path, strategy: str, **changes: object) -> Config:
-    return config(data, parallel=Parallel(strategy=strategy), **changes)  # type: ignore[arg-type]
+    return config(data, parallel=ParallelConfig(strategy=strategy), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
@@ -100,9 +104,9 @@ def with_strategy(data: Path, strategy: str, **changes: object) -> Config:
 def test_a_server_makes_the_steps_of_one_rank_and_holds_all_the_moments(
     mesh: Mesh, data: Path, clip: float
 ) -> None:
-    optim = replace(recipes.tiny().optim, clip=clip)
-    alone = Trainer(config(data, optim=optim), world_of_one())
-    together = Trainer(with_strategy(data, "server", optim=optim), mesh)
+    optim = replace(text_config.tiny().optim, clip=clip)
+    alone = Trainer(TextRecipe(config(data, optim=optim)), world_of_one())
+    together = Trainer(TextRecipe(with_strategy(data, "server", optim=optim)), mesh)
     for _ in range(STEPS):
         one, three = alone.step(), together.step()
         assert bits(one) == bits(three)
@@ -118,8 +122,10 @@ def test_a_server_makes_the_steps_of_one_rank_and_holds_all_the_moments(
 @pytest.mark.parametrize("changes", [{}, {"autocast": "bf16"}], ids=["as it is", "bf16"])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_make_the_steps_of_one_rank(data: Path, changes: dict, num_threads: int) -> None:
-    alone = Trainer(config(data, **changes), world_of_one())
-    threads = Trainer(with_strategy(data, "threads", ranks=num_threads, **changes), world_of_one())
+    alone = Trainer(TextRecipe(config(data, **changes)), world_of_one())
+    threads = Trainer(
+        TextRecipe(with_strategy(data, "threads", ranks=num_threads, **changes)), world_of_one()
+    )
     for _ in range(STEPS):
         one, several = alone.step(), threads.step()
         assert bits(one) == bits(several)
@@ -132,10 +138,10 @@ def test_threads_make_the_steps_of_one_rank(data: Path, changes: dict, num_threa
 @pytest.mark.parametrize("strategy", ["bucketed", "server"])
 @world(2)
 def test_moments_that_were_loaded_stay_where_they_are_used(mesh: Mesh, data: Path, strategy: str) -> None:
-    trainer = Trainer(with_strategy(data, strategy), mesh)
+    trainer = Trainer(TextRecipe(with_strategy(data, strategy)), mesh)
     moment = torch.ones(1)
     trainer.optimizer.state[next(trainer.module.parameters())] = {"exp_avg": moment}
-    trainer.parallel.keep_own_state()
+    trainer.state.drop_others_moments()
     assert bool(trainer.optimizer.state) == (strategy == "bucketed" or mesh.rank == 0)
 
 
@@ -147,9 +153,9 @@ def seen() -> list[bytes]:
 
 @world(3)
 def test_in_an_epoch_every_sample_is_seen_exactly_once(mesh: Mesh, data: Path, seen: list[bytes]) -> None:
-    trainer = Trainer(config(data), mesh)
+    trainer = Trainer(TextRecipe(config(data)), mesh)
     trainer.module.register_forward_pre_hook(lambda _, given: seen.extend(map(as_bytes, given[0])))
-    text = trainer.text.train
+    text = trainer.data.train
     while trainer.cursor < len(text):
         trainer.step()
     mesh.world.group.all_gather_bytes(b"", "the end of an epoch")
@@ -168,14 +174,14 @@ def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
     mine = data.with_name(f"text of rank {mesh.rank}")
     mine.write_bytes(data.read_bytes() + bytes([65 + mesh.rank]))
     with pytest.raises(ContractBroken, match=r'  data.sha256: "\w+" on rank 0, "\w+" on rank 1$'):
-        Trainer(config(mine), mesh)
+        Trainer(TextRecipe(config(mine)), mesh)
 
 
 def run(path: Path, trainer: Trainer) -> list[int]:
     """Run the steps of ``trainer``; the steps that were saved."""
     saved: list[int] = []
     display = Display(1, trainer.config.steps)
-    books = Books(path, trainer, min(position(path), trainer.steps_done))
+    books = RunWriter(path, trainer, min(position(path), trainer.steps_done))
     books.started(0, [])
     aside = Aside(save=lambda: saved.append(trainer.steps_done))
     run_steps(trainer, books, display, aside)
@@ -186,13 +192,13 @@ def run(path: Path, trainer: Trainer) -> list[int]:
 def test_saving_and_evaluating_fall_due_at_their_steps_and_at_the_last(data, tmp_path):
     base = config(data, steps=5)
     base = replace(base, checkpoint=replace(base.checkpoint, every=2), eval=replace(base.eval, every=3))
-    assert run(tmp_path, Trainer(base, world_of_one())) == [2, 4, 5]
+    assert run(tmp_path, Trainer(TextRecipe(base), world_of_one())) == [2, 4, 5]
     held_out = [line["step"] for line in read_lines(tmp_path / METRICS) if "held_out_loss" in line]
     assert held_out == [0, 3, 5]
 
 
 def test_a_stop_is_a_last_step_with_a_checkpoint_and_the_state_s_hash(data, tmp_path):
-    trainer = Trainer(config(data, steps=5, stop_after=2), world_of_one())
+    trainer = Trainer(TextRecipe(config(data, steps=5, stop_after=2)), world_of_one())
     assert run(tmp_path, trainer) == [2]
     assert read_lines(tmp_path / LEDGER)[-1]["state_sha256"] == trainer.state_sha256()
 
@@ -200,7 +206,7 @@ def test_a_stop_is_a_last_step_with_a_checkpoint_and_the_state_s_hash(data, tmp_
 def test_evaluating_does_not_move_a_bit(data, tmp_path):
     often, never = config(data), config(data)
     often = replace(often, eval=replace(often.eval, every=1))
-    trainers = [Trainer(c, world_of_one()) for c in (often, never)]
+    trainers = [Trainer(TextRecipe(c), world_of_one()) for c in (often, never)]
     for i, trainer in enumerate(trainers):
         (tmp_path / str(i)).mkdir()
         run(tmp_path / str(i), trainer)
@@ -208,7 +214,7 @@ def test_evaluating_does_not_move_a_bit(data, tmp_path):
 
 
 def test_the_ledger_has_the_bits_of_every_step(data, tmp_path):
-    trainer = Trainer(config(data), world_of_one())
+    trainer = Trainer(TextRecipe(config(data)), world_of_one())
     run(tmp_path, trainer)
     started, *steps = read_lines(tmp_path / LEDGER)
     assert (started["event"], started["step"], started["restarts"]) == ("started", 0, 0)
@@ -219,7 +225,7 @@ def test_the_ledger_has_the_bits_of_every_step(data, tmp_path):
 
 
 def test_a_switch_that_chooses_other_kernels_is_part_of_the_configuration(data: Path, monkeypatch) -> None:
-    trainer = Trainer(config(data), world_of_one())
+    trainer = Trainer(TextRecipe(config(data)), world_of_one())
     before = trainer.numerical()
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     assert {k for k, v in trainer.numerical().items() if v != before[k]} == {"environment.MKL_CBWR"}

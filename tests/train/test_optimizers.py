@@ -5,14 +5,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.train.config import Optim
 from instep.train.optimizers import learning_rate, make_optimizer, set_learning_rate
+from instep.train.run_config import OptimConfig
 from tests.parity import bits, numbers
 
 HEIGHT = 5
 
 
-def drawn(optim: Optim, num_steps: int) -> str:
+def drawn(optim: OptimConfig, num_steps: int) -> str:
     """Columns are steps, rows are fifths of the full rate."""
     rates = [learning_rate(optim, step, num_steps) / optim.lr for step in range(num_steps)]
     rows = range(HEIGHT, 0, -1)
@@ -24,7 +24,7 @@ def picture(text: str) -> str:
 
 
 def test_warm_up_is_a_ramp_and_then_comes_half_a_cosine():
-    assert drawn(Optim(lr=3e-4, warmup_steps=5, min_lr_ratio=0.2), num_steps=15) == picture(
+    assert drawn(OptimConfig(lr=3e-4, warmup_steps=5, min_lr_ratio=0.2), num_steps=15) == picture(
         """
         ....####.......
         ...######......
@@ -36,7 +36,7 @@ def test_warm_up_is_a_ramp_and_then_comes_half_a_cosine():
 
 
 def test_a_constant_rate_stays_where_warm_up_has_left_it():
-    assert drawn(Optim(lr=2.0, warmup_steps=5, schedule="constant"), num_steps=9) == picture(
+    assert drawn(OptimConfig(lr=2.0, warmup_steps=5, schedule="constant"), num_steps=9) == picture(
         """
         ....#####
         ...######
@@ -48,7 +48,7 @@ def test_a_constant_rate_stays_where_warm_up_has_left_it():
 
 
 def test_the_rate_is_exact_where_the_shape_has_its_corners():
-    optim = Optim(lr=0.5, warmup_steps=4, min_lr_ratio=0.25)
+    optim = OptimConfig(lr=0.5, warmup_steps=4, min_lr_ratio=0.25)
     rates = [learning_rate(optim, step, 11) for step in range(11)]
     assert rates[:5] == [0.125, 0.25, 0.375, 0.5, 0.5]
     assert rates[7] == pytest.approx(0.5 * (1 + 0.25) / 2)  # half-way down
@@ -57,7 +57,7 @@ def test_the_rate_is_exact_where_the_shape_has_its_corners():
 
 @pytest.mark.parametrize(("warmup", "num_steps"), [(0, 1), (1, 1), (1, 2), (5, 5), (9, 5)])
 def test_a_run_too_short_for_the_shape_still_has_rates(warmup, num_steps):
-    optim = Optim(lr=1.0, warmup_steps=warmup, min_lr_ratio=0.0)
+    optim = OptimConfig(lr=1.0, warmup_steps=warmup, min_lr_ratio=0.0)
     assert all(0 <= learning_rate(optim, step, num_steps) <= 1 for step in range(num_steps))
 
 
@@ -67,7 +67,7 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("sgd", False)])
 def test_torch_is_not_left_the_choice_of_an_implementation(name, fused):
-    optimizer = make_optimizer(parameters((2, 3), (3,)), Optim(name=name, lr=1.0))
+    optimizer = make_optimizer(parameters((2, 3), (3,)), OptimConfig(name=name, lr=1.0))
     for group in optimizer.param_groups:
         assert group["fused"] is fused
         assert group["foreach"] is False
@@ -77,7 +77,7 @@ def test_torch_is_not_left_the_choice_of_an_implementation(name, fused):
 def test_vectors_are_not_decayed(name):
     matrix, vector = parameters((2, 3), (3,))
     before = [p.detach().clone() for p in (matrix, vector)]
-    optimizer = make_optimizer([matrix, vector], Optim(name=name, lr=0.5, weight_decay=0.1))
+    optimizer = make_optimizer([matrix, vector], OptimConfig(name=name, lr=0.5, weight_decay=0.1))
     for p in (matrix, vector):
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -87,7 +87,7 @@ def test_vectors_are_not_decayed(name):
 
 def test_adamw_is_the_published_one():
     """Decoupled weight decay, two bias-corrected moments (Loshchilov and Hutter, 2019, algorithm 2)."""
-    optim = Optim(lr=0.02, betas=(0.8, 0.9), weight_decay=0.3)
+    optim = OptimConfig(lr=0.02, betas=(0.8, 0.9), weight_decay=0.3)
     (p,) = parameters((4, 5))
     x = p.detach().double()
     m, v = torch.zeros_like(x), torch.zeros_like(x)
@@ -101,7 +101,7 @@ def test_adamw_is_the_published_one():
     assert torch.allclose(p.double(), x, atol=1e-6)
 
 
-def stepped(whole: Tensor, sizes: list[int], optim: Optim) -> Tensor:
+def stepped(whole: Tensor, sizes: list[int], optim: OptimConfig) -> Tensor:
     """``whole`` after three steps in which its slices of ``sizes`` are parameters of their own."""
     slices = [nn.Parameter(part) for part in whole.clone().split(sizes)]
     optimizer: Optimizer = make_optimizer(slices, optim)
@@ -115,7 +115,7 @@ def stepped(whole: Tensor, sizes: list[int], optim: Optim) -> Tensor:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_parameter_has_the_same_bits_however_it_is_sliced(name):
-    optim = Optim(name=name, lr=0.02, weight_decay=0.0)
+    optim = OptimConfig(name=name, lr=0.02, weight_decay=0.0)
     whole = numbers(16 * 20, key="whole")
     expected = stepped(whole, [16 * 20], optim)
     for sizes in ([160, 160], [16, 288, 16], [16] * 20, [112, 96, 112]):
@@ -123,6 +123,6 @@ def test_a_parameter_has_the_same_bits_however_it_is_sliced(name):
 
 
 def test_the_rate_is_set_in_all_groups():
-    optimizer = make_optimizer(parameters((2, 2), (2,)), Optim(lr=1.0))
+    optimizer = make_optimizer(parameters((2, 2), (2,)), OptimConfig(lr=1.0))
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

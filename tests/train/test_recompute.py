@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
 from instep.ordered.tree import adds
-from instep.step.leaves import Leaf
+from instep.step.micro_batches import MicroBatch
 from instep.train.recompute import leaf_gradients
 from tests.parity import assert_same_bits, world_of_one
 from tests.replicate.nets import gpt
@@ -90,7 +90,7 @@ def test_gradients_buffers_and_random_numbers_stay_as_they_are():
 def test_it_can_be_done_between_a_forward_and_its_backward_without_moving_a_bit(mesh: Mesh) -> None:
     disturbed, quiet = Tiny(mesh), Tiny(mesh)
 
-    def disturbing(tiny: Tiny, model: nn.Module, leaf: Leaf, loss: Tensor) -> Tensor:
+    def disturbing(tiny: Tiny, model: nn.Module, leaf: MicroBatch, loss: Tensor) -> Tensor:
         if model is tiny.module:
             tiny.compute((leaf.index + 1) % tiny.num_leaves)
         return loss

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from instep.elastic.bits import flip_bit
+from instep.elastic.faults import flip_bit
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
+from instep.ordered.hash import bare
+from instep.recipes import text_config
+from instep.recipes.text import TextRecipe
+from instep.recipes.text_config import Config, validate
+from instep.run.ledger import SAMPLE_EVERY
 from instep.shard.optimizer import ShardedOptimizer
-from instep.train import recipes
-from instep.train.config import Checks, Config, Optim, Parallel, validate
-from instep.train.footprint import footprint, words
-from instep.train.ledger import SAMPLE_EVERY
-from instep.train.state import agree
+from instep.train.memory_usage import run_memory, words
+from instep.train.rank_state import Holds
+from instep.train.run_config import ChecksConfig, OptimConfig, ParallelConfig
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one
-from tests.train.test_trainer import beginning, trained
+from tests.train.test_trainer import agree, trained
 from tests.world import world
 
 STEPS = 3
@@ -29,17 +32,20 @@ def config(data: Path, stage: int, *, dropout: float = 0.1, width: int = 96, **c
 
     Ranks that are threads cannot draw dropout.
     """
-    tiny = recipes.tiny()
+    tiny = text_config.tiny()
     model = replace(tiny.model, dropout=dropout, layers=1, width=width)
-    tiny = replace(tiny, model=model, data=data, steps=STEPS, parallel=Parallel(shard_stage=stage))
+    tiny = replace(tiny, model=model, data=data, steps=STEPS, parallel=ParallelConfig(shard_stage=stage))
     return replace(tiny, **changes)  # type: ignore[arg-type]
 
 
 def assert_bits_of_one(mesh: Mesh, data: Path) -> None:
-    alone, together = Trainer(config(data, 0), world_of_one()), Trainer(config(data, 1), mesh)
+    alone, together = (
+        Trainer(TextRecipe(config(data, 0)), world_of_one()),
+        Trainer(TextRecipe(config(data, 1)), mesh),
+    )
     assert together.config.optim.clip > 0
     for trainer in (alone, together):
-        agree(trainer, beginning)
+        agree(trainer)
     for _ in range(STEPS):
         made, plain = together.step(), alone.step()
         assert (made.loss, made.norm) == (plain.loss, plain.norm)
@@ -72,7 +78,7 @@ def test_four_ranks_have_the_bits_of_one(mesh: Mesh, data: Path) -> None:
 
 @world(2)
 def test_momentum_is_divided_too_and_a_skipped_step_is_one(mesh: Mesh, data: Path) -> None:
-    sgd = {"optim": Optim(name="sgd", lr=0.1), "checks": Checks(skip_steps=(1,)), "dropout": 0.0}
+    sgd = {"optim": OptimConfig(name="sgd", lr=0.1), "checks": ChecksConfig(skip_steps=(1,)), "dropout": 0.0}
     together = trained(config(data, 1, **sgd), mesh)
     alone = trained(config(data, 0, **sgd), world_of_one())
     assert together.state_sha256() == alone.state_sha256()
@@ -82,9 +88,9 @@ def test_momentum_is_divided_too_and_a_skipped_step_is_one(mesh: Mesh, data: Pat
 def test_no_rank_has_all_of_the_state_until_it_is_alone(mesh: Mesh, data: Path) -> None:
     trainer = trained(config(data, 1, dropout=0.0), mesh, 1)
     assert isinstance(trainer.optimizer, ShardedOptimizer)
-    assert not trainer.parallel.holds_state
-    assert not trainer.state_of_run
-    assert trained(config(data, 1, dropout=0.0), world_of_one(), 1).state_of_run
+    assert trainer.rank_state.holds is Holds.SHARDS
+    alone = trained(config(data, 1, dropout=0.0), world_of_one(), 1)
+    assert alone.rank_state.holds is Holds.EVERYTHING
 
 
 @world(2)
@@ -97,7 +103,7 @@ def test_who_leaves_keeps_weights_and_steps_and_may_begin_again(mesh: Mesh, data
     assert all(bool((weights[name] == x).all()) for name, x in trainer.module.named_parameters())
     trainer.begin()
     trainer.join(world_of_one())
-    agree(trainer, beginning)
+    agree(trainer)
     trainer.step()
     assert trainer.state_sha256() == first
     trainer.begin()  # sharded, as it is now
@@ -111,10 +117,10 @@ def test_a_flipped_bit_in_the_piece_of_a_rank_changes_the_hash_and_names_the_ent
 ) -> None:
     trainer = trained(config(data, 1, dropout=0.0), mesh, 1)
     (before, sound) = trainer.state_digests()
-    pieces = [(part.name, part.first, part.last) for part in trainer.parts() if not part.is_whole]
-    cut = next(name for name, _, _ in pieces if name.startswith("exp_avg_sq/"))
+    pieces = [(part.name, part.first, part.last) for part in trainer.state.shards() if not part.is_whole]
+    cut = next(name for name, _, _ in pieces if name.startswith("optimizer:exp_avg_sq/"))
     told = mesh.world.group.all_gather_bytes(cut.encode(), "the names of pieces")
-    name = told[1].decode()
+    name = bare(told[1].decode())
     if mesh.rank == 1:
         flip_bit(dict(trainer.entries())[name], index=3, bit=0)
     after, spoiled = trainer.state_digests()
@@ -145,7 +151,7 @@ def test_a_bit_that_flips_before_the_update_spreads_from_the_owner_and_heals_els
 
 @world(2)
 def test_memory_of_the_moments_is_halved_on_two_ranks_as_the_formula_says(mesh: Mesh, data: Path) -> None:
-    memory = footprint(trained(config(data, 1, dropout=0.0, width=128), mesh, 1))
+    memory = run_memory(trained(config(data, 1, dropout=0.0, width=128), mesh, 1))
     size = memory["formula"]["parameters"]
     assert memory["formula"]["bytes_per_parameter"] == 12
     for row in memory["ranks"]:
@@ -157,7 +163,7 @@ def test_memory_of_the_moments_is_halved_on_two_ranks_as_the_formula_says(mesh: 
 
 @pytest.mark.parametrize("strategy", ["server", "threads"])
 def test_strategies_with_one_holder_of_the_state_are_refused(data: Path, strategy: str) -> None:
-    wrong = config(data, 1, dropout=0.0, parallel=Parallel(strategy=strategy, shard_stage=1))  # type: ignore[arg-type]
+    wrong = config(data, 1, dropout=0.0, parallel=ParallelConfig(strategy=strategy, shard_stage=1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"shard_stage 1 with parallel.strategy {strategy}.* use another"):
         validate(wrong)
 

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.elastic.bits import flip_bit
-from instep.elastic.memory import Copy, tensor_bytes
+from instep.elastic.faults import flip_bit
 from instep.errors import CheckpointRejected, Diverged, ReplicasDiffer
 from instep.mesh.mesh import Mesh
-from instep.train import recipes
-from instep.train.config import Checks, Config, Parallel
-from instep.train.state import agree, capture, restore, restore_copy, step_in
+from instep.recipes import text_config
+from instep.recipes.text import TextRecipe
+from instep.recipes.text_config import Config
+from instep.train.recovery import Checkpoints, restore_newest, take
+from instep.train.run_config import ChecksConfig, ParallelConfig
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one
+from tests.train.snapshots import Supervisor, snapshots_of
 from tests.world import world
 
 STEPS = 3
@@ -24,26 +26,29 @@ STEPS = 3
 
 def config(data: Path, strategy: str = "bucketed", **changes: object) -> Config:
     """The tiny recipe without dropout, which ranks that are threads cannot draw."""
-    tiny = recipes.tiny()
+    tiny = text_config.tiny()
     ranks = 2 if strategy == "threads" else 0
     tiny = replace(tiny, model=replace(tiny.model, dropout=0.0), data=data, steps=STEPS, ranks=ranks)
-    return replace(tiny, parallel=Parallel(strategy=strategy), **changes)  # type: ignore[arg-type]
+    return replace(tiny, parallel=ParallelConfig(strategy=strategy), **changes)  # type: ignore[arg-type]
 
 
-def beginning() -> tuple[str, dict[str, object]]:
-    """What rank 0 finds where there is nothing."""
-    return "the beginning", {}
+NOWHERE = Path("there is no such run")
+
+
+def agree(trainer: Trainer, path: Path = NOWHERE) -> str:
+    """All ranks take the newest state that there is: where it came from. Collective."""
+    return restore_newest(trainer, None, Checkpoints(path, 20))[0]
 
 
 def begun(trainer: Trainer) -> None:
     """All ranks take the state of before the first step, as where no rank finds another. Collective."""
     trainer.begin()
-    agree(trainer, beginning)
+    agree(trainer)
 
 
 def trained(config: Config, mesh: Mesh, steps: int = STEPS) -> Trainer:
     """A trainer after some steps of the run."""
-    trainer = Trainer(config, mesh)
+    trainer = Trainer(TextRecipe(config), mesh)
     begun(trainer)
     for _ in range(steps):
         trainer.step()
@@ -55,13 +60,13 @@ def trained(config: Config, mesh: Mesh, steps: int = STEPS) -> Trainer:
 def test_a_step_on_the_list_is_skipped_by_all_and_the_bits_are_those_of_one(
     mesh: Mesh, data: Path, strategy: str
 ) -> None:
-    listed = Checks(skip_steps=(1,))
+    listed = ChecksConfig(skip_steps=(1,))
     alone = trained(config(data, checks=listed), world_of_one(), 1)
     before, made = alone.state_sha256(), alone.step()
     assert made.skipped == "step 1 is in checks.skip_steps"
-    alone.steps_done = 1
+    alone.rank_state.steps_done = 1
     assert alone.state_sha256() == before  # but for the number of steps
-    alone.steps_done = 2
+    alone.rank_state.steps_done = 2
     alone.step()
     together = trained(config(data, strategy, checks=listed), mesh)
     if mesh.rank == 0:
@@ -79,14 +84,14 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_by_all(
     assert trainer.step().skipped == "gradient norm is nan"
     assert trainer.step().skipped == ""
     assert (trainer.health.skipped, trainer.health.in_a_row) == (1, 0)
-    alone = trained(config(data, checks=Checks(skip_steps=(1,))), world_of_one())
+    alone = trained(config(data, checks=ChecksConfig(skip_steps=(1,))), world_of_one())
     if mesh.rank == 0:
         assert trainer.state_sha256() == alone.state_sha256()
 
 
 def test_replica_threads_skip_like_ranks(data):
-    trainer = trained(config(data, "threads", checks=Checks(skip_steps=(1,))), world_of_one())
-    alone = trained(config(data, checks=Checks(skip_steps=(1,))), world_of_one())
+    trainer = trained(config(data, "threads", checks=ChecksConfig(skip_steps=(1,))), world_of_one())
+    alone = trained(config(data, checks=ChecksConfig(skip_steps=(1,))), world_of_one())
     assert trainer.state_sha256() == alone.state_sha256()
     trainer.leave()
 
@@ -94,7 +99,7 @@ def test_replica_threads_skip_like_ranks(data):
 @world(2)
 def test_one_skipped_step_too_many_ends_the_run_and_names_rank_and_parameter(mesh: Mesh, data: Path) -> None:
     spoilt = "nan:rank=1,step=1,name=blocks.1.attention.qkv.weight"
-    trainer = trained(config(data, fault=(spoilt,), checks=Checks(max_skipped=0)), mesh, 1)
+    trainer = trained(config(data, fault=(spoilt,), checks=ChecksConfig(max_skipped=0)), mesh, 1)
     with pytest.raises(Diverged, match=r"checks.max_skipped is 0.* rank 1") as failure:
         trainer.step()
     assert failure.value.ranks == (1,)
@@ -115,34 +120,42 @@ def test_a_flipped_bit_is_found_by_comparing_replicas(mesh: Mesh, data: Path) ->
 
 @world(2)
 def test_ranks_compute_each_other_s_micro_batches_and_agree(mesh: Mesh, data: Path) -> None:
-    watched = config(data, checks=Checks(leaves_every=1))
+    watched = config(data, checks=ChecksConfig(leaves_every=1))
     trainer, alone = trained(watched, mesh), trained(config(data), world_of_one())
     assert trainer.state_sha256() == alone.state_sha256()
 
 
-def test_a_state_goes_through_the_memory_copy_into_a_process_that_is_new(data):
-    old = trained(config(data, checks=Checks(spike=3.0)), world_of_one())
-    description, live = capture(old)
-    assert step_in(description) == STEPS
-    copy = Copy.create(2 * len(description), tensor_bytes(live))
-    copy.write(description, live)
-    new = Trainer(config(data, checks=Checks(spike=3.0)), world_of_one())
-    restore_copy(new, copy)
+def test_a_state_goes_through_a_snapshot_into_a_process_that_is_new(data):
+    old, supervisor = trained(config(data, checks=ChecksConfig(spike=3.0)), world_of_one()), Supervisor()
+    snapshots_of(supervisor).write(old)
+    new = Trainer(TextRecipe(config(data, checks=ChecksConfig(spike=3.0))), world_of_one())
+    snapshots = snapshots_of(supervisor)
+    assert snapshots.newest() == (STEPS, supervisor.generation)
+    snapshots.restore(new, *snapshots.newest())
     assert new.state_sha256() == old.state_sha256()
     assert new.last == old.last
     assert new.health.state() == old.health.state()
     assert new.step().norm == old.step().norm
 
 
-def test_a_description_of_another_model_is_rejected_and_nothing_changes(data):
+def given(trainer: Trainer, reference: Trainer) -> None:
+    """``trainer`` has the state of ``reference``, as one that it has brought along."""
+    supervisor = Supervisor()
+    snapshots_of(supervisor).write(reference)
+    snapshots = snapshots_of(supervisor)
+    bodies, readers = snapshots.opened(*snapshots.newest())
+    take(trainer, bodies, readers)
+
+
+def test_a_snapshot_of_another_model_is_rejected_and_nothing_changes(data):
     trainer = trained(config(data), world_of_one())
-    description, live = capture(trainer)
     other = Trainer(
-        replace(config(data), model=replace(config(data).model, width=64, heads=4)), world_of_one()
+        TextRecipe(replace(config(data), model=replace(config(data).model, width=64, heads=4))),
+        world_of_one(),
     )
     before = other.state_sha256()
     with pytest.raises(CheckpointRejected):
-        restore(other, description, live)
+        given(other, trainer)
     assert other.state_sha256() == before
 
 
@@ -150,33 +163,33 @@ def test_a_description_of_another_model_is_rejected_and_nothing_changes(data):
 @world(3)
 def test_the_newest_state_wins_wherever_it_is(mesh: Mesh, data: Path, strategy: str) -> None:
     reference = trained(config(data), world_of_one())
-    trainer = Trainer(config(data, strategy), mesh)
+    trainer = Trainer(TextRecipe(config(data, strategy)), mesh)
     owner = 0 if strategy == "server" else 1
     if mesh.rank == owner:
-        description, live = capture(reference)
-        restore(trainer, description, live)
-        trainer.state_of_run = True
+        given(trainer, reference)
+        trainer.rank_state.agreed(complete=True)
     elif mesh.rank == 2:
-        trainer.fresh = False  # a survivor whose state is whole nowhere
+        trainer.rank_state.restoring()  # a survivor whose state is whole nowhere
         with torch.no_grad():
             next(trainer.module.parameters()).add_(1)
-    source, _ = agree(trainer, beginning)
-    assert source == "a survivor"
+    assert agree(trainer) == "a survivor"
     assert trainer.steps_done == STEPS
     trainer.compare_replicas()
     assert trainer.step().norm == reference.step().norm
 
 
 @world(2)
-def test_where_nobody_has_a_state_rank_zero_finds_one_for_all(mesh: Mesh, data: Path) -> None:
+def test_where_no_rank_has_a_state_rank_zero_reads_one_for_all(
+    mesh: Mesh, data: Path, tmp_path: Path
+) -> None:
+    """Hosts may have disks of their own."""
     reference = trained(config(data), world_of_one())
-    trainer = Trainer(config(data), mesh)
-
-    def find() -> tuple[str, dict[str, object]]:
-        restore(trainer, *capture(reference))
-        return "a drawer", {"notes": ["it was dusty"]}
-
-    assert agree(trainer, find) == ("a drawer", {"notes": ["it was dusty"]})
+    trainer = Trainer(TextRecipe(config(data)), mesh)
+    if mesh.rank == 0:
+        checkpoints = Checkpoints(tmp_path / "rank 0", 20)
+        checkpoints.save(reference)
+        checkpoints.close()
+    assert agree(trainer, tmp_path / f"rank {mesh.rank}").endswith(f"step-{STEPS:08d}")
     assert trainer.state_sha256() == reference.state_sha256()
 
 
@@ -185,7 +198,7 @@ def test_the_same_process_takes_part_in_one_group_after_another(mesh: Mesh, data
     trainer = trained(config(data), mesh, 1)
     trainer.parallel.close()
     trainer.join(mesh)
-    agree(trainer, beginning)
+    agree(trainer)
     trainer.step()
     alone = trained(config(data), world_of_one(), 2)
     assert trainer.state_sha256() == alone.state_sha256()

@@ -14,17 +14,17 @@ from instep.ordered.keys import initialize
 from instep.ordered.norm import clip_grad_norm_
 from instep.ordered.tree import rank_major
 from instep.replicate.wrapper import DataParallel
-from instep.step.leaves import Leaf
-from instep.train.config import Checks
-from instep.train.culprit import give_up
-from instep.train.health import Health
+from instep.run.health import Health
+from instep.step.micro_batches import MicroBatch
+from instep.train.nonfinite import give_up
 from instep.train.recompute import Computed, leaf_gradients
+from instep.train.run_config import ChecksConfig
 from tests.parity import numbers
 from tests.replicate.nets import fused, gpt
 
 SEED = 7
 
-Fault = Callable[["Tiny", nn.Module, Leaf, Tensor], Tensor]
+Fault = Callable[["Tiny", nn.Module, MicroBatch, Tensor], Tensor]
 """What becomes of a loss."""
 
 
@@ -36,7 +36,7 @@ class Tiny:
         mesh: Mesh,
         *,
         fault: Fault | None = None,
-        checks: Checks | None = None,
+        checks: ChecksConfig | None = None,
         num_leaves: int = 4,
         module: nn.Module | None = None,
     ) -> None:
@@ -46,11 +46,11 @@ class Tiny:
         initialize(self.module, SEED)
         self.model = DataParallel(self.module, process_group=mesh, seed=SEED)
         self.optimizer = fused(self.module.parameters())
-        self.health = Health(checks or Checks())
+        self.health = Health(checks or ChecksConfig())
         self.plan = rank_major(num_leaves, mesh.world.size)
         self.done = 0
 
-    def loss(self, model: nn.Module, leaf: Leaf) -> Tensor:
+    def loss(self, model: nn.Module, leaf: MicroBatch) -> Tensor:
         tokens = (numbers(3, 9, key=f"{self.done} {leaf.index}").abs() * 1000).long() % 17
         logits = model(tokens[:, :-1].contiguous())
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -104,7 +104,7 @@ class Tiny:
 def flawed(factor: float, *, leaves: set[int], steps: set[int]) -> Fault:
     """Multiplies the loss of these micro-batches in these steps."""
 
-    def fault(tiny: Tiny, model: nn.Module, leaf: Leaf, loss: Tensor) -> Tensor:
+    def fault(tiny: Tiny, model: nn.Module, leaf: MicroBatch, loss: Tensor) -> Tensor:
         return loss * factor if leaf.index in leaves and tiny.done in steps else loss
 
     return fault

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instep.verify.batches import pack, unpack
+from instep.verify.trial import pack, unpack
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,120 @@
+"""A rank's part of ``instep bench buckets``: steps with every bucket size in turn, and what the model is fed.
+
+What is fed to the alpha-beta model comes from the same run: how long forward and backward take without any
+exchange, and how long an all-reduce takes, of several sizes, over the same kind of group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from instep.bench.worlds import World
+from instep.events import Recorder
+from instep.mesh.process_group import Group
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.replicate.wrapper import DataParallel
+
+WARM_UP = 2  # the first step learns the order of the gradients, the second sends by it for the first time
+LINK_BUDGET_S = 30.0
+LINK_SIZES = (4_000, 64_000, 1_000_000, 8_000_000, 32_000_000)
+TIMEOUT_S = 300.0
+OF_A_CALL = ("agree", "exchange")
+
+
+def measure_buckets(world: World, task: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of steps, calls and phases on this rank; ``task``: see ``buckets.measure``."""
+    torch.manual_seed(0)
+    module = GPT(GPTConfig(**task["model"]))
+    tokens = torch.randint(256, (1, task["tokens"] + 1))
+    pg = world.group(task["backend"])
+    total = sum(p.nbytes for p in module.parameters())
+    sizes = [*(size for size in LINK_SIZES if size < total), total]
+    world.say(f"all-reduce of {len(sizes)} sizes")
+    link = _link(world, pg, sizes, task["samples"], ordered=task["ordered"])
+    turns: dict[str, list[dict[str, float]]] = {str(size): [] for size in (0, *task["sizes"])}
+    for turn in range(task["rounds"]):
+        for size in (0, *task["sizes"]):  # 0: without exchange
+            world.say(f"turn {turn + 1}: " + (f"buckets of {size:g} MiB" if size else "compute alone"))
+            turns[str(size)] += _steps(world, pg, module, tokens, size, task)
+    return {"link": link, "turns": turns, "gradient_bytes": total}
+
+
+def _steps(
+    world: World, pg: ProcessGroup, module: GPT, tokens: Tensor, size: float, task: dict[str, Any]
+) -> list[dict[str, float]]:
+    """One turn of one bucket size: a wrapper, its warm-up, then this turn's share of the samples."""
+    model = DataParallel(
+        module,
+        process_group=pg,
+        strategy="bucketed",
+        bucket_cap_mb=size or None,
+        ordered=task["ordered"],
+        init_sync=False,
+    )
+    samples = -(-task["samples"] // task["rounds"])
+    found = []
+    for number in range(WARM_UP + samples):
+        with nullcontext() if size else model.no_sync():
+            sample = _step(world, model, tokens, number)
+        if number >= WARM_UP:
+            found.append(sample)
+    model.close()
+    model.zero_grad()
+    return found
+
+
+def _step(world: World, model: DataParallel, tokens: Tensor, number: int) -> dict[str, float]:
+    model.zero_grad()
+    model.recorder.step = number
+    world.barrier()
+    start = time.perf_counter()
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    calls, busy_s = _calls(model.recorder, number)
+    return {"forward": middle - start, "backward": end - middle, "calls": calls, "busy": busy_s}
+
+
+def _calls(recorder: Recorder, step: int) -> tuple[int, float]:
+    """How many exchanges a step made, and how long all of them took together."""
+    events = [event for event in recorder.events if event.step == step and event.name in OF_A_CALL]
+    return sum(event.name == "exchange" for event in events), sum(event.duration_s for event in events)
+
+
+def _link(
+    world: World, pg: ProcessGroup, sizes: Sequence[int], samples: int, *, ordered: bool
+) -> dict[str, list[float]]:
+    """Seconds of an all-reduce by its size in bytes, alternately."""
+    group = Group(pg, range(world.size), world.rank, TIMEOUT_S)
+    reduce = {str(size): _all_reduce(group, size, ordered=ordered) for size in sizes}
+    return world.interleave(reduce, samples, budget_s=LINK_BUDGET_S)[0]
+
+
+def _all_reduce(group: Group, nbytes: int, *, ordered: bool) -> Callable[[], object]:
+    """An all-reduce of ``nbytes``: the backend's, or as ``ordered.exchange`` does it, with its own adds."""
+    W = group.size
+    x = torch.zeros(nbytes // 4 // W * W)
+    if not ordered:
+        return lambda: group.all_reduce(x, "the sweep")
+    received, header, headers = torch.empty_like(x), torch.zeros(8), torch.zeros(8 * W)
+    splits = [x.numel() // W] * W
+
+    def all_reduce() -> None:
+        group.all_gather(headers, header, "the sweep's headers")
+        group.all_to_all(received, x, splits, splits, "the sweep")
+        own, *others = received.chunk(W)
+        for other in others:
+            own.add_(other)
+        group.all_gather(x, own, "the sweep")
+
+    return all_reduce

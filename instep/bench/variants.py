@@ -1,0 +1,367 @@
+"""What is compared when steps are: instep's strategies, torch's DDP, and the baselines to hold them against.
+
+    naive flat overlap bucketed    ``instep.DataParallel``, over gloo and over shared memory
+    unordered                      bucketed with ``ordered=False``: the backend's all-reduce adds
+    server                         ``instep.ParameterServer``
+    threads                        ``instep.ThreadedReplicas``: rank 0 alone, with the batches of all ranks
+    stage1                         ``DataParallel`` and ``ShardedOptimizer``: the optimizer's state in slices
+    stage2 stage3                  ``fully_shard``: the gradients too, the weights too
+    ...-one-copy                   the ranks of a host have the same memory of the weights
+    DDP                            torch's ``DistributedDataParallel``, as it comes
+    none                           as many processes at once, and no synchronisation: the baseline
+    alone                          rank 0 steps, the others wait: what one rank could do with the machine
+    wire, latency                  no step: an all-reduce of as many bytes as the gradients have, of 4 bytes
+
+Many variants are in one process at a time, so that they can take turns, and memory is what there is
+least of. They share the memory of the weights: each has a copy of the module whose parameters are other
+objects, with hooks and gradients of their own, over the same storage. Plain SGD has no moments, and with a
+step size of zero it reads and writes all weights without changing a bit of them; so does AdamW without decay.
+So no variant disturbs another, every step of every variant computes the same numbers, and what remains per
+variant is its gradients, and moments if the optimizer has some.
+
+Only the variants that shard move their weights, so each of those has weights of its own. They begin with the
+values that all variants have, and in stage 3 no rank is given all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from instep.bench.workloads import Workload
+from instep.bench.worlds import World
+from instep.events import Recorder
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.ordered.keys import initialize
+from instep.replicate.server import ParameterServer
+from instep.replicate.threads import ThreadedReplicas
+from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import fully_shard
+from instep.shard.optimizer import ShardedOptimizer
+from instep.shm import ShmGroup
+from instep.shm.futex import available
+
+BUCKET_MB = 25.0
+NUM_LATENCIES = 10
+SEED = 0  # of the weights of all variants
+
+
+class SharedModel:
+    """What the variants on one rank share: a world, the weights, this rank's batch."""
+
+    def __init__(self, world: World, workload: Workload) -> None:
+        torch.manual_seed(0)
+        self.world, self.workload = world, workload
+        batches = torch.randint(256, (world.size, workload.batch, workload.tokens + 1))
+        self.batch = batches[world.rank]
+        self.batches = batches.flatten(0, 1)
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The weights that variants share, made when the first of them needs some."""
+        return full_model(self.workload.config)
+
+    @property
+    def optimizer(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Class and options."""
+        if self.workload.optimizer == "sgd":
+            return torch.optim.SGD, {"lr": 0.0}
+        return torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0, "fused": True}
+
+    def copy(self) -> nn.Module:
+        """The module with parameters of its own over the shared storage."""
+        parameters = {id(p): nn.Parameter(p.detach()) for p in self.module.parameters()}
+        return copy.deepcopy(self.module, parameters)
+
+    def loss(self, model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+        """Mean cross-entropy of the next byte."""
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class TrainingLoop:
+    """The ordinary training loop around ``model``; ``step`` is what is timed.
+
+    ``recorder`` holds what instep has recorded of it, if anything; ``forward_s`` is the time of the last
+    forward, ``guard_s`` that of the hooks which instep has around every optimizer step.
+    """
+
+    def __init__(
+        self,
+        shared: SharedModel,
+        model: nn.Module,
+        batch: Tensor | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self.shared = shared
+        self.model = model
+        self.batch = shared.batch if batch is None else batch
+        self.recorder: Recorder | None = getattr(model, "recorder", None)
+        kind, options = shared.optimizer
+        self.optimizer = optimizer or kind(model.parameters(), **options)
+        self.forward_s = self.guard_s = 0.0
+        self._times: list[float] = []
+        # torch calls the hooks of all optimizers before those of one, and after the step the other way round.
+        self.optimizer.register_step_pre_hook(self._now)
+        self.optimizer.register_step_post_hook(self._now)
+
+    def step(self) -> None:
+        began = time.perf_counter()
+        loss = self.shared.loss(self.model, self.batch)
+        self.forward_s = time.perf_counter() - began
+        loss.backward()
+        self._times = [time.perf_counter()]
+        self.optimizer.step()
+        self._now()
+        called, checked, updated, returned = self._times
+        self.guard_s = checked - called + returned - updated
+        self.optimizer.zero_grad()
+
+    def _now(self, *ignored: Any) -> None:
+        self._times.append(time.perf_counter())
+
+
+class ServerLoop:
+    """The loop around a parameter server, whose optimizer steps on rank 0 alone."""
+
+    forward_s = guard_s = 0.0
+
+    def __init__(self, shared: SharedModel, backend: str) -> None:
+        module = shared.copy()
+        kind, options = shared.optimizer
+        optimizer = kind(module.parameters(), **options)
+        self.shared = shared
+        self.server = ParameterServer(module, optimizer, shared.world.group(backend), init_sync=False)
+        self.recorder: Recorder | None = self.server.recorder
+
+    def step(self) -> None:
+        self.server.backward_and_step(self.shared.loss(self.server.module, self.shared.batch))
+
+
+class BareTransfer:
+    """No step at all: ``times`` all-reduces of ``num_bytes``."""
+
+    recorder: Recorder | None = None
+    forward_s = guard_s = 0.0
+
+    def __init__(self, shared: SharedModel, num_bytes: int, times: int = 1) -> None:
+        self.x = torch.zeros(num_bytes // 4)
+        self.group = shared.world.group("gloo")
+        self.times = times
+
+    def step(self) -> None:
+        for _ in range(self.times):
+            dist.all_reduce(self.x, group=self.group)
+
+
+class Unavailable(RuntimeError):
+    """A variant that cannot run here; the text says why."""
+
+
+class IdleRank:
+    """A rank that has no part in a variant."""
+
+    recorder: Recorder | None = None
+    forward_s = guard_s = 0.0
+
+    def step(self) -> None:
+        pass
+
+
+Runner = TrainingLoop | ServerLoop | BareTransfer | IdleRank
+
+
+@dataclass(frozen=True)
+class ShardStage:
+    """What is divided, and whether weights that are not are there once per host."""
+
+    stage: int
+    one_copy: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"stage {self.stage}{', one copy' if self.one_copy else ''}"
+
+
+SHARD_STAGES: Mapping[str, ShardStage] = {
+    "stage1": ShardStage(1),
+    "stage1-one-copy": ShardStage(1, one_copy=True),
+    "stage2": ShardStage(2),
+    "stage2-one-copy": ShardStage(2, one_copy=True),
+    "stage3": ShardStage(3),
+}
+
+
+def full_model(config: GPTConfig) -> nn.Module:
+    """A model with the first values, which are the same for all variants."""
+    module = GPT(config)
+    initialize(module, SEED)
+    return module
+
+
+def sharded_model(
+    kind: ShardStage,
+    config: GPTConfig,
+    group: ProcessGroup,
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+) -> tuple[Any, ShardedOptimizer]:
+    """A model of its own and its optimizer, divided among the ranks of ``group``. Collective."""
+    if kind.stage == 3:
+        with torch.device("meta"):
+            module: nn.Module = GPT(config)
+        model: Any = fully_shard(module, group, stage=3)
+        model.materialise(seed=SEED)
+    elif kind.stage == 2:
+        model = fully_shard(full_model(config), group, stage=2, one_copy=kind.one_copy)
+    else:
+        model = DataParallel(full_model(config), process_group=group, init_sync=False)
+    one_copy = kind.one_copy and kind.stage == 1
+    return model, ShardedOptimizer(model.parameters(), optimizer, group, one_copy=one_copy, **options)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``strategy`` over ``backend`` ("" where nothing is communicated), as one line of a table."""
+
+    strategy: str
+    backend: str = ""
+    bucket_mb: float | None = None  # where it is not the default
+
+    @property
+    def name(self) -> str:
+        size = "" if self.bucket_mb is None else f"{self.bucket_mb:g}MB"
+        return "-".join(filter(None, (self.strategy, size, self.backend)))
+
+    @property
+    def kind(self) -> ShardStage:
+        """What is divided; of stage 0 nothing."""
+        return SHARD_STAGES.get(self.strategy, ShardStage(0))
+
+    @property
+    def words(self) -> set[str]:
+        """By which it can be chosen."""
+        return {self.strategy, self.name, *(["sharded"] if self.kind.stage else [])}
+
+    @property
+    def label(self) -> str:
+        """The strategy, and what is not the default about it."""
+        if self.kind.stage:
+            return self.kind.label
+        size = "" if self.bucket_mb is None else f" {self.bucket_mb:g} MB"
+        return ("bucketed unordered" if self.strategy == "unordered" else self.strategy) + size
+
+    def start(self, shared: SharedModel) -> Runner:
+        """Set it up on this rank. Collective.
+
+        Raises:
+            Unavailable: it cannot run here; on all ranks alike.
+        """
+        world = shared.world
+        if self.strategy in ("alone", "threads") and world.rank != 0:
+            return IdleRank()
+        match self.strategy:
+            case "none" | "alone":
+                return TrainingLoop(shared, shared.copy())
+            case "threads":
+                return TrainingLoop(shared, ThreadedReplicas(shared.copy(), world.size), shared.batches)
+            case "wire":
+                return BareTransfer(shared, sum(p.nbytes for p in shared.module.parameters()))
+            case "latency":
+                return BareTransfer(shared, 4, NUM_LATENCIES)
+            case "server":
+                return ServerLoop(shared, self.backend)
+        if self.backend == "shm" and not available():
+            raise Unavailable("this platform has no backend shm")
+        if self.kind.stage:
+            kind, options = shared.optimizer
+            group = world.group(self.backend)
+            model, optimizer = sharded_model(self.kind, shared.workload.config, group, kind, options)
+            self._require_shm(model, world)
+            return TrainingLoop(shared, model, optimizer=optimizer)
+        return TrainingLoop(shared, self._wrap(shared.copy(), world))
+
+    def _wrap(self, module: nn.Module, world: World) -> nn.Module:
+        group = world.group(self.backend)
+        if self.strategy == "DDP":
+            return nn.parallel.DistributedDataParallel(
+                module, process_group=group, init_sync=False, bucket_cap_mb=self.bucket_mb
+            )
+        model = DataParallel(
+            module,
+            process_group=group,
+            strategy="bucketed" if self.strategy == "unordered" else self.strategy,
+            ordered=self.strategy != "unordered",
+            bucket_cap_mb=self.bucket_mb or BUCKET_MB,
+            init_sync=False,
+        )
+        self._require_shm(model, world)
+        return model
+
+    def _require_shm(self, model: Any, world: World) -> None:
+        """Where the ranks share no memory, a group of "shm" is one of gloo: a time under a wrong name."""
+        if self.backend == "shm" and world.size > 1 and not isinstance(model.group.pg, ShmGroup):
+            raise Unavailable("these ranks do not exchange gradients through shared memory")
+
+
+NONE, ALONE = Variant("none"), Variant("alone")
+WIRE, LATENCY = Variant("wire", "gloo"), Variant("latency", "gloo")
+DDP = Variant("DDP", "gloo")
+OURS = ("naive", "flat", "overlap", "bucketed")
+# On one host.
+HOST_VARIANTS = (
+    NONE,
+    ALONE,
+    DDP,
+    *(Variant(strategy, "gloo") for strategy in (*OURS, "unordered", "server")),
+    Variant("DDP", "shm"),
+    *(Variant(strategy, "shm") for strategy in (*OURS, "unordered")),
+    Variant("threads"),
+)
+# On one host, if they are asked for: each needs memory for weights of its own.
+SHARDED_VARIANTS = (
+    *(Variant(strategy, "gloo") for strategy, kind in SHARD_STAGES.items() if not kind.one_copy),
+    *(Variant(strategy, "shm") for strategy in SHARD_STAGES),
+)
+# Over a link. The smaller buckets are near the best size, S sqrt(latency / backward).
+LINK_VARIANTS = (
+    NONE,
+    WIRE,
+    LATENCY,
+    DDP,
+    Variant("DDP", "gloo", 4),
+    *(Variant(strategy, "gloo") for strategy in OURS),
+    Variant("bucketed", "gloo", 4),
+    Variant("server", "gloo"),
+)
+BASELINES = {NONE, ALONE, WIRE, LATENCY, DDP}
+
+
+def choose(
+    all_of_them: Sequence[Variant], words: Sequence[str], more: Sequence[Variant] = ()
+) -> list[Variant]:
+    """Those whose strategy or name is among ``words``, ``more`` too; and what they are held against.
+
+    If there are no words, ``all_of_them``.
+
+    Raises:
+        ValueError: a word that is neither.
+    """
+    known = {word for one in (*all_of_them, *more) for word in one.words}
+    for word in words:
+        if word not in known:
+            raise ValueError(f"strategy {word!r}: expected one of {', '.join(sorted(known))}")
+    if not words:
+        return list(all_of_them)
+    return [one for one in (*all_of_them, *more) if one in BASELINES or one.words & set(words)]

@@ -1,0 +1,183 @@
+"""Worlds for measurements: ranks on this host or on several, things timed alternately, results as JSON.
+
+Two things are compared within one run, A, B, A, B, ..., by the same processes: what disturbs the machine for
+longer than a sample disturbs both. Every sample begins with a barrier; how long it took is what the slowest
+rank says.
+
+``on_ranks`` forks the ranks of one host. A rank on another host (``hosts``) is an interpreter of its own,
+``python -m instep.bench.worlds MODULE:FUNCTION TOLD FOLDER``: it joins the world that its environment
+describes, as under torchrun, and writes what the function returned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from instep.bench.hosts import Network
+from instep.mesh.join import init
+from instep.mesh.launch import launch
+
+# A rank's part: its result, which has to survive JSON, from its world and its task.
+Body = Callable[["World", dict[str, Any]], Any]
+
+CALLS_TAKE_S = 2e-3  # a sample of something shorter is the mean of several calls
+MOST_CALLS = 50
+LONG_S = 0.05
+FEWEST_SAMPLES = 3
+PREFIX = "instep-bench-"  # of folders for the task of the ranks and their results
+
+
+class World:
+    """One rank's side of a measurement: its number, a group for agreeing, and a group per backend."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._groups: dict[tuple[str, str], ProcessGroup] = {}
+        self._start = torch.zeros(1)
+
+    def group(self, backend: str, user: str = "") -> ProcessGroup:
+        """``user``'s group of all ranks over ``backend``; made at the first call, collectively."""
+        if (backend, user) not in self._groups:
+            pg = dist.new_group(backend=backend)
+            assert isinstance(pg, ProcessGroup)
+            self._groups[backend, user] = pg
+        return self._groups[backend, user]
+
+    def barrier(self) -> None:
+        """Returns on all ranks at nearly the same time."""
+        dist.all_reduce(self._start)
+
+    def slowest(self, seconds: float) -> float:
+        """The greatest of the ranks' ``seconds``, on all of them."""
+        found = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+    def say(self, text: str) -> None:
+        """A line of progress, from rank 0."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    def interleave(
+        self,
+        things: Mapping[str, Callable[[], object]],
+        samples: int,
+        *,
+        warm_up: int = 1,
+        budget_s: float = math.inf,
+    ) -> tuple[dict[str, list[float]], dict[str, int]]:
+        """Seconds per call of each thing, ``samples`` of them, and how many calls each is the mean of.
+
+        Before that, ``warm_up`` calls of each. The things take turns, and each in turn is the first. The
+        times are this rank's; ``slowest_rank`` takes the slowest of all. Things that would take longer than
+        ``budget_s`` seconds in all get fewer samples, though at least 3.
+        """
+        trials = {name: self._trial(thing, warm_up) for name, thing in things.items()}
+        calls = {name: max(1, min(MOST_CALLS, round(CALLS_TAKE_S / s))) for name, s in trials.items()}
+        turn_s = sum(trials[name] * calls[name] for name in things)
+        if samples * turn_s > budget_s:
+            samples = min(samples, max(FEWEST_SAMPLES, int(budget_s / turn_s)))
+        names = list(things)
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for sample in range(samples):
+            shift = sample % len(names)
+            for name in names[shift:] + names[:shift]:
+                times[name].append(self._sample(things[name], calls[name]))
+        return times, calls
+
+    def _trial(self, thing: Callable[[], object], warm_up: int) -> float:
+        """About how long one call takes, the same on all ranks: of short ones the least of three."""
+        for _ in range(warm_up):
+            thing()
+        trial = self.slowest(self._sample(thing, 1))
+        if trial < LONG_S:
+            trial = min(trial, *(self.slowest(self._sample(thing, 1)) for _ in range(2)))
+        return trial
+
+    def _sample(self, thing: Callable[[], object], calls: int) -> float:
+        self.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            thing()
+        return (time.perf_counter() - start) / calls
+
+
+def on_ranks(body: Body, task: Mapping[str, Any], *, ranks: int) -> list[Any]:
+    """What ``body(world, task)`` returned on each of ``ranks`` new processes of one thread each, by rank.
+
+    Raises:
+        ValueError: fewer than two ranks: there is nothing to talk about.
+        RankFailed: a rank failed.
+    """
+    if ranks < 2:
+        raise ValueError(f"expected at least 2 ranks, got {ranks}: a single rank has no peer")
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
+        launch(_rank, (body, json.dumps(task), directory), ranks=ranks)
+        return [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(ranks)]
+
+
+def on_hosts(body: Body, task: Mapping[str, Any], *, network: Network) -> list[Any]:
+    """What ``body(world, task)`` returned on each host of ``network``, with one rank per host, by rank.
+
+    Raises:
+        RuntimeError: a rank failed; the others end with the network.
+    """
+    path = os.pathsep.join(filter(None, sys.path))
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
+        folder = Path(directory)
+        (folder / "task").write_text(json.dumps(task))
+        ranks = {}  # pidfd -> rank, process
+        try:
+            for rank, (host, env) in enumerate(zip(network, network.environments(), strict=True)):
+                name = f"{body.__module__}:{body.__qualname__}"
+                command = [sys.executable, "-m", __name__, name, folder / "task", folder]
+                process = host.popen(command, env={**env, "PYTHONPATH": path})
+                ranks[os.pidfd_open(process.pid)] = rank, process
+            while ranks:
+                for ended in multiprocessing.connection.wait(list(ranks)):
+                    assert isinstance(ended, int)
+                    rank, process = ranks.pop(ended)
+                    os.close(ended)
+                    if code := process.wait():
+                        raise RuntimeError(f"the rank on host {rank} ended with code {code}")
+        finally:
+            for pidfd in ranks:
+                os.close(pidfd)
+        return [json.loads((folder / str(rank)).read_text()) for rank in range(len(network.hosts))]
+
+
+def _rank(body: Body, task: str, directory: str) -> None:
+    mesh = init(backend="gloo")
+    result = body(World(), json.loads(task))
+    (Path(directory) / str(mesh.rank)).write_text(json.dumps(result))
+    mesh.close()
+
+
+def slowest_rank(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Sample by sample, the time of the slowest rank."""
+    return [max(times) for times in zip(*by_rank, strict=True)]
+
+
+def main(body: str, task: str, directory: str) -> None:
+    """A rank on another host: does what the file ``task`` says."""
+    module, _, name = body.partition(":")
+    _rank(getattr(importlib.import_module(module), name), Path(task).read_text(), directory)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

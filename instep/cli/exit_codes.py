@@ -1,0 +1,80 @@
+"""How a command ends: the exit codes that scripts rely on, and the one line that says what went wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+
+from instep.errors import CheckpointRejected, ContractBroken, InstepError
+from instep.mesh.rank_process import RankFailed
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+REJECTED = 3  # a checkpoint
+PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run me again
+INTERRUPTED = 130  # as a shell says it of SIGINT
+
+# What the user wrote, or a path that they named.
+USER_ERRORS = (
+    ValueError,
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+# Errors that end a program as they should; all others are ours, and want a traceback.
+EXPECTED = (ValueError, OSError, InstepError, KeyboardInterrupt)
+# Those that are about the run, and read the same whichever rank met them first.
+OF_NO_RANK = (*USER_ERRORS, CheckpointRejected, ContractBroken)
+
+
+def exit_code(error: BaseException) -> int:
+    """The code for a command that ended with ``error``."""
+    kind = _kind(error)
+    if issubclass(kind, KeyboardInterrupt):
+        return INTERRUPTED
+    if issubclass(kind, CheckpointRejected):
+        return REJECTED
+    return USAGE if issubclass(kind, USER_ERRORS) else FAILED
+
+
+def report_error(program: str, error: BaseException) -> int:
+    """Say on stderr why ``program`` ends, and return its exit code.
+
+    One line for what a user can act on. A traceback, that of the rank which failed, comes before it where
+    ``error`` is of none of the kinds that are expected to end a program, and always with
+    ``INSTEP_DEBUG=1``. Nothing is said of an error that another rank tells (``train.together``).
+    """
+    if getattr(error, "told", False):
+        return exit_code(error)
+    if not issubclass(_kind(error), EXPECTED) or os.environ.get("INSTEP_DEBUG") == "1":
+        if isinstance(error, RankFailed) and error.rank_traceback:
+            sys.stderr.write(error.rank_traceback)
+        else:
+            traceback.print_exception(error)
+    line = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {_words(error)}"
+    print(f"{program}: {line}", file=sys.stderr)
+    return exit_code(error)
+
+
+def _kind(error: BaseException) -> type:
+    """The type of ``error``; of a rank's failure, that of the exception in the rank."""
+    if not isinstance(error, RankFailed) or not error.type_name:
+        return type(error)
+    module, _, name = error.type_name.rpartition(".")
+    kind = getattr(sys.modules.get(module or "builtins"), name, None)
+    return kind if isinstance(kind, type) else Exception
+
+
+def _words(error: BaseException) -> str:
+    """``str(error)``, but what the operating system says without its number, and the launcher's where the
+    rank does not matter without the rank."""
+    if isinstance(error, RankFailed) and error.exit.error and issubclass(_kind(error), OF_NO_RANK):
+        return re.sub(r"^\[Errno \d+\] ", "", error.exit.error.message)
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join([*([str(error.filename)] if error.filename else []), error.strerror.lower()])
+    return str(error) or type(error).__name__

@@ -1,0 +1,90 @@
+"""Collectives along a binomial tree: a rank that has the data helps to spread it, so W-1 steps become log2 W.
+
+Rank v counts from the root, which is 0. Its parent is v without its lowest bit that is set. W = 6:
+
+        0                   children(0) = 4, 2, 1
+      / | \\                 children(4) = 5
+     4  2  1                children(2) = 3
+     |  |
+     5  3                   the tree below v is a range: [4, 6), [2, 4), [1, 2)
+
+     step 1      step 2      step 3        broadcast
+     0 -> 4      0 -> 2      0 -> 1
+                 4 -> 5*     2 -> 3        * as soon as it has it
+
+A node's largest subtree comes first, so going down the tree takes ceil(log2 W) steps: while the root serves
+its next child, those that have been served serve theirs. Reduce runs the same tree upwards. W ranks, x of S
+bytes, L = ceil(log2 W):
+
+    operation     steps     bytes the busiest rank sends     time
+    broadcast     L         L S                              L (alpha + S beta)
+    reduce        L         S                                L (alpha + S beta)
+    all_reduce    2L        L S                              2 L (alpha + S beta)
+
+Best for small x. For a large one S L beta is too much: the root sends all of x L times, though no rank needs
+it more than once. Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations
+in MPICH", IJHPCA 19(1), 2005, on broadcast and reduce.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the tree itself is arithmetic, of which ``cost`` predicts without torch
+    from torch import Tensor
+
+    from instep.comm.messages import Messages
+
+
+def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
+    """``x`` of rank ``root`` overwrites that of every rank."""
+    size = messages.size
+    v = (messages.rank - root) % size
+    if v:
+        messages.recv(x, (parent(v) + root) % size)
+    for child in children(v, size):
+        messages.send(x, (child + root) % size)
+
+
+def reduce(x: Tensor, messages: Messages, root: int = 0) -> None:
+    """``x`` of rank ``root`` becomes the sum over ranks; the others' ``x`` is left with partial sums.
+
+    Adds neighbours, then pairs of neighbours, and so on, the lower one always on the left and counted from
+    the root: W = 5, root 0 is ((x0 + x1) + (x2 + x3)) + x4, the left-complete binary tree over ranks.
+    Needs S bytes of scratch on ranks that have children.
+    """
+    size = messages.size
+    v = (messages.rank - root) % size
+    below = children(v, size)
+    received = x.new_empty(x.shape) if below else x
+    for child in reversed(below):
+        x.add_(messages.recv(received, (child + root) % size))
+    if v:
+        messages.send(x, (parent(v) + root) % size)
+
+
+def all_reduce(x: Tensor, messages: Messages) -> None:
+    """``x`` becomes the sum over ranks in the order of ``reduce``: the same bits on every rank."""
+    reduce(x, messages)
+    broadcast(x, messages)
+
+
+def depth(size: int) -> int:
+    """Steps from the root to every rank: ceil(log2 W)."""
+    return (size - 1).bit_length()
+
+
+def parent(v: int) -> int:
+    """The parent of v, which is not the root."""
+    return v & (v - 1)
+
+
+def children(v: int, size: int) -> list[int]:
+    """The children of v, the largest subtree first."""
+    level = depth(size) if v == 0 else (v & -v).bit_length() - 1
+    return [v + (1 << k) for k in reversed(range(level)) if v + (1 << k) < size]
+
+
+def subtree(v: int, size: int) -> range:
+    """v and all below it."""
+    return range(v, min(v + (v & -v), size) if v else size)

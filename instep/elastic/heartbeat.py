@@ -1,0 +1,193 @@
+"""The heartbeat of every worker, in one page of memory that the supervisor and its workers share.
+
+A heartbeat thread cannot tell whether a process makes progress: it beats on while the main thread loops, and
+it misses when a builtin holds the interpreter lock. So here the main thread itself beats, with two stores at
+each phase of a step, and the supervisor reads them without asking (``watchdog``). The same page has what the
+supervisor wants of all workers.
+
+    page   | stop, regroup, over | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
+
+Every word has one writer at a time (stop and a fired fault are only ever set), so there are no locks. The
+page is a file in the supervisor's private directory; it ends with it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# In the order of a step. Those that wait for other ranks cannot be the cause of a hang.
+PHASES = (
+    "start",
+    "built",
+    "join",
+    "agree",
+    "data",
+    "forward",
+    "backward",
+    "exchange",
+    "loss",
+    "update",
+    "snapshot",
+    "ledger",
+    "hash",
+    "evaluate",
+    "gather",
+    "save",
+    "summary",
+    "lost",
+)
+# Now and then these take much longer than ever before: a disk, the whole state.
+PATIENT = frozenset({"hash", "save"})
+WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
+_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+
+MAX_WORKERS, MAX_FAULTS = 256, 64
+_STOP, _REGROUP, _OVER, _FAULTS = 0, 1, 2, 3
+_PHASE, _SINCE, _STEP, _SLOWEST = 0, 1, 2, 3
+_WIDTH = _SLOWEST + len(PHASES)
+_FIRST = _FAULTS + MAX_FAULTS
+_NUM_WORDS = _FIRST + MAX_WORKERS * _WIDTH
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a worker is: in ``phase`` for ``seconds``, with ``step`` optimizer steps done (-1: not begun)."""
+
+    phase: str
+    seconds: float
+    step: int
+
+
+class HeartbeatPage:
+    """The shared page in file ``path``, which ``create`` makes and all others map."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        self.path = path
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            if create:
+                os.write(fd, bytes(8 * _NUM_WORDS))  # written, not only made longer: no SIGBUS on a full disk
+            self._memory = mmap.mmap(fd, 8 * _NUM_WORDS)
+        finally:
+            os.close(fd)
+        self._words = memoryview(self._memory).cast("q")
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run shall end after the current step."""
+        return bool(self._words[_STOP])
+
+    @stop.setter
+    def stop(self, wanted: bool) -> None:
+        self._words[_STOP] = wanted
+
+    @property
+    def regroup(self) -> int:
+        """The generation whose ranks shall leave their group, between two steps, to form another."""
+        return self._words[_REGROUP]
+
+    @regroup.setter
+    def regroup(self, generation: int) -> None:
+        self._words[_REGROUP] = generation
+
+    @property
+    def over(self) -> int:
+        """The last generation that has lost a rank: those that still wait to join it need not."""
+        return self._words[_OVER]
+
+    @over.setter
+    def over(self, generation: int) -> None:
+        self._words[_OVER] = generation
+
+    def fire(self, fault: int, after_ms: float = 0.0) -> bool:
+        """Whether fault number ``fault`` has not been fired before; from now on it has."""
+        first = not self._words[_FAULTS + fault]
+        if first:
+            self._words[_FAULTS + fault] = time.monotonic_ns() + int(after_ms * 1e6)
+        return first
+
+    def fired(self, fault: int) -> bool:
+        """Whether fault number ``fault`` has been fired."""
+        return bool(self._words[_FAULTS + fault])
+
+    @property
+    def fired_ns(self) -> int:
+        """When the last fault was fired, by ``time.monotonic_ns()``; 0 if none was."""
+        return max(self._words[_FAULTS : _FAULTS + MAX_FAULTS].tolist())
+
+    def enter(self, worker: int, phase: int) -> None:
+        """``worker`` leaves its phase for number ``phase`` of ``PHASES``."""
+        words, base, now = self._words, _base(worker), time.monotonic_ns()
+        last = base + _SLOWEST + words[base + _PHASE]
+        words[last] = max(words[last], now - words[base + _SINCE])
+        words[base + _SINCE] = now
+        words[base + _PHASE] = phase
+
+    def excuse(self, worker: int) -> None:
+        """``worker`` has been killed in its phase, which may take the next one as long."""
+        base = _base(worker)
+        last = base + _SLOWEST + self._words[base + _PHASE]
+        self._words[last] = max(self._words[last], time.monotonic_ns() - self._words[base + _SINCE])
+
+    def reset(self, worker: int) -> None:
+        """A new process is ``worker``."""
+        base = _base(worker)
+        self._words[base + _PHASE] = 0
+        self._words[base + _STEP] = -1
+        self._words[base + _SINCE] = time.monotonic_ns()
+
+    def set_step(self, worker: int, step: int) -> None:
+        """``worker`` has the state after ``step`` steps."""
+        self._words[_base(worker) + _STEP] = step
+
+    def position(self, worker: int) -> Position:
+        """Where ``worker`` is now."""
+        words, base = self._words, _base(worker)
+        since, phase = words[base + _SINCE], words[base + _PHASE]
+        return Position(PHASES[phase], (time.monotonic_ns() - since) / 1e9, words[base + _STEP])
+
+    def slowest_s(self, phase: str) -> float:
+        """The longest that any worker has spent in ``phase``, in seconds; 0 if none has left it yet."""
+        at = _FIRST + _SLOWEST + PHASES.index(phase)
+        return max(self._words[at : _FIRST + MAX_WORKERS * _WIDTH : _WIDTH].tolist(), default=0) / 1e9
+
+
+def _base(worker: int) -> int:
+    return _FIRST + worker * _WIDTH
+
+
+class Heartbeat:
+    """The heartbeat of one worker's main thread: the phase it is in, and the steps it has done.
+
+    ``on_enter(phase, step)`` is called at each phase; faults are injected there. Calls from other threads are
+    ignored. Without a ``page``, outside of a supervisor, only ``on_enter`` is called.
+    """
+
+    def __init__(self, page: HeartbeatPage | None = None, worker: int = 0) -> None:
+        self.page = page
+        self.worker = worker
+        self.on_enter: Callable[[str, int], None] | None = None
+        self._thread = threading.get_ident()
+        self._step = -1
+
+    def enter(self, phase: str) -> None:
+        """The main thread begins ``phase``."""
+        if threading.get_ident() != self._thread:
+            return
+        if self.page is not None:
+            self.page.enter(self.worker, _NUMBERS[phase])
+        if self.on_enter is not None:
+            self.on_enter(phase, self._step)
+
+    def set_step(self, step: int) -> None:
+        """This worker has the state after ``step`` steps."""
+        self._step = step
+        if self.page is not None:
+            self.page.set_step(self.worker, step)

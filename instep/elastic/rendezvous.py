@@ -1,0 +1,194 @@
+"""The rendezvous of a generation, as a worker takes part in it.
+
+A *generation* is one group of workers, from their rendezvous until one of them is lost. A worker asks for an
+assignment, a rank in the next generation, and the supervisor answers when all of its ranks are ready. The two
+talk over a control channel, JSON over a pipe; descriptors of memory travel on it too.
+
+    worker       ready ------------>        <--- Assignment(generation 3, rank 1 of 2, store)    meets, trains
+    supervisor            waits until all are ready
+
+The ranks then meet in a store, where they wait for each other's addresses. A store knows no processes: a rank
+that dies between two of its keys would be missed until the deadline. The supervisor does know, so the wait is
+cut into slices (``WatchedStore``), and between two of them a rank looks whether its generation is over.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from instep.elastic.heartbeat import Heartbeat, HeartbeatPage
+from instep.elastic.snapshot import MemoryPlace, Snapshot, SnapshotHandle
+from instep.errors import PeerLost
+
+MESSAGE_BYTES = 1 << 20
+CONFIRM_S = 1.0  # for the supervisor to notice what a rank has noticed first
+SLICE_S = 0.005
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a new worker is given: its place in the heartbeat page, and its end of the control channel."""
+
+    worker: int
+    page: Path
+    connection: Connection
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A worker's rank in one generation.
+
+    ``store`` is the file in which its ranks meet; ``memory`` are the snapshots that the supervisor holds.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    store: str
+    memory: tuple[SnapshotHandle, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Assignment:
+        """What ``to_bytes`` wrote."""
+        fields: dict[str, Any] = json.loads(data)
+        memory = fields.pop("memory")
+        return Assignment(
+            **fields,
+            memory=tuple(
+                SnapshotHandle(**{**handle, "place": MemoryPlace(**handle["place"])}) for handle in memory
+            ),
+        )
+
+
+class ControlChannel:
+    """A worker's end of the channel to its supervisor, and its heartbeat.
+
+    ``generation`` is that of the last assignment, 0 before the first.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.page = HeartbeatPage(spec.page)
+        self.heartbeat = Heartbeat(self.page, spec.worker)
+        self.generation = 0
+        self._connection = spec.connection
+
+    def next_assignment(self, **why: Any) -> Assignment | None:
+        """Say that this worker is ready, and ``why``, and wait for its rank; None: it is not needed more."""
+        self.say("ready", **why)
+        try:
+            data = self._connection.recv_bytes(MESSAGE_BYTES)
+        except (EOFError, OSError):  # the supervisor has ended
+            return None
+        if not data:
+            return None
+        assignment = Assignment.from_bytes(data)
+        self.generation = assignment.generation
+        return assignment
+
+    def say(self, what: str, **fields: Any) -> None:
+        """Tell the supervisor; nothing happens if it has ended, because then this process ends too."""
+        message = {"say": what, "generation": self.generation, **fields}
+        with suppress(OSError):
+            self._connection.send_bytes(json.dumps(message).encode())
+
+    def hand_over(
+        self, snapshot: Snapshot, rank: int = 0, num_ranks: int = 1, generation: int | None = None
+    ) -> None:
+        """Let the supervisor hold the memory of ``snapshot``, which then outlives this process.
+
+        It is that of ``rank``, one of ``num_ranks`` that make up the state, in a set of snapshots that was
+        begun in ``generation``, or now.
+        """
+        begun = self.generation if generation is None else generation
+        self.say("snapshot", inode=snapshot.mapping.inode, rank=rank, num_ranks=num_ranks, generation=begun)
+        with suppress(OSError):
+            reduction.send_handle(self._connection, snapshot.mapping.fd, None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this generation has lost a rank."""
+        return self.page.over >= self.generation
+
+    def is_over_soon(self) -> bool:
+        """The same, giving the supervisor a moment to notice what this rank has noticed first."""
+        until = time.monotonic() + CONFIRM_S
+        while not self.is_over and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.is_over
+
+    @property
+    def regroup(self) -> bool:
+        """Whether the supervisor wants this generation to end between two steps."""
+        return self.page.regroup >= self.generation
+
+
+class WatchedStore(dist.Store):
+    """``inner``, until the generation ``is_over()``: then everything raises ``PeerLost``."""
+
+    def __init__(self, inner: dist.Store, is_over: Callable[[], bool], timeout_s: float) -> None:
+        super().__init__()
+        self._inner = inner
+        self._is_over = is_over
+        self._timeout_s = timeout_s
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all ``keys`` are there.
+
+        Raises:
+            PeerLost: the generation has ended.
+            DistStoreError: they did not come in time.
+        """
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        until = time.monotonic() + seconds
+        while not self._watched().check(list(keys)):
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"{', '.join(keys)} did not come within {seconds:g} s")
+            time.sleep(SLICE_S)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._inner.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        self._watched().set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._watched().add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._watched().check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._watched().compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._watched().delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._watched().num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def clone(self) -> WatchedStore:
+        return WatchedStore(self._inner, self._is_over, self._timeout_s)
+
+    def _watched(self) -> dist.Store:
+        if self._is_over():
+            raise PeerLost("a rank was lost during the rendezvous", operation="the rendezvous")
+        return self._inner

@@ -1,0 +1,54 @@
+"""The watchdog: which worker keeps the others from going on, judged by the heartbeats of all. Pure.
+
+    stopped      the kernel does not run it: SIGSTOP, a debugger
+    no progress  its main thread has been in one phase, which waits for no rank, for much longer than ever
+    left behind  others have left its generation, which has lost a rank, and it has not noticed for as long
+
+A rank that waits for a stuck one makes no progress either, so phases that wait are never the cause; where
+all wait, the deadline of the wait itself reports it, which knows for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from instep.elastic.heartbeat import PATIENT, WAITING, Position
+
+CONFIRMED_S = 1.0  # a debugger's glance, or a suspended host, is over by then
+LEAST_S, FACTOR = 5.0, 5.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at a worker's heartbeat.
+
+    ``stopped_s``: for how long the kernel has not been running it. ``left_behind_s``: for how long its
+    generation has been over without its having left.
+    """
+
+    position: Position
+    stopped_s: float = 0.0
+    left_behind_s: float = 0.0
+
+
+def limit_s(slowest_s: float, timeout_s: float) -> float:
+    """How long a phase may take whose slowest so far took ``slowest_s`` (0: none so far)."""
+    return min(max(LEAST_S, FACTOR * slowest_s), timeout_s) if slowest_s else timeout_s
+
+
+def find_stuck(
+    readings: Mapping[int, Reading], slowest_s: Callable[[str], float], timeout_s: float
+) -> dict[int, str]:
+    """The workers that hold the others up, by number, and why each does."""
+    found = {}
+    for worker, reading in readings.items():
+        phase, seconds = reading.position.phase, reading.position.seconds
+        limit = timeout_s if phase in PATIENT else limit_s(slowest_s(phase), timeout_s)
+        if reading.left_behind_s:  # it waits for nothing, so there is no first time to be patient with
+            limit = min(limit, max(LEAST_S, FACTOR * slowest_s(phase)))
+        if reading.stopped_s >= CONFIRMED_S:
+            found[worker] = f"was stopped for {reading.stopped_s:.1f} s"
+        elif seconds > limit and (phase not in WAITING or reading.left_behind_s > limit):
+            found[worker] = f"made no progress in {phase} for {seconds:.1f} s (limit {limit:.1f} s)"
+    return found

@@ -1,0 +1,383 @@
+"""Process groups: made from a store, used by one thread, and let go without waiting for lost ranks.
+
+Backends pair operations by the order of their issue alone, so a collective that a user starts between two of
+ours on the same group would exchange numbers with it, and so would two wrappers in one backward. Every user
+inside instep therefore has a group of its own (``Group``). These are made straight from the store: torch's
+registry names a group after the number of groups that a process has, which may differ between ranks, and
+gives a destroyed group's name, with its old addresses in the store, to the next one.
+
+The operations of a ``Group`` move data between its ranks, and every one ends or raises. They do no arithmetic
+(but ``all_reduce``, the unordered baseline): to sum, a rank receives the addends and adds them in an order of
+its own. World size one has no process group, and every operation is a copy.
+
+Bytes are what one rank sends, W ranks, x of S bytes: broadcast S, all_gather S(W-1), all_to_all S(W-1)/W.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from instep.errors import PeerLost
+from instep.memory import Segment, allocate
+from instep.mesh import device
+from instep.mesh.debug_server import StatusStore
+from instep.mesh.hang_report import FlightRecorder, StatusRow, status_table
+from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
+from instep.work import Lane, Work
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+
+MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
+
+# Lost groups, with the operations that they still owe. gloo's destructor waits for these, and its abort
+# leaves them pending for ever; they end when the peers' connections do, or at the backend's own deadline.
+_lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
+
+
+def backend_timeout(timeout_s: float) -> timedelta:
+    """The deadline of a backend: later than ours, which names the rank, but not by much.
+
+    A process cannot end while gloo still waits.
+    """
+    return timedelta(seconds=1.1 * timeout_s + 2)
+
+
+def default_store() -> Store:
+    """The store that torch's default group met in."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def launcher_store() -> Store | None:
+    """The store beneath the prefixes of this start: what it holds, a restart by the same launcher finds."""
+    if not dist.is_initialized():
+        return None
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def from_store(
+    store: Store,
+    rank: int,
+    timeout_s: float,
+    like: ProcessGroup | None = None,
+    *,
+    config: str | None = None,
+) -> MakeGroup:
+    """Make groups that only their maker knows, over ``store``; they end when they are dropped.
+
+    They have the backends of ``config`` (as of ``device.complete``), else those of ``like``, by default
+    torch's default group, and one for CPU tensors. Collective over their ranks, each of which makes as many
+    groups of a name as the others.
+    """
+    if config is None:
+        config = str(dist.get_backend_config(like)) if dist.is_initialized() else "cpu:gloo"
+    backends = config
+
+    def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
+        _sweep()
+        members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+        key = f"instep/groups/{name}/{members}"
+        # The store outlives groups and meshes: never the same keys twice.
+        own = dist.PrefixStore(f"{key}/{store.add(f'{key}/rank {rank}', 1)}", store)
+        return device.make_group(own, ranks.index(rank), ranks, backend_timeout(timeout_s), backends)
+
+    return make
+
+
+def registered_groups(
+    partitions: dict[str, Iterable[Sequence[int]]], rank: int, timeout_s: float
+) -> MakeGroup:
+    """Make groups that torch.distributed knows; ``partitions[name]`` are all the groups of an axis.
+
+    Collective over the whole world, because torch's registry counts the groups of others too.
+    """
+
+    def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
+        mine = None
+        for members in partitions[name]:
+            pg = dist.new_group(
+                list(members), timeout=backend_timeout(timeout_s), group_desc=f"instep {name}"
+            )
+            mine = pg if rank in members else mine
+        assert mine is not None
+        return mine
+
+    return make
+
+
+def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
+    """Let a group of ``from_store`` go without waiting for ``pending``, which no thread waits for."""
+    _lost.append((pg, pending))
+    _sweep()
+
+
+def _sweep() -> None:
+    """Forget the lost groups that owe nothing any more."""
+    _lost[:] = [(pg, pending) for pg, pending in _lost if not all(work.is_completed() for work in pending)]
+
+
+def destroy(pg: ProcessGroup) -> None:
+    """Destroy a group that torch.distributed knows; one that it does not know ends when it is dropped."""
+    if dist.is_initialized() and pg in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(pg)
+
+
+class Group:
+    """One process group as a single thread uses it.
+
+    ``ranks[i]`` is the global rank of group rank i. Operations are named in errors by ``operation``.
+    A group must be used by one thread at a time: backends match operations by the order of their issue.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        status_store: StatusStore | None = None,
+    ) -> None:
+        self.pg = pg
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.timeout_s = timeout_s
+        self._lane: Lane | None = None
+        self._owed: list[device.Waitable] = []  # what a wait that raised has left unfinished
+        status_store = status_store or StatusStore()
+        known = getattr(pg, "peers", None)  # some groups have met already
+        # They also write down what is called on them. Here it is done for those that do not.
+        self._flight = FlightRecorder(rank) if known is None else None
+        me = own_peer(rank, self._flight if pg is not None else None)
+        # Until the table is there, a lost peer can only be found by the deadline.
+        self.peers = known or Peers((me,), me, timeout_s, status_store, self._flight)
+        if pg is not None and known is None:
+            self.peers = Peers(self._meet(me), me, timeout_s, status_store, self._flight)
+        self.peers.timeout_s = timeout_s
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks[self.rank]
+
+    def all_gather(self, out: Tensor, x: Tensor, operation: str) -> None:
+        """``out`` (size * n,) receives the ``x`` (n,) of every rank, in group order."""
+        if self.pg is None:
+            out.copy_(x)
+        else:
+            options = self._begin(AllgatherOptions(), operation, x)
+            self._wait(self.pg._allgather_base(out, x, options), x, operation)
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], operation: str
+    ) -> None:
+        """Part d of ``x`` (lengths ``in_splits``) goes to rank d; ``out`` holds the parts in sender order."""
+        if self.pg is None:
+            out.copy_(x)
+        else:
+            options = self._begin(dist.AllToAllOptions(), operation, x)
+            work = self.pg.alltoall_base(out, x, list(out_splits), list(in_splits), options)
+            self._wait(work, x, operation)
+
+    def broadcast(self, x: Tensor, operation: str, *, root: int = 0) -> None:
+        """``x`` of group rank ``root`` overwrites that of all."""
+        if self.pg is not None:
+            options = self._begin(dist.BroadcastOptions(), operation, x)
+            options.rootRank = root
+            options.rootTensor = 0
+            self._wait(self.pg.broadcast([x], options), x, operation)
+
+    def all_reduce(self, x: Tensor, operation: str) -> None:
+        """``x`` becomes the sum over ranks, in the order in which the backend adds."""
+        if self.pg is not None:
+            options = self._begin(dist.AllreduceOptions(), operation, x)
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+            self._wait(self.pg.allreduce([x], options), x, operation)
+
+    def expose(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
+        """Every rank's ``tensors``, flat, by group rank, in memory that this rank can read and write.
+
+        None, on every rank, unless the backend has such memory and all of them lie in it (``allocate``). The
+        tensors are the ranks' to share until they have come to ``barrier``.
+        """
+        if self._shared is None:
+            return None
+        self._shared.label = operation
+        return self._shared.expose(tensors)
+
+    def barrier(self, operation: str) -> None:
+        """Return when all ranks have come."""
+        if self.pg is not None:
+            nothing = torch.empty(0, device="cpu")
+            options = self._begin(dist.BarrierOptions(), operation, nothing)
+            self._wait(self.pg.barrier(options), nothing, operation)
+
+    def close(self) -> None:
+        """End the group: what is under way gives up, and what follows is that of a world of one.
+
+        Returns within a slice of a wait, whatever has become of the others.
+        """
+        self.peers.given_up = True
+        if self._lane is not None:
+            self._lane.close(wait=False)  # a thread that waits inside gloo ends at its deadline
+        if self._shared is not None:
+            self._shared.shutdown()
+        if self.pg is not None:
+            drop(self.pg, self._owed)
+        self.pg = None
+
+    @property
+    def backend(self) -> str:
+        """What carries its messages: "shm", "nccl" or "gloo"; for one rank, "gloo"."""
+        if self._shared is not None:
+            return "shm"
+        if self.pg is None or torch.device("cuda") not in self.pg._device_types:
+            return "gloo"
+        name: str = self.pg._get_backend(torch.device("cuda")).name()
+        return name
+
+    @property
+    def sends_best(self) -> bool:
+        """Whether messages from rank to rank (``run``) are faster than the backend's own data movement.
+
+        gloo's all-to-all and all-gather use a link in one direction at a time, its messages in both.
+        """
+        return self.pg is not None and self._shared is None
+
+    def run(self, function: Callable[[], None], operation: str) -> None:
+        """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
+
+        It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
+        its connection along.
+        """
+        if self._lane is None:
+            self._lane = Lane(f"instep messages, rank {self.rank}")
+        if self._flight is not None:
+            self._flight.begin(operation)
+        self._finish(_Running(self._lane.submit(operation, function)), operation)
+
+    def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
+        """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""
+        if self._shared is None or on_device.type != "cpu":
+            return allocate(nbytes, align, on_device)
+        return self._shared.allocate(nbytes, align)
+
+    def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
+        """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes.
+
+        Where no rank has any, only the lengths are exchanged.
+
+        Raises:
+            ValueError: a rank has more; raised on every rank alike, before anything is sent.
+        """
+        out = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self.all_gather(out, torch.tensor([len(data)], device="cpu"), operation)
+        lengths = out.tolist()
+        width = max(lengths)
+        if width > limit:
+            rank = self.ranks[lengths.index(width)]
+            raise ValueError(
+                f"{operation}: rank {rank} has {width} bytes, more than the {limit} that a rank may send"
+            )
+        if not width:
+            return [b""] * self.size
+        out = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
+        self.all_gather(out, _bytes_tensor(data.ljust(width)), operation)
+        rows = out.view(self.size, width).numpy()
+        return [rows[i, :length].tobytes() for i, length in enumerate(lengths)]
+
+    def statuses(self) -> list[StatusRow]:
+        """The status of every rank, in group order: operation, number, call site, stack. Not collective.
+
+        Ranks of this host are asked, which costs them a moment, and takes half a second if one gives no
+        answer; of others there is what they have posted when they waited for long. ``dataclasses.asdict`` of
+        a row is JSON; ``hang_report.status_table`` shows them.
+        """
+        return self.peers.rows()
+
+    def gather_status_table(self, operation: str) -> str:
+        """The status table of all ranks, each of which tells its own. Collective: all have to raise the same.
+
+        Empty if that fails too: what is to be raised says more.
+        """
+        row = replace(self.peers.flight.row(), stack=(), recent=())
+        with suppress(PeerLost, ValueError):
+            rows = [StatusRow.from_bytes(data) for data in self.all_gather_bytes(row.to_bytes(), operation)]
+            return "\n" + status_table(rows)
+        return ""
+
+    def _meet(self, me: Peer) -> list[Peer]:
+        out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8, device="cpu")
+        self.all_gather(out, _bytes_tensor(me.to_bytes()), "the exchange of addresses")
+        rows = out.view(self.size, RECORD_BYTES).numpy()
+        return [Peer.from_bytes(row.tobytes()) for row in rows]
+
+    @property
+    def _shared(self) -> Any:
+        """The backend, if its ranks can read each other's memory; else None."""
+        return self.pg if hasattr(self.pg, "expose") else None
+
+    def _begin(self, options: Any, operation: str, x: Tensor) -> Any:
+        """Write down what begins; its ``options``, for an operation that is waited for at once."""
+        if self._flight is not None:
+            self._flight.begin(operation, (x.dtype, x.shape))
+        if self._shared is not None:
+            self._shared.label = operation
+            options.asyncOp = False  # in this thread, which has nothing else to do
+        return options
+
+    def _wait(self, work: Any, x: Tensor, operation: str) -> None:
+        self._finish(work, operation, on_gpu=x.is_cuda)
+
+    def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
+        try:
+            self.peers.wait(work, operation, on_gpu=on_gpu)
+        except BaseException:
+            if self._flight is not None:
+                self._flight.end(failed=True)
+                self._owed.append(work)
+            raise
+        if self._flight is not None:
+            self._flight.end()
+
+
+class _Running:
+    """Work of a lane in the form of a backend's."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.done()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        """``TimeoutError`` after a while; the backend's own error, if that is why it failed."""
+        if not self._work.finished.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
+            raise TimeoutError
+        error = self._work.error
+        if error is not None:
+            raise error.__cause__ or error
+        return True
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
+
+
+def alone(rank: int = 0, timeout_s: float = 300.0) -> Group:
+    """The group of ``rank`` and no other, which needs no backend."""
+    return Group(None, (rank,), rank, timeout_s)

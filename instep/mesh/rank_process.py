@@ -1,0 +1,244 @@
+"""A rank's process: from its first instruction to how it ended, and which failure explains the others. Pure.
+
+It ends with its launcher, whatever way that ends. When one rank fails the others fail too, moments later:
+they lose a peer. Four tracebacks on a terminal say less than one, if it is the right one. So a rank that
+raises leaves a record of its error in the launcher's directory, and of all exits ``root_cause`` chooses the
+one to report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from instep.errors import InstepError
+from instep.mesh.signals import STOP_SIGNALS
+
+PR_SET_PDEATHSIG = 1
+STACKS_SIGNAL = signal.SIGQUIT  # which asks a Unix process for its core, and here for its Python stacks
+# A record's texts are cut to this many characters each, of which JSON writes at most six as bytes.
+MESSAGE_LIMIT, TRACEBACK_LIMIT = 1 << 13, 1 << 16
+RECORD_LIMIT_BYTES = 1 << 19
+# Errors that say that another rank failed.
+CONSEQUENCES = frozenset({"instep.errors.PeerLost"})
+HINTS = {
+    -signal.SIGKILL: "out of memory? the kernel's log (dmesg) says; try fewer ranks or smaller micro-batches",
+    -signal.SIGSEGV: "a crash in native code, the Python stack is on stderr",
+    -signal.SIGBUS: "a crash in native code, or no space left in /dev/shm; the Python stack is on stderr",
+    -signal.SIGABRT: "native code gave up, its message and the Python stack are on stderr",
+    -signal.SIGILL: "native code was built for another CPU",
+    255: "which is also what is left when the forkserver itself is killed: out of memory?",
+}
+
+E = TypeVar("E", bound=Exception)
+
+
+@dataclass(frozen=True)
+class Child:
+    """What a new process is told: its ``number`` among those of its launcher, and all of its environment."""
+
+    number: int
+    threads: int
+    directory: str
+    environ: Mapping[str, str]
+
+    @property
+    def record(self) -> Path:
+        """Where it writes why it failed."""
+        return Path(self.directory) / f"error-{self.number}.json"
+
+    @property
+    def stacks(self) -> Path:
+        """Where it writes its Python stacks on ``STACKS_SIGNAL``, whatever holds its interpreter."""
+        return Path(self.directory) / f"stacks-{self.number}"
+
+
+def as_told(error: E) -> E:
+    """``error``, marked as one that another rank has raised first, and reports."""
+    error.told = True  # type: ignore[attr-defined]
+    return error
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """The exception that ended a rank, as the rank wrote it down; times are ``time.monotonic_ns()``.
+
+    ``told`` is an attribute that an exception may have (``as_told``): another rank raised it first, and
+    reports it.
+    """
+
+    type: str  # with its module unless that is builtins: "ValueError", "instep.errors.PeerLost"
+    message: str
+    traceback: str
+    time_ns: int
+    told: bool = False
+
+    @staticmethod
+    def of(error: BaseException) -> ErrorRecord:
+        """The record of an exception that was caught, without the frame that caught it."""
+        kind = type(error)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(kind, error, frames))
+        return ErrorRecord(
+            f"{module}{kind.__qualname__}",
+            str(error)[:MESSAGE_LIMIT],
+            text[-TRACEBACK_LIMIT:],
+            time.monotonic_ns(),
+            bool(getattr(error, "told", False)),
+        )
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> ErrorRecord | None:
+        """What ``to_bytes`` wrote, or None if that was nothing, or not to the end."""
+        try:
+            fields = json.loads(data)
+        except ValueError:
+            return None
+        return ErrorRecord(
+            str(fields["type"]),
+            str(fields["message"]),
+            str(fields["traceback"]),
+            int(fields["time_ns"]),
+            bool(fields["told"]),
+        )
+
+
+def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Run ``target(*args)`` as a rank, in its new process."""
+    _end_with_launcher()
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:  # ignored by the forkserver
+        signal.signal(number, signal.SIG_DFL)
+    # The forkserver's environment is the launcher's of the day it was born.
+    os.environ.clear()
+    os.environ.update(child.environ)
+    faulthandler.enable()
+    with contextlib.suppress(OSError):  # no space: its stack will be missing in a table
+        stacks = open(os.open(child.stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")  # noqa: SIM115
+        faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+    # OMP_NUM_THREADS is too late for a torch that the forkserver has loaded.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(child.threads)
+    try:
+        target(*args)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _write_record(ErrorRecord.of(error), child.record)
+        exit_now(1)
+
+
+def exit_now(code: int) -> None:
+    """End this process now, without destructors and exit hooks: they may wait for peers that wait for us."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def read_record(child: Child) -> ErrorRecord | None:
+    """What ``child`` has written before it ended, or None."""
+    try:
+        with child.record.open("rb") as file:
+            return ErrorRecord.from_bytes(file.read(RECORD_LIMIT_BYTES))
+    except FileNotFoundError:
+        return None
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel kill this rank when the forkserver ends, and the forkserver end with the launcher.
+
+    The latter needs help: multiprocessing gives every child the write end of the pipe whose closing ends
+    the forkserver, so that children would keep it, and themselves, alive.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    server = multiprocessing.forkserver._forkserver
+    if (alive := getattr(server, "_forkserver_alive_fd", None)) is not None:
+        os.close(alive)
+        server._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    if not launcher.is_alive():  # it died before the kernel knew
+        os._exit(1)
+
+
+def _write_record(record: ErrorRecord, path: Path) -> None:
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(record.to_bytes())
+    except OSError:  # no space, or the launcher has gone
+        print(record.traceback, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a rank ended: ``code`` is negative for a signal, ``error`` is None if it wrote nothing."""
+
+    rank: int
+    pid: int
+    code: int
+    error: ErrorRecord | None = None
+
+
+class RankFailed(InstepError):
+    """A rank ended with an error, and this is the rank whose failure explains the others'.
+
+    ``type_name`` is the type of its exception as in ``ErrorRecord.type``, "" if it raised none;
+    ``rank_traceback`` is its traceback as text; ``exit`` is the whole record.
+    """
+
+    def __init__(self, failed: Exit, ranks: int) -> None:
+        self.exit = failed
+        self.type_name = failed.error.type if failed.error else ""
+        self.rank_traceback = failed.error.traceback if failed.error else ""
+        super().__init__(f"rank {failed.rank} of {ranks} (pid {failed.pid}) {describe_exit(failed)}")
+
+
+def root_cause(exits: Sequence[Exit]) -> Exit | None:
+    """The failure that explains the others; ``exits`` are in the order in which they were noticed.
+
+    A rank that a signal killed could not say when, but the others fail because of it; so it goes first.
+    Then comes the earliest error that does not blame a peer. SIGABRT comes after those: a backend aborts
+    its process when it loses a peer. Then exits without a word, and last what blames a peer.
+    """
+
+    def order(end: Exit) -> tuple[int, int]:
+        if end.code < 0:
+            return (2 if end.code == -signal.SIGABRT else 0), 0
+        if end.error is None:
+            return 3, 0
+        blames_a_peer = end.error.told or end.error.type in CONSEQUENCES
+        return (4 if blames_a_peer else 1), end.error.time_ns
+
+    return min((end for end in exits if end.code != 0), key=order, default=None)
+
+
+def describe_exit(failed: Exit) -> str:
+    """How it ended, as errors and tables say it, with a hint where there is one."""
+    if failed.error is not None:
+        return f"failed with {failed.error.type}: {failed.error.message}".removesuffix(": ")
+    text = f"exited with code {failed.code}"
+    if failed.code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        text = f"was killed by {names.get(-failed.code, f'signal {-failed.code}')}"
+    hint = HINTS.get(failed.code)
+    return f"{text}: {hint}" if hint else text

@@ -1,0 +1,173 @@
+"""Homes: where a parameter's memory is divided among ranks, and what wrappers and optimizers say of it.
+
+Whatever divides parameters settles them in a home, and code that needs to know where a parameter's elements
+are asks ``home``. Weak on both sides: it ends with the home. What wraps a module, or steps shards, says so
+itself by a method ``__instep_state__`` (``offered``); saving, hashing and counting call that, and never ask
+which class they have before them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from instep.mesh.process_group import Group
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterShard:
+    """What one rank holds of a parameter: elements ``first`` to ``last`` in the order of memory.
+
+    ``tensor`` is what the local optimizer steps: a view of the memory that counts between steps, in the
+    parameter's shape and strides where it is all of it, else flat. ``strides`` are those of all of the
+    parameter, where its memory cannot tell at all times.
+    """
+
+    parameter: Tensor
+    first: int
+    last: int
+    tensor: Tensor
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.last - self.first == self.parameter.numel()
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether these elements follow on each other in logical order too."""
+        strides = self.strides or self.parameter.stride()
+        return (
+            self.is_whole or torch.empty_strided(self.parameter.shape, strides, device="meta").is_contiguous()
+        )
+
+    def part_of(self, x: Tensor) -> Tensor:
+        """The same elements of ``x``, which has the parameter's shape: a view where it is laid out alike."""
+        x = with_strides(x, self.strides or self.parameter.stride())
+        return x if self.is_whole else in_memory_order(x)[self.first : self.last]
+
+
+def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """``x`` with these strides; itself, if it has them."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.stride() == strides:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """The memory of a dense ``x`` as one row, (numel,)."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+class Home(Protocol):
+    """Memory that parameters live in, divided among the ranks of ``group``.
+
+    ``resident``: every rank has all values between steps; else a rank has its ``held`` alone. ``everyone``
+    are all ranks that train these parameters, of which ``group`` may be one shard group of several.
+    ``one_copy``: all ranks of ``group`` have the same memory.
+    """
+
+    group: Group
+    everyone: Group
+    names: list[str]
+    parameters: list[Tensor]
+    held: list[ParameterShard]
+
+    @property
+    def resident(self) -> bool: ...
+
+    @property
+    def one_copy(self) -> bool: ...
+
+    @property
+    def num_others_bytes(self) -> int:
+        """Of memory that this rank has mapped, what other ranks count."""
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """Memory that other ranks' values have been brought to, for as long as they are needed."""
+
+    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
+        """Those of all of ``parameter``, which its memory cannot tell at all times."""
+
+    def slices_with(self, parameter: Tensor) -> list[int]:
+        """The ranks of ``group`` that hold some of ``parameter``."""
+
+    def loaded(self) -> None:
+        """``held`` have new values, as on all ranks."""
+
+
+_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its home
+
+
+def settle(new: Home) -> None:
+    """The parameters of ``new`` live there, until it is collected or they are settled elsewhere."""
+    for parameter in new.parameters:
+        _homes[parameter] = weakref.ref(new)
+
+
+def leave(old: Home) -> None:
+    """The parameters of ``old`` live there no longer."""
+    for parameter in old.parameters:
+        if home(parameter) is old:
+            del _homes[parameter]
+
+
+def home(parameter: Tensor) -> Home | None:
+    """The home that ``parameter`` was settled in, if it still is there, else None."""
+    known = _homes.get(parameter)
+    return None if known is None else known()
+
+
+def homes(tensors: Iterable[Tensor]) -> list[Home]:
+    """The homes that some of ``tensors`` live in, each once."""
+    found = [there for x in tensors if (there := home(x)) is not None]
+    return list({id(there): there for there in found}.values())
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What a wrapper says of the module that it wraps, by a method ``__instep_state__``.
+
+    ``gradients`` is the memory that reduced gradients lie in between steps, ``scratch`` what reducing them
+    takes beside it. ``resume_at`` is told the number of steps that a loaded state has made. ``steppers`` are
+    the ranks of ``group`` that have the optimizer's state; None means all.
+    """
+
+    module: nn.Module
+    group: Group
+    gradients: Callable[[], Iterable[Tensor]]
+    scratch: Callable[[], Iterable[Tensor]]
+    resume_at: Callable[[int], None]
+    steppers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DividedOptimizer:
+    """What an optimizer says whose state is divided among the ranks of ``group``, by ``__instep_state__``.
+
+    ``local`` steps this rank's ``held``, by the number of the parameter. ``homes`` are the memories of its
+    parameters. ``num_replicas`` groups like this one make the same steps. ``load`` takes states by the number
+    of the parameter, and groups in the form of ``state_dict``; collective.
+    """
+
+    group: Group
+    local: Optimizer
+    held: Mapping[int, ParameterShard]
+    homes: Sequence[Home]
+    num_replicas: int
+    load: Callable[[Mapping[int, dict[str, Any]], list[dict[str, Any]]], None] = field(repr=False)
+
+
+def offered(x: object) -> Any:
+    """What ``x`` says of itself, ``Wrapped`` or ``DividedOptimizer``; None if it says nothing."""
+    method = getattr(type(x), "__instep_state__", None)
+    return None if method is None else method(x)

@@ -1,0 +1,89 @@
+"""How much memory a GPT takes to train, by formula.
+
+Model states in float32 are a weight, a gradient and the optimizer's moments, of 4 bytes each: 16 bytes per
+parameter with AdamW, 12 with SGD and momentum, 8 with plain SGD. Source: S. Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054, section 3.1, without the halves.
+Its stages divide them among W ranks, here for AdamW:
+
+    stage 0    weight 4      gradient 4      moments 8          16
+    stage 1    4             4               8 / W              8 + 8 / W
+    stage 2    4             4 / W           8 / W              4 + 12 / W
+    stage 3    4 / W         4 / W           8 / W              16 / W, and the units that are gathered
+    one copy   4 / W of the host's, with stage 1 or 2
+
+Two units of stage 3 are gathered at a time, the one that computes and the next; and all that is in no block.
+
+Activations of one micro-batch, floats per token that a block keeps for backward (h: width, f: feed-forward
+width; attention by a fused kernel, which keeps no T x T matrix):
+
+    norm  h | query, key, value from h, 3 h | mixed h, out from it | norm h | up from h | GELU f | down f
+    2 norms in 2 h, 4 products in 3 h + f, and what they are made of: 3 h + f           = 8 h + 2 f
+
+With f = 4 h that is 16 h floats, 64 bytes per token, block and unit of width: twice the 34 in half precision
+of V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198,
+section 4.1, less 2 for dropout masks. The two ends of the model add 2 h and the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from instep.models.config import GPTConfig, num_parameters
+from instep.train.run_config import OptimConfig
+
+FLOAT_BYTES = 4
+
+
+def formula(
+    model: GPTConfig,
+    moments: int,
+    micro_size: int,
+    *,
+    autocast: bool = False,
+    stage: int = 0,
+    ranks: int = 1,
+    one_copy: bool = False,
+) -> dict[str, int | float]:
+    """Bytes of one of ``ranks`` ranks with sharding of ``stage``, whose optimizer keeps ``moments`` floats
+    per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``. With ``one_copy`` all ranks
+    are of one host, and a rank's share of the weights is what each counts of them."""
+    size = FLOAT_BYTES * num_parameters(model)
+    kept = {
+        "parameters": (1 if one_copy else 3, size),
+        "gradients": (2, size),
+        "optimizer": (1, moments * size),
+    }
+    states = {name: -(-whole // ranks) if stage >= cut else whole for name, (cut, whole) in kept.items()}
+    each = round(sum(states.values()) / num_parameters(model), 2)
+    return {
+        "bytes_per_parameter": int(each) if each.is_integer() else each,
+        **states,
+        "gathered": _gathered_bytes(model) if stage >= 3 and ranks > 1 else 0,
+        "activations": activation_bytes(model, micro_size, autocast=autocast),
+    }
+
+
+def _gathered_bytes(model: GPTConfig) -> int:
+    """Of all that is in no block, and of two blocks."""
+    block = num_parameters(replace(model, layers=model.layers + 1)) - num_parameters(model)
+    rest = num_parameters(model) - model.layers * block
+    return FLOAT_BYTES * (rest + min(model.layers, 2) * block)
+
+
+def num_moments(optim: OptimConfig) -> int:
+    """How many floats per parameter the optimizer keeps."""
+    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+
+
+def activation_bytes(model: GPTConfig, micro_size: int, *, autocast: bool = False) -> int:
+    """What a micro-batch keeps for backward, without ``checkpoint``.
+
+    Each dropout keeps its mask as numbers, as on CPUs. ``autocast`` halves all but the norms and the
+    embedding, and keeps the converted weights of the products.
+    """
+    h, f, layers, vocabulary = model.width, model.d_ff, model.layers, model.vocab_size
+    item, drops = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0)
+    block = 2 * h * FLOAT_BYTES + (6 * h + 2 * f + 2 * h * drops) * item
+    ends = (h + h * drops + vocabulary) * FLOAT_BYTES + h * item
+    converted = (layers * (4 * h * h + 2 * h * f) + vocabulary * h) * item if autocast else 0
+    return micro_size * model.context * (layers * block + ends) + converted

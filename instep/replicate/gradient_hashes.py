@@ -1,0 +1,79 @@
+"""Hashes of what each rank has computed and of what the reduction has made of it.
+
+When two runs part, equal leaves with unequal sums accuse the reduction, and an unequal leaf the rank that
+computed it. Every leaf, the gradient of one micro-batch, is hashed when it is whole in its bucket, before it
+is added to another; the reduced gradient when the step ends, before it is clipped. It costs a copy to the
+CPU, and a SHA-256 of every gradient: for a search, not for every day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from instep.ordered.buckets import Bucket
+from instep.ordered.hash import Entry, entry_digests
+from instep.replicate.reducer import Reducer
+from instep.replicate.server import ParameterServer
+from instep.replicate.wrapper import DataParallel
+
+
+@dataclass
+class GradientHashes:
+    """One step's hashes on this rank: 16 hex digits a parameter, by its name, in registration order.
+
+    ``leaves[i]`` of micro-batch i; ``reduced`` of ``.grad`` when the step had ended, empty if it raised, and
+    on the workers of a parameter server.
+    """
+
+    leaves: dict[int, dict[str, str]] = field(default_factory=dict)
+    reduced: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def observe_gradients(model: nn.Module | ParameterServer) -> Iterator[GradientHashes]:
+    """Inside, one step of ``model``; afterwards the hashes of its gradients.
+
+    Raises:
+        TypeError: ``model`` does not reduce in buckets that can be observed: ``ThreadedReplicas`` has its
+        leaves in threads.
+    """
+    if not isinstance(model, DataParallel | ParameterServer):
+        raise TypeError(
+            f"expected a DataParallel or a ParameterServer, got {type(model).__name__}: to see the leaves of "
+            "other strategies, train the same step with DataParallel, whose bits are the same"
+        )
+    reducer, hashes = model._reducer, GradientHashes()
+    found: dict[int, dict[int, str]] = {}  # by leaf and position
+
+    def observe(leaf: int, bucket: Bucket) -> None:
+        found.setdefault(leaf, {}).update(_leaf_digests(reducer, bucket))
+
+    reducer.observer = observe
+    try:
+        yield hashes
+        for leaf, digests in sorted(found.items()):
+            hashes.leaves[leaf] = {reducer.names[i]: digests[i] for i in sorted(digests)}
+        hashes.reduced = entry_digests(_gradients(reducer))
+    finally:
+        reducer.observer = None
+
+
+def _leaf_digests(reducer: Reducer, bucket: Bucket) -> Iterator[tuple[int, str]]:
+    assert bucket.leaf is not None
+    for slot, view in zip(bucket.slots, bucket.views(bucket.leaf), strict=True):
+        (digest,) = entry_digests([(reducer.names[slot.position], view)]).values()
+        yield slot.position, digest
+
+
+def _gradients(reducer: Reducer) -> Iterator[Entry]:
+    for name, p in zip(reducer.names, reducer.parameters, strict=True):
+        if p.grad is not None:
+            yield name, _dense(p.grad)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.to_dense() if x.is_sparse else x

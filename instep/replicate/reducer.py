@@ -1,0 +1,172 @@
+"""From the gradients of a rank's micro-batches to those that every rank has: what all strategies share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from instep.events import GRADIENT_SYNC, Recorder
+from instep.mesh.process_group import Group
+from instep.ordered.buckets import Bucket, Bundle, make_buckets
+from instep.ordered.exchange import OrderedAllReduce
+from instep.step.reduction import Reduction, ReductionOptions, StepPlan
+from instep.work import Work
+
+
+class Reducer(Reduction):
+    """Reduces the gradients of ``parameters`` over ``group``, which has no other user, leaf by leaf.
+
+    After ``finish`` every ``.grad`` is the reduced gradient. ``sparse`` are the positions of the parameters
+    whose ``.grad`` shall be sparse; they travel dense.
+    """
+
+    # The buckets too: the first exchange may put them into another order.
+    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "buckets", "place", "_order", "_next_order")
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        group: Group,
+        recorder: Recorder,
+        options: ReductionOptions,
+        sparse: Collection[int] = (),
+    ) -> None:
+        super().__init__(names, parameters, group, recorder, options, sparse)
+        self.strategy = options.strategy(self._launch)
+        self.exchange = OrderedAllReduce(
+            group, recorder, ordered=options.ordered, max_parameters=len(self.names)
+        )
+        # Backward computes gradients in about the reverse of the order in which layers were registered.
+        self._make_buckets(list(reversed(range(len(self.names)))))
+
+    @property
+    def bundles(self) -> Sequence[Bundle]:
+        return self.buckets
+
+    def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
+        super().begin(plan, weight)
+        for bucket in self.buckets:
+            bucket.begin(plan.num_leaves, self.gradients.num_attached(bucket))
+        self.strategy.begin(self.buckets)
+
+    def finish(self) -> None:
+        """All leaves of this rank are closed: wait for the exchanges, and set every ``.grad``.
+
+        Raises:
+            Desync, PeerLost: as ``OrderedAllReduce.run``.
+            ValueError: a parameter got no gradient, and unused parameters are forbidden.
+        """
+        assert self.plan is not None
+        for bucket in self.buckets:
+            if not bucket.counter.roots and not bucket.launched:  # a rank without leaves
+                bucket.ready_ns = 0
+                self._ready(bucket)
+        with self.recorder.span(GRADIENT_SYNC, lane="host"):
+            self.strategy.finish()
+            if not self._reordered:
+                self._reorder()
+        self._report_unused()
+        for bucket in self.buckets:
+            for k, (slot, view) in enumerate(zip(bucket.slots, bucket.views(bucket.home), strict=True)):
+                if any(present[k] for present in bucket.presence):
+                    self.gradients.attach(slot, view, whole=True)
+        self.local = [False] * len(self.names)
+        self.exchanges += 1
+        self.given_up = False
+        self.plan = None
+        if self._next_order is not None:
+            self._make_buckets(self._next_order)
+
+    def leave(self) -> None:
+        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
+
+        Some of the gradients may be reduced by now, some are whole and some are not: a sum for no rank.
+        """
+        if self.plan is None:
+            return
+        plan, self.plan, self.leaf = self.plan, None, None
+        following = next((bucket for bucket in self.buckets if not bucket.launched), None)
+        if following is not None and self.group.size > 1:
+            header = self._header(following, plan, 1)
+            self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
+        self.exchanges += 1
+        self.given_up = True
+        self.gradients.drop()
+        self.local = [False] * len(self.names)
+        self._make_buckets(self._order)  # the lane may still be writing to the old ones
+
+    def _make_buckets(self, order: list[int]) -> None:
+        self._order = order
+        self._next_order: list[int] | None = None
+        groups = self.strategy.group(self.parameters, order, self.options.caps)
+        self.buckets = make_buckets(
+            self.parameters,
+            groups,
+            self.group.size,
+            ordered=self.options.ordered,
+            allocate=self.group.allocate,
+        )
+        self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
+
+    def _open(self, bucket: Bundle) -> None:
+        assert isinstance(bucket, Bucket)
+        bucket.leaf = bucket.counter.open()
+
+    def _settle(self, i: int) -> None:
+        bucket = self.place[i]
+        assert isinstance(bucket, Bucket) and bucket.leaf is not None and self.plan is not None
+        self.gradients.settle(i, bucket.view_of(i, bucket.leaf), final=self.plan.declared)
+
+    def _close(self, bucket: Bundle) -> None:
+        """The open leaf is whole: bring it into the bucket and merge it; after the last one, let it go."""
+        assert isinstance(bucket, Bucket) and bucket.leaf is not None
+        assert self.leaf is not None and self.plan is not None
+        self.gradients.land(bucket, bucket.leaf)
+        if self.observer is not None:
+            self.observer(self.leaf, bucket)
+        bucket.counter.push(self.leaf, bucket.leaf)
+        bucket.leaf = None
+        if self.plan.declared:
+            self.gradients.take(bucket)
+        else:
+            for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
+                if slot.present:
+                    self.gradients.attach(slot, view, whole=False)
+        if self._last:
+            self._ready(bucket)
+
+    def _ready(self, bucket: Bucket) -> None:
+        bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
+        self.strategy.ready(bucket)
+
+    def _launch(self, bucket: Bucket) -> Work:
+        assert self.plan is not None
+        plan, computed = self.plan, self.stream.computed()
+        header = self._header(bucket, plan, self._weight())
+        bucket.launched = True
+
+        def run() -> None:
+            with self.stream.after(computed):
+                self.exchange.run(bucket, header, plan.leaves)
+
+        return self.lane.submit(f"the exchange of bucket {bucket.index}", run)
+
+    def _reorder(self) -> None:
+        """Adopt the order in which rank 0 saw the gradients, once, for the steps to come."""
+        self._reordered = True
+        seen = set(self._seen)
+        order = torch.tensor(
+            self._seen + [i for i in self._order if i not in seen], dtype=torch.int64, device="cpu"
+        )
+        work = self.lane.submit(
+            "the broadcast of the bucket order",
+            lambda: self.group.broadcast(order, "the broadcast of the bucket order"),
+        )
+        work.wait()
+        if order.tolist() != self._order:
+            self._next_order = order.tolist()

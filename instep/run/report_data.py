@@ -1,0 +1,380 @@
+"""What ``instep report`` tells of a run and writes: the data, the page that shows it, traces and a picture.
+
+    run directory --> report_data() --> report.json   every figure, as one object
+                                    --> report.html   a page that shows that object
+                  --> traces        --> trace/        for Perfetto and Holistic Trace Analysis, and a picture
+
+The run may be finished, going on, or dead, and any file may be missing or torn: what can be read is told, and
+what cannot is a note.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from instep.events import LANES, Event, Timeline
+from instep.run.folder import CONFIG, FAULTS, METRICS, SUMMARY
+from instep.run.jsonl import Fields, read_lines, read_object
+from instep.run.ledger import LEDGER, STARTED
+from instep.run.status import last_part, run_status
+from instep.run.summary import throughput_name
+from instep.timeline.analysis import WARM_UP, Analysis, analyse, summary_lines
+from instep.timeline.breakdown import PARTS, Parts, RankBreakdown
+from instep.timeline.bubbles import Bubble, bubbles
+from instep.timeline.bucket_times import BucketRow
+from instep.timeline.chrome_trace import write_traces
+from instep.timeline.report import json_safe, printable, render
+from instep.timeline.step_chart import step_chart
+from instep.timeline.trace_files import FOLDER, PATTERN, RunTraces, read_traces
+
+PAGE, FIGURES, PICTURE = "report.html", "report.json", "step"
+FORMAT = 1
+MOST_POINTS = 400  # of a curve
+MOST_EVENTS = 25_000  # of the timeline, with its bubbles, so that the page stays below 2 MB
+MOST_FIGURES = 50_000  # of what is told for each rank: over time, of the buckets
+MOST_LINES = 100  # of faults, of restarts
+MOST_PICTURED = 16  # ranks
+NUM_NAMED = 8  # in one note
+CHOSEN = 6  # steps of the timeline that are not asked for
+
+Shown = tuple[list[Event], list[Bubble]]
+"""What the timeline shows of one rank in one step."""
+
+
+def write_report(path: Path, out: Path | None, steps: Sequence[int], trace_steps: int) -> Iterator[str]:
+    """Write the report on the run in ``path``, and yield what to print.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    data, tapes, insight = report_data(path, steps)
+    out = out or path
+    (out / FOLDER).mkdir(parents=True, exist_ok=True)
+    yield f"{'run':<7}{printable(str(path))}: {data['run']['state']}"
+    for note in data["run"]["notes"]:
+        yield f"{'note':<7}{note}"
+    for label, text in summary_lines(insight.breakdowns, insight.slow, insight.advice):
+        yield f"{label:<7}{text}"
+    written = [_write(out / PAGE, render(data)), _write(out / FIGURES, to_json(data))]
+    part = sorted({row.step for rows in insight.rows.values() for row in rows})
+    written += _traces(tapes, data, out / FOLDER, part[-trace_steps:] if trace_steps > 0 else [])
+    written += _picture(tapes, data, out / FOLDER / PICTURE)
+    for file in written:
+        yield f"{'wrote':<7}{printable(str(file))}"
+
+
+def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTraces, Analysis]:
+    """What there is to say of the run in ``path``; its timeline shows ``steps``, or some worth a look.
+
+    Curves, and the time step by step, are of the whole run; all other figures of its last part, which was
+    made in one layout.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    if not (path / CONFIG).is_file() and not (path / FOLDER).is_dir():
+        raise ValueError(
+            f"{path}: expected the directory of a run, with its {CONFIG}, or of instep.trace(model, "
+            f"path), with its {FOLDER}/"
+        )
+    notes: list[str] = []
+    summary = read_object(path / SUMMARY, notes)
+    metrics = read_lines(path / METRICS, notes)
+    ledger = read_lines(path / LEDGER, notes)
+    starts = [line for line in ledger if line.get("event") == STARTED]
+    tapes = read_traces(path / FOLDER, starts[-1].get("world_size") if starts else None)
+    about = run_status(path, summary, metrics, tapes, notes)
+    part = last_part(starts, metrics, tapes.steps)
+    whole = insight = analyse(tapes)
+    if len(part) < len(tapes.steps):
+        notes.append(f"only curves and the time by step are of the whole run, all else is of {_said(part)}")
+        insight = analyse(tapes, part)
+    notes += [*tapes.notes, *_lacking(path, tapes, insight)]
+    chosen = _chosen(insight, tapes, steps, notes)
+    data = {
+        "format": FORMAT,
+        "run": {**about, "first_step": min(part, default=0), "notes": notes},
+        "advice": [_advice(one) for one in insight.figures()["advice"]],
+        "slow": _slow(insight),
+        "breakdown": {"parts": list(PARTS), "ranks": [_breakdown(row) for row in insight.breakdowns]},
+        "over_time": _over_time(whole.rows),
+        "buckets": _buckets(insight, tapes, notes),
+        "curves": _curves(metrics),
+        "timeline": _timeline(tapes, chosen, notes),
+        "contract": starts[-1].get("numerical", {}) if starts else {},
+        "starts": [_start(line) for line in starts[-MOST_LINES:]],
+        "faults": read_lines(path / FAULTS, notes)[-MOST_LINES:],
+    }
+    return json_safe(data), tapes, insight
+
+
+def _said(part: Sequence[int]) -> str:
+    return f"its last part: steps {part[0]} to {part[-1]}" if part else "its last part, which has no step yet"
+
+
+def _lacking(path: Path, tapes: RunTraces, insight: Analysis) -> list[str]:
+    """What there is no trace of."""
+    if not tapes.traces and any((path / FOLDER).glob(PATTERN)):
+        return [f"no trace in {FOLDER}/ can be read: nothing is known of where the time went"]
+    if not tapes.traces:
+        return [f"there is no trace in {FOLDER}/: the run kept none (--trace.events 0), or it was removed"]
+    if not insight.breakdowns:
+        return ["no step has ended yet on any rank: there is nothing to break down"]
+    return [f"rank {rank} took part until step {step}: the run went on without it"
+            for rank, step in list(tapes.gone.items())[:NUM_NAMED]]  # fmt: skip
+
+
+def _chosen(
+    insight: Analysis, tapes: RunTraces, asked: Sequence[int], notes: list[str]
+) -> list[tuple[int, str]]:
+    """(step, why) of the steps to show."""
+    known, asked = set(tapes.steps), list(dict.fromkeys(asked))
+    if lacking := [step for step in asked if step not in known]:
+        listed = ", ".join(map(str, lacking[:NUM_NAMED]))
+        kept = f"{min(known)} to {max(known)}" if known else "none"
+        notes.append(f"step {listed} is not in the trace, which keeps the last ones: {kept}")
+    if found := [(step, "asked for") for step in asked if step in known]:
+        return found
+    walls: dict[int, list[float]] = {}
+    for rows in insight.rows.values():
+        for row in rows:
+            walls.setdefault(row.step, []).append(row.wall)
+    times = {step: fmean(walls[step]) for step in sorted(walls)}
+    steady = sorted([*times][WARM_UP:] or times, key=times.__getitem__)
+    if not steady:
+        return []
+    first, last = min(times), max(times)
+    why = [(steady[len(steady) // 2], "median"), (steady[-1], "slowest"), (steady[0], "fastest")]
+    why += [(first, "first"), (last, "last"), (sorted(times)[len(times) // 2], "half-way")]
+    seen: dict[int, str] = {}
+    for step, reason in why:
+        seen.setdefault(step, reason)
+    return list(seen.items())[:CHOSEN]
+
+
+def _timeline(tapes: RunTraces, chosen: Sequence[tuple[int, str]], notes: list[str]) -> Fields:
+    lanes, names = list(LANES), list[str]()
+    shown: list[Fields] = []
+    room = MOST_EVENTS
+    for step, why in chosen:
+        ranks = _shown(tapes, step)
+        size = sum(map(_size, ranks.values()))
+        if shown and size > room:
+            notes.append(f"the page's timeline has no room for step {step}") if why == "asked for" else None
+            continue
+        if size > room:
+            ranks = _cut(ranks, step, room, notes)
+        shown.append({"step": step, "why": why, **_step(tapes, step, ranks, lanes, names)})
+        room -= size
+    return {
+        "lanes": lanes,
+        "names": names,
+        "clock_error_us": tapes.error_ns / 1e3 if tapes.traces else None,
+        "steps": shown,
+    }
+
+
+def _shown(tapes: RunTraces, step: int) -> dict[int, Shown]:
+    """By rank, what is to be seen of it in ``step``."""
+    timeline = tapes.timeline(step)
+    found = {rank: timeline.of(rank, step) for rank in tapes.ranks(step)}
+    return {rank: (events, bubbles(events)) for rank, events in found.items()}
+
+
+def _size(seen: Shown) -> int:
+    return len(seen[0]) + len(seen[1])
+
+
+def _cut(ranks: dict[int, Shown], step: int, room: int, notes: list[str]) -> dict[int, Shown]:
+    """The first ranks that there is room for; of a single one, what takes longest."""
+    kept: dict[int, Shown] = {}
+    for rank, seen in ranks.items():
+        if kept and _size(seen) > room:
+            break
+        if _size(seen) > room:
+            notes.append(
+                f"step {step} of rank {rank} has more events than the page can show: the longest are shown"
+            )
+            half = room // 2
+            events = sorted(seen[0], key=lambda event: event.start_ns - event.end_ns)[:half]
+            found = sorted(seen[1], key=lambda bubble: bubble.start_ns - bubble.end_ns)[:half]
+            seen = sorted(events, key=lambda event: event.start_ns), found
+        kept[rank] = seen
+        room -= _size(seen)
+    if len(kept) < len(ranks):
+        notes.append(f"step {step}: the page shows the first {len(kept)} of {len(ranks)} ranks")
+    return kept
+
+
+def _step(
+    tapes: RunTraces, step: int, seen: Mapping[int, Shown], lanes: list[str], names: list[str]
+) -> Fields:
+    windows = {rank: tapes.traces[rank].windows[step] for rank in seen}
+    origin = min(begin for begin, _ in windows.values())
+
+    def number(known: list[str], name: str) -> int:
+        if name not in known:
+            known.append(name)
+        return known.index(name)
+
+    def span(start_ns: int, end_ns: int) -> list[float]:
+        return [round((start_ns - origin) / 1e3, 1), round((end_ns - start_ns) / 1e3, 1)]
+
+    ranks = [
+        {
+            "rank": rank,
+            "host": tapes.traces[rank].host,
+            "begin_us": (windows[rank][0] - origin) / 1e3,
+            "end_us": (windows[rank][1] - origin) / 1e3,
+            "events": [
+                [number(lanes, e.lane), number(names, e.name), *span(e.start_ns, e.end_ns),
+                 e.bytes, e.leaf, e.bucket, e.peer]
+                for e in events
+            ],
+            "bubbles": [[*span(b.start_ns, b.end_ns), b.cause, b.peer] for b in waits],
+        }
+        for rank, (events, waits) in seen.items()
+    ]  # fmt: skip
+    return {"length_us": max(end - origin for _, end in windows.values()) / 1e3, "ranks": ranks}
+
+
+def _over_time(rows: Mapping[int, Sequence[Parts]]) -> Fields:
+    steps = sorted({row.step for each in rows.values() for row in each})
+    taken = _thinned(steps, min(MOST_POINTS, MOST_FIGURES // ((len(PARTS) + 1) * max(len(rows), 1))))
+    told = []
+    for rank, each in rows.items():
+        by_step = {row.step: row.totals() | {"wall": row.wall} for row in each}
+        found = [by_step.get(step) for step in taken]
+
+        def curve(name: str, found: Sequence[Mapping[str, float] | None] = found) -> list[float | None]:
+            return [None if row is None else round(row[name] * 1e3, 3) for row in found]
+
+        told.append({"rank": rank, "wall": curve("wall"), "parts": {name: curve(name) for name in PARTS}})
+    return {"steps": taken, "ranks": told}
+
+
+def _curves(metrics: Sequence[Fields]) -> Fields:
+    taken = _thinned([line for line in metrics if "loss" in line])
+    held_out = _thinned([line for line in metrics if "held_out_loss" in line])
+    names = ("loss", "step_ms", throughput_name(name for line in taken for name in line))
+    return {
+        "steps": [_number(line.get("step")) for line in taken],
+        **{name: [_number(line.get(name)) for line in taken] for name in names},
+        "held_out": [[_number(line.get("step")), _number(line["held_out_loss"])] for line in held_out],
+    }
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _thinned(values: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
+    """At most ``most`` of them, but at least two, at even distances, the last one included."""
+    count = min(len(values), max(most, 2))
+    return [values[len(values) - 1 - i * len(values) // count] for i in range(count)][::-1]
+
+
+def _breakdown(row: RankBreakdown) -> Fields:
+    return {
+        "rank": row.rank,
+        "steps": row.steps,
+        "wall_ms": row.wall_s * 1e3,
+        "median_ms": row.median_s * 1e3,
+        "parts": _in_ms(row.parts),
+        "causes": _in_ms(row.causes),
+        "hosts": _in_ms(row.hosts),
+        "hidden_ms": row.hidden_s * 1e3,
+        "unattributed_share": row.unattributed_share,
+        "slowdown": row.slowdown,
+    }
+
+
+def _in_ms(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: value * 1e3 for name, value in seconds.items()}
+
+
+def _buckets(insight: Analysis, tapes: RunTraces, notes: list[str]) -> list[Fields]:
+    rows = insight.buckets[: max(MOST_FIGURES // (10 + len(tapes.traces)), 1)]
+    if len(rows) < len(insight.buckets):
+        notes.append(f"the first {len(rows)} of {len(insight.buckets)} buckets are told")
+    return [_bucket(row) for row in rows]
+
+
+def _bucket(row: BucketRow) -> Fields:
+    fields = asdict(row)
+    num_bytes = fields.pop("bytes")
+    return {**fields, "mb": num_bytes / 1e6, "ready_ms": {str(r): ms for r, ms in row.ready_ms.items()}}
+
+
+def _slow(insight: Analysis) -> Fields | None:
+    slow = insight.slow
+    if slow is None:
+        return None
+    return {
+        "rank": slow.rank,
+        "phase": slow.phase,
+        "since": slow.since,
+        "excess_ms": slow.excess_s * 1e3,
+        "share": slow.share,
+    }
+
+
+def _advice(fields: Fields) -> Fields:
+    return {name.rstrip("_"): value for name, value in fields.items()}
+
+
+def _start(line: Fields) -> Fields:
+    names = ("step", "restarts", "generation", "world_size", "strategy", "fingerprint")
+    return {name: line.get(name) for name in names}
+
+
+def to_json(data: Fields) -> str:
+    """As ``report.json``, with a line for each section."""
+    lines = (f"{json.dumps(name)}: {json.dumps(section, allow_nan=False)}" for name, section in data.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _traces(tapes: RunTraces, data: Fields, folder: Path, steps: Sequence[int]) -> list[Path]:
+    for old in folder.glob("hta/rank-*.json.gz"):  # of ranks that there may not be any more
+        old.unlink()
+    if not steps:
+        return []
+    timeline = Timeline(event for step in steps for event in tapes.timeline(step).events)
+    hosts = {rank: tape.host for rank, tape in tapes.traces.items()}
+    backend = str(data["run"]["backend"] or "unknown")
+    return write_traces(timeline, folder, world_size=tapes.world_size, hosts=hosts, backend=backend)
+
+
+def _picture(tapes: RunTraces, data: Fields, path: Path) -> list[Path]:
+    """The median step, or the one that was asked for."""
+    shown = data["timeline"]["steps"]
+    if not shown:
+        return []
+    step, run = shown[0]["step"], data["run"]
+    ranks = tapes.ranks(step)[:MOST_PICTURED]
+    known = step >= run["first_step"]  # how a step of an earlier part was made is not told
+    return step_chart(
+        tapes.timeline(step),
+        path,
+        step=step,
+        ranks=ranks,
+        title=_no_formula(f"One step on {len(tapes.ranks(step))} rank(s)" + known * f", {run['strategy']}"),
+        subtitle=_no_formula(
+            f"{run['name']}, step {step} ({shown[0]['why']})" + known * f", backend {run['backend']}"
+        ),
+    )
+
+
+def _no_formula(text: str) -> str:
+    """What matplotlib shall not take for one."""
+    return text.replace("$", r"\$")
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path

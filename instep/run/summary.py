@@ -1,0 +1,116 @@
+"""The figures of a whole run, taken from what it has written down step by step, and shown at its end."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instep.run.folder import SUMMARY
+
+SHOWN = {"steps", "strategy", "num_replicas", "state_sha256"}  # without these there is nothing to show
+WARM_UP_STEPS = 2  # the first learns the order of the gradients, the second sends by it for the first time
+PER_S = "_per_s"
+
+
+def throughput_name(names: Iterable[str]) -> str:
+    """Which of the figures called ``names`` says how much is trained on in a second: ``tokens_per_s``."""
+    return next((name for name in names if name.endswith(PER_S)), f"samples{PER_S}")
+
+
+def throughput(figures: Mapping[str, Any], form: str = ",.0f") -> str:
+    """That figure in words, "12,346 tokens/s"; a dash for one that is not known."""
+    name = throughput_name(figures)
+    return f"{_number(figures, name, form)} {name.removesuffix(PER_S)}/s"
+
+
+def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step: int) -> dict[str, Any]:
+    """What ``lines`` of ``metrics.jsonl`` say; None stands for "no such step".
+
+    Losses are those of the whole run; speed is that of the part after ``first_step``, in one layout. An item
+    is what the lines count by the second.
+    """
+    losses = [line["loss"] for line in lines if "loss" in line] or [None]
+    held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line] or [None]
+    rate_name = throughput_name(name for line in lines for name in line)
+    ours = [line for line in lines if line["step"] > first_step]
+    steady = ours[WARM_UP_STEPS:] or ours
+    step_ms = statistics.median(line["step_ms"] for line in steady) if steady else None
+    whole_ms = sum(line["step_ms"] for line in steady)
+    return {
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "held_out_loss_first": held_out[0],
+        "held_out_loss": held_out[-1],
+        "step_ms_median": step_ms,
+        rate_name: items_per_step / step_ms * 1e3 if step_ms else None,
+        "exposed_comm_share": sum(line["exposed_ms"] for line in steady) / whole_ms if whole_ms else None,
+    }
+
+
+def where(strategy: str, num_replicas: int) -> str:
+    """How many compute, and what they are."""
+    return f"{num_replicas} {'replica thread' if strategy == 'threads' else 'rank'}(s)"
+
+
+def show(
+    summary: Mapping[str, Any],
+    path: Path,
+    insight: Iterable[tuple[str, str]] = (),
+    *,
+    loss_unit: str = "",
+) -> None:
+    """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
+    loss = (
+        f"{_number(summary, 'held_out_loss', '.3f')}{loss_unit and ' '}{loss_unit} held out, from "
+        f"{_number(summary, 'held_out_loss_first', '.3f')} (training {_number(summary, 'loss_last', '.3f')})"
+    )
+    speed = (
+        f"{throughput(summary)}, {_number(summary, 'step_ms_median', '.0f')} ms a step (median), "
+        f"{_number(summary, 'exposed_comm_share', '.1%')} of it exposed communication"
+    )
+    rows = [
+        ("run", str(path)),
+        ("steps", _steps(summary)),
+        ("loss", loss),
+        ("speed", speed if summary.get("step_ms_median") else "not measured: these ranks have made no step"),
+        *insight,
+        ("state", f"sha256 {summary['state_sha256']}"),
+    ]
+    with suppress(BrokenPipeError):
+        sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows))
+        sys.stdout.flush()
+
+
+def show_again(summary: Mapping[str, Any], path: Path, *, loss_unit: str = "") -> None:
+    """The result of a run that had been finished before, and where all of it is."""
+    more = f"{path / SUMMARY}; instep report {shlex.quote(str(path))}"
+    show(summary, path, [("more", more)], loss_unit=loss_unit)
+
+
+def finished(step: int, steps: int) -> str:
+    """What there is to say where nothing is left to do: ``step`` is done already, and the last."""
+    return (
+        f"this run is finished: step {step} of {steps} was done already, and nothing is computed. To train "
+        f"on: --steps {2 * step} --accept-contract (more steps are another schedule of the learning rate)"
+    )
+
+
+def _number(figures: Mapping[str, Any], name: str, form: str) -> str:
+    figure = figures.get(name)
+    return "-" if figure is None else format(figure, form)
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    """How many, on how many ranks, in which way; all figures but the losses are of one layout."""
+    steps, first = summary["steps"], summary.get("first_step") or 0
+    strategy, stage = summary["strategy"], (summary.get("parallel") or {}).get("shard_stage")
+    layout = f"{where(strategy, summary['num_replicas'])}, {strategy}"
+    layout += f", stage {stage} of sharding" if stage else ""
+    if not first:
+        return f"{steps} on {layout}"
+    return f"{steps}; the last {steps - first} on {layout}: speed, memory and time are of these"

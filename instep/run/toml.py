@@ -1,0 +1,129 @@
+"""Settings as TOML: a frozen dataclass of scalars and of such dataclasses, every key and type checked. Pure.
+
+What is written is read back as it was. The settings themselves are a recipe's, and are not known here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+CONFIG = "config.toml"  # in a run directory
+
+T = TypeVar("T")
+
+
+def flatten(topic: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, declared type, value) of every setting below ``topic``, a dataclass instance."""
+    hints = get_type_hints(type(topic))
+    for item in fields(topic):
+        name, value = f"{prefix}{item.name}", getattr(topic, item.name)
+        if is_dataclass(value):
+            yield from flatten(value, f"{name}.")
+        else:
+            yield name, hints[item.name], value
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The nested tables of the file at ``path``; ``ValueError`` that names the file if it is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ValueError(f"{path}: {error}") from None
+
+
+def merge(base: T, tables: dict[str, Any], source: str) -> T:
+    """The settings ``base`` with what ``tables`` has in the place of their own.
+
+    Raises:
+        ValueError: a key that does not exist, with the nearest that does, or a value of another type; the
+            message begins with ``source`` and has the full dotted key.
+    """
+    try:
+        merged: T = _merge(base, tables, "", [name for name, _, _ in flatten(base)])
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    return merged
+
+
+def to_toml(config: Any) -> str:
+    """Every setting of ``config``, one a line, in a table per topic; left out where it is None.
+
+    TOML wants what is in no table first, so the fields of ``config`` have that order.
+    """
+    settings = [(name.rpartition("."), value) for name, _, value in flatten(config) if value is not None]
+    lines: list[str] = []
+    for topic, members in groupby(settings, key=lambda setting: setting[0][0]):
+        lines += ["", f"[{topic}]"] if topic else []
+        lines += [f"{name} = {_literal(value)}" for (_, _, name), value in members]
+    return "\n".join(lines) + "\n"
+
+
+def _merge(topic: Any, table: dict[str, Any], prefix: str, names: list[str]) -> Any:
+    """The dataclass instance ``topic`` with ``table`` merged in; ``names`` are all the settings."""
+    hints = get_type_hints(type(topic))
+    changes = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            close = difflib.get_close_matches(name, [*hints, *names], n=1)
+            raise ValueError(f"unknown key {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
+        current = getattr(topic, key)
+        if not is_dataclass(current):
+            changes[key] = _cast(name, value, hints[key])
+        elif isinstance(value, dict):
+            changes[key] = _merge(current, value, f"{name}.", names)
+        else:
+            raise ValueError(f"{name}: expected a table, got {type(value).__name__} {value!r}")
+    return replace(topic, **changes)
+
+
+def _cast(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as ``kind``, the type of the setting ``name``."""
+    if get_origin(kind) is UnionType:  # X | None, and TOML has no None
+        kind = get_args(kind)[0]
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Path and type(value) is str:
+        return Path(value)
+    if get_origin(kind) is tuple and type(value) is list and len(value) == len(_items(kind, value)):
+        return tuple(_cast(name, *pair) for pair in zip(value, _items(kind, value), strict=True))
+    # By the exact type: to Python a bool is an int.
+    if type(value) is not (str if get_origin(kind) is Literal else kind):
+        raise ValueError(f"{name}: expected {_words(kind)}, got {type(value).__name__} {value!r}")
+    return value
+
+
+def _items(kind: Any, value: list[Any]) -> tuple[Any, ...]:
+    """The type of each item of ``value`` as a ``kind``, ``tuple[X, Y]`` or ``tuple[X, ...]``."""
+    items = get_args(kind)
+    return items[:1] * len(value) if items[-1] is Ellipsis else items
+
+
+def _words(kind: Any) -> str:
+    """A type as the user of a TOML file would call it."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        first, *others = get_args(kind)
+        number = "" if others == [Ellipsis] else f"{1 + len(others)} "
+        return f"an array of {number}{first.__name__}s"
+    return "str" if kind is Path else str(kind.__name__)
+
+
+def _literal(value: Any) -> str:
+    """A scalar or a tuple of them as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, str | Path):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,333 @@
+"""Flat memory that parameters live in, cut into a slice for every rank, and how new slices get to all ranks.
+
+    rank 0    | new 0 | old 1 |      rank 0 has updated slice 0         | new 0 | new 1 |
+    rank 1    | old 0 | new 1 |      rank 1 has updated slice 1   -->   | new 0 | new 1 |
+
+Where ranks can reach into each other's memory (backend "shm"), each writes its slice into the memory of all
+others. Else each sends it to them: S bytes of parameters, W ranks, S (W-1)/W bytes per rank in one step.
+
+One copy: ranks that can reach into each other's memory need not have the weights W times. All use the first
+rank's flat memory, each updates its slice of it in place, and nothing has to travel:
+
+    one memory    | old 0 | old 1 |    all have come, each updates its slice    | new 0 | new 1 |    all go on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from instep.comm import direct
+from instep.comm.messages import Messages
+from instep.memory import align_bytes
+from instep.mesh.process_group import Group
+from instep.ordered import homes
+from instep.ordered.homes import ParameterShard
+from instep.shard.layout import FlatLayout, LayoutRule
+
+
+class FlatParameters:
+    """Parameters of one dtype and device, laid out in a flat space that is cut into a slice for every rank.
+
+    Once made, ``held`` are this rank's pieces, which an optimizer steps: ``gradient_of`` each before,
+    ``share`` after. Pieces of frozen parameters may be among them, and are not stepped.
+
+    ``resident``      every rank has all values between steps; else others read this rank's pieces
+    ``one_copy``      all ranks have the same memory: what one writes there all read
+
+    ``parameters``    in the order of ``layout``, ``names`` beside them for errors ("" where none is known)
+    ``group``         the ranks of the slices
+    ``everyone``      all ranks that train these parameters, of whose shard groups ``group`` is one
+
+    With one copy, or where a space is not resident, an optimizer steps no piece before all ranks have come to
+    the step. In no case does a rank return from it before all have stepped. An optimizer of parameters that
+    have a home already (``ordered.homes.settle``) takes all of that space.
+    """
+
+    resident: ClassVar[bool] = True
+    one_copy: bool = False
+    group: Group
+    everyone: Group
+    layout: FlatLayout
+    parameters: list[Tensor]
+    names: list[str]
+    held: list[ParameterShard]
+
+    @property
+    def own_bytes(self) -> int:
+        """Of this rank's slice."""
+        return sum(x.tensor.numel() * x.tensor.itemsize for x in self.held)
+
+    @property
+    def bytes_to_share(self) -> int:
+        """That ``share`` sends, or writes to others' memory."""
+        return 0
+
+    @property
+    def num_others_bytes(self) -> int:
+        """Of memory that this rank has mapped, what other ranks count."""
+        return 0
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """Memory that other ranks' values have been brought to, for as long as they are needed."""
+        return []
+
+    def slices_with(self, parameter: Tensor) -> list[int]:
+        """The ranks of ``group`` that hold some of ``parameter``."""
+        return self.layout.slices_with(next(i for i, p in enumerate(self.parameters) if p is parameter))
+
+    def loaded(self) -> None:
+        """``held`` have new values, as on all ranks."""
+        self.share("weights that were loaded")
+
+    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
+        """Those of ``parameter`` where all of it lies in memory."""
+        return parameter.stride()
+
+    def gradient_of(self, held: ParameterShard) -> Tensor | None:
+        """What ``held.tensor`` is to be stepped with, in its dtype and shape; None for a step without it."""
+        gradient = held.parameter.grad
+        return None if gradient is None else held.part_of(gradient)
+
+    def moved(self) -> Tensor | None:
+        """A parameter whose memory other code has replaced, if there is one."""
+        return None
+
+    def share(self, operation: str) -> bool:
+        """The own pieces are new; whether the others' are here only after a barrier. Collective."""
+        return False
+
+    def let_go(self) -> None:
+        """The optimizer that made this space is closed."""
+
+
+class WholeParameters(FlatParameters):
+    """``parameters`` of one dtype and device, whole on every rank, in flat memory laid out by ``rule``.
+
+    At construction, collective: the parameters move into it, with the values that they have on the group's
+    first rank; with ``one_copy`` into memory of that rank. ``share`` after each update of ``held``. ``moved``
+    tells whose memory is another by now. ``let_go`` gives every rank a copy of its own again.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        rule: LayoutRule,
+        group: Group,
+        names: Sequence[str] = (),
+        *,
+        one_copy: bool = False,
+    ) -> None:
+        first = parameters[0]
+        self.parameters = list(parameters)
+        self.names = list(names) or [""] * len(parameters)
+        self.group = self.everyone = group
+        self._itemsize = first.dtype.itemsize
+        align = align_bytes(first.device)
+        granule = max(align // first.dtype.itemsize, 16)
+        self.layout = rule([p.numel() for p in parameters], group.size, granule)
+        self.one_copy = one_copy and group.size > 1
+        self.flat = self._allocate(align, first)  # (W * slice_length,)
+        for parameter, offset in zip(parameters, self.layout.offsets, strict=True):
+            self._move(parameter, offset)
+        if self.one_copy:
+            group.barrier("the first values of the parameters")
+        else:
+            group.broadcast(self.flat.view(torch.uint8), "the first values of the parameters")
+        self.others = None if self.one_copy else self._expose()
+        self._places = [(p.data_ptr(), p.shape, p.stride()) for p in parameters]
+        self.held = [self._hold(*piece) for piece in self._own_pieces()]
+
+    @property
+    def own_bytes(self) -> int:
+        return self.layout.slice_length * self._itemsize
+
+    @property
+    def num_others_bytes(self) -> int:
+        return self.flat.nbytes - self.own_bytes if self.one_copy else 0
+
+    @property
+    def bytes_to_share(self) -> int:
+        return 0 if self.one_copy else self.own_bytes * (self.group.size - 1)
+
+    def moved(self) -> Tensor | None:
+        for parameter, place in zip(self.parameters, self._places, strict=True):
+            if (parameter.data_ptr(), parameter.shape, parameter.stride()) != place:
+                return parameter
+        return None
+
+    def share(self, operation: str) -> bool:
+        """This rank's slice is new: give it to all, and take theirs.
+
+        Written to other ranks' memory it is theirs only after a barrier, and must not be before one: until
+        then they may still compute with the old values.
+        """
+        if self.one_copy:
+            return False
+        length = self.layout.slice_length
+        parts = self.flat.view(torch.uint8).split(self.own_bytes)
+        if self.others is not None:
+            begin = self.group.rank * length
+            for other in self.others:
+                other[begin : begin + length].copy_(self.flat[begin : begin + length])
+            return True
+        if self.group.sends_best and self.flat.device.type == "cpu":
+            messages = Messages(self.group.pg, self.group.ranks)
+            self.group.run(lambda: direct.all_gather(parts, messages), operation)
+        elif self.group.size > 1:
+            self.group.all_gather(self.flat.view(torch.uint8), parts[self.group.rank], operation)
+        return False
+
+    def let_go(self) -> None:
+        self.others = None
+        if not self.one_copy:
+            return
+        for parameter, (address, *_) in zip(self.parameters, self._places, strict=True):
+            if parameter.data_ptr() == address:  # a plain optimizer of every rank would step the one copy
+                parameter.data = parameter.detach().clone()
+
+    def _allocate(self, align: int, first: Tensor) -> Tensor:
+        """Memory for all of the layout, zeroed: the padding travels too."""
+        group, nbytes = self.group, self.layout.num_elements * self._itemsize
+        if self.one_copy:
+            mine = group.allocate(nbytes if group.rank == 0 else align, align, first.device)
+            shown = group.expose([mine.elements(first.dtype)], "the mapping of the one copy")
+            assert shown is not None, "checked before: checks.require_one_copy"
+            return shown[0][0]
+        segment = group.allocate(nbytes, align, first.device)
+        flat = segment.elements(first.dtype)
+        return flat if segment.fd is not None else flat.zero_()
+
+    def _move(self, parameter: Tensor, offset: int) -> None:
+        """``parameter`` moves to ``offset``, with its values and, if it is dense, its strides."""
+        strides = torch.empty_like(parameter, device="meta").stride()
+        view = self.flat[offset : offset + parameter.numel()].as_strided(parameter.shape, strides)
+        if not self.one_copy or self.group.rank == 0:
+            view.copy_(parameter.detach())
+        parameter.data = view
+
+    def _expose(self) -> list[Tensor] | None:
+        """The same memory of the other ranks, the next one first; None where it cannot be reached."""
+        size, rank = self.group.size, self.group.rank
+        shown = self.group.expose([self.flat], "the exchange of memory") if size > 1 else None
+        if shown is None:
+            return None
+        return [shown[(rank + k) % size][0] for k in range(1, size)]
+
+    def _own_pieces(self) -> list[tuple[Tensor, int, int, int]]:
+        pieces = self.layout.pieces(self.group.rank)
+        return [(self.parameters[x.parameter], x.first, x.last, x.offset) for x in pieces]
+
+    def _hold(self, parameter: Tensor, first: int, last: int, offset: int) -> ParameterShard:
+        if last - first == parameter.numel():
+            return ParameterShard(parameter, first, last, parameter.detach())
+        return ParameterShard(parameter, first, last, self.flat[offset : offset + last - first])
+
+
+class Stage2Parameters(WholeParameters):
+    """Weights whole on every rank, gradients in slices, which ``gradient_source`` has."""
+
+    gradient_source: Callable[[ParameterShard], Tensor | None] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.flat.dtype
+
+    def gradient_of(self, held: ParameterShard) -> Tensor | None:
+        return None if self.gradient_source is None else self.gradient_source(held)
+
+
+class ShardedParameters:
+    """Trainable parameters of the groups of an optimizer: the flat spaces where some live already, and new
+    ``WholeParameters``, one per dtype and device, for all others.
+
+    Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the own pieces by
+    number, in that order; ``owned`` all parameters that are sharded.
+    """
+
+    def __init__(self, group: Group, rule: LayoutRule, *, one_copy: bool = False) -> None:
+        self._group, self._rule = group, rule
+        self.wants_one_copy = one_copy
+        self.spaces: list[FlatParameters] = []
+        self.held: dict[int, ParameterShard] = {}
+        self.owned: list[Tensor] = []
+        self._made: list[FlatParameters] = []  # for this optimizer alone
+        self._space_of: dict[int, FlatParameters] = {}  # by the identity of what is owned
+
+    def take(self, groups: Sequence[Mapping[str, Any]], first_group: int) -> list[list[Tensor]]:
+        """Take the parameters of the groups from ``first_group`` on; the own pieces of each. Collective."""
+        numbers = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
+        spaces_there: dict[int, FlatParameters] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for p in (p for group in groups[first_group:] for p in group["params"] if p.requires_grad):
+            self.owned.append(p)
+            if isinstance(there := homes.home(p), FlatParameters):
+                spaces_there[id(there)] = there
+            else:
+                by_kind.setdefault((p.dtype, p.device), []).append(p)
+        with torch.no_grad():
+            made = [
+                WholeParameters(members, self._rule, self._group, one_copy=self.wants_one_copy)
+                for members in by_kind.values()
+            ]
+        self._made += made
+        spaces = [*spaces_there.values(), *made]
+        self.spaces += spaces
+        trainable = set(map(id, self.owned))
+        self._space_of |= {id(p): space for space in spaces for p in space.parameters if id(p) in trainable}
+        held = {
+            numbers[id(x.parameter)]: x
+            for space in spaces
+            for x in space.held
+            if id(x.parameter) in trainable
+        }
+        self.held |= {number: held[number] for number in sorted(held)}
+        return [
+            [held[numbers[id(p)]].tensor for p in group["params"] if numbers[id(p)] in held]
+            for group in groups[first_group:]
+        ]
+
+    @property
+    def others_read(self) -> bool:
+        """Whether other ranks compute with, or gather, what this rank updates: not before all have come."""
+        return self._group.size > 1 and any(space.one_copy or not space.resident for space in self.spaces)
+
+    def moved(self) -> Tensor | None:
+        """A parameter whose memory is not here any more, if there is one."""
+        return next((p for p in (space.moved() for space in self.spaces) if p is not None), None)
+
+    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
+        """Those of ``parameter`` where all of it lies in memory."""
+        space = self._space_of.get(id(parameter))
+        return parameter.stride() if space is None else space.strides_of(parameter)
+
+    def set_gradients(self) -> None:
+        """Every piece gets the gradient that its space has for it."""
+        for held in self.held.values():
+            held.tensor.grad = self._space_of[id(held.parameter)].gradient_of(held)
+
+    def drop_gradients(self) -> None:
+        """The pieces keep no gradient alive."""
+        for held in self.held.values():
+            held.tensor.grad = None
+
+    @property
+    def bytes_to_share(self) -> int:
+        """That this rank sends or writes after each update."""
+        return sum(space.bytes_to_share for space in self.spaces)
+
+    def share(self, operation: str) -> None:
+        """The own pieces are new: all ranks get them. No rank may compute with the old ones. Collective."""
+        written = [space.share(operation) for space in self.spaces]
+        if any(written):
+            self._group.barrier(operation)
+
+    def let_go(self) -> None:
+        """End the spaces that were made for this optimizer; homes outlive it."""
+        for space in self._made:
+            space.let_go()

@@ -1,0 +1,145 @@
+"""May a sharded optimizer go on, and has a step gone well on all ranks?
+
+It may not when it is closed, nor when ranks have weights of different steps. So ranks vote between the update
+and the exchange of its results. The vote is a barrier too: a rank that has its result knows that no rank
+computes with the old values any more. Ranks that have one copy of the weights vote before the update as well,
+since the update writes to the memory of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from instep.errors import Desync, PeerLost
+from instep.mesh.process_group import Group
+from instep.mesh.rank_process import as_told
+from instep.shard.checks import options_text
+
+BROKEN = "the ranks' weights and moments are not of the same step any more: load both, or restart the run"
+FINE, REFUSED, FAILED, READY = 0, 1, 2, 3  # REFUSED, READY: before it had changed anything
+
+
+class OptimizerStatus:
+    """What has become of an optimizer of ``group``, which the calls of ``ends`` close.
+
+    ``steps`` are those that it has made. ``broken`` says why its weights and moments are not those of one
+    step, "" if they are; it is set before they are written to, and cleared after.
+    """
+
+    def __init__(self, group: Group, *ends: weakref.finalize[Any, Any]) -> None:
+        self.group = group
+        self.steps = 0
+        self.broken = ""
+        self._ends = ends
+        self._why_closed = ""
+
+    def close(self) -> None:
+        for end in self._ends:
+            end()
+
+    def require_open(self) -> None:
+        if not self._ends[0].alive:
+            raise RuntimeError(f"this ShardedOptimizer is closed{self._why_closed}: make another one")
+
+    def require_sound(self) -> None:
+        self.require_open()
+        if self.broken:
+            raise RuntimeError(f"this ShardedOptimizer cannot go on, because {self.broken}: {BROKEN}")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around collective calls: a lost rank closes the optimizer, whose group is of no use without it."""
+        try:
+            yield
+        except PeerLost as lost:
+            self.give_up(lost)
+            raise
+
+    def vote(self, mine: Vote, raised: BaseException | None) -> None:
+        """Return on all ranks, if all make the same step and none has ``raised``; else raise on all.
+
+        A barrier too: when it returns, all ranks have come. Collective.
+        """
+        try:
+            votes = collect(mine, self.group, f"the vote on step {self.steps}")
+        except PeerLost as lost:
+            self.give_up(lost)
+            if raised is None:
+                raise
+            raise raised from lost
+        if found := disagreement(votes, self.group.ranks):
+            self.broken = f"in step {self.steps} {found}" if changed(votes) else ""
+            after = BROKEN if changed(votes) else "nothing was changed"
+            error = Desync(f"step {self.steps} of the sharded optimizer: {found}; {after}")
+            raise raised or (as_told(error) if failed(votes) else error)
+
+    def give_up(self, lost: PeerLost) -> None:
+        """Close: what the group still owes would be paired with what follows."""
+        self._why_closed = f", because {str(lost).splitlines()[0]}"
+        self.close()
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a rank tells the others of its step; numbers of 64 bits.
+
+    ``presence`` and ``options`` stand for the parameters that had a gradient and the options of the groups.
+    """
+
+    outcome: int
+    presence: int
+    options: int
+
+
+def short(data: bytes) -> int:
+    """A number that stands for ``data``."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def vote(outcome: int, groups: Sequence[Mapping[str, Any]]) -> Vote:
+    """That of this rank, with these parameter groups."""
+    presence = bytes(p.grad is not None for group in groups for p in group["params"])
+    return Vote(outcome, short(presence), short("; ".join(map(options_text, groups)).encode()))
+
+
+def collect(mine: Vote, group: Group, operation: str) -> list[Vote]:
+    """The votes of all ranks, once all are there. Collective: W steps of 24 bytes at most."""
+    row = torch.tensor([mine.outcome, mine.presence, mine.options], dtype=torch.int64, device="cpu")
+    out = torch.empty(group.size * row.numel(), dtype=torch.int64, device="cpu")
+    group.all_gather(out, row, operation)
+    return [Vote(*values) for values in out.view(group.size, -1).tolist()]
+
+
+def changed(votes: Sequence[Vote]) -> bool:
+    """Whether some rank has written to weights or moments."""
+    return any(vote.outcome not in (REFUSED, READY) for vote in votes)
+
+
+def failed(votes: Sequence[Vote]) -> bool:
+    """Whether some rank has an error of its own."""
+    return any(vote.outcome in (REFUSED, FAILED) for vote in votes)
+
+
+def disagreement(votes: Sequence[Vote], ranks: Sequence[int]) -> str:
+    """Why the results must not be exchanged; "" if they may."""
+    raised = [rank for rank, vote in zip(ranks, votes, strict=True) if failed([vote])]
+    if raised:
+        return f"rank {', '.join(map(str, raised))} raised, its own traceback has the cause"
+    for what, numbers in (
+        ("gradients for other parameters", [vote.presence for vote in votes]),
+        (
+            "other options in its parameter groups, the learning rate for instance,",
+            [v.options for v in votes],
+        ),
+    ):
+        for rank, number in zip(ranks, numbers, strict=True):
+            if number != numbers[0]:
+                return f"rank {rank} has {what} than rank {ranks[0]}: every rank has to make the same step"
+    return ""

@@ -1,0 +1,159 @@
+"""Which parameters of a module are gathered and reduced together: its units. Pure on modules.
+
+    model                     the root unit: whatever is in no other
+      embedding               root
+      blocks (ModuleList)
+        0                     unit "blocks.0", and so on
+        1
+      head                    root
+
+A unit is all of one entry of an outermost list of layers, for a list is what models are repeated in: of such
+a layer nothing is needed before it runs, and nothing after. What several units use, tied, is the root's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from instep.step.optimizer_guard import require_read_only
+
+LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class UnitMembers:
+    """Parameters of one unit, in the order of ``named_parameters``; ``module`` is where they are used."""
+
+    name: str  # of ``module`` in the whole; "" is the whole
+    module: nn.Module
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+
+def partition(module: nn.Module, units: Sequence[nn.Module] | None = None) -> list[UnitMembers]:
+    """The units of ``module``, the root first if it has any parameter, else in the order of registration.
+
+    Every floating-point parameter is in one of them, frozen ones too, tied ones under their first name. A
+    parameter belongs to the innermost unit around it.
+
+    Args:
+        units: submodules that shall be units, instead of the entries of lists.
+
+    Raises:
+        ValueError: one of ``units`` is not a submodule of ``module``, or a module writes to its weights.
+    """
+    require_read_only(module)
+    tops = _entries(module) if units is None else _given(module, units)
+    owners: dict[int, set[int]] = {}  # parameter -> the units that use it; -1: the root
+    for unit, parameter in _used(module, {id(top): i for i, (_, top) in enumerate(tops)}):
+        owners.setdefault(id(parameter), set()).add(unit)
+    found: dict[int, list[tuple[str, nn.Parameter]]] = {i: [] for i in range(-1, len(tops))}
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            unit, *others = owners[id(parameter)]
+            found[-1 if others else unit].append((name, parameter))
+    made = []
+    for i, pairs in found.items():
+        name, top = ("", module) if i < 0 else tops[i]
+        if pairs:
+            made.append(UnitMembers(name, top, tuple(n for n, _ in pairs), tuple(p for _, p in pairs)))
+    return made
+
+
+def by_kind(members: UnitMembers) -> list[UnitMembers]:
+    """``members``, apart by dtype, device, and whether they are trained: what one flat memory can hold."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for i, p in enumerate(members.parameters):
+        kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append(i)
+    return [
+        UnitMembers(
+            members.name,
+            members.module,
+            tuple(members.names[i] for i in own),
+            tuple(members.parameters[i] for i in own),
+        )
+        for own in kinds.values()
+    ]
+
+
+def entries(module: nn.Module, units: Sequence[UnitMembers]) -> dict[nn.Module, tuple[int, ...]]:
+    """For every module that may be called: the ``units``, by number, that its forward may use.
+
+    A module's are those of the parameters in it, but not of units further inside, whose own modules have
+    their own entry. Modules that need none are left out.
+    """
+    number = {id(p): i for i, members in enumerate(units) for p in members.parameters}
+    tops = {id(members.module) for members in units if members.module is not module}
+    needs: dict[nn.Module, tuple[int, ...]] = {}
+    for m in module.modules():
+        inside = {number[id(p)] for p in _reachable(m, tops) if id(p) in number}
+        inside |= {i for i, members in enumerate(units) if members.module is m}
+        if inside:
+            needs[m] = tuple(sorted(inside))
+    return needs
+
+
+def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Entries of the outermost lists, with their names, each once."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+
+    def look(inside: nn.Module, prefix: str) -> None:
+        for name, child in inside.named_children():
+            if isinstance(inside, LISTS):
+                if next(child.parameters(), None) is not None:
+                    found.setdefault(id(child), (prefix + name, child))
+            else:
+                look(child, f"{prefix}{name}.")
+
+    look(module, "")
+    return list(found.values())
+
+
+def _given(module: nn.Module, units: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    names: Mapping[int, str] = {id(m): name for name, m in module.named_modules()}
+    for i, unit in enumerate(units):
+        if id(unit) not in names or unit is module:
+            raise ValueError(
+                f"units[{i}], a {type(unit).__name__}: expected a submodule of the module that is sharded; "
+                "the whole of it is a unit already"
+            )
+    distinct = {id(unit): unit for unit in units}
+    order = {identity: i for i, identity in enumerate(names)}
+    return [(names[i], distinct[i]) for i in sorted(distinct, key=order.__getitem__)]
+
+
+def _used(module: nn.Module, tops: Mapping[int, int]) -> Iterator[tuple[int, nn.Parameter]]:
+    """(unit, parameter) wherever a module has a parameter of its own; the unit is the innermost around it.
+
+    What is never called, as a ``ParameterList``, has its parameters used by the module around it.
+    """
+    seen: set[tuple[int, int, int]] = set()
+
+    def look(m: nn.Module, unit: int, user: int) -> Iterator[tuple[int, nn.Parameter]]:
+        unit = tops.get(id(m), unit)
+        user = unit if _is_callable(m) else user
+        if (id(m), unit, user) in seen:
+            return
+        seen.add((id(m), unit, user))
+        yield from ((user, p) for p in m._parameters.values() if p is not None)
+        for child in m.children():
+            yield from look(child, unit, user)
+
+    yield from look(module, -1, -1)
+
+
+def _is_callable(m: nn.Module) -> bool:
+    """Whether ``m`` has a forward."""
+    return "forward" in m.__dict__ or type(m).forward is not nn.Module.forward
+
+
+def _reachable(module: nn.Module, tops: set[int]) -> Iterator[nn.Parameter]:
+    """Parameters of ``module`` and of what is in it, without the modules in ``tops`` that are inside."""
+    yield from (p for p in module._parameters.values() if p is not None)
+    for child in module.children():
+        if id(child) not in tops:
+            yield from _reachable(child, tops)

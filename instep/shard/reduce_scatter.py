@@ -1,0 +1,340 @@
+"""The reduce-scatter of one micro-batch per rank of one unit: every slice goes to its owner, who adds it up.
+
+    rank 0: micro-batch 4   | a0 | a1 |     rank 0 has the sum of micro-batches 0 to 3 of slice 0; a0, b0 come
+    rank 1: micro-batch 5   | b0 | b1 |     rank 1 has the sum of micro-batches 0 to 3 of slice 1; a1, b1 come
+
+No rank keeps a whole gradient. A unit's are copied out of ``.grad`` into staging memory, twice the size
+of the largest unit, and are gone from there when their owners have taken their slices:
+
+    .grad of unit 7  -->  | staging 0 |  -->  slice 0 to rank 0, slice 1 to rank 1      unit 6 waits in
+    .grad of unit 6  -->  | staging 1 |                                                 the other one
+
+Where ranks can reach into each other's staging memory (backend "shm") nothing is sent: the owner reads the
+slices where they lie, and a barrier says that it has. Else every rank sends each other rank one slice. Bytes
+that a rank sends for a unit of S bytes: S (W-1)/W per micro-batch, half of an all-reduce, in one step after
+the one for the headers.
+
+Where there are several shard groups, each with micro-batches of its own, the owners of the same slice, a
+replicate group, add up theirs after the last round, in the order of the tree too: a slice is to them what a
+bucket is to replicas. Headers go to all ranks, in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from instep.comm import direct
+from instep.comm.messages import Messages
+from instep.events import Recorder
+from instep.memory import PIECE_BYTES, align_bytes, allocate
+from instep.mesh.process_group import Group
+from instep.ordered.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
+from instep.ordered.exchange import OrderedAllReduce, mean_scale
+from instep.ordered.header import Header
+from instep.ordered.homes import ParameterShard
+from instep.ordered.tree import Node, rank_major
+from instep.shard.flat_parameters import FlatParameters
+from instep.shard.round_plan import Round
+from instep.shard.shard_groups import ShardRanks
+from instep.shard.unit import Divided
+
+NUM_BUFFERS = 2  # for units on their way: one is filled while the other is read
+
+
+class Staging:
+    """Memory for ``buckets`` on their way, used in turns: buffer n, n + 1, n, ...
+
+    At construction, collective: the ranks show it to each other, if they can.
+    """
+
+    def __init__(self, buckets: Sequence[SlicedBucket], group: Group) -> None:
+        self.num_buffers = NUM_BUFFERS if group.size > 1 else 1
+        self._group = group
+        self._mine: dict[torch.device, list[Tensor]] = {}
+        self._shown: dict[torch.device, list[list[Tensor]] | None] = {}
+        for device in dict.fromkeys(bucket.device for bucket in buckets):
+            nbytes = max(bucket.nbytes for bucket in buckets if bucket.device == device)
+            segments = [
+                group.allocate(nbytes, align_bytes(device), device).tensor for _ in range(self.num_buffers)
+            ]
+            self._mine[device] = segments
+            shown = group.expose(segments, "the exchange of staging memory") if group.size > 1 else [segments]
+            self._shown[device] = shown
+
+    @property
+    def segments(self) -> list[Tensor]:
+        """All of it, on this rank."""
+        return [x for own in self._mine.values() for x in own]
+
+    def buffer(self, number: int, bucket: SlicedBucket) -> Tensor:
+        """This rank's buffer ``number``, for one micro-batch of ``bucket``."""
+        return _part(self._mine[bucket.device][number], bucket)
+
+    def by_rank(self, number: int, bucket: SlicedBucket) -> list[Tensor] | None:
+        """Every rank's buffer ``number``, where this rank can reach them."""
+        shown = self._shown[bucket.device]
+        return None if shown is None else [_part(own[number], bucket) for own in shown]
+
+
+def _part(memory: Tensor, bucket: SlicedBucket) -> Tensor:
+    return memory[: bucket.nbytes].view(bucket.dtype)
+
+
+@dataclass
+class SlicedBucket(Bundle):
+    """The gradients of the parameters of one ``space``, of which this rank keeps its slice.
+
+    At construction: memory for one slice. In a step: partial sums are ``kept``, ``num_kept`` of them now; the
+    last one, number 0, becomes the reduced gradient, in the dtype of the weights in ``reduced``.
+    """
+
+    space: FlatParameters
+    rank: int
+    value_dtype: torch.dtype
+    replicate_group: Group | None = None  # None where there is one shard group
+    num_kept: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        layout = self.space.layout
+        self._factor = 2 if self.value_dtype.is_complex else 1
+        self.slice_length = layout.slice_length * self._factor
+        self._across = None if self.replicate_group is None else self._make_across(self.replicate_group)
+        self._memory: list[Tensor] = []
+        self.kept: list[Tensor] = []
+        self.keep(0)
+        self.reduced = self.kept[0]
+        real = self.value_dtype.to_real() if self.value_dtype.is_complex else self.value_dtype
+        if real != self.dtype:
+            self.reduced = torch.zeros(self.slice_length, dtype=real, device=self.device)
+        self._views: dict[int, list[Tensor]] = {}
+        self._offsets = {
+            id(p): offset for p, offset in zip(self.space.parameters, layout.offsets, strict=True)
+        }
+        self._strides = [self.space.strides_of(p) for p in self.space.parameters]
+
+    @staticmethod
+    def of(
+        space: Divided, index: int, positions: Sequence[int], rank: int, replicate_group: Group | None = None
+    ) -> SlicedBucket:
+        """A bucket for ``space``, whose parameters have these ``positions`` in the module."""
+        value_dtype = space.dtype
+        factor = 2 if value_dtype.is_complex else 1
+        slots = [
+            Slot(position, offset * factor, num_real(p), p.shape, p.is_complex())
+            for position, offset, p in zip(positions, space.layout.offsets, space.parameters, strict=True)
+        ]
+        device = space.parameters[0].device
+        return SlicedBucket(
+            index, slots, wire_dtype(value_dtype), device, space, rank, value_dtype, replicate_group
+        )
+
+    @property
+    def num_elements(self) -> int:
+        return self.space.layout.num_elements * self._factor
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        address = buffer.data_ptr()
+        if address not in self._views:
+            self._views[address] = [
+                self._view(buffer, slot, strides)
+                for slot, strides in zip(self.slots, self._strides, strict=True)
+            ]
+        return self._views[address]
+
+    def own(self, buffer: Tensor) -> Tensor:
+        """This rank's slice of a whole ``buffer``."""
+        return buffer[self.rank * self.slice_length : (self.rank + 1) * self.slice_length]
+
+    def range_of(self, held: ParameterShard) -> slice:
+        """Where the piece lies in the slice, in real elements."""
+        offset = self._offsets[id(held.parameter)] - self.rank * self.space.layout.slice_length
+        return slice((offset + held.first) * self._factor, (offset + held.last) * self._factor)
+
+    def piece(self, held: ParameterShard) -> Tensor:
+        """The reduced gradient of ``held.tensor``, in its dtype and shape."""
+        flat = self.reduced[self.range_of(held)]
+        if self._factor == 2:
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        if not held.is_whole:
+            return flat
+        return flat.as_strided(held.parameter.shape, self.space.strides_of(held.parameter))
+
+    def keep(self, number: int) -> Tensor:
+        """Memory for partial sum ``number``."""
+        while len(self.kept) <= number:
+            self._memory.append(self._allocate())
+            self.kept.append(self._memory[-1][: self.slice_length])
+        return self.kept[number]
+
+    def to_exchange(self, nodes: Sequence[Node], num_leaves: int) -> Bucket:
+        """The slice as a bucket of its own, with the kept sums, of ``nodes``, for roots; to be reduced."""
+        assert self._across is not None
+        self._across.counter.reset(num_leaves)
+        self._across.counter.roots = list(zip(nodes, self._memory, strict=False))
+        return self._across
+
+    def _make_across(self, replicate_group: Group) -> Bucket:
+        slot = Slot(0, 0, self.slice_length, torch.Size([self.slice_length]))
+        return Bucket(
+            self.index,
+            [slot],
+            self.dtype,
+            self.device,
+            replicate_group.size,
+            allocate=replicate_group.allocate,
+        )
+
+    def _allocate(self) -> Tensor:
+        """Memory for a slice, of which some more is needed where it is cut for the exchange of replicas."""
+        align = align_bytes(self.device)
+        if self._across is None or self.replicate_group is None:
+            segment = allocate(self.slice_length * self.dtype.itemsize, align, self.device)
+        elif self._memory:
+            segment = self.replicate_group.allocate(self._across.nbytes, align, self.device)
+        else:
+            return self._across.home
+        return segment.elements(self.dtype).zero_()
+
+    def _view(self, buffer: Tensor, slot: Slot, strides: tuple[int, ...]) -> Tensor:
+        flat = buffer[slot.offset : slot.offset + slot.length]
+        if slot.is_complex:
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        return flat.as_strided(slot.shape, strides)
+
+
+class ReduceScatter(OrderedAllReduce):
+    """Brings slices to their owners, one unit after the other, always from the same thread."""
+
+    staging: Staging
+
+    def __init__(self, ranks: ShardRanks, recorder: Recorder, *, max_parameters: int) -> None:
+        super().__init__(ranks.whole, recorder, ordered=True, max_parameters=max_parameters)
+        self._shard_group = ranks.shard_group
+        self._across = None
+        if ranks.replicate_group is not None:
+            self._across = OrderedAllReduce(ranks.replicate_group, recorder, ordered=True, max_parameters=0)
+
+    def run_round(
+        self,
+        bucket: SlicedBucket,
+        number: int,
+        header: Header,
+        turn: Round,
+        *,
+        is_last: bool,
+        carried: Sequence[slice] = (),
+    ) -> None:
+        """Add this rank's slice of a round's micro-batches, which are in staging buffer ``number``.
+
+        In the last round the sum, over all shard groups, becomes the mean. ``carried`` are the parts of the
+        slice whose reduced gradient of before counts as a part of every micro-batch, as if ``.grad`` had
+        accumulated it.
+
+        Raises:
+            Desync, PeerLost, ValueError: as ``OrderedAllReduce.run``.
+        """
+        name = f"the exchange of unit {header.bucket} in round {header.round}"
+        headers = self.meet(bucket, header, name)
+        scale = mean_scale(headers) if is_last else None
+        with self.recorder.span(
+            "exchange", lane="communication", num_bytes=bucket.nbytes, bucket=header.bucket
+        ):
+            if turn.senders:
+                self._take(bucket, number, turn, None if self._across else scale, carried, name)
+            if self._across is not None and scale is not None:
+                self._add_replicas(self._across, bucket, header.num_leaves, turn, scale, name)
+
+    def _take(
+        self,
+        bucket: SlicedBucket,
+        number: int,
+        turn: Round,
+        scale: float | None,
+        carried: Sequence[slice],
+        name: str,
+    ) -> None:
+        """Add this rank's slice of the micro-batches of its shard group."""
+        shown = self.staging.by_rank(number, bucket)
+        if shown is None:
+            values = self._receive_slices(bucket, number, turn, name)
+        else:
+            values = [bucket.own(shown[sender]) for sender in turn.senders]
+        for part in carried:
+            _add_before(bucket.reduced[part], [value[part] for value in values])
+        _add_up(bucket, values, turn, scale)
+        if shown is not None:
+            self._shard_group.barrier(name)
+
+    def _add_replicas(
+        self,
+        across: OrderedAllReduce,
+        bucket: SlicedBucket,
+        num_leaves: int,
+        turn: Round,
+        scale: float,
+        name: str,
+    ) -> None:
+        """The mean over all shard groups, from the roots that each has of this slice."""
+        cuts = rank_major(num_leaves, across.group.size)
+        across._ordered(bucket.to_exchange(turn.nodes, num_leaves), num_leaves, cuts, scale, name)
+        if bucket.reduced is not bucket.kept[0]:
+            bucket.reduced.copy_(bucket.kept[0])
+        bucket.num_kept = 1
+
+    def _receive_slices(self, bucket: SlicedBucket, number: int, turn: Round, name: str) -> list[Tensor]:
+        """This rank's slice of every sender's micro-batch, by message."""
+        group, length = self._shard_group, bucket.slice_length
+        size, rank = group.size, group.rank
+        staged = self.staging.buffer(number, bucket)
+        received = self._receive(bucket, len(turn.senders) * length)
+        splits = [length if r in turn.senders else 0 for r in range(size)]
+        own_splits = [length if rank in turn.senders else 0] * size
+        message = staged[: sum(own_splits)]
+        if group.sends_best and bucket.device.type == "cpu":
+            parts, out = message.split(own_splits), received.split(splits)
+            messages = Messages(group.pg, group.ranks)
+            group.run(lambda: direct.all_to_all(parts, messages, out), name)
+        else:
+            group.all_to_all(received, message, splits, own_splits, name)
+        return [part for part in received.split(splits) if part.numel()]
+
+
+def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: float | None) -> None:
+    """Make the sums of ``turn``; with a ``scale`` the root is all, and its mean the reduced gradient.
+
+    The last sum is written where it is kept: what is kept of before stays at its number, so no other one is
+    read from there.
+    """
+    before = bucket.num_kept
+    sums = [*bucket.kept[:before], *values]
+    homes = {value: bucket.keep(d) for d, value in enumerate(turn.kept)}
+    moved = {value for value in homes if value >= before}
+    targets = [sums[left] for left, _ in turn.adds]
+    if turn.adds and (last := turn.adds[-1][0]) in moved:
+        targets[-1] = homes[last]
+        moved.remove(last)
+    most = PIECE_BYTES // bucket.dtype.itemsize
+    for start in range(0, bucket.slice_length, most):
+        piece = slice(start, min(start + most, bucket.slice_length))
+        terms = [x[piece] for x in sums]
+        for (left, right), target in zip(turn.adds, targets, strict=True):
+            terms[left] = torch.add(terms[left], terms[right], out=target[piece])
+        for value, home in homes.items():
+            if scale is not None and scale != 1.0:
+                torch.mul(terms[value], scale, out=home[piece])
+            elif value in moved:
+                home[piece].copy_(terms[value])
+            if scale is not None and bucket.reduced is not home:
+                bucket.reduced[piece].copy_(home[piece])
+    bucket.num_kept = len(turn.kept)
+
+
+def _add_before(carried: Tensor, values: Sequence[Tensor]) -> None:
+    """Each of ``values`` becomes what ``.grad`` would be, had it held ``carried`` before: in its dtype."""
+    before = carried.clone()
+    for value in values:
+        value.copy_(before + value.to(before.dtype))

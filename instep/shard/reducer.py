@@ -1,0 +1,428 @@
+"""The reducer of stages 2 and 3: every micro-batch's gradients go to their owners; no rank keeps whole ones.
+
+    rank 0   |= forward, backward of micro-batch 0 =|= forward, backward of micro-batch 2 =|
+    rank 1   |= forward, backward of micro-batch 1 =|= forward, backward of micro-batch 3 =|
+    network                      |-u3-|-u2-|-u1-|-u0-|              |-u3-|-u2-|-u1-|-u0-|     u: unit
+
+Every rank takes part in every round, with a micro-batch or without: a rank that has none left sends headers
+alone, and adds up its slices. Bytes per rank: G/W times S (W-1)/W, where gradients that are kept whole need
+2 S (W-1)/W once.
+
+Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
+1910.02054, section 5.2 (gradient partitioning); the order of micro-batches is this library's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.events import GRADIENT_SYNC, Recorder
+from instep.ordered.buckets import Bundle, Caps
+from instep.ordered.homes import ParameterShard
+from instep.ordered.hook import weakly
+from instep.ordered.norm import block_square_sums
+from instep.ordered.placeholder import placeholder, was_written
+from instep.shard.flat_parameters import FlatParameters
+from instep.shard.optimizer import ShardedOptimizer
+from instep.shard.reduce_scatter import ReduceScatter, SlicedBucket, Staging
+from instep.shard.round_plan import Round, deal, plan_rounds
+from instep.shard.shard_groups import ShardRanks
+from instep.shard.unit import Divided
+from instep.step.reduction import Reduction, ReductionOptions, StepPlan
+from instep.work import Work
+
+NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+
+
+class SliceReducer(Reduction):
+    """Reduces the gradients of ``parameters``, which live in ``spaces``, to one slice per rank of a
+    shard group.
+
+    After ``finish`` every ``.grad`` is a placeholder, and ``gradient_of`` has this rank's pieces. A gradient
+    that is there already when a micro-batch begins, as after a second plain backward, is added to, as ever.
+
+    A gradient is taken for whole when it has come once, until it is known better: another one of the same
+    micro-batch is then an error, unless it comes from a nested backward. ``overlap=False`` waits for the end
+    of the micro-batch.
+
+    ``closed(space)`` is called when the gradients of its parameters are whole, of the open micro-batch;
+    ``ended()`` when backward has ended; ``problem(parameter)`` may say why a gradient that has come cannot be
+    right. ``hooks`` are to be removed when the wrapper goes.
+    """
+
+    sharded = True
+    late_fix = (
+        "or several times in one micro-batch, pass overlap=False to fully_shard, which sends nothing before "
+        "the micro-batch has ended, and needs memory for all of its gradients"
+    )
+    lost_fix = "close() the module, and shard one with a state that was kept over another group"
+    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "_carried")
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        spaces: Sequence[Divided],
+        ranks: ShardRanks,
+        recorder: Recorder,
+        *,
+        unused: bool | None = None,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__(
+            names, parameters, ranks.whole, recorder, ReductionOptions(InUnitOrder, unused=unused)
+        )
+        self.ranks = ranks
+        self._overlaps = overlap
+        self._reordered = True  # units leave in the order in which they were made, from the last to the root
+        self.spaces = list(spaces)
+        self._position = {id(p): i for i, p in enumerate(self.parameters)}
+        self.buckets = self._make_buckets()
+        self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
+        self.exchange = self.reduce_scatter = ReduceScatter(
+            ranks, recorder, max_parameters=max([len(b.slots) for b in self.buckets], default=0)
+        )
+        self.reduce_scatter.staging = Staging(self.buckets, ranks.shard_group)
+        self.turns = InUnitOrder(self._stage)
+        self.closed: Callable[[FlatParameters], None] | None = None
+        self.ended: Callable[[], None] | None = None
+        self.problem: Callable[[Tensor], str | None] | None = None
+        self._rounds: tuple[Round, ...] = ()
+        self._works: list[Work] = []  # of this reduction, one per unit and round
+        self._placeholders = [
+            placeholder(p, self, name) for p, name in zip(self.parameters, self.names, strict=True)
+        ]
+        self._carried: set[int] = set()  # parameters with a reduced gradient that the next one is added to
+        self._put_aside: set[int] = set()  # of those, whose placeholder made way in this backward
+        coming = weakly(self._coming)
+        self.hooks: list[Any] = [
+            parameter.register_hook(partial(coming, i)) for i, parameter in enumerate(self.parameters)
+        ]
+        for space in self.spaces:
+            space.gradient_source = self.gradient_of
+
+    @property
+    def bundles(self) -> Sequence[Bundle]:
+        return self.buckets
+
+    def assign(self, num_leaves: int) -> StepPlan:
+        return StepPlan(
+            True, num_leaves, deal(num_leaves, self.ranks.shard_group.size, self.ranks.num_replicas)
+        )
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        if isinstance(optimizer, ShardedOptimizer):
+            return None
+        kind = type(optimizer).__name__
+        return (
+            f"has its gradient in slices, one on each rank, which {kind} cannot read: use "
+            f"instep.ShardedOptimizer(model.parameters(), torch.optim.{kind}, ...), made after fully_shard"
+        )
+
+    def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
+        self._require_unmoved()
+        super().begin(plan, weight)
+        self._forget_discarded()
+        ranks = self.ranks
+        self._rounds = plan_rounds(plan.num_leaves, ranks.shard_group.size, ranks.num_replicas, ranks.replica)
+        self._works = []
+        for bucket in self.buckets:
+            bucket.num_kept = 0
+            for slot in bucket.slots:
+                slot.present = False
+        self.turns.begin(())
+
+    def open_leaf(self, leaf: int, *, last: bool) -> None:
+        self.turns.begin(self.buckets)
+        super().open_leaf(leaf, last=last)
+
+    def arrived(self, i: int, *, settles: bool = True) -> None:
+        if self.problem is not None and (problem := self.problem(self.parameters[i])) is not None:
+            raise ValueError(problem)
+        super().arrived(i, settles=settles)
+
+    def close_leaf(self) -> None:
+        super().close_leaf()
+        if not self._last:
+            self.turns.finish()
+
+    def finish(self) -> None:
+        """All micro-batches of this rank are closed: wait for the exchanges, and set every ``.grad``.
+
+        Raises:
+            Desync, PeerLost: as ``Exchange.run``.
+            ValueError: a parameter got no gradient, and unused parameters are forbidden.
+        """
+        self.turns.finish()
+        while len(self._works) < self._num_exchanges:  # rounds in which this rank has no micro-batch
+            self._send(self.buckets[len(self._works) % len(self.buckets)])
+        with self.recorder.span(GRADIENT_SYNC, lane="host"):
+            for work in self._works:
+                work.wait()
+        self._report_unused()
+        for bucket in self.buckets:
+            for k, slot in enumerate(bucket.slots):
+                if any(present[k] for present in bucket.presence):
+                    self.parameters[slot.position].grad = self._placeholders[slot.position]
+        self.local = [False] * len(self.names)
+        self._carried.clear()
+        self.exchanges += 1
+        self.given_up = False
+        self.plan = None
+
+    def leave(self) -> None:
+        if self.plan is None:
+            return
+        plan, self.plan, self.leaf = self.plan, None, None
+        if self.group.size > 1 and len(self._works) < self._num_exchanges:
+            turn, index = divmod(len(self._works), len(self.buckets))
+            header = self._header(self.buckets[index], plan, 1, turn)
+            self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
+        self.exchanges += 1
+        self.given_up = True
+        self.gradients.drop()
+        self._carried.clear()
+        self.local = [False] * len(self.names)
+
+    def backward_ended(self) -> None:
+        self._put_back()
+        if self.ended is not None:
+            self.ended()
+
+    @property
+    def scratch(self) -> list[Tensor]:
+        """The memory that reducing takes, beside that of the reduced gradients."""
+        kept = [x for bucket in self.buckets for x in bucket.kept]
+        return [*kept, *self.reduce_scatter.staging.segments, *self.exchange.scratch]
+
+    def gradient_of(self, held: ParameterShard) -> Tensor | None:
+        """What ``held.tensor`` is to be stepped with: the piece of the reduced gradient, in its dtype."""
+        i = self._position[id(held.parameter)]
+        if self._stands_in(i):
+            return self._bucket(i).piece(held)
+        gradient = held.parameter.grad  # if there is one, the training loop has put it there
+        return None if gradient is None else held.part_of(gradient).to(held.tensor.dtype)
+
+    def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
+        """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
+        own = [block_square_sums(piece).cpu() for piece in self._pieces(placeholders)]
+        mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])
+        everyone: list[bytes] = []
+
+        def gather() -> None:
+            data = mine.view(torch.uint8).numpy().tobytes()
+            everyone.extend(
+                self.ranks.shard_group.all_gather_bytes(data, "the gradient norm", limit=NORM_BYTES)
+            )
+
+        work = self.lane.run("the gradient norm", gather)
+        work.wait()
+        sums = [torch.frombuffer(bytearray(data), dtype=torch.float64) for data in everyone if data]
+        return [value for x in sums for value in x.tolist()]
+
+    def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
+        """Multiply this rank's pieces of these gradients."""
+        for piece in self._pieces(placeholders):
+            piece.mul_(factor)
+
+    def _first_guess(self, i: int) -> int | None:
+        """Once in a backward, as autograd has it: to wait for the end would need memory for all gradients."""
+        return None if i in self._unsteady or self.is_nested() else 1
+
+    @property
+    def _num_exchanges(self) -> int:
+        return len(self._rounds) * len(self.buckets)
+
+    def _bucket(self, i: int) -> SlicedBucket:
+        bucket = self.place[i]
+        assert isinstance(bucket, SlicedBucket)
+        return bucket
+
+    def _make_buckets(self) -> list[SlicedBucket]:
+        """One per space: those of the last layers first, whose gradients come first; the root's last."""
+        positions = [[self._position[id(p)] for p in space.parameters] for space in self.spaces]
+        order = sorted(range(len(self.spaces)), key=lambda k: -min(positions[k]))
+        rank, replicas = self.ranks.shard_group.rank, self.ranks.replicate_group
+        return [SlicedBucket.of(self.spaces[k], i, positions[k], rank, replicas) for i, k in enumerate(order)]
+
+    def _pieces(self, placeholders: Iterable[Tensor]) -> Iterator[Tensor]:
+        """This rank's pieces of the gradients that ``placeholders`` stand for."""
+        wanted = set(map(id, placeholders))
+        for space in self.spaces:
+            for held in space.held:
+                i = self._position[id(held.parameter)]
+                if id(self._placeholders[i]) in wanted:
+                    yield self._bucket(i).piece(held)
+
+    def _open(self, bucket: Bundle) -> None:
+        """Nothing: gradients wait in ``.grad`` until it is their unit's turn."""
+
+    def _settle(self, i: int) -> None:
+        bucket = self._bucket(i)
+        number = self._buffer_number(bucket.index - self.turns.num_launched)
+        if number is not None:
+            view = bucket.view_of(i, self.reduce_scatter.staging.buffer(number, bucket))
+            self.gradients.settle(i, view, final=True)
+
+    def _buffer_number(self, ahead: int) -> int | None:
+        """Of the staging memory for the unit that comes ``ahead`` units from now; None if it is in use."""
+        num_buffers, unit = self.reduce_scatter.staging.num_buffers, len(self._works) + ahead
+        if ahead >= num_buffers or (unit >= num_buffers and not self._works[unit - num_buffers].done()):
+            return None
+        return unit % num_buffers
+
+    def _close(self, bucket: Bundle) -> None:
+        assert isinstance(bucket, SlicedBucket)
+        bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
+        if self.closed is not None:
+            self.closed(bucket.space)
+        self.turns.ready(bucket)
+
+    def _stage(self, bucket: Bundle) -> Work:
+        """It is the turn of ``bucket``: its gradients move out of ``.grad``, and leave."""
+        assert isinstance(bucket, SlicedBucket)
+        staging = self.reduce_scatter.staging
+        number = len(self._works) % staging.num_buffers
+        if len(self._works) >= staging.num_buffers:
+            before = self._works[-staging.num_buffers]
+            if not before.done():
+                with self.recorder.span(GRADIENT_SYNC, lane="host"):
+                    before.wait()
+            before.wait()
+        carried = self._carry(bucket)
+        self.gradients.land(bucket, staging.buffer(number, bucket))
+        self.gradients.take(bucket)
+        for slot in bucket.slots:
+            slot.present = slot.present or slot.position in self._carried
+        return self._send(bucket, carried)
+
+    def _carry(self, bucket: SlicedBucket) -> list[slice]:
+        """The parts of this rank's slice that count for every micro-batch; their placeholders go."""
+        for slot in bucket.slots:
+            if self._stands_in(slot.position):
+                self.parameters[slot.position].grad = None
+                self._carried.add(slot.position)
+        if not self._carried:
+            return []
+        own = [held for held in bucket.space.held if self._position[id(held.parameter)] in self._carried]
+        return [bucket.range_of(held) for held in own]
+
+    def _forget_discarded(self) -> None:
+        """What was carried is gone where ``.grad`` is None by now: ``zero_grad()`` discards all of a sum."""
+        self._carried = {
+            i for i in self._carried if i in self._put_aside or self.parameters[i].grad is not None
+        }
+
+    def _send(self, bucket: SlicedBucket, carried: Sequence[slice] = ()) -> Work:
+        assert self.plan is not None
+        turn = len(self._works) // len(self.buckets)
+        number = len(self._works) % self.reduce_scatter.staging.num_buffers
+        num_carried = sum(slot.position in self._carried for slot in bucket.slots)
+        header = self._header(bucket, self.plan, self._weight(), turn, num_carried)
+        computed, rounds = self.stream.computed(), self._rounds
+
+        def run() -> None:
+            with self.stream.after(computed):
+                is_last = turn + 1 == len(rounds)
+                self.reduce_scatter.run_round(
+                    bucket, number, header, rounds[turn], is_last=is_last, carried=carried
+                )
+
+        self._works.append(self.lane.submit(f"the exchange of unit {bucket.index} in round {turn}", run))
+        return self._works[-1]
+
+    def _stands_in(self, i: int) -> bool:
+        """Whether the ``.grad`` of parameter i stands for a gradient in slices.
+
+        Raises:
+            ValueError: it did, until it was written to.
+        """
+        gradient = self.parameters[i].grad
+        if gradient is None or gradient is not self._placeholders[i]:
+            return False
+        if was_written(gradient):
+            raise ValueError(
+                f"the .grad of {self.names[i]!r} was written to, and only stands for a gradient in slices: "
+                "discard gradients with zero_grad(set_to_none=True), scale them with instep.clip_grad_norm_"
+            )
+        return True
+
+    def _coming(self, i: int, gradient: Tensor) -> None:
+        """Autograd is about to accumulate into the ``.grad`` of parameter i, which a placeholder cannot take.
+
+        Or ``autograd.grad`` asks for the gradient: then nothing is accumulated, and it has to be put back.
+        """
+        if self.parameters[i].grad is None:
+            self._carried.discard(i)
+        elif self._stands_in(i):
+            self.parameters[i].grad = None
+            self._carried.add(i)
+            if not self._put_aside:
+                torch.autograd.Variable._execution_engine.queue_callback(self._put_back)
+            self._put_aside.add(i)
+
+    def _put_back(self) -> None:
+        """Backward has ended: placeholders return where nothing has come."""
+        aside, self._put_aside = self._put_aside, set()
+        for i in aside & self._carried:
+            if self.parameters[i].grad is None and self.plan is None:
+                self._carried.discard(i)
+                if not self.local[i]:  # else one has come, and is gone again with all of the sum
+                    self.parameters[i].grad = self._placeholders[i]
+
+    def _require_unmoved(self) -> None:
+        for space in self.spaces:
+            if (parameter := space.moved()) is not None:
+                raise ValueError(
+                    f"parameter {self.names[self._position[id(parameter)]]!r} has other memory than when it "
+                    "was sharded (module.to(), .data = ...): convert first, then call fully_shard; change "
+                    "values in place"
+                )
+
+
+class InUnitOrder:
+    """The strategy of slices: the units of every micro-batch leave in plan order, whichever is whole first.
+
+    For each micro-batch ``begin``, then ``ready``, then ``finish``. The last unit waits for ``finish``: it is
+    the rank's word that the micro-batch has gone well. Nothing waits here for what was launched.
+    """
+
+    overlaps = True
+
+    def __init__(self, launch: Callable[[Bundle], Work]) -> None:
+        self.launch = launch
+        self.buckets: Sequence[Bundle] = ()
+        self.num_launched = 0
+        self._waiting: set[int] = set()
+
+    @staticmethod
+    def group(parameters: Sequence[Tensor], order: Sequence[int], caps: Caps) -> list[list[int]]:
+        """All in one: what travels together is cut by the module's units instead."""
+        return [list(order)]
+
+    def begin(self, buckets: Sequence[Bundle]) -> None:
+        self.buckets = buckets
+        self.num_launched = 0
+        self._waiting.clear()
+
+    def ready(self, bucket: Bundle) -> None:
+        """Launch ``bucket``, and those that were waiting for it, but for the last."""
+        self._waiting.add(bucket.index)
+        while self.num_launched in self._waiting and self.num_launched + 1 < len(self.buckets):
+            self._launch_next()
+
+    def finish(self) -> None:
+        """Launch what has not been; all are whole."""
+        while self.num_launched < len(self.buckets):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self.num_launched += 1
+        self.launch(self.buckets[self.num_launched - 1])

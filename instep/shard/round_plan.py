@@ -1,0 +1,82 @@
+"""How the owner of a slice adds it up, round after round, in the order of the sum tree. Arithmetic only.
+
+A rank that keeps its slice of the gradient alone cannot wait until each has added its own micro-batches: that
+would be a whole gradient each. So ranks take turns: round j is micro-batches jW to jW + W - 1, one per rank,
+the leaves of the tree, and after each the owner of a slice has that slice of W more leaves. It adds them as
+far as the tree allows. Slice 0 of every leaf on rank 0, for G = 6, W = 2:
+
+    round 0   0 1         [0,2)                     one partial sum is kept
+    round 1   2 3         [0,4)
+    round 2   4 5         [0,4) + [4,6) = [0,6)     the root
+
+What is kept between rounds are the digits of a binary counter, log2(G / W) + 1 slices at most for W a power
+of two. With other W a round's leaves belong to several nodes, and some more are kept.
+
+Where there are several shard groups of W ranks, each has a contiguous range of leaves, and takes turns among
+its own ranks. It then ends with the few roots of its range, as a rank does in ``ordered.tree``; one that has
+no leaf any more goes on with empty rounds, until all have ended.
+
+G: micro-batches in the step. W: ranks of a shard group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from instep.ordered.tree import Node, are_siblings, rank_major, round_major
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the owner does in one round. Values are the kept sums in order, then the round's leaves.
+
+    ``senders`` are the ranks that have a leaf. Value i becomes value i + value j for all (i, j) of ``adds``,
+    in this order. Then ``kept[d]`` is the value that is kept as number d, and ``nodes[d]`` what it sums up.
+    """
+
+    senders: tuple[int, ...]
+    adds: tuple[tuple[int, int], ...]
+    kept: tuple[int, ...]
+    nodes: tuple[Node, ...]
+
+
+def num_rounds(num_leaves: int, num_ranks: int, num_shard_groups: int = 1) -> int:
+    """Turns until all leaves have been computed."""
+    return -(-max(map(len, rank_major(num_leaves, num_shard_groups))) // num_ranks)
+
+
+def deal(num_leaves: int, num_ranks: int, num_shard_groups: int = 1) -> list[list[int]]:
+    """Leaves by rank, the ranks of a shard group one after the other."""
+    groups = rank_major(num_leaves, num_shard_groups)
+    return [[own[i] for i in turns] for own in groups for turns in round_major(len(own), num_ranks)]
+
+
+@lru_cache(maxsize=64)
+def plan_rounds(
+    num_leaves: int, num_ranks: int, num_shard_groups: int = 1, shard_group: int = 0
+) -> tuple[Round, ...]:
+    """All rounds of a step in a shard group; the last keeps the roots of its leaves: one, if they are all."""
+    own = rank_major(num_leaves, num_shard_groups)[shard_group]
+    rounds: list[Round] = []
+    nodes: tuple[Node, ...] = ()
+    for turn in range(num_rounds(num_leaves, num_ranks, num_shard_groups)):
+        leaves = own[turn * num_ranks : (turn + 1) * num_ranks]
+        rounds.append(_plan(nodes, leaves, num_leaves))
+        nodes = rounds[-1].nodes
+    return tuple(rounds)
+
+
+def _plan(nodes: Sequence[Node], leaves: range, num_leaves: int) -> Round:
+    stack = list(zip(nodes, range(len(nodes)), strict=True))
+    adds = []
+    for k, leaf in enumerate(leaves):
+        stack.append(((leaf, leaf + 1), len(nodes) + k))
+        while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], num_leaves):
+            (_, hi), right = stack.pop()
+            (lo, _), left = stack[-1]
+            adds.append((left, right))
+            stack[-1] = ((lo, hi), left)
+    kept, values = [value for _, value in stack], [node for node, _ in stack]
+    return Round(tuple(range(len(leaves))), tuple(adds), tuple(kept), tuple(values))

@@ -1,0 +1,133 @@
+"""What has to be the same on all ranks: compared before anything changes, or taken from the first rank.
+
+*Is it the same model?* Two ranks whose layers of the same shape are registered in another order would average
+the gradient of one with that of the other, and nothing later could tell. So names, order, shapes, dtypes and
+requires_grad are compared. So are the options, because ``ordered=False`` on one rank alone would start
+another collective than the others have started.
+
+*The first rank's values*: of parameters and buffers at construction, and of buffers once per step, after the
+gradients. Running statistics differ between ranks, since each has seen other samples; DDP lets rank 0's win
+before each forward. Here they travel in one message, and only bits that differ are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from instep.mesh.agree import raise_on_all, require_same_lines
+from instep.mesh.process_group import Group
+from instep.ordered.hash import block_digests
+
+T = TypeVar("T")
+BUFFERS = "the broadcast of buffers"
+
+
+def structure_lines(module: nn.Module) -> list[str]:
+    """One line per parameter and buffer of ``module``, in registration order."""
+    lines = [
+        f"parameter {_describe(name, p)}, requires_grad={p.requires_grad}"
+        for name, p in module.named_parameters()
+    ]
+    return lines + [f"buffer {_describe(name, b)}" for name, b in module.named_buffers()]
+
+
+def agree_on_structure(module: nn.Module, options: Mapping[str, object], group: Group) -> None:
+    """Check that every rank of ``group`` has the same ``structure_lines``, and the same ``options``.
+    Collective.
+
+    Raises:
+        ValueError: they differ; on every rank, naming the first difference.
+    """
+    fix = ": build the same modules in the same order"
+    require_same_lines(group, "models", structure_lines(module), fix=fix)
+    lines = [f"{name}={value!r}" for name, value in options.items()]
+    require_same_lines(group, "options", lines, fix=": pass the same ones on every rank")
+
+
+def agree_on_values(module: nn.Module, group: Group) -> None:
+    """Check that every rank of ``group`` has the same bits in every parameter and buffer. Collective.
+
+    Raises:
+        ValueError: they differ; on every rank, naming the first parameter or buffer and the odd ranks.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    mine = b"".join(hashlib.sha256(b"".join(block_digests(x))).digest() for _, x in tensors)
+    by_rank = group.all_gather_bytes(mine, "the comparison of values")
+    for i, (name, _) in enumerate(tensors):
+        digests = [data[32 * i : 32 * i + 32] for data in by_rank]
+        odd = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != digests[0]]
+        if odd:
+            problem = (
+                f"{name!r} has other values on rank {', '.join(map(str, odd))} than on {group.ranks[0]}: "
+                "load the same checkpoint everywhere, or pass init_sync=True to take rank 0's values"
+            )
+            raise_on_all(group, ValueError(problem))
+
+
+def broadcast_values(module: nn.Module, group: Group, *, but: Container[int] = ()) -> None:
+    """Overwrite every parameter and buffer with those of the group's first rank. Collective.
+
+    Those with an identity in ``but`` are left alone, and those on the meta device, which have no values.
+    """
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if id(x) in but or x.is_meta:
+            continue
+        mine = _bytes(x)  # backends know some dtypes and not others
+        value = mine.clone()
+        if value.numel():
+            group.broadcast(value, f"the broadcast of {name!r}")
+        if not torch.equal(value, mine):
+            x.detach().copy_(value.view(x.dtype).view(x.shape))
+
+
+def broadcast_buffers(module: nn.Module, group: Group) -> None:
+    """Give the buffers of ``module`` the values that the group's first rank has in them. Collective.
+
+    A buffer may have been saved by a forward whose backward is still to come: the second of two losses, or of
+    two forwards. Written in place, that backward would compute with numbers its forward never saw. So a
+    buffer that a graph holds is replaced by a new tensor, and the graph keeps the old one.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for buffer in module.buffers():
+        if buffer.numel():
+            by_device.setdefault(buffer.device, []).append(buffer)
+    new: dict[Tensor, Tensor] = {}
+    for buffers in by_device.values():
+        message = torch.cat([_bytes(buffer) for buffer in buffers])
+        group.broadcast(message, BUFFERS)
+        if group.rank == 0:
+            continue
+        parts = message.split([buffer.numel() * buffer.element_size() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            if not torch.equal(part, _bytes(buffer)):
+                new[buffer] = part.clone().view(buffer.dtype).view(buffer.shape)
+    held = {buffer for buffer in new if _is_held_by_a_graph(buffer)}
+    for owner in module.modules() if held else ():
+        for name, mine in owner._buffers.items():
+            if mine is not None and mine in held:
+                owner._buffers[name] = new[mine]
+    for buffer in new.keys() - held:
+        buffer.detach().copy_(new[buffer])
+
+
+def _describe(name: str, x: Tensor) -> str:
+    return f"{name!r}, shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}"
+
+
+def _is_held_by_a_graph(buffer: Tensor) -> bool:
+    """Whether something beside Python holds the tensor itself; views of it hold its storage too.
+
+    Who has a view sees what is written, and if that is a graph, its backward raises.
+    """
+    # The tensor is one user of its storage, the object made to ask is another.
+    shared = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > 2
+    return buffer._use_count() > 1 and not shared  # type: ignore[attr-defined]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)

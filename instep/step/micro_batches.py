@@ -1,0 +1,178 @@
+"""The declared step: a global batch of G micro-batches, on whichever ranks they are computed.
+
+for micro_batch in model.micro_batches(G):
+    loss = f(model(x[micro_batch.index]))
+    loss.backward()
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from instep.ordered.keys import LeafKeys
+from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.reduction import Reduction
+
+State = tuple[Tensor | None, int]  # a buffer and its version
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch of the step: number ``index`` of ``num_micro_batches``.
+
+    Set ``weight`` before backward if the loss is a sum over that many items (tokens, samples): the sum of
+    all losses' gradients is divided by the sum of all weights. 0 is allowed. Left at 1, the loss is a mean
+    and micro-batches count alike.
+    """
+
+    index: int
+    num_micro_batches: int
+    weight: int = 1
+
+    def checked_weight(self) -> int:
+        """``weight``, or ``ValueError`` if it is none."""
+        if type(self.weight) is not int or self.weight < 0:
+            raise ValueError(
+                f"weight of micro-batch {self.index}: expected a non-negative int (a number of items), got "
+                f"{self.weight!r}; integers keep the sum of weights exact"
+            )
+        return self.weight
+
+
+class DeclaredStep:
+    """Runs the micro-batches of this rank, one step at a time.
+
+    In a step: per micro-batch, the random generators are keyed, gradients gathered, and the rules checked
+    that placement independence rests on; after the last one, gradients are reduced and set. ``micro_batch``
+    is the open one.
+    """
+
+    def __init__(
+        self, module: nn.Module, reducer: Reduction, keys: LeafKeys, registry: ParameterRegistry
+    ) -> None:
+        self.module = module
+        self.reducer = reducer
+        self.keys = keys
+        self.registry = registry
+        self.micro_batch: MicroBatch | None = None
+        self._weight = 0  # of the micro-batches that have had gradients
+        self._weight_taken: int | None = None  # of the open one, when its first gradient came
+
+    def gradient_came(self) -> None:
+        """A gradient of the open micro-batch, if there is one, has come: its weight counts from now on."""
+        if self.micro_batch is not None and self._weight_taken is None:
+            self._weight_taken = self.micro_batch.checked_weight()
+            self._weight += self._weight_taken
+
+    def run(self, num_micro_batches: int, step: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of step ``step``, then set every ``.grad``.
+
+        Raises:
+            ValueError: a rule of declared steps is broken; the message names it and the ways out.
+            Desync: another rank left the step, or is in another one.
+        """
+        if num_micro_batches < 1:
+            raise ValueError(f"micro_batches({num_micro_batches}): expected at least one micro-batch")
+        group, reducer = self.reducer.group, self.reducer
+        plan = reducer.assign(num_micro_batches)
+        span = reducer.recorder.span
+        with span("prepare", lane="host"):
+            self._check_start()
+            reducer.begin(plan, lambda: self._weight)
+        self._weight = 0
+        own = plan.leaves[group.rank]
+        micro_batch = None
+        try:
+            for index in own:
+                micro_batch = self.micro_batch = MicroBatch(index, num_micro_batches)
+                with span("micro-batch", lane="host", leaf=index):
+                    self._weight_taken = None
+                    before = self._buffer_states()
+                    reducer.open_leaf(index, last=index == own[-1])
+                    with self.keys.leaf(step, index):
+                        yield micro_batch
+                    self._check(micro_batch, before)
+                    reducer.close_leaf()
+            micro_batch = self.micro_batch = None
+            with span("finish", lane="host"):
+                self._check_statistics()
+                reducer.finish()
+        finally:
+            if self.micro_batch is micro_batch:  # not if another step has begun since
+                self.micro_batch = None
+                reducer.leave()
+
+    def _check_start(self) -> None:
+        if self.micro_batch is not None:
+            self.micro_batch = None
+            self.reducer.leave()
+            raise ValueError(
+                "micro_batches() began while the loop of another one was open, nested or left by keeping its "
+                "iterator: run one to its end, or close() the iterator, before the next one begins"
+            )
+        self.registry.check()
+        require_no_gradients(self.reducer.names, self.reducer.parameters)
+        # The kernel of batch norm writes its statistics without counting a version.
+        buffers = [(name, x) for name, x in self.module.named_buffers() if x.is_floating_point()]
+        self._statistics = [(name, x, x.detach().clone()) for name, x in buffers]
+        self._buffers: list[tuple[str, nn.Module, str]] = []
+        for name, module in self.module.named_modules():
+            self._buffers += [(f"{name}.{key}".lstrip("."), module, key) for key in module._buffers]
+            if isinstance(module, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "
+                    "declared step would depend on the placement. Use GroupNorm or LayerNorm, or plain "
+                    "backward outside of micro_batches()"
+                )
+
+    def _check(self, micro_batch: MicroBatch, before: list[State]) -> None:
+        index = micro_batch.index
+        if micro_batch is not self.micro_batch:
+            raise ValueError(f"the step of micro-batch {index} was given up when another one began")
+        if self._weight_taken is None and micro_batch.weight != 0:
+            raise ValueError(
+                f"micro-batch {index} ended without a gradient: call backward() once per micro-batch, inside "
+                "the loop (a loss over several cannot be declared), or set micro_batch.weight = 0"
+            )
+        if self._weight_taken is not None and micro_batch.weight != self._weight_taken:
+            raise ValueError(
+                f"the weight of micro-batch {index} was {self._weight_taken} in backward and is "
+                f"{micro_batch.weight} now: set micro_batch.weight before backward"
+            )
+        for (name, owner, key), (buffer, version) in zip(self._buffers, before, strict=True):
+            if owner._buffers[key] is not buffer or (buffer is not None and buffer._version != version):
+                raise changed_buffer(name)
+
+    def _check_statistics(self) -> None:
+        for name, buffer, before in self._statistics:
+            if not torch.equal(buffer, before):
+                raise changed_buffer(name)
+
+    def _buffer_states(self) -> list[State]:
+        buffers = [owner._buffers[key] for _, owner, key in self._buffers]
+        return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+
+def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if a parameter has a gradient when a declared step begins."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is not None:
+            raise ValueError(
+                f"parameter {name!r} already has a gradient when micro_batches() begins: call "
+                "optimizer.zero_grad(set_to_none=True) before it; the step is the sum of its own "
+                "micro-batches alone"
+            )
+
+
+def changed_buffer(name: str) -> ValueError:
+    """What to raise when forward has changed buffer ``name``."""
+    return ValueError(
+        f"forward changed buffer {name!r} in a declared step: its values would depend on which rank had "
+        "which micro-batch. Put the layer into eval() mode, use track_running_stats=False, GroupNorm or "
+        "LayerNorm, or train with plain backward outside of micro_batches()"
+    )

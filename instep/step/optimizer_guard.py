@@ -1,0 +1,273 @@
+"""No optimizer step with a gradient that the other ranks have not seen.
+
+A layer that is added or replaced after wrapping, a checkpoint that is loaded with ``assign=True``, a
+parameter that is unfrozen, training through ``model.module.encoder(x)``, a ``no_sync`` that was never
+followed by a synchronised backward: each leaves a local gradient in ``.grad``, the step goes through, and the
+replicas drift apart without a word. Nothing in ``backward`` could tell. So there are two looks:
+
+    forward      ``ParameterRegistry.check``: is every parameter that would be trained one that was wrapped?
+    optimizer    one hook before every step looks the parameters up, and raises: was each gradient exchanged?
+
+Neither communicates: what the hook needs to know, the reducer has noted. It is one of the two places of
+process-wide state; the other is ``mesh/mesh.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from instep.ordered.placeholder import slices_of
+
+if TYPE_CHECKING:
+    from instep.step.reduction import Reduction
+
+
+class ParameterRegistry:
+    """The parameters that a model had when it was wrapped; one that came later has no hook and no bucket.
+
+    At construction they are written down. ``check`` compares, in about half a microsecond per submodule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        named = list(module.named_parameters())
+        for name, parameter in named:
+            if is_lazy(parameter):
+                raise ValueError(f"parameter {name!r} has no shape yet: run one forward, then wrap")
+        self.trainable = [(name, p) for name, p in named if p.requires_grad]
+        self.frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._remember()
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if a parameter that was not there, or was frozen, would be trained now."""
+        for name, parameter in self.frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} was frozen when the model was wrapped and is not now; its gradient "
+                    "would stay on this rank: unfreeze first, then wrap"
+                )
+        if all(_ids(module) == ids for module, ids in self._modules):
+            return
+        known = {id(p) for _, p in [*self.trainable, *self.frozen]}
+        new = [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
+        for name, parameter in new:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} was not there when the model was wrapped; its gradient would stay "
+                    "on this rank: add or replace parameters first, then wrap (a state dict loaded with "
+                    "assign=True replaces them; torch.func.functional_call does for its call, so call "
+                    "submodules with it, not what is wrapped)"
+                )
+        self.frozen += new
+        self._remember()
+
+    def _remember(self) -> None:
+        # The modules are kept, so that no new one can have the id of an old one.
+        self._modules = [(module, _ids(module)) for module in self.module.modules()]
+
+
+def require_read_only(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a module in ``module`` changes its own weights in forward.
+
+    The change would be each rank's own: replicas drift apart, and where weights are gathered it is lost.
+    """
+    for name, m in module.named_modules():
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            raise ValueError(
+                f"{name!r} has max_norm={m.max_norm}, which rescales rows of its weight in forward, on each "
+                "rank those of its own inputs: make it with max_norm=None, and bound the norm of what it "
+                "returns, or of the weights with an optimizer's weight_decay"
+            )
+
+
+def _ids(module: nn.Module) -> tuple[list[int], list[int]]:
+    return list(map(id, module._parameters.values())), list(map(id, module._modules.values()))
+
+
+class GuardedParameter:
+    """A parameter of a wrapped model: which wrapper reduces it, and the gradient that the last step left."""
+
+    def __init__(
+        self, reducer: Reduction, name: str, position: int | None, release: Callable[[], object]
+    ) -> None:
+        self.reducer = weakref.ref(reducer)
+        self.release = release
+        self.name = name
+        self.position = position  # None: frozen when it was wrapped
+        self.reduced = False  # an exchange has ended since the last optimizer step
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the wrapper still reduces."""
+        return bool(getattr(self.release, "alive", True))
+
+    def no_gradient(self) -> str | None:
+        """Why there cannot be a gradient to step with, or None."""
+        reducer = self.reducer()
+        if reducer is None:
+            return None
+        if reducer.plan is not None and reducer.plan.declared:
+            return "inside micro_batches(): the gradient is there when the loop has ended"
+        if reducer.given_up:
+            return (
+                "after a step that was given up, by an exception or by leaving the loop over micro_batches() "
+                "before its end: there is no gradient. In zip(), micro_batches() has to come first"
+            )
+        return None
+
+    def problem(self, gradient: Tensor) -> str | None:
+        """Why a step must not use ``gradient``, or None."""
+        reducer = self.reducer()
+        if reducer is None or (reducer.group.size == 1 and not reducer.sharded):
+            return None
+        if self.position is not None and reducer.local[self.position]:
+            return (
+                "has a gradient that was never exchanged with the other ranks: let the last backward before "
+                "optimizer.step() run outside of no_sync() and through the wrapped model, or call "
+                "model.sync_gradients()"
+            )
+        if self.reduced or self._was_left(gradient):
+            return None
+        if slices_of(gradient) is None and not bool(torch.any(gradient)):
+            return None
+        if self.position is None:
+            return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
+        return (
+            "has a gradient, but nothing was exchanged since the last optimizer step: a .grad that is set by "
+            "hand is this rank's alone; run backward through the wrapped model, or call "
+            "model.sync_gradients() on every rank"
+        )
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """Why ``optimizer`` cannot step this parameter, or None."""
+        reducer = self.reducer()
+        return None if reducer is None or self.position is None else reducer.refusal(optimizer)
+
+    def used(self, gradient: Tensor | None) -> None:
+        """An optimizer step has used ``gradient``; the same one again is every rank's, not a new one."""
+        self.reduced = False
+        self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def _was_left(self, gradient: Tensor) -> bool:
+        return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
+
+
+_entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
+
+
+def entries_of(parameters: Sequence[Tensor]) -> list[GuardedParameter]:
+    """What is known of those that a wrapper watches."""
+    return [entry for parameter in parameters if (entry := _entries.get(parameter)) is not None]
+
+
+def require_unwatched(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if some wrapper, which is not closed, reduces the gradients of ``parameters``."""
+    for entry in entries_of(parameters):
+        other = entry.reducer()
+        if other is not None and entry.is_alive:
+            whose = "is sharded already" if other.sharded else "belongs to a DataParallel"
+            raise ValueError(
+                f"parameter {entry.name!r} {whose}: shard each module once, the outermost one with all that "
+                "it contains, and wrap it in nothing else (close() ends either)"
+            )
+
+
+def forget(parameters: Sequence[Tensor]) -> None:
+    """Look at these parameters no longer."""
+    for parameter in parameters:
+        _entries.pop(parameter, None)
+
+
+def require_takeable(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if another wrapper has to go on with the reduction of some of these parameters.
+
+    It has more than these, which would be left alone, or it is ``fully_shard``, which reduces them already,
+    and to slices.
+    """
+    mine = set(map(id, parameters))
+    for entry in entries_of(parameters):
+        other = entry.reducer()
+        if other is not None and other.sharded and entry.is_alive:
+            raise ValueError(
+                f"parameter {entry.name!r} is sharded by fully_shard, which reduces its gradient: train with "
+                "the module as it is, or close() it before it is wrapped in something else"
+            )
+        if other is not None and not mine.issuperset(map(id, other.parameters)):
+            raise ValueError(
+                f"parameter {entry.name!r} belongs to another DataParallel, of a module that has more: wrap "
+                "one module with all of it, or close() the other wrapper first"
+            )
+
+
+def take_over(parameters: Sequence[Tensor]) -> None:
+    """End the reduction of these parameters by another wrapper, which ``require_takeable`` allows.
+
+    Two wrappers of one module would both reduce its gradients, each while the other writes them. So the
+    newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
+    """
+    for entry in entries_of(parameters):
+        entry.release()
+
+
+def watch(reducer: Reduction, frozen: Sequence[tuple[str, Tensor]], release: Callable[[], object]) -> None:
+    """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction."""
+    for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
+        _entries[parameter] = GuardedParameter(reducer, name, i, release)
+    for name, parameter in frozen:
+        _entries[parameter] = entry = GuardedParameter(reducer, name, None, release)
+        entry.used(parameter.grad)  # left from before it was frozen: as good as the weights are
+
+
+def reduced(reducer: Reduction) -> None:
+    """``reducer`` has reduced the gradients of all its parameters."""
+    for parameter in reducer.parameters:
+        _entries[parameter].reduced = True
+
+
+def _watched(optimizer: Optimizer) -> list[tuple[Tensor, GuardedParameter]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(p, entry) for p in parameters if (entry := _entries.get(p)) is not None]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watched = _watched(optimizer)
+    for parameter, entry in watched:
+        problem = entry.no_gradient()
+        if problem is not None:
+            raise RuntimeError(f"optimizer.step() {problem}")
+        problem = None if parameter.grad is None else entry.problem(parameter.grad)
+        if problem is not None:
+            raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+    for _, entry in watched:
+        problem = entry.refusal(optimizer)
+        if problem is not None:
+            raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+    for reducer in _reducers(watched):
+        reducer.steps_now()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watched = _watched(optimizer)
+    for parameter, entry in watched:
+        entry.used(parameter.grad)
+    for reducer in _reducers(watched):
+        reducer.stepped()
+
+
+def _reducers(watched: Sequence[tuple[Tensor, GuardedParameter]]) -> set[Reduction]:
+    found = (entry.reducer() for _, entry in watched)
+    return {reducer for reducer in found if reducer is not None}
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,195 @@
+"""What the ranks' trace files tell of a run: where its time went, who is slow, what would make it faster.
+
+``analyse`` brings together what the other files here compute: the breakdown, the table of buckets, the
+straggler and the advice. ``summary_lines`` says it in lines to read; ``Analysis.figures`` are for
+``summary.json``. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from instep.events import Event
+from instep.timeline.advice import Advice, RunSetting, advise, in_ms, in_percent
+from instep.timeline.breakdown import PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
+from instep.timeline.bubbles import BACKWARD
+from instep.timeline.bucket_times import BucketRow, bucket_rows
+from instep.timeline.straggler import OwnTimes, SlowRank, find_slow_rank
+
+if TYPE_CHECKING:  # it needs numpy
+    from instep.timeline.trace_files import RunTraces
+
+SAMPLED = 60  # steps, for what needs all events of all ranks at once
+WARM_UP = 2  # steps in which the order of the buckets is learned
+MOST = 1 << 40  # of anything that a setting counts
+WORTH_SAYING = 0.0005  # of a step
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was found; ``rows`` are the parts of every step looked at, by rank."""
+
+    rows: Mapping[int, Sequence[Parts]]
+    breakdowns: Sequence[RankBreakdown]
+    buckets: Sequence[BucketRow]
+    slow: SlowRank | None
+    advice: Sequence[Advice]
+
+    def figures(self) -> dict[str, Any]:
+        """For ``summary.json``."""
+        return {
+            "breakdown": [row.to_json() for row in self.breakdowns],
+            "slow_rank": None if self.slow is None else asdict(self.slow),
+            "advice": [asdict(advice) for advice in self.advice],
+        }
+
+
+def analyse(
+    traces: RunTraces,
+    steps: Sequence[int] | None = None,
+    *,
+    breakdowns: Sequence[RankBreakdown] | None = None,
+    slow: SlowRank | None = None,
+) -> Analysis:
+    """What ``traces`` tell of ``steps``, by default all that have ended.
+
+    ``breakdowns`` and ``slow`` are taken where they are known already, from ranks whose files are elsewhere.
+    A rank that the run went on without is among the rows only.
+    """
+    steps = traces.steps if steps is None else steps
+    rows: dict[int, list[Parts]] = {rank: [] for rank in traces.traces}
+    for step in steps:
+        for rank in traces.ranks(step):
+            if (found := parts(traces.traces[rank].events(step))) is not None:
+                rows[rank].append(found)
+    rows = {rank: found for rank, found in rows.items() if found}
+    sampled = _sample(steps[WARM_UP:] or steps)
+    if breakdowns is None:
+        present = {rank: found for rank, found in rows.items() if rank not in traces.gone}
+        breakdowns = [breakdown(found, _slowdown(traces, rank, sampled)) for rank, found in present.items()]
+        slow = find_slow_rank(OwnTimes.of(found) for each in present.values() for found in each)
+    breakdowns = [row for row in breakdowns if row.steps]
+    buckets = bucket_rows(traces.timeline(step) for step in sampled)
+    advice = _advice(traces, breakdowns, buckets, slow, sampled) if breakdowns else []
+    return Analysis(rows, breakdowns, buckets, slow, advice)
+
+
+def summary_lines(
+    breakdowns: Sequence[RankBreakdown], slow: SlowRank | None, advice: Sequence[Advice]
+) -> Iterator[tuple[str, str]]:
+    """(label, text): where the time of a step went, on average over the ranks; who is slow; what to do."""
+    if not breakdowns:
+        return
+    yield "time", _shares(breakdowns)
+    hidden_s = fmean(row.hidden_s for row in breakdowns)
+    slowdowns = [row.slowdown for row in breakdowns if row.slowdown is not None]
+    if hidden_s >= 5e-5:
+        slower = (
+            f", which makes it {in_percent(fmean(slowdowns))} slower"
+            if slowdowns and fmean(slowdowns) > 0
+            else ""
+        )
+        yield "", f"{in_ms(hidden_s)} of communication hidden under compute{slower}{_gathers(breakdowns)}"
+    if slow is not None:
+        yield "slow", slowness(slow)
+    for number, one in enumerate(advice):
+        gain = f"about {in_percent(one.gain_share)} ({in_ms(one.gain_ms / 1e3)} a step)"
+        try_ = f": {one.try_}" if one.try_ else ""
+        yield "" if number else "advice", f"{one.text} Predicted gain: {gain}{try_}"
+
+
+def slowness(slow: SlowRank) -> str:
+    """Which rank is slow, in what, since when, by how much."""
+    return (
+        f"rank {slow.rank} is slow in {slow.phase}: {in_ms(slow.excess_s)} a step more than the others "
+        f"({in_percent(slow.share)}), since step {slow.since}"
+    )
+
+
+def _gathers(breakdowns: Sequence[RankBreakdown]) -> str:
+    """How much of the gathers of weights is hidden, where there are some."""
+    whole_s = fmean(row.gathers_s for row in breakdowns)
+    if whole_s < WORTH_SAYING * fmean(row.wall_s for row in breakdowns):
+        return ""
+    share = fmean(row.gathers_hidden_s for row in breakdowns) / whole_s
+    return f"; among it {in_percent(share)} of the gathers of weights ({in_ms(whole_s)})"
+
+
+def _shares(breakdowns: Sequence[RankBreakdown]) -> str:
+    wall = fmean(row.wall_s for row in breakdowns)
+    means = {name: fmean(row.parts.get(name, 0.0) for row in breakdowns) for name in PARTS}
+    said = [
+        f"{name} {in_ms(seconds)} ({seconds / wall:.1%})"
+        for name, seconds in means.items()
+        if wall and seconds / wall >= WORTH_SAYING
+    ]
+    steps = max(row.steps for row in breakdowns)
+    return f"{in_ms(wall)} a step on average over {steps} = {' + '.join(said)}"
+
+
+def _advice(
+    traces: RunTraces,
+    breakdowns: Sequence[RankBreakdown],
+    buckets: Sequence[BucketRow],
+    slow: SlowRank | None,
+    steps: Sequence[int],
+) -> list[Advice]:
+    trace = traces.first
+    setting = None if trace is None else setting_of(trace.head.get("setting"))
+    if trace is None or setting is None:
+        return []
+    lasts = [
+        last
+        for step in steps
+        for rank in traces.ranks(step)
+        if (last := _last_backward(traces.traces[rank].events(step))) is not None
+    ]
+    slowdowns = [row.slowdown for row in breakdowns if row.slowdown is not None]
+    return advise(
+        breakdowns,
+        buckets,
+        slow,
+        setting,
+        backward_s=median(lasts) if lasts else 0.0,
+        optimizer=str(trace.head.get("optimizer")),
+        num_parameters=trace.figure("num_parameters", MOST),
+        slowdown=median(slowdowns) if slowdowns else None,
+    )
+
+
+def setting_of(found: Any) -> RunSetting | None:
+    """The ``RunSetting`` in the head of a file; None if it is not whole, or cannot be."""
+    if not isinstance(found, Mapping):
+        return None
+    known = {field.name: found[field.name] for field in fields(RunSetting) if field.name in found}
+    needed = {field.name for field in fields(RunSetting) if field.default is MISSING}
+    if needed - known.keys() or not all(_can_be(name, value) for name, value in known.items()):
+        return None
+    return RunSetting(**known)
+
+
+def _can_be(name: str, value: object) -> bool:
+    if name in ("strategy", "backend"):
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float if name == "bucket_mb" else int):
+        return False
+    least = 0 if name in ("bucket_mb", "num_leaves", "micro_size") else 1
+    return least <= value <= MOST
+
+
+def _sample(steps: Sequence[int]) -> list[int]:
+    """At most ``SAMPLED`` of them, the last one included, at even distances."""
+    count = min(len(steps), SAMPLED)
+    return [steps[len(steps) - 1 - i * len(steps) // count] for i in range(count)][::-1]
+
+
+def _slowdown(traces: RunTraces, rank: int, steps: Sequence[int]) -> float | None:
+    return slowdown(traces.traces[rank].events(step) for step in steps if rank in traces.ranks(step))
+
+
+def _last_backward(events: Sequence[Event]) -> float | None:
+    found = [event for event in events if event.name == BACKWARD]
+    return max(found, key=lambda event: event.end_ns).duration_s if found else None

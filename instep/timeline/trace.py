@@ -1,0 +1,160 @@
+"""``instep.trace``: the breakdown of any training loop that uses ``DataParallel``.
+
+    with instep.trace(model, "runs/mine") as trace:
+        for x, y in trace.data(loader):
+            optimizer.zero_grad()
+            loss_function(model(x), y).backward()
+            optimizer.step()                        # ends the step
+    print(trace)                                    # on rank 0, say; then: instep report runs/mine
+
+What the wrapper does is recorded always; this keeps it in files, those of all ranks next to each other, and
+adds what only the loop knows: where it waits for data, and what its other parts are called.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from instep.events import Recorder, Timeline
+from instep.mesh.process_group import Group
+from instep.ring_buffer import read_head
+from instep.timeline import trace_files
+from instep.timeline.advice import RunSetting
+from instep.timeline.analysis import Analysis, analyse, summary_lines
+from instep.timeline.breakdown import breakdown, parts, slowdown
+
+T = TypeVar("T")
+CAPACITY = 1 << 17
+
+
+class Traced(Protocol):
+    """What can be traced: ``DataParallel``, ``ParameterServer``."""
+
+    recorder: Recorder
+    group: Group
+
+    @property
+    def placement(self) -> dict[str, Any]: ...
+
+
+class TraceSession:
+    """What was recorded; ``print`` shows this rank's breakdown, with a path that of all ranks of the host."""
+
+    def __init__(self, recorder: Recorder, path: Path | None) -> None:
+        self.recorder = recorder
+        self.path = path
+        self._first = recorder.step
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """``batches``, with the wait for each of them recorded as waiting for data."""
+        iterator: Iterator[T] | None = None
+        while True:
+            with self.recorder.span("data", lane="data"):
+                try:
+                    if iterator is None:
+                        iterator = iter(batches)  # where a loader starts its workers
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """A part of the loop that the breakdown shall have by ``name``, as host code: logging, say."""
+        return self.recorder.span(name, lane="host")
+
+    def analysis(self) -> Analysis:
+        """The steps so far: parts, breakdown, buckets, the slow rank, advice."""
+        if self.path is not None:
+            return analyse(trace_files.read_traces(self.path / trace_files.FOLDER))
+        timeline, rank = Timeline(self.recorder.events), self.recorder.rank
+        steps = [step for step in timeline.steps if step >= self._first]
+        rows = [found for step in steps if (found := parts(timeline.of(rank, step))) is not None]
+        if not rows:
+            return Analysis({}, [], [], None, [])
+        mine = breakdown(rows, slowdown(timeline.of(rank, step) for step in steps))
+        return Analysis({rank: rows}, [mine], [], None, [])
+
+    def __str__(self) -> str:
+        found = self.analysis()
+        said = [
+            f"{label:<7}{text}" for label, text in summary_lines(found.breakdowns, found.slow, found.advice)
+        ]
+        return "\n".join(said or ["no step has ended"])
+
+
+@contextmanager
+def trace(
+    model: Traced, path: str | Path | None = None, *, capacity: int = CAPACITY
+) -> Iterator[TraceSession]:
+    """Record the steps of a training loop; a step ends with an optimizer's step. Collective with a ``path``.
+
+    Recording needs no profiler and takes some microseconds per micro-batch and bucket.
+
+    Args:
+        model: a ``DataParallel`` or ``ParameterServer``.
+        path: a directory, on every rank the same: a file per rank goes into ``path/trace``, 56 bytes an
+            event, and outlives a killed process; ``instep report path`` reads it. None: memory only.
+        capacity: events to keep, the last ones; of no effect without a path.
+
+    Raises:
+        OSError: the file cannot be made.
+        TypeError: ``model`` is not wrapped.
+        ValueError: ``capacity`` is not positive.
+    """
+    if not hasattr(model, "recorder"):
+        raise TypeError(
+            f"trace() of a {type(model).__name__}: expected the wrapper that records, an instep.DataParallel "
+            "or instep.ParameterServer"
+        )
+    if capacity < 1:
+        raise ValueError(f"capacity: expected at least 1 event, got {capacity}")
+    recorder = model.recorder
+    recorder.drop_step()  # what came before is no part of the first one
+    if path is not None:
+        head, folder = _head(model), Path(path) / trace_files.FOLDER
+        _make_way(trace_files.path_of(folder, recorder.rank), head)
+        trace_files.record(recorder, folder, capacity, head)
+    recorder.begin_step(recorder.optimizer_steps)
+    try:
+        yield TraceSession(recorder, None if path is None else Path(path))
+    finally:
+        recorder.drop_step()
+        if path is not None:
+            recorder.keep_in_memory()
+
+
+def _head(model: Traced) -> dict[str, Any]:
+    """What readers have to know of this rank. Collective."""
+    group = model.group
+    peers = group.peers.table
+    local = sum(peer.host == group.peers.me.host for peer in peers)
+    setting = RunSetting(
+        **{"num_leaves": 0, "bucket_mb": 25.0, **model.placement},
+        backend=group.backend,
+        world_size=group.size,
+        ranks_per_host=local,
+        hosts=-(-group.size // local),
+        threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)),
+    )
+    return {
+        **trace_files.head_of(group),
+        "process": [group.peers.me.pid, group.peers.me.start_time],
+        "begun_ns": time.monotonic_ns(),
+        "setting": asdict(setting),
+    }
+
+
+def _make_way(path: Path, head: dict[str, Any]) -> None:
+    """Remove what an earlier process left there: the same step numbers, of another training."""
+    found = read_head(path)
+    if found is not None and found[0].get("process") != head["process"]:
+        path.unlink()

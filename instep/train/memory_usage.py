@@ -1,0 +1,311 @@
+"""What a rank holds in memory, by what it is for: bytes of storages, whatever number of tensors show them.
+
+A tensor says how many bytes it shows, not how many it keeps: ``.grad`` is a view of its bucket, a tied weight
+has two names, a sharded parameter is a piece of one flat buffer with padding. So ranges of addresses are
+counted, each once, for the first purpose that has it:
+
+    parameters    of the module, trained or frozen; where they are in slices these, and what is gathered now
+    gradients     ``.grad``, and the buckets or slices that it lies in between steps
+    optimizer     its state: moments, and one number per parameter for the step
+    buffers       of the module
+    scratch       partial sums of several micro-batches, what waits to be sent, what an exchange receives
+
+Where the ranks of a host have one copy of the weights, each counts its slice of it: added up over the ranks,
+that is what the host has.
+
+Activations come and go. Autograd tells of each tensor that it keeps for backward, if it is asked
+(``torch.autograd.graph.saved_tensors_hooks``); asking costs some microseconds per tensor, so one forward
+beside the training is asked and no step is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from instep.mesh.process_group import Group
+from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
+from instep.ordered.homes import homes, offered
+from instep.train.trainer import Trainer
+
+OPERATION = "the gathering of memory"
+PROCESS = {"resident_peak": "peak", "resident": "now", "private": "private", "pss": "pss"}
+CLOSE = 0.05  # padding and the optimizer's counts may add as much before "as the formula says" is untrue
+
+Ranges = dict[torch.device, list[tuple[int, int]]]  # first address and the one after the last
+Key = tuple[torch.device, int]
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """Bytes that one rank holds from step to step."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    scratch: int = 0
+
+    @property
+    def state(self) -> int:
+        """What the formulas speak of: parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def memory_usage(module: nn.Module, optimizer: Optimizer | None = None, model: Any = None) -> MemoryUsage:
+    """What this rank holds to train ``module`` with ``optimizer``, wrapped as ``model``. No communication.
+
+    Gradients outside of buckets count while they are there: before ``zero_grad``.
+    """
+    wrapped, divided = offered(model), offered(optimizer)
+    there = homes(module.parameters()) + ([] if divided is None else list(divided.homes))
+    there = list({id(x): x for x in there}.values())
+    local = optimizer if divided is None else divided.local
+    found = count(
+        parameters=[*module.parameters(), *(x.tensor for home in there for x in home.held)],
+        gradients=[
+            *(() if wrapped is None else wrapped.gradients()),
+            *(p.grad for p in module.parameters() if p.grad is not None),
+        ],
+        optimizer=() if local is None else _tensors(dict(local.state)),
+        buffers=module.buffers(),
+        scratch=() if wrapped is None else wrapped.scratch(),
+    )
+    return replace(found, parameters=found.parameters - sum(home.num_others_bytes for home in there))
+
+
+def count(**tensors: Iterable[Tensor]) -> MemoryUsage:
+    """Bytes by purpose, named as in ``MemoryUsage``; memory of two purposes counts for the first."""
+    ranges: Ranges = {}
+    found, before = {}, 0
+    for purpose in (field.name for field in fields(MemoryUsage)):
+        for x in tensors.pop(purpose, ()):
+            _add(ranges, x)
+        after = sum(map(_covered, ranges.values()))
+        found[purpose], before = after - before, after
+    if tensors:
+        raise TypeError(f"no purpose of memory is called {', '.join(tensors)}")
+    return MemoryUsage(**found)
+
+
+class Saved:
+    """What autograd keeps for backward of what is computed within ``watch``, but for ``known`` tensors.
+
+    ``nbytes`` is that of now, ``peak`` the most there was: each storage once, from when it is first kept
+    until the last part of the graph that needs it is gone. Weights that autocast has converted are among
+    it, as they are kept like the rest. What a block under ``checkpoint`` computes again is not.
+    """
+
+    def __init__(
+        self, known: Iterable[Tensor] = (), gathered: Callable[[], Iterable[Tensor]] = tuple
+    ) -> None:
+        """Weights that are ``gathered`` now are known too, and are not kept: no backward may follow then, and
+        they go as they do in training."""
+        self.nbytes = self.peak = 0
+        self._known, self._gathered = {_key(x) for x in known}, gathered
+        self._uses: dict[Key, int] = {}
+        self._lock = threading.RLock()  # backward of a GPU lets go in a thread of its own
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what the forward in here keeps. Of this thread alone."""
+        with saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+            yield
+
+    def _keep(self, x: Tensor) -> _Kept:
+        if any(_key(x) == _key(weights) for weights in self._gathered()):
+            return _Kept(torch.empty(0), self)
+        # An operator's own output, kept with its history, would keep the operator that keeps it.
+        kept = _Kept(x.detach(), self)
+        if not kept.nbytes:  # what is known may be gone before the graph is, and others have its place then
+            return kept
+        with self._lock:
+            uses = self._uses.get(kept.key, 0)
+            self._uses[kept.key] = uses + 1
+            if not uses:
+                self.nbytes += kept.nbytes
+                self.peak = max(self.peak, self.nbytes)
+        return kept
+
+    def let_go(self, kept: _Kept) -> None:
+        if not kept.nbytes:
+            return
+        with self._lock:
+            self._uses[kept.key] -= 1
+            if not self._uses[kept.key]:
+                del self._uses[kept.key]
+                self.nbytes -= kept.nbytes
+
+    def counts(self, key: Key) -> bool:
+        return key not in self._known
+
+
+class _Kept:
+    """A tensor in the graph, which lives as long as the graph has it."""
+
+    def __init__(self, tensor: Tensor, saved: Saved) -> None:
+        self.tensor, self.saved = tensor, saved
+        self.key = _key(tensor)
+        self.nbytes = (
+            sum(x.untyped_storage().nbytes() for x in _parts(tensor)) if saved.counts(self.key) else 0
+        )
+
+    def __del__(self) -> None:
+        self.saved.let_go(self)
+
+
+def activations(module: nn.Module, forward: Callable[[], Tensor], inputs: Iterable[Tensor] = ()) -> int:
+    """Bytes that ``forward``, with ``module``, keeps for a backward that does not follow.
+
+    Called beside the training: random generators are as before, no gradient is touched. In backward there is
+    never more of it than at the end of forward. Parameters, buffers and ``inputs`` are kept anyway.
+    """
+    there = homes(module.parameters())
+
+    def gathered() -> list[Tensor]:
+        return [x for home in there for x in home.gathered]
+
+    saved = Saved([*module.parameters(), *module.buffers(), *inputs], gathered)
+    devices = {x.device for x in module.parameters() if x.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), saved.watch():
+        forward()
+    return saved.peak
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists and tuples."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """``x`` as tensors that have a storage."""
+    return [x._indices(), x._values()] if x.is_sparse else [x]
+
+
+def _key(x: Tensor) -> Key:
+    return x.device, _parts(x)[-1].untyped_storage().data_ptr()
+
+
+def _add(ranges: Ranges, x: Tensor) -> None:
+    for part in _parts(x):
+        storage = part.untyped_storage()
+        if part.device.type != "meta" and storage.nbytes():
+            first = storage.data_ptr()
+            ranges.setdefault(part.device, []).append((first, first + storage.nbytes()))
+
+
+def _covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many addresses are in at least one of ``ranges``."""
+    total = end = 0
+    for first, last in sorted(ranges):
+        total += max(last - max(first, end), 0)
+        end = max(end, last)
+    return total
+
+
+# Of all ranks, and in words.
+
+
+def run_memory(trainer: Trainer) -> dict[str, Any]:
+    """``memory`` of ``summary.json``, the same on every rank. Collective over the world.
+
+    Activations are those of one more forward, of a micro-batch that is not trained on.
+    """
+    mine = {
+        **asdict(memory_usage(trainer.module, trainer.optimizer, trainer.parallel.model)),
+        "activations": _activations(trainer),
+    }
+    return {
+        **everyone(trainer.mesh.world.group, mine),
+        "formula": trainer.recipe.memory_estimate(ranks=trainer.parallel.shard_group_size),
+    }
+
+
+def everyone(group: Group, mine: Mapping[str, int | None]) -> dict[str, Any]:
+    """``ranks``, a row of bytes for each: ``mine``, and what its process takes; and ``hosts``. Collective.
+
+    ``resident_peak`` is the most that was resident since the process began, though it may have been one of
+    fewer or more ranks then: of a process with the pages that it shares, of a host each page once.
+    ``resident``, ``private`` and ``pss`` are of now. None where the kernel does not tell.
+    """
+    now = resident_memory()
+    told = {**mine, **{name: now and getattr(now, field) for name, field in PROCESS.items()}}
+    answers = group.all_gather_bytes(json.dumps(told).encode(), OPERATION)
+    rows = [{"rank": rank, **json.loads(each)} for rank, each in zip(group.ranks, answers, strict=True)]
+    hosts: dict[str, list[dict[str, Any]]] = {}
+    for row, peer in zip(rows, group.peers.table, strict=True):
+        hosts.setdefault(peer.host, []).append(row)
+    return {"ranks": rows, "hosts": [_host(of_it) for of_it in hosts.values()]}
+
+
+def words(memory: Mapping[str, Any]) -> str:
+    """A line for people about ``memory`` of ``summary.json``: of ranks that differ, the greatest figure."""
+    rows = memory["ranks"]
+    others = [
+        f" + {_mb(most)} {name}"
+        for name in ("activations", "scratch", "buffers")
+        if (most := _most(rows, name))
+    ]
+    text = _model_states(rows, memory["formula"]) + "".join(others)
+    if resident := _most(rows, "resident_peak"):
+        text += f"; {_mb(resident)} resident"
+    if len(rows) > 1 and (whole := _most(memory["hosts"], "resident_peak")):
+        text += f", {_mb(whole)} for all ranks of {'the' if len(memory['hosts']) == 1 else 'a'} host"
+    return text
+
+
+def _model_states(rows: Sequence[Mapping[str, Any]], said: Mapping[str, int | float]) -> str:
+    """Model states, and how they stand to the formula."""
+    states = [row["parameters"] + row["gradients"] + row["optimizer"] for row in rows]
+    most, predicted = max(states), said["parameters"] + said["gradients"] + said["optimizer"]
+    each, ratio = said["bytes_per_parameter"], most / predicted
+    formula = f"{each} bytes per parameter, as the formula says"
+    if abs(ratio - 1) > CLOSE:
+        formula = f"{each * ratio:.1f} bytes per parameter; the formula says {each}"
+    return f"{'' if min(states) == most else 'up to '}{_mb(most)} of state per rank ({formula})"
+
+
+def _most(rows: Sequence[Mapping[str, Any]], name: str) -> int:
+    """The greatest that is known, else 0."""
+    return max((row[name] for row in rows if row[name] is not None), default=0)
+
+
+def _activations(trainer: Trainer) -> int | None:
+    """None where that much is not free any more: a run does not fail for want of a figure."""
+    recipe, module, device = trainer.recipe, trainer.module, trainer.mesh.device
+    try:
+        return activations(module, lambda: recipe.loss(module, recipe.example(), device))
+    except Exception:
+        return None
+
+
+def _host(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    ranks = [row["rank"] for row in rows]
+    if any(row["resident_peak"] is None for row in rows):
+        return {"ranks": ranks, "resident_peak": None}
+    processes = [ResidentMemory(**{field: row[name] for name, field in PROCESS.items()}) for row in rows]
+    return {"ranks": ranks, "resident_peak": total_resident(processes)}
+
+
+def _mb(nbytes: int) -> str:
+    """Three digits that count, in MB of 10**6 bytes."""
+    megabytes = nbytes / 1e6
+    digits = 3 if megabytes < 0.01 else max(0, 2 - math.floor(math.log10(megabytes)))
+    return f"{megabytes:,.{min(digits, 3)}f} MB"

@@ -1,0 +1,107 @@
+"""What one rank has of the run's state, and what may become of that: the only place where it changes.
+
+    begin ----------> INITIAL     the weights of before the first step, which every rank makes for itself
+    restoring ------> NOTHING     it is being replaced: of no step
+    agreed ---------> EVERYTHING  all of the state after ``steps_done``, as all ranks have agreed
+                      SHARDS      this rank's shards of it
+    updating: NOTHING, until the update is whole; then as before
+    counted           one step more; what was never agreed upon becomes NOTHING
+    left -----------> NOTHING     where the state was divided: a rank alone has none of it
+
+When ranks meet, a rank that has EVERYTHING can give it to the others. What counts is the newest step of
+these, then the newest snapshot that is whole, then the newest checkpoint that verifies (``recovery.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from instep.run.health import Health
+from instep.train.run_config import ChecksConfig
+
+
+@dataclass
+class Made:
+    """One step: its figures, the same on every rank but for the times, and why it was skipped if it was."""
+
+    loss: float
+    rate: float
+    norm: float
+    step_ms: float
+    exposed_ms: float  # waited while messages travelled
+    waiting_ms: float  # waited for a slower rank
+    tokens_per_s: float
+    skipped: str = ""
+    stop: bool = False  # a rank has been asked to end the run
+    regroup: bool = False  # a rank has been asked to leave the group
+    copy: bool = False  # it is time for a snapshot
+
+
+class Holds(Enum):
+    """What a rank has: see the module's docstring."""
+
+    INITIAL = "initial"
+    NOTHING = "nothing"
+    SHARDS = "shards"
+    EVERYTHING = "everything"
+
+
+@dataclass
+class RankState:
+    """Position and health of a run on one rank, and what the rank ``holds`` of its tensors."""
+
+    checks: ChecksConfig
+    holds: Holds = Holds.INITIAL
+    steps_done: int = 0
+    last: Made | None = None  # the step that led here; None after a checkpoint was loaded
+    health: Health = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """The weights are those of before the first step."""
+        self.holds, self.steps_done, self.last = Holds.INITIAL, 0, None
+        self.health = Health(self.checks)
+
+    def restoring(self) -> None:
+        """Tensors are about to be written to: until all have agreed that they are those of the run."""
+        self.holds = Holds.NOTHING
+
+    def restored(self, step: int, health: dict[str, Any], last: dict[str, Any] | None) -> None:
+        """Tensors are those of ``step``; not agreed upon yet."""
+        self.steps_done = step
+        self.health.restore(health)
+        self.last = None if last is None else Made(**last)
+
+    def agreed(self, *, complete: bool) -> None:
+        """All ranks have agreed that this is the state of the run; whether this one has all of it."""
+        self.holds = Holds.EVERYTHING if complete else Holds.SHARDS
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """New weights are made. Until it is over, and if it fails, they are those of no step."""
+        before, self.holds = self.holds, Holds.NOTHING
+        yield
+        self.holds = before
+
+    def counted(self, last: Made) -> None:
+        """A step is made, or was skipped."""
+        self.steps_done += 1
+        self.last = last
+        if self.holds is Holds.INITIAL:
+            self.holds = Holds.NOTHING
+
+    def left(self, *, divided: bool) -> None:
+        """The rank has left its group; its shards are of no use without the others'."""
+        if divided:
+            self.holds = Holds.NOTHING
+
+    def to_json(self) -> dict[str, Any]:
+        """What of the state is neither tensor nor option of the optimizer."""
+        last = None if self.last is None else asdict(self.last)
+        return {"step": self.steps_done, "health": self.health.state(), "last": last}

@@ -1,0 +1,410 @@
+"""Where a run's state comes from when its ranks meet, and where it is kept meanwhile.
+
+    a rank is killed
+      the others raise PeerLost, leave the group, and meet again with a new rank           train/worker.py
+      1. is there a rank that has everything?   the newest gives it to those that are behind
+      2. else: the newest snapshot that all of its ranks have written                     elastic/snapshot.py
+         or the newest checkpoint that verifies, where that is newer                      checkpoint/load.py
+      3. else: the beginning
+      each rank takes what it is to hold (``TrainingState.read``, ``put``), and all go on with the next step
+
+Some survivors may have made a step that others have not; it was whole, or they could not have made it. So the
+newest state is right, and all ranks take it. Of a divided state no rank has everything once it has left its
+group, so there the snapshots are the first to be asked.
+
+Snapshots are written after nearly every step, into memory that the supervisor holds, by every rank that owns
+part of the state; checkpoints when they are due, in the background.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint import files
+from instep.checkpoint import save as saving
+from instep.checkpoint.background import Saver
+from instep.checkpoint.load import newest, restore, restore_found
+from instep.checkpoint.manifest import Json, Manifest, differences, parse_json
+from instep.checkpoint.state import merged
+from instep.elastic.rendezvous import ControlChannel
+from instep.elastic.snapshot import (
+    Snapshot,
+    SnapshotHandle,
+    SnapshotInterval,
+    common_step,
+    offsets,
+    tensor_bytes,
+)
+from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
+from instep.mesh.agree import all_or_none, on_first_rank
+from instep.ordered.shards import Row, Shard, without_ties
+from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.run.folder import CHECKPOINTS, CONFIG
+from instep.train.rank_state import Holds
+from instep.train.trainer import Trainer
+
+DESCRIPTION_BYTES = 1 << 24
+AGREEMENT = "the agreement on the state"
+FRESH, NOTHING = -2, -1
+SNAPSHOT = "the snapshot"
+
+
+def restore_newest(
+    trainer: Trainer, snapshots: Snapshots | None, checkpoints: Checkpoints
+) -> tuple[str, dict[str, Any]]:
+    """All ranks take the newest state that there is: where it came from, and what to tell. Collective.
+
+    Raises:
+        CheckpointRejected: there are checkpoints, no snapshots, and none of them can be trusted.
+        ContractBroken: the newest checkpoint is of another configuration, and that was not accepted.
+        ReplicasDiffer: ranks that have made the same steps hold different bits.
+    """
+    checkpoints.give_up()
+    world = trainer.mesh.world.group
+    steps = _known_steps(trainer)
+    source, told = "a survivor", dict[str, Any]()
+    if max(steps) >= 0:
+        if any(step != max(steps) for step in steps):
+            send(trainer, steps.index(max(steps)))
+    else:
+
+        def look() -> list[int]:
+            in_memory = (-1, -1) if snapshots is None else snapshots.newest()
+            return [*in_memory, checkpoints.newest()]
+
+        in_memory, number, on_disk = on_first_rank(world, AGREEMENT, look)
+        source, told = _take(trainer, snapshots, checkpoints, (in_memory, number), on_disk)
+    trainer.state.drop_others_moments()
+    trainer.rank_state.agreed(complete=trainer.state.is_complete)
+    trainer.heartbeat.set_step(trainer.steps_done)
+    return source, told
+
+
+def _take(
+    trainer: Trainer,
+    snapshots: Snapshots | None,
+    checkpoints: Checkpoints,
+    in_memory: tuple[int, int],
+    on_disk: int,
+) -> tuple[str, dict[str, Any]]:
+    """The newer of snapshot and checkpoint, else the beginning. Collective."""
+    step, number = in_memory
+    if step < 0:
+        found = checkpoints.restore(trainer)
+        if found is None:
+            trainer.begin()
+            return "the beginning", {}
+        return found
+    assert snapshots is not None
+    if on_disk > step:
+        with suppress(CheckpointRejected):
+            found = checkpoints.restore(trainer)
+            if found is not None and trainer.steps_done > step:
+                return found
+    snapshots.restore(trainer, step, number)
+    return SNAPSHOT, {}
+
+
+def _known_steps(trainer: Trainer) -> list[int]:
+    """By rank: a number of steps, or ``NOTHING``, or what all begin with, ``FRESH``. Collective."""
+    world, holds = trainer.mesh.world.group, trainer.rank_state.holds
+    has_all = holds is Holds.EVERYTHING and trainer.state.is_complete
+    mine = trainer.steps_done if has_all else FRESH if holds is Holds.INITIAL else NOTHING
+    said = json.dumps([mine, trainer.state_sha256() if has_all else ""]).encode()
+    known = [json.loads(data) for data in world.all_gather_bytes(said, AGREEMENT)]
+    latest = max(step for step, _ in known)
+    held = {rank: its for rank, (step, its) in zip(world.ranks, known, strict=True) if step == latest}
+    if len(set(held.values())) > 1:
+        raise ReplicasDiffer(
+            f"after step {latest} ranks {', '.join(map(str, held))} hold different states: a bit has flipped "
+            "in memory, or an update was computed otherwise; going on from the newest checkpoint",
+            ranks=tuple(held),
+        )
+    return [step for step, _ in known]
+
+
+def stored(trainer: Trainer, shards: Sequence[Shard]) -> list[Shard]:
+    """Those of ``shards`` that another process needs: each tensor under one of its names."""
+    return without_ties(shards, trainer.state.ties())
+
+
+def describe(trainer: Trainer, shards: Sequence[Shard]) -> bytes:
+    """All that another process has to know of ``shards`` and of what of the state is no tensor, as JSON."""
+    body = {
+        "rows": rows_to_json(shard.row for shard in shards),
+        "ties": trainer.state.ties(),
+        "options": trainer.state.options(),
+        "run": trainer.rank_state.to_json(),
+    }
+    return json.dumps(body).encode()
+
+
+def take(trainer: Trainer, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
+    """Give ``trainer`` the state that ``bodies``, one of each writer, describe. Collective where it is
+    divided.
+    """
+    rows = {str(i): rows_from_json(body["rows"]) for i, body in enumerate(bodies)}
+    source = Source(assemble(rows), readers, bodies[0]["ties"])
+    run = bodies[0]["run"]
+    options = merged([body["options"] for body in bodies])
+    trainer.rank_state.restoring()
+    restore(trainer.state, source, options, run["step"], None)
+    trainer.rank_state.restored(run["step"], run["health"], run["last"])
+
+
+def send(trainer: Trainer, root: int) -> None:
+    """All ranks take the state of group rank ``root``, which has everything. Collective."""
+    world = trainer.mesh.world.group
+    shards = stored(trainer, trainer.state.shards()) if world.rank == root else []
+    said = describe(trainer, shards) if world.rank == root else b""
+    said = world.all_gather_bytes(said, AGREEMENT, limit=DESCRIPTION_BYTES)[root]
+    body = parse_json(said, DESCRIPTION_BYTES)
+    rows = rows_from_json(body["rows"])
+    begins, nbytes = _places(rows)
+    segment = world.allocate(nbytes, 64, torch.device("cpu")).tensor
+    reader = MemoryReader(segment, begins)
+    if world.rank == root:
+        places = [reader.place(shard.name, shard.tensor) for shard in shards]
+        torch._foreach_copy_(places, [shard.tensor for shard in shards])
+    world.broadcast(segment, AGREEMENT, root=root)
+    if world.rank != root:
+        take(trainer, [body], {"0": reader})
+    _require_same(trainer, root, "sent")
+
+
+def _require_same(trainer: Trainer, root: int, did: str) -> None:
+    """CheckpointRejected on all ranks where one has another state than group rank ``root``. Collective."""
+    world = trainer.mesh.world.group
+    hashes = world.all_gather_bytes(trainer.state_sha256().encode(), AGREEMENT)
+    odd = [rank for rank, its in zip(world.ranks, hashes, strict=True) if its != hashes[root]]
+    if odd:
+        raise CheckpointRejected(
+            f"rank {', '.join(map(str, odd))}: the state that rank {world.ranks[root]} {did} does not have "
+            "its hash: look for broken memory"
+        )
+
+
+@dataclass(frozen=True)
+class MemoryReader:
+    """Tensors in flat memory as a place of elements (``ordered.stored.Reader``)."""
+
+    memory: Tensor  # uint8
+    begins: Mapping[str, int]  # bytes
+
+    def read_into(self, name: str, first: int, out: Tensor) -> None:
+        """Fill the flat ``out`` with what begins at element ``first`` of ``name``."""
+        begin = self.begins[name] + first * out.itemsize
+        out.copy_(self.memory[begin : begin + out.nbytes].view(out.dtype))
+
+    def place(self, name: str, x: Tensor) -> Tensor:
+        """Where ``x``, all that there is of ``name``, lies."""
+        begin = self.begins[name]
+        return self.memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+
+
+def _places(rows: Sequence[Row]) -> tuple[dict[str, int], int]:
+    """Where each of ``rows`` begins in memory that holds one after the other, and how large that is."""
+    sizes = [(row.last - row.first) * row.dtype.itemsize for row in rows]
+    begins = offsets([*sizes, 0])
+    return dict(zip((row.name for row in rows), begins, strict=False)), begins[-1]
+
+
+class Snapshots:
+    """One rank's snapshots, and what it knows of those that a generation before has left.
+
+    A rank copies what it owns of the state, so all snapshots of a step together are the state once: one of
+    rank 0 where every rank has everything. When ranks have been lost, those of the next generation, however
+    many, each read the ranges that they are to hold from the snapshots of the one before. See
+    ``elastic.snapshot`` for why there always is a step that all of a set have.
+
+    Rank 0 decides when one is due, by what the last has cost it: a wish of the step, which tells all ranks at
+    no cost.
+    """
+
+    def __init__(self, member: ControlChannel) -> None:
+        self._member = member
+        self._interval = SnapshotInterval()
+        self._sets: dict[int, list[SnapshotHandle]] = {}  # by generation
+        self._own: Snapshot | None = None
+        self._begun: int | None = None  # the generation that began the set of the own one
+
+    def take_over(self, kept: Sequence[SnapshotHandle] | None) -> None:
+        """A generation begins, for which the supervisor holds ``kept``."""
+        self._own, self._begun, self._interval = None, None, SnapshotInterval()
+        sets: dict[int, list[SnapshotHandle]] = {}
+        for one in kept or ():
+            sets.setdefault(one.generation, []).append(one)
+        self._sets = {number: one for number, one in sets.items() if len(one) == one[0].num_ranks}
+
+    def newest(self) -> tuple[int, int]:
+        """The newest step that all snapshots of a set have, and the set; -1 if there is none."""
+        found = [(common_step(self._attach(number)), number) for number in self._sets]
+        return max(found, default=(-1, -1))
+
+    def restore(self, trainer: Trainer, step: int, number: int) -> None:
+        """Give ``trainer`` what it is to hold of ``step`` from set ``number``. Collective."""
+        world = trainer.mesh.world.group
+        bodies, readers = all_or_none(world, AGREEMENT, lambda: self.opened(step, number))
+        all_or_none(world, AGREEMENT, lambda: take(trainer, bodies, readers))
+        _require_same(trainer, 0, "read")
+        group = trainer.state.group
+        if len(self._sets[number]) == group.size and trainer.owns:  # it is written on
+            self._own, self._begun = self._attach(number)[group.rank], number
+            self._own.return_to(step)
+
+    def opened(self, step: int, number: int) -> tuple[list[Json], dict[str, MemoryReader]]:
+        """What ``take`` needs of ``step`` in set ``number``."""
+        bodies: list[Json] = []
+        readers: dict[str, MemoryReader] = {}
+        for i, copy in enumerate(self._attach(number)):
+            half = copy.halves[step]
+            bodies.append(parse_json(copy.description(half) or b"", DESCRIPTION_BYTES))
+            begins, _ = _places(rows_from_json(bodies[i]["rows"]))
+            readers[str(i)] = MemoryReader(copy.bytes_of(half, 0, copy.tensor_bytes), begins)
+        return bodies, readers
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether this rank wants a snapshot after the step that is under way."""
+        return not trainer.mesh.rank and self._interval.due(trainer.steps_done + 1)
+
+    def after_step(self, trainer: Trainer, step_s: float) -> None:
+        """Copy the state, if it is time to; a step takes ``step_s``."""
+        made = trainer.last
+        if made is None or not (made.copy or made.regroup):  # a rank that leaves on purpose loses no step
+            return
+        if trainer.owns:
+            trainer.heartbeat.enter("snapshot")
+            with self._interval.copying(trainer.steps_done, step_s):
+                self.write(trainer)
+
+    def write(self, trainer: Trainer) -> None:
+        """Copy what this rank owns of the state."""
+        group, own = trainer.state.group, stored(trainer, trainer.state.owned())
+        description, live = describe(trainer, own), [shard.tensor for shard in own]
+        self._own = self._own or self._left_by_another(group.size)
+        if self._own is not None and self._own.fits(description, live):
+            self._own.write(description, live, trainer.steps_done)
+            return
+        room = 2 * len(description), tensor_bytes(live)
+        self._own = Snapshot.create(*room) if self._own is None else self._own.grown(*room)
+        self._own.write(description, live, trainer.steps_done)
+        self._member.hand_over(self._own, group.rank, group.size, self._begun)
+
+    def _left_by_another(self, num_ranks: int) -> Snapshot | None:
+        """The newest snapshot of all of the state, to go on in: the rank that wrote it writes no longer."""
+        number = max(self._sets, default=None)
+        if number is None or num_ranks > 1 or self._sets[number][0].num_ranks > 1:
+            return None
+        self._begun = number
+        return self._attach(number)[0]
+
+    def _attach(self, number: int) -> list[Snapshot]:
+        """The snapshots of a set, by rank."""
+        return [
+            Snapshot.attach(kept.place) for kept in sorted(self._sets[number], key=lambda kept: kept.rank)
+        ]
+
+
+class Checkpoints:
+    """Those in the run directory ``path``, written in the background by every rank that owns part of the
+    state.
+    """
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self.path = path
+        self._saver = Saver(timeout_s=timeout_s)
+
+    def save(self, trainer: Trainer) -> None:
+        """Begin to write the state, once what is being written is there. Collective where it is divided."""
+        if not trainer.owns:
+            return
+        draft = saving.draft(
+            step=trainer.steps_done,
+            data_cursor=trainer.cursor,
+            numerical=trainer.contract,
+            world_size=trainer.mesh.axes.world_size,
+            extra={"health": trainer.health.state()},
+        )
+        self._saver.save(self.path / CHECKPOINTS, trainer.state, draft, trainer.config.checkpoint.keep)
+
+    def give_up(self) -> None:
+        """Ranks have been lost: what waits for one of them waits in vain."""
+        self._saver.give_up()
+
+    def watch(self) -> None:
+        """Raise what a save has ended with."""
+        self._saver.check()
+
+    def close(self) -> None:
+        """Wait until what this process has begun is on the disk."""
+        self._saver.close()
+
+    def finish(self, trainer: Trainer) -> None:
+        """Wait until what was begun is on the disk. Collective."""
+        all_or_none(trainer.mesh.world.group, "saving a checkpoint", self._saver.close)
+
+    def newest(self) -> int:
+        """The step of the newest one, trusted or not; -1 if there is none."""
+        steps = files.step_directories(self.path / CHECKPOINTS)
+        return steps[0][0] if steps else -1
+
+    def restore(self, trainer: Trainer) -> tuple[str, dict[str, Any]] | None:
+        """Give ``trainer`` the newest one that verifies: where from, and what to tell; None if there is none.
+
+        Collective. Each rank reads what it is to hold; where every rank has everything, rank 0 reads, and
+        sends it.
+
+        Raises:
+            CheckpointRejected: there are some, and none of them can be trusted.
+            ContractBroken: it is of another configuration, and that was not accepted.
+        """
+        if trainer.state.is_divided:
+            return self._read(trainer)
+        found: tuple[str, dict[str, Any]] | None
+        found = on_first_rank(trainer.mesh.world.group, AGREEMENT, lambda: self._read(trainer))
+        if found is None:
+            return None
+        if trainer.mesh.world.size > 1:
+            send(trainer, 0)
+        return found[0], found[1]
+
+    def _read(self, trainer: Trainer) -> tuple[str, dict[str, Any]] | None:
+        found = newest(self.path / CHECKPOINTS, trainer.state.group)
+        if found is None:
+            return None
+        accepted = require_fit(found.manifest, trainer, self.path)
+        trainer.rank_state.restoring()
+        restore_found(found, trainer.state)
+        trainer.rank_state.restored(found.manifest.step, found.manifest.extra["health"], None)
+        notes = [f"passed over {reason}" for _, reason in found.rejected]
+        notes.append(f"resumed from {found.path}, step {found.manifest.step}")
+        return str(found.path), {"notes": notes, "accepted": accepted}
+
+
+def require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> list[str]:
+    """Raise unless going on from this checkpoint gives the bits of one uninterrupted run, and leads on.
+
+    Returns what has changed, where the user has accepted a new contract.
+    """
+    changed = differences(manifest.numerical, trainer.contract)
+    if changed and not trainer.config.accept_contract:
+        raise ContractBroken(
+            f"{path} was begun with other settings, and going on with these would not give the bits of one "
+            f"uninterrupted run: use its own (they are in {path / CONFIG}), start a new run in another "
+            "--run-dir, or pass --accept-contract\n  " + "\n  ".join(changed)
+        )
+    stop, steps = trainer.config.stop_after, trainer.config.steps
+    if stop and stop <= manifest.step < steps:
+        raise ValueError(
+            f"stop_after {stop}: the run is at step {manifest.step} of {steps} already: pass a later step, "
+            "or 0 to go on to the end"
+        )
+    return changed

@@ -1,0 +1,126 @@
+"""The variants that are compared: alike in what they compute, apart in what they hold."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from instep.bench.steps_rank import measure_steps
+from instep.bench.variants import (
+    ALONE,
+    DDP,
+    HOST_VARIANTS,
+    LATENCY,
+    LINK_VARIANTS,
+    NONE,
+    SHARDED_VARIANTS,
+    WIRE,
+    SharedModel,
+    Variant,
+    choose,
+)
+from instep.bench.workloads import Workload
+from instep.bench.worlds import World
+from instep.shm.futex import available
+from tests.world import world
+
+TINY = Workload("tiny", 200_000, batch=2, what="tiny", tokens=8)
+
+
+class OneRank:
+    rank, size = 0, 1
+
+
+@pytest.fixture
+def shared():
+    return SharedModel(OneRank(), TINY)
+
+
+def test_copies_of_the_model_share_their_memory_and_nothing_else(shared):
+    one, other = shared.copy(), shared.copy()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert p is not q
+        assert p.data_ptr() == q.data_ptr()
+
+
+def test_tied_weights_stay_tied_in_a_copy(shared):
+    model = shared.copy()
+    assert model.head.out.weight is model.embedding.tokens.weight
+
+
+@pytest.mark.parametrize("one", [NONE, Variant("threads")], ids=lambda one: one.name)
+def test_a_step_changes_no_weight(shared, one):
+    before = [p.detach().clone() for p in shared.module.parameters()]
+    one.start(shared).step()
+    assert all(map(torch.equal, before, shared.module.parameters()))
+
+
+@world(2, by="process")
+def test_who_shards_computes_what_the_others_compute_and_changes_no_weight(mesh):
+    """The same loss step after step, of weights that are stepped with a rate of zero."""
+    stepped = replace(TINY, optimizer="adamw")
+    world_ = World()
+    runners = {
+        one.name: one.start(SharedModel(world_, stepped)) for one in (NONE, *SHARDED_VARIANTS) if available()
+    }
+    losses = {name: [_loss(runner) for _ in range(2)] for name, runner in runners.items()}
+    assert len({loss for both in losses.values() for loss in both}) <= 1
+
+
+def _loss(runner):
+    runner.step()
+    with torch.no_grad():
+        return runner.shared.loss(runner.model, runner.batch).item()
+
+
+def test_who_shards_takes_part_only_if_it_is_asked_for():
+    assert choose(HOST_VARIANTS, [], SHARDED_VARIANTS) == list(HOST_VARIANTS)
+    assert set(choose(HOST_VARIANTS, ["sharded"], SHARDED_VARIANTS)) == {NONE, ALONE, DDP, *SHARDED_VARIANTS}
+    assert set(choose(HOST_VARIANTS, ["stage3"], SHARDED_VARIANTS)) - {NONE, ALONE, DDP} == {
+        Variant("stage3", "gloo"),
+        Variant("stage3", "shm"),
+    }
+
+
+@world(2, by="process")
+def test_every_variant_steps_and_no_weight_differs_from_before(mesh):
+    task = {
+        "workload": asdict(TINY),
+        "variants": [asdict(one) for one in {*HOST_VARIANTS, *LINK_VARIANTS}],
+        "samples": 1,
+    }
+    task["variants"].sort(key=lambda fields: str(fields))
+    found = measure_steps(World(), task)
+    without_shm = set() if available() else {one.name for one in HOST_VARIANTS if one.backend == "shm"}
+    assert set(found) == {one.name for one in {*HOST_VARIANTS, *LINK_VARIANTS}} - without_shm
+    for measured in found.values():
+        assert {len(values) for values in measured.values()} == {1}
+    for name in ("naive-gloo", "bucketed-gloo", "server-gloo"):
+        assert 0 < found[name]["busy_s"][0] < found[name]["step_s"][0]
+
+
+def test_what_the_others_are_held_against_always_takes_part():
+    assert set(choose(HOST_VARIANTS, ["naive"])) == {
+        NONE,
+        ALONE,
+        DDP,
+        Variant("naive", "gloo"),
+        Variant("naive", "shm"),
+    }
+    assert set(choose(LINK_VARIANTS, ["bucketed-4MB-gloo"])) == {
+        NONE,
+        WIRE,
+        LATENCY,
+        DDP,
+        Variant("bucketed", "gloo", 4),
+    }
+
+
+def test_nobody_has_the_name_of_another():
+    for variants in ((*HOST_VARIANTS, *SHARDED_VARIANTS), LINK_VARIANTS):
+        assert len({one.name for one in variants}) == len(variants)
+
+
+def test_a_strategy_that_nobody_knows_is_refused_with_those_that_are_known():
+    with pytest.raises(ValueError, match=r"strategy 'ring': expected one of DDP, .*bucketed-shm"):
+        choose(HOST_VARIANTS, ["ring"])

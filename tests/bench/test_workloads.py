@@ -1,0 +1,35 @@
+"""The models of the benchmarks have about as many parameters as was asked, in shapes that make sense."""
+
+import pytest
+
+from instep.bench.workloads import WORKLOADS, gpt_of_size, workload
+from instep.models.config import num_parameters
+
+
+@pytest.mark.parametrize("context", [64, 128, 1024])
+def test_a_model_has_nearly_as_many_parameters_as_were_asked_for(context):
+    params = 200_000
+    while params < 10**9:
+        made = gpt_of_size(params, context)
+        assert num_parameters(made) == pytest.approx(params, rel=1 / 8), params
+        assert made.layers == 10 and made.width / made.heads >= 20
+        params = params * 11 // 10
+
+
+@pytest.mark.parametrize(("params", "width"), [(5, 192), (20, 384), (50, 640), (70, 768)])
+def test_the_sizes_of_the_benchmarks_have_heads_of_64(params, width):
+    made = gpt_of_size(params * 10**6, 128)
+    assert (made.width, made.width / made.heads) == (width, 64)
+
+
+def test_a_model_that_would_be_narrower_than_16_is_refused():
+    least = num_parameters(gpt_of_size(39_000, 128))
+    assert gpt_of_size(least, 128).width == 16
+    with pytest.raises(ValueError, match=rf"expected at least {least:,} parameters, got {least - 1:,}"):
+        gpt_of_size(least - 1, 128)
+
+
+def test_the_published_settings_have_seventy_million_parameters():
+    for name in ("communication", "compute"):
+        assert WORKLOADS[name].gradient_bytes == pytest.approx(280e6, rel=0.05)
+    assert workload("compute", 1_000_000).batch == WORKLOADS["compute"].batch

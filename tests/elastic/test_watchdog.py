@@ -1,0 +1,77 @@
+"""What keeps the others from going on: a worker that is stopped, or stays long where it waits for none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.elastic.heartbeat import PATIENT, PHASES, WAITING, Position
+from instep.elastic.watchdog import CONFIRMED_S, FACTOR, LEAST_S, Reading, find_stuck, limit_s
+
+TIMEOUT_S = 60.0
+WORKING = [phase for phase in PHASES if phase not in WAITING]
+times = st.floats(0, 1000, allow_nan=False)
+
+
+def at(phase: str, seconds: float, **more: float) -> Reading:
+    return Reading(Position(phase, seconds, 3), **more)  # type: ignore[arg-type]
+
+
+def found(slowest_s: float = 0.5, **readings: Reading) -> dict[int, str]:
+    numbered = {int(name[1:]): reading for name, reading in readings.items()}
+    return find_stuck(numbered, lambda phase: slowest_s, TIMEOUT_S)
+
+
+def test_a_worker_that_computes_for_longer_than_ever_is_named_with_phase_and_times() -> None:
+    assert found(w0=at("forward", 4.9), w1=at("backward", 5.1)) == {
+        1: "made no progress in backward for 5.1 s (limit 5.0 s)"
+    }
+
+
+@pytest.mark.parametrize("phase", sorted(WAITING))
+def test_a_worker_that_waits_for_others_is_not_the_cause(phase: str) -> None:
+    assert found(w0=at(phase, 1e6)) == {}
+
+
+def test_a_worker_that_still_waits_in_a_group_that_is_over_is_once_that_is_long_ago() -> None:
+    waits = Position("exchange", 60.0, 3)
+    assert list(found(w0=Reading(waits, left_behind_s=5.1))) == [0]
+    assert found(w0=Reading(waits, left_behind_s=4.9)) == {}  # it may not have noticed yet
+
+
+def test_who_waits_in_vain_for_a_group_that_never_was_need_not_wait_for_the_deadline() -> None:
+    """Nobody has left that phase yet, so nobody knows how long it takes; but that it is in vain is known."""
+    assert list(found(0.0, w0=Reading(Position("join", 5.2, -1), left_behind_s=5.1))) == [0]
+
+
+def test_a_stopped_worker_is_named_once_that_is_confirmed() -> None:
+    assert found(w0=at("exchange", 0.1, stopped_s=CONFIRMED_S - 0.1)) == {}
+    assert found(w4=at("exchange", 0.1, stopped_s=CONFIRMED_S + 0.2)) == {4: "was stopped for 1.2 s"}
+
+
+@given(times, times)
+def test_the_limit_is_between_five_seconds_and_the_deadline_of_all_waits(
+    slowest_s: float, timeout_s: float
+) -> None:
+    limit = limit_s(slowest_s, timeout_s)
+    assert limit <= timeout_s
+    if slowest_s:
+        assert limit == timeout_s or limit >= max(LEAST_S, FACTOR * slowest_s)
+    else:
+        assert limit == timeout_s  # nobody knows yet how long it takes
+
+
+@given(st.sampled_from(WORKING), times, times)
+def test_longer_than_the_limit_and_nothing_else_is_stuck(
+    phase: str, seconds: float, slowest_s: float
+) -> None:
+    is_stuck = bool(found(slowest_s, w0=at(phase, seconds)))
+    limit = TIMEOUT_S if phase in PATIENT else limit_s(slowest_s, TIMEOUT_S)
+    assert is_stuck == (seconds > limit)
+
+
+def test_each_phase_is_measured_by_its_own_slowest() -> None:
+    slowest = {"save": 3.0, "forward": 0.2}
+    readings = {0: at("save", 10.0), 1: at("forward", 10.0)}
+    assert list(find_stuck(readings, slowest.__getitem__, TIMEOUT_S)) == [1]

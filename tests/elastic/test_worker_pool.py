@@ -1,0 +1,33 @@
+"""The progress table has a line for each worker, and columns that stand below each other."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from pathlib import Path
+
+from instep.elastic.heartbeat import HeartbeatPage, Position
+from instep.elastic.watchdog import Reading
+from instep.elastic.worker_pool import Worker, progress_table
+from instep.mesh.rank_process import Child
+
+
+def test_one_line_per_worker(tmp_path: Path) -> None:
+    page = HeartbeatPage(tmp_path / "page", create=True)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        workers = [
+            Worker(Child(number, 1, str(tmp_path), {}), pid, number, ours, page, rank=rank)
+            for number, pid, rank in [(0, 11, 1), (1, 123456, 0), (7, 13, -1)]
+        ]
+        readings = {
+            0: Reading(Position("exchange", 1.24, 12)),
+            1: Reading(Position("forward", 30.06, 12), stopped_s=1.5),
+            7: Reading(Position("built", 0.0, -1)),
+        }
+        text = progress_table(workers, readings)
+    assert text.splitlines() == [
+        "rank  pid     phase     seconds  steps",
+        "1     11      exchange  1.2      12",
+        "0     123456  forward   30.1     12     stopped for 1.5 s",
+        "-     13      built     0.0      -1",
+    ]

@@ -1,0 +1,107 @@
+"""A process answers its peers, and no other, while its program does something else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from dataclasses import replace
+
+import torch
+
+from instep.mesh import debug_server
+from instep.mesh.hang_report import AFTER, FlightRecorder
+from instep.mesh.peers import Peer, own_peer
+from tests.world import world
+
+OPERATION = "the gathering of a test"
+
+
+def test_a_flight_of_this_process_is_answered_without_a_detour():
+    flight = FlightRecorder(4)
+    me = own_peer(4, flight)
+    flight.begin(OPERATION)
+    assert debug_server.ask([me], seconds=0.0)[4].operation == OPERATION
+
+
+def test_a_flight_that_is_gone_is_not_answered():
+    me = own_peer(4, FlightRecorder(4))
+    assert debug_server.ask([me]) == {}
+
+
+def test_a_process_without_a_debug_server_is_not_waited_for():
+    stranger = Peer(1, own_peer(0).host, os.getppid(), 1, 0, flight=1)
+    began = time.monotonic()
+    assert debug_server.ask([stranger, replace(stranger, flight=0)], seconds=30) == {}
+    assert time.monotonic() - began < 5
+
+
+@world(2, by="process")
+def test_a_process_that_computes_answers_with_its_stack(mesh, tmp_path):
+    group, path = mesh.world.group, tmp_path / "asked"
+    group.barrier(OPERATION)
+    if mesh.rank == 0:
+        while not (row := group.statuses()[1]).site.endswith(" compute_until"):
+            pass
+        path.touch()
+        assert (row.rank, row.status, row.operation) == (1, AFTER, OPERATION)
+        assert "mesh/test_debug_server.py" in row.site
+        assert any(" test_a_process_that_computes" in line for line in row.stack)
+        assert row.state in ("running", "sleeping")
+    else:
+        compute_until(path)
+    group.barrier(OPERATION)
+
+
+def compute_until(path):
+    """Python code that never rests."""
+    while not os.path.exists(path):
+        pass
+
+
+@world(2, by="process")
+def test_a_process_that_holds_the_interpreter_lock_gives_no_answer(mesh, tmp_path):
+    group, path = mesh.world.group, tmp_path / "go on"
+    if mesh.rank == 0:
+        os.mkfifo(path)
+    group.barrier(OPERATION)
+    pipe = os.open(path, os.O_RDWR)
+    if mesh.rank == 1:
+        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)  # a call that keeps the lock
+    else:
+        while (row := group.statuses()[1]).status:
+            pass
+        os.write(pipe, b".")
+        assert (row.rank, row.state, row.stack) == (1, "sleeping", ())
+    group.barrier(OPERATION)
+    os.close(pipe)
+
+
+@world(2, by="process")
+def test_a_stopped_process_is_waited_for_half_a_second_and_no_longer(mesh):
+    group = mesh.world.group
+    group.barrier(OPERATION)
+    if mesh.rank == 0:
+        peer = group.peers.table[1]
+        os.kill(peer.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        rows = group.statuses()
+        waited_s = time.monotonic() - began
+        os.kill(peer.pid, signal.SIGCONT)
+        assert (rows[1].status, rows[1].state) == ("", "stopped")
+        assert debug_server.ANSWER_S <= waited_s < debug_server.ANSWER_S + 5
+    group.barrier(OPERATION)
+
+
+@world(2)
+def test_ranks_that_are_threads_each_tell_of_their_own_program(mesh):
+    group = mesh.world.group
+    x = torch.ones(3)
+    group.all_reduce(x, OPERATION)
+    rows = group.statuses()
+    assert [row.rank for row in rows] == [0, 1]
+    mine = rows[mesh.rank]
+    assert (mine.what, mine.operation) == ("float32 (3,)", OPERATION)
+    assert any(" test_ranks_that_are_threads" in line for line in mine.stack)
+    group.barrier(OPERATION)

@@ -1,0 +1,220 @@
+"""Every launcher's environment is read as its manual promises, and half of one is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from instep.mesh.launch_environment import (
+    FIRST_PORT,
+    FIRST_SPECIAL_STEP,
+    NUM_PORTS,
+    LaunchEnvironment,
+    detect,
+    first_host,
+    tasks_on_node,
+)
+
+INSTEP = {
+    "INSTEP_STORE": "/tmp/x/store",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+# Two hosts of two, this is the first process of the second.
+ENV = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host-a",
+    "MASTER_PORT": "29500",
+}
+TORCHRUN = ENV | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+# Three nodes with 2, 2 and 1 tasks, this is the last.
+SLURM = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "4",
+    "SLURM_NTASKS": "5",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_JOB_NODELIST": "node[003-006],gpu7",
+    "SLURM_STEP_NODELIST": "node[004-005],gpu7",
+}
+PET = {
+    "PET_NNODES": "3",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_MASTER_ADDR": "job-node-0",
+    "PET_MASTER_PORT": "29400",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-4711@1",
+}
+ON_TWO_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+INTERACTIVE = {"SLURM_STEP_ID": str(FIRST_SPECIAL_STEP + 10)}
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+TORCHRUN_PLACE = LaunchEnvironment(2, 4, 0, 2, "torchrun", "host-a", 29500, restart_count=3)
+
+PLACES = {
+    "nothing is a world of one": ({}, LaunchEnvironment()),
+    "unrelated variables too": ({"PATH": "/bin", "OMP_NUM_THREADS": "4"}, LaunchEnvironment()),
+    "instep": (INSTEP, LaunchEnvironment(1, 2, 1, 2, "instep", store_file="/tmp/x/store")),
+    "instep, restarted": (
+        INSTEP | {"INSTEP_RESTART_COUNT": "2"},
+        LaunchEnvironment(1, 2, 1, 2, "instep", store_file="/tmp/x/store", restart_count=2),
+    ),
+    "torchrun": (TORCHRUN, TORCHRUN_PLACE),
+    "variables set by hand": (ENV, LaunchEnvironment(2, 4, 0, 2, "env", "host-a", 29500)),
+    "a launcher that says nothing of its host": (
+        without(ENV, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        LaunchEnvironment(2, 4, 0, 1, "env", "host-a", 29500),
+    ),
+    "a launcher that says the local rank only": (
+        without(ENV, "LOCAL_WORLD_SIZE") | {"LOCAL_RANK": "2"},
+        LaunchEnvironment(2, 4, 2, 3, "env", "host-a", 29500),
+    ),
+    "one process needs no master": ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchEnvironment(source="env")),
+    "instep inside everything": (
+        SLURM | OPENMPI | PET | TORCHRUN | INSTEP,
+        LaunchEnvironment(1, 2, 1, 2, "instep", store_file="/tmp/x/store"),
+    ),
+    "torchrun inside Slurm and a pod": (SLURM | PET | {"PET_NPROC_PER_NODE": "2"} | TORCHRUN, TORCHRUN_PLACE),
+    "pod without torchrun": (PET, LaunchEnvironment(1, 3, 0, 1, "pet", "job-node-0", 29400)),
+    "a batch script is one process": (without(SLURM, "SLURM_STEP_ID"), LaunchEnvironment()),
+    "an interactive shell is one process": (SLURM | INTERACTIVE, LaunchEnvironment()),
+    "a step of one task is one process": (
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        LaunchEnvironment(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), PLACES.values(), ids=PLACES.keys())
+def test_the_place_that_the_launcher_meant(environ: dict[str, str], expected: LaunchEnvironment) -> None:
+    assert detect(environ) == expected
+
+
+def test_slurm_opens_the_store_on_the_first_node_of_the_step() -> None:
+    place = detect(SLURM | {"SLURM_RESTART_COUNT": "1"})
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (4, 5, 0, 1)
+    assert (place.source, place.master_addr, place.restart_count) == ("slurm", "node004", 1)
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_STEP_ID"])
+def test_two_jobs_or_steps_of_one_node_do_not_share_a_port(name: str) -> None:
+    ports = {detect(SLURM | {name: str(number)}).master_port for number in range(8)}
+    assert len(ports) == 8
+    assert all(port is not None and FIRST_PORT <= port < FIRST_PORT + NUM_PORTS for port in ports)
+
+
+def test_all_tasks_of_a_step_find_the_same_master() -> None:
+    nodes = {4: ("2", "0"), 3: ("1", "1"), 0: ("0", "0")}
+    places = [
+        detect(SLURM | {"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local})
+        for rank, (node, local) in nodes.items()
+    ]
+    assert len({(place.master_addr, place.master_port) for place in places}) == 1
+    assert [place.local_world_size for place in places] == [1, 2, 2]
+
+
+def test_what_the_user_says_of_the_master_wins() -> None:
+    said = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
+    for environ in (SLURM, OPENMPI, OPENMPI | ON_TWO_HOSTS):
+        place = detect(environ | said)
+        assert (place.master_addr, place.master_port) == ("10.0.0.1", 4000)
+
+
+def test_open_mpi_on_one_host_meets_on_loopback() -> None:
+    place = detect(OPENMPI)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (1, 2, 1, 2)
+    assert (place.source, place.master_addr) == ("openmpi", "127.0.0.1")
+    assert place.master_port != detect(OPENMPI | {"PMIX_NAMESPACE": "prterun-host-4712@1"}).master_port
+
+
+def test_mpirun_under_slurm_is_not_the_world_of_its_daemons() -> None:
+    assert detect(SLURM | OPENMPI).source == "openmpi"
+
+
+ERRORS = {
+    "no world size": (without(ENV, "WORLD_SIZE"), "expected WORLD_SIZE .* torchrun"),
+    "no rank": (without(ENV, "RANK"), "expected RANK .* torchrun"),
+    "no master": (without(ENV, "MASTER_ADDR"), "expected MASTER_ADDR"),
+    "no port": (without(ENV, "MASTER_PORT"), "expected MASTER_PORT"),
+    "rank is a word": (ENV | {"RANK": "one"}, "whole number, at least 0, in RANK, got 'one'"),
+    "rank is negative": (ENV | {"RANK": "-1"}, "in RANK, got '-1'"),
+    "rank is too large": (ENV | {"RANK": "4"}, "RANK below WORLD_SIZE, got 4 of 4"),
+    "a world of none": (ENV | {"WORLD_SIZE": "0"}, "at least 1, in WORLD_SIZE"),
+    "local rank is too large": (ENV | {"LOCAL_RANK": "2"}, "LOCAL_RANK < LOCAL_WORLD_SIZE"),
+    "port is too large": (ENV | {"MASTER_PORT": "70000"}, "MASTER_PORT below 65536, got 70000"),
+    "stale store": (without(INSTEP, "RANK"), "expected RANK .* unset INSTEP_STORE"),
+    "empty store": (INSTEP | {"INSTEP_STORE": ""}, "expected INSTEP_STORE"),
+    "slurm without nodes": (
+        without(SLURM, "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"),
+        "SLURM_JOB_NODELIST",
+    ),
+    "slurm without counts": (without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE .* srun"),
+    "slurm without a local rank": (without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID .* srun"),
+    "slurm contradicts itself": (SLURM | {"SLURM_LOCALID": "1"}, "SLURM_LOCALID below .* got 1 of 1"),
+    "pod that wants torchrun": (PET | {"PET_NPROC_PER_NODE": "2"}, "'2', .*torchrun the command"),
+    "pod that lets torchrun choose": (PET | {"PET_NPROC_PER_NODE": "auto"}, "'auto', .*torchrun"),
+    "elastic pod": (PET | {"PET_NNODES": "1:3"}, "PET_NNODES, got '1:3': start the program with torchrun"),
+    "pod without a master": (without(PET, "PET_MASTER_ADDR"), "expected PET_MASTER_ADDR"),
+    "PyTorchJob without torchrun": (
+        without(ENV, "LOCAL_RANK", "LOCAL_WORLD_SIZE") | {"PET_NPROC_PER_NODE": "2"},
+        "PET_NPROC_PER_NODE is '2'",
+    ),
+    "mpirun across hosts": (OPENMPI | ON_TWO_HOSTS, "world size 2, 1 here.*-x MASTER_ADDR"),
+    "mpirun without a job id": (without(OPENMPI, "PMIX_NAMESPACE"), "expected MASTER_PORT"),
+}
+
+
+@pytest.mark.parametrize(("environ", "message"), ERRORS.values(), ids=ERRORS.keys())
+def test_a_half_set_environment_is_an_error_that_names_the_variable(
+    environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu7,gpu8", "gpu7"),
+        ("node[003-010,12],gpu7", "node003"),
+        ("node[12,003-010]", "node12"),
+        ("gpu7,node[003-010]", "gpu7"),
+        ("rack[2-3]-node[08-15]", "rack2-node08"),
+        ("node[1-2].example.org", "node1.example.org"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("nodelist", ["", ",gpu7", "node[", "node[1-2", "node[]", "a b", "$(x)[1]]"])
+def test_what_is_no_node_list_is_refused(nodelist: str) -> None:
+    with pytest.raises(ValueError, match="expected host names"):
+        first_host(nodelist)
+
+
+def test_tasks_per_node_are_run_length_coded() -> None:
+    assert [tasks_on_node("2(x3),1,4(x2)", node) for node in range(6)] == [2, 2, 2, 1, 4, 4]
+
+
+@pytest.mark.parametrize("counts", ["", "2(x)", "two", "2(x3)"])
+def test_tasks_per_node_must_have_an_entry_for_the_node(counts: str) -> None:
+    with pytest.raises(ValueError, match="tasks per node"):
+        tasks_on_node(counts, 3)

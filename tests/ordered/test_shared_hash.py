@@ -1,0 +1,195 @@
+"""A state in shards has the hash and the samples that it has in one place, however the shards lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from instep.mesh.mesh import Mesh
+from instep.mesh.process_group import Group
+from instep.ordered.blocks import BLOCK_ELEMENTS
+from instep.ordered.hash import TABLE, Entry, SharedHash, sampled_blocks, state_digests
+from instep.ordered.shards import MODEL, OPTIMIZER, Shard, owned
+from tests.parity import numbers
+from tests.world import world
+
+EVERY = 5
+
+
+def state() -> list[Entry]:
+    """Weights and moments of all sizes, in the manifest's order; one with nans, one across its memory."""
+    spoiled = numbers(2 * BLOCK_ELEMENTS, key="nan")
+    spoiled[7] = -math.nan
+    return [
+        ("weight", numbers(70, 301, key="w").T),
+        ("bias", numbers(301, key="b")),
+        ("buffer", torch.arange(3)),
+        ("exp_avg/weight", numbers(301, 70, key="m")),
+        ("step/weight", torch.tensor(3.0)),
+        ("exp_avg/bias", numbers(301, key="mb")),
+        ("empty/bias", torch.zeros(0, 4)),
+        ("nan/bias", spoiled),
+    ]
+
+
+def shards_of(rank: int, size: int, entries: Sequence[Entry]) -> list[Shard]:
+    """Moments cut on blocks as evenly as it goes, what is small on the last rank, the rest on all."""
+    shards, everyone = [], tuple(range(size))
+    for place, (bare, x) in enumerate(entries):
+        name = (OPTIMIZER if "/" in bare else MODEL) + bare
+        num_blocks = math.ceil(x.numel() / BLOCK_ELEMENTS)
+        if "/" not in bare:
+            shards.append(Shard.whole(name, x, everyone, (place, "")))
+        elif num_blocks < 2:
+            shards += [Shard.whole(name, x, (size - 1,), (place, ""))] if rank == size - 1 else []
+        else:
+            edges = [i * num_blocks // size * BLOCK_ELEMENTS for i in range(size + 1)]
+            first, last = edges[rank], min(edges[rank + 1], x.numel())
+            if first < last:
+                flat = x.reshape(-1)[first:last]
+                shards.append(Shard(name, tuple(x.shape), x.dtype, first, last, flat, (rank,), (place, "")))
+    return shards
+
+
+def assert_hashed_as_one(mesh: Mesh) -> None:
+    group, entries = mesh.world.group, state()
+    own = list(owned(shards_of(group.rank, group.size, entries), group.rank))
+    shared = SharedHash(group)
+    assert shared.digests(own, 3) == state_digests(entries, 3)
+    for step in range(EVERY):
+        assert shared.samples(own, step, EVERY) == sampled_blocks(entries, step, EVERY)
+
+
+@world(1)
+def test_one_rank_has_the_hash_and_the_samples(mesh: Mesh) -> None:
+    assert_hashed_as_one(mesh)
+
+
+@world(2)
+def test_two_ranks_have_the_hash_and_the_samples_of_one(mesh: Mesh) -> None:
+    assert_hashed_as_one(mesh)
+
+
+@world(3)
+def test_three_ranks_have_the_hash_and_the_samples_of_one(mesh: Mesh) -> None:
+    assert_hashed_as_one(mesh)
+
+
+@world(4)
+def test_four_ranks_some_with_nothing_of_an_entry_have_the_hash_and_the_samples_of_one(mesh: Mesh) -> None:
+    assert_hashed_as_one(mesh)
+
+
+def test_a_block_that_all_hold_is_hashed_by_one_and_all_have_as_much_to_do() -> None:
+    x = numbers(8 * BLOCK_ELEMENTS, key="x")
+    shards = [Shard.whole("x", x, (0, 1))]
+    first, second = (list(owned(shards, rank)) for rank in (0, 1))
+    assert [(shard.first_block, shard.num_blocks) for shard in (*first, *second)] == [(0, 4), (4, 4)]
+    assert torch.equal(torch.cat([shard.tensor for shard in (*first, *second)]), x)
+
+
+def test_what_has_no_elements_is_owned_by_one() -> None:
+    shards = [Shard.whole("empty", torch.zeros(0, 3), (0, 1, 2))]
+    assert [len(list(owned(shards, rank))) for rank in range(3)] == [1, 0, 0]
+
+
+@world(2)
+def test_a_flipped_bit_of_any_rank_changes_the_hash_of_its_entry_alone(mesh: Mesh) -> None:
+    group, entries = mesh.world.group, state()
+    for culprit in range(group.size):
+        own = list(owned(shards_of(group.rank, group.size, entries), group.rank))
+        if group.rank == culprit:
+            (at,) = [i for i, shard in enumerate(own) if shard.name == "optimizer:exp_avg/weight"]
+            spoiled_piece = own[at].tensor.clone()
+            spoiled_piece.view(torch.int32)[5] ^= 1
+            own[at] = own[at]._replace(tensor=spoiled_piece)
+        (sound, before), (spoiled, after) = state_digests(entries, 3), SharedHash(group).digests(own, 3)
+        assert spoiled != sound
+        assert [name for name in before if before[name] != after[name]] == ["exp_avg/weight"]
+
+
+def piece(
+    first: int, last: int, *, length: int = 2 * BLOCK_ELEMENTS, dtype: torch.dtype = torch.float32
+) -> Shard:
+    return Shard("model:m", (length,), dtype, first, last, torch.zeros(last - first, dtype=dtype))
+
+
+HALF, WHOLE = BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((piece(0, HALF), piece(0, HALF)), "up to the end at 8192, each once, got 0 to 4096 in rank 0"),
+        ((piece(0, HALF), piece(0, WHOLE)), "got 0 to 4096 in rank 0, 0 to 8192 in rank 1"),
+        ((piece(0, 100), piece(100, WHOLE)), "at multiples of 4096"),
+        (
+            (piece(0, HALF), piece(HALF, WHOLE, dtype=torch.float64)),
+            "got float64.8192. at place .0, ''. of the hash in rank 1",
+        ),
+        ((piece(0, HALF), piece(HALF, WHOLE, length=WHOLE + 1)), "float32.8193. at place .0, ..* in rank 1"),
+    ],
+    ids=["a gap", "an overlap", "an edge in a block", "another dtype", "another shape"],
+)
+@world(2)
+def test_parts_that_are_not_those_of_one_state_are_refused_on_all_ranks(
+    mesh: Mesh, parts: Sequence[Shard], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        SharedHash(mesh.world.group).digests([parts[mesh.rank]], 0)
+    assert "'model:m'" in str(caught.value)
+
+
+LENGTH = 4 * BLOCK_ELEMENTS + 5
+
+
+class Counted:
+    """A group that writes down which bytes are gathered."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.rank, self.size, self.ranks = group, group.rank, group.size, group.ranks
+        self.operations: list[str] = []
+
+    def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
+        self.operations.append(operation)
+        return self.group.all_gather_bytes(data, operation, limit=limit)
+
+
+def pieces(x: torch.Tensor, edge: int, rank: int) -> list[Shard]:
+    """``x`` of two ranks, cut after ``edge`` blocks."""
+    first, last = (0, edge * BLOCK_ELEMENTS) if rank == 0 else (edge * BLOCK_ELEMENTS, LENGTH)
+    return [Shard("model:x", (LENGTH,), x.dtype, first, last, x[first:last], (rank,))]
+
+
+@world(2)
+def test_the_table_is_made_again_only_when_the_parts_of_a_rank_are_others(mesh: Mesh) -> None:
+    group = Counted(mesh.world.group)
+    together = SharedHash(group)  # type: ignore[arg-type]
+    for step, edge in enumerate((2, 2, 1, 1, 3)):
+        x = numbers(LENGTH, key=f"step {step}")
+        assert together.digests(pieces(x, edge, mesh.rank), step) == state_digests([("x", x)], step)
+        assert together.samples(pieces(x, edge, mesh.rank), step, 2) == sampled_blocks([("x", x)], step, 2)
+    assert group.operations.count(TABLE) == 3
+
+
+@world(2)
+def test_what_one_rank_alone_has_dropped_is_missed_by_all(mesh: Mesh) -> None:
+    together, x = SharedHash(mesh.world.group), numbers(LENGTH, key="x")
+    y = [Shard.whole("model:y", torch.ones(3), (0,), (1, ""))] if mesh.rank == 0 else []
+    before = together.digests([*pieces(x, 2, mesh.rank), *y], 0)
+    held = [] if mesh.rank else pieces(x, 2, 0)
+    said = f"'model:x': expected shards .* the end at {LENGTH}, .*, got 0 to 8192"
+    with pytest.raises(ValueError, match=said):
+        together.digests([*held, *y], 1)
+    assert together.digests([*pieces(x, 2, mesh.rank), *y], 0) == before
+
+
+@world(2)
+def test_whoever_waits_for_the_others_says_so(mesh: Mesh) -> None:
+    phases: list[str] = []
+    together, x = SharedHash(mesh.world.group, phases.append), numbers(LENGTH, key="x")
+    together.digests(pieces(x, 2, mesh.rank), 0)
+    assert phases == ["gather", "hash", "gather"]

@@ -1,0 +1,239 @@
+"""A state that is elsewhere: each element is in one place exactly, and any range of it can be read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from instep.errors import CheckpointRejected
+from instep.ordered.blocks import BLOCK_ELEMENTS
+from instep.ordered.shards import MODEL, Row
+from instep.ordered.stored import (
+    Source,
+    StoredTensor,
+    assemble,
+    rows_from_json,
+    rows_to_json,
+    stored_from_json,
+    stored_to_json,
+)
+
+B = BLOCK_ELEMENTS
+NAME = MODEL + "weight"
+
+
+class Held:
+    """A place: the elements from ``first`` on are their own numbers."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def read_into(self, name: str, first: int, out: Tensor) -> None:
+        begin = self.first + first
+        out.copy_(torch.arange(begin, begin + out.numel()))
+
+
+def rows(*edges: tuple[int, int], numel: int) -> dict[str, list[Row]]:
+    """Each piece is in a place of its own."""
+    return {str(i): [Row(NAME, (numel,), torch.int64, *ends, None)] for i, ends in enumerate(edges)}
+
+
+def body(*edges: tuple[int, int], numel: int) -> Any:
+    """The same, as a manifest says it."""
+    pieces = [[*ends, str(i)] for i, ends in enumerate(edges)]
+    return {"entries": {NAME: [[numel], "int64", pieces]}, "ties": {}}
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, B), st.randoms(), st.data())
+def test_any_range_is_read_from_as_many_pieces_as_it_takes(lengths, last_block, random, data) -> None:
+    ends = [B * sum(lengths[: i + 1]) for i in range(len(lengths))]
+    edges = [(first, last) for first, last in zip([0, *ends], ends, strict=False) if first < last]
+    edges.append((ends[-1], ends[-1] + last_block))
+    numel = edges[-1][1]
+    random.shuffle(edges)
+    tensors = assemble(rows(*edges, numel=numel))
+    assert_any_range_can_be_read(tensors, edges, numel, data)
+    assert stored_from_json(json.loads(json.dumps(stored_to_json(tensors, {})))) == (tensors, {})
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.randoms(), st.data())
+def test_a_manifest_may_cut_a_tensor_anywhere(lengths, random, data) -> None:
+    edges = [(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths)) if lengths[i]]
+    edges = edges or [(0, 0)]
+    random.shuffle(edges)
+    tensors, _ = stored_from_json(body(*edges, numel=sum(lengths)))
+    assert_any_range_can_be_read(tensors, edges, sum(lengths), data)
+
+
+def assert_any_range_can_be_read(
+    tensors: dict[str, StoredTensor], edges: list[tuple[int, int]], numel: int, data: st.DataObject
+) -> None:
+    source = Source(tensors, {str(i): Held(first) for i, (first, _) in enumerate(edges)})
+    first = data.draw(st.integers(0, numel))
+    last = data.draw(st.integers(first, numel))
+    for begin, end in ((first, last), (0, numel)):
+        read = source.read(NAME, begin, end)
+        assert torch.equal(read, torch.arange(begin, end))
+        assert read.data_ptr() % 64 == 0
+    assert source.layout(MODEL) == {"weight": ((numel,), torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ([(0, 4), (6, 10)], "begins at element 4"),
+        ([(2, 10)], "begins at element 0"),
+        ([(0, 9)], "10 elements"),
+        ([(0, 11)], "10 elements"),
+        ([(0, 6), (5, 10)], "each element once"),
+        ([(0, 10), (0, 10)], "each element once"),
+        ([(0, 4), (4, 3), (4, 10)], "ends after 4"),
+        ([], "10 elements"),
+    ],
+    ids=["hole", "no begin", "no end", "too long", "overlap", "twice", "backwards", "nothing"],
+)
+def test_holes_and_overlaps_are_rejected(edges: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(CheckpointRejected, match=message):
+        stored_from_json(body(*edges, numel=10))
+    wide = [(first * B, last * B) for first, last in edges]
+    got = ", ".join(f"{first} to {last} in {i}" for i, (first, last) in enumerate(wide))
+    expected = rf"'{NAME}': expected shards that follow .* up to the end at {10 * B}, each once, got {got}:"
+    for error in (CheckpointRejected, ValueError):
+        if edges:
+            with pytest.raises(error, match=expected):
+                assemble(rows(*sorted(wide), numel=10 * B), error)
+
+
+@pytest.mark.parametrize("edge", [5, B - 1, B + 1, 2 * B - 1])
+def test_ranks_do_not_cut_a_block_which_none_of_them_could_hash(edge: int) -> None:
+    with pytest.raises(CheckpointRejected, match=f"at multiples of {B}"):
+        assemble(rows((0, edge), (edge, 2 * B), numel=2 * B))
+
+
+def test_the_last_block_of_a_tensor_may_be_shorter() -> None:
+    assert assemble(rows((0, B), (B, B + 1), numel=B + 1))[NAME].num_blocks == 2
+
+
+def test_a_tensor_without_elements_is_in_one_place() -> None:
+    (stored,) = assemble(rows((0, 0), numel=0)).values()
+    assert (stored.numel, stored.num_blocks) == (0, 0)
+    for edges in ([(0, 0), (0, 0)], [(0, 0)] * 3):
+        with pytest.raises(CheckpointRejected, match="each once"):
+            assemble(rows(*edges, numel=0))
+        with pytest.raises(CheckpointRejected, match="one piece of nothing"):
+            stored_from_json(body(*edges, numel=0))
+
+
+OURS = Row(NAME, (2 * B,), torch.int64, 0, B, (3, ""))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"dtype": torch.int32}, rf"expected int64\[{2 * B}\] .*as in 0, got int32\[{2 * B}\] .*in 1"),
+        ({"shape": (2, B)}, rf"expected int64\[{2 * B}\] .*as in 0, got int64\[2, {B}\] .*in 1"),
+        ({"order": (4, "")}, r"at place \(3, ''\) of the hash, as in 0, got .*\(4, ''\) of the hash in 1"),
+        ({"order": None}, r"at place \(3, ''\) of the hash, as in 0, got .*None of the hash in 1"),
+    ],
+    ids=lambda other: next(iter(other)) if isinstance(other, dict) else "",
+)
+def test_places_that_mean_different_tensors_are_rejected(other: dict[str, Any], message: str) -> None:
+    theirs = OURS._replace(first=B, last=2 * B)
+    assert assemble({"0": [OURS], "1": [theirs]})
+    with pytest.raises(CheckpointRejected, match=message):
+        assemble({"0": [OURS], "1": [theirs._replace(**other)]})
+
+
+def test_tensors_are_in_the_order_of_the_hash_and_what_is_not_hashed_comes_last() -> None:
+    places = {"a": (2, "exp_avg"), "b": None, "c": (0, ""), "d": (10, ""), "e": (2, ""), "f": None}
+    told = [Row(MODEL + name, (1,), torch.int8, 0, 1, order) for name, order in places.items()]
+    assert [name.removeprefix(MODEL) for name in assemble({"0": told[:3], "1": told[3:]})] == list("ceadbf")
+
+
+ROW: list[Any] = [NAME, [2], "int64", 0, 2, [7, "exp_avg"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (["weight", *ROW[1:]], "a name that begins with"),
+        ([None, *ROW[1:]], "a name that begins with"),
+        *(
+            ([NAME, shape, *ROW[2:]], "a shape that a tensor can have")
+            for shape in (
+                [-2],
+                [True],
+                [1.0],
+                [2**40, 2**40],
+                [2**62] * 64,
+                [2**62, 2**62, 0],
+                [1] * 65,
+                None,
+                2,
+            )
+        ),
+        *(([*ROW[:2], dtype, *ROW[3:]], "a dtype among") for dtype in ("object", "load", [], None)),
+        ([*ROW[:4], True, None], "a whole number"),
+        ([*ROW[:3], -1, 2, None], "a whole number"),
+        ([*ROW[:4], 2**63, None], "a whole number"),
+        *(([*ROW[:5], order], "a number and a key") for order in (7, [7], ["exp_avg", 7, 7], [7, None], {})),
+        *(([*ROW[:5], [number, ""]], "a whole number") for number in (-1, None, True, 2**63)),
+        (ROW[:5], "name, shape, dtype, first, last and order"),
+        (None, "name, shape, dtype, first, last and order"),
+        ({}, "name, shape, dtype, first, last and order"),
+    ],
+    ids=lambda x: repr(x)[:60],
+)
+def test_rows_from_elsewhere_are_believed_only_as_far_as_they_are_sound(row: Any, message: str) -> None:
+    assert rows_from_json([ROW]) == [Row(NAME, (2,), torch.int64, 0, 2, (7, "exp_avg"))]
+    with pytest.raises(CheckpointRejected, match=message):
+        rows_from_json([ROW, row])
+
+
+def test_rows_are_a_list_and_each_is_there_once() -> None:
+    with pytest.raises(CheckpointRejected, match="expected a list"):
+        rows_from_json({})
+    with pytest.raises(CheckpointRejected, match="each once"):
+        assemble({"0": rows_from_json([ROW, ROW])})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ties": None},
+        {"ties": {"tied": "elsewhere"}},
+        {"ties": {"tied": ["weight"]}},
+        {
+            "ties": {"tied": 0},
+            "entries": {NAME: [[0], "int64", [[0, 0, "0"]]], MODEL + "0": [[0], "int64", [[0, 0, "0"]]]},
+        },
+        {"entries": None},
+        {"entries": {NAME: [[10], "int64"]}},
+        {"entries": {NAME: [[10], "int64", None]}},
+        {"entries": {NAME: [[10], "int64", [[0, 10]]]}},
+        {"entries": {NAME: [[10], "int64", [[0, 10, 3]]]}},
+        {"entries": {"weight": [[10], "int64", [[0, 10, "0"]]]}},
+        {"more": 1},
+    ],
+    ids=repr,
+)
+def test_what_a_manifest_says_is_believed_only_as_far_as_it_is_sound(change: dict[str, Any]) -> None:
+    sound = body((0, 10), numel=10)
+    assert stored_from_json({**sound, "ties": {"tied": "weight"}})[1] == {"tied": "weight"}
+    with pytest.raises(CheckpointRejected):
+        stored_from_json({**sound, **change})
+
+
+def test_rows_travel() -> None:
+    sent = [
+        Row(NAME, (3, 4), torch.bfloat16, 2, 7, (0, "")),
+        Row("optimizer:step/weight", (), torch.float32, 0, 1, (9, "step")),
+        Row("optimizer:param_groups.0/lr", (), torch.float32, 0, 1, None),
+    ]
+    assert rows_from_json(json.loads(json.dumps(rows_to_json(sent)))) == sent

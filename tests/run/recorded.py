@@ -1,0 +1,104 @@
+"""Runs for tests: a small model trained on a mesh, with the files that ``instep compare`` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from instep.mesh.mesh import Mesh
+from instep.ordered.hash import sampled_blocks, state_digests, state_entries
+from instep.ordered.norm import grad_norm
+from instep.replicate.gradient_hashes import observe_gradients
+from instep.replicate.wrapper import DataParallel
+from instep.run.jsonl import JsonLines
+from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement
+from instep.run.writer import MicroBatchHashes
+from tests.parity import filled, numbers
+
+WIDTH, NUM_LEAVES = 70, 4  # the weight of a layer has two blocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is made, and what is done to it.
+
+    ``gradient(step, leaf, name, x)`` is what a parameter's gradient becomes; ``updated(step, tensors)`` may
+    write to the state, which it gets by name, after a step.
+    """
+
+    steps: int = 3
+    every: int = 2  # steps between two hashes of the whole state
+    ordered: bool = True
+    leaves: bool = True
+    sample: int = 5  # steps in which each block is sampled once
+    gradient: Callable[[int, int, str, Tensor], Tensor] = lambda step, leaf, name, x: x
+    updated: Callable[[int, dict[str, Tensor]], None] = lambda step, tensors: None
+
+
+def record(path: Path, mesh: Mesh, plan: Plan) -> None:
+    """Train on ``mesh``; its rank 0 writes the ledger in ``path``."""
+    module = filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)))
+    model = DataParallel(module, process_group=mesh, ordered=plan.ordered)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02, foreach=False)
+    files = {name: JsonLines(path / name, until_step=0) for name in (LEDGER, LEAVES) if mesh.rank == 0}
+    write = files[LEDGER].write if files else _nothing
+    ledger = LedgerWriter(
+        write, Placement({"dp": mesh.world.size}, "bucketed", mesh.world.size), every=plan.every
+    )
+    leaves = MicroBatchHashes(mesh.world.group, files[LEAVES].write if files else _nothing)
+    now = {"step": 0, "leaf": 0}
+    for name, p in module.named_parameters():
+        p.register_hook(lambda x, name=name: plan.gradient(now["step"], now["leaf"], name, x))
+    entries = state_entries(module, optimizer)
+    numerical = {"ordered": plan.ordered, "batch.global_size": NUM_LEAVES}
+    ledger.started(
+        0, restarts=0, fingerprint="", numerical=numerical, canary="", state=state_digests(entries, 0)
+    )
+    for step in range(1, plan.steps + 1):
+        losses = {}
+        with observe_gradients(model) as seen:
+            for leaf in model.micro_batches(NUM_LEAVES):
+                now |= {"step": step, "leaf": leaf.index}
+                loss = module(numbers(4, WIDTH, key=f"{step}, {leaf.index}")).square().mean()
+                loss.backward()
+                losses[leaf.index] = loss.item()
+        if plan.leaves:
+            leaves.step(step, seen)
+        norm = grad_norm(p.grad for p in module.parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        entries = state_entries(module, optimizer)
+        plan.updated(step, dict(entries))
+        ledger.step(
+            step,
+            cursor=step * NUM_LEAVES,
+            loss=_mean(mesh, losses),
+            norm=norm,
+            sampled=sampled_blocks(entries, step, plan.sample),
+            whole=state_digests(entries, step) if ledger.is_whole(step, last=step == plan.steps) else None,
+        )
+    for lines in files.values():
+        lines.close()
+    model.close()
+
+
+def _mean(mesh: Mesh, losses: dict[int, float]) -> float:
+    all_losses = torch.zeros(NUM_LEAVES, dtype=torch.float64)
+    for leaf, loss in losses.items():
+        all_losses[leaf] = loss
+    mesh.world.group.all_reduce(all_losses, "the losses of a test")
+    return all_losses.sum().item()
+
+
+def _nothing(**fields: object) -> None:
+    """Where nobody writes."""
+
+
+def one_ulp(x: Tensor) -> None:
+    """Move the first element of ``x`` by as little as can be."""
+    with torch.no_grad():
+        x.view(-1)[0] = x.view(-1)[0].nextafter(torch.tensor(torch.inf))

@@ -1,0 +1,105 @@
+"""What of a run's records survives a run that was torn off, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from instep.run.jsonl import JsonLines, read_last_lines, read_lines, read_object
+from instep.run.ledger import LEDGER
+
+
+def written(path: Path, *steps: int) -> Path:
+    lines = JsonLines(path, until_step=0)
+    for step in steps:
+        lines.write(step=step, loss=0.5)
+    lines.close()
+    return path
+
+
+def steps_in(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path)]
+
+
+def test_lines_are_read_back(tmp_path):
+    path = written(tmp_path / LEDGER, 1, 2)
+    assert read_lines(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
+    assert read_lines(tmp_path / "none") == []
+
+
+def test_a_line_is_on_disk_before_the_next_is_written(tmp_path):
+    lines = JsonLines(tmp_path / LEDGER, until_step=0)
+    lines.write(step=1)
+    assert steps_in(tmp_path / LEDGER) == [1]
+    lines.close()
+
+
+@pytest.mark.parametrize(
+    "torn", [b"{", b'{"step"', b'{"step": 3, "loss": 0.', b"\0\0\0\n", b'{"step\xff\xfe']
+)
+def test_a_torn_last_line_is_dropped(tmp_path, torn):
+    path = written(tmp_path / LEDGER, 1, 2, 3)
+    whole = path.read_text()
+    last = whole.splitlines(keepends=True)[-1]
+    path.write_bytes(whole.removesuffix(last).encode() + torn)
+    assert steps_in(path) == [1, 2]
+    resumed = JsonLines(path, until_step=2)
+    resumed.write(step=3, loss=0.5)
+    resumed.close()
+    assert path.read_text() == whole
+
+
+def test_a_last_line_that_only_lacks_its_end_is_kept_and_ended(tmp_path):
+    path = written(tmp_path / LEDGER, 1, 2)
+    path.write_text(path.read_text().removesuffix("\n"))
+    resumed = JsonLines(path, until_step=2)
+    resumed.write(step=3)
+    resumed.close()
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
+    path = written(tmp_path / LEDGER, 0, 1, 2, 3, 4)
+    resumed = JsonLines(path, until_step=2)
+    resumed.write(step=3)
+    resumed.close()
+    assert steps_in(path) == [0, 1, 2, 3]
+
+
+def test_what_is_left_out_is_noted_for_those_who_ask(tmp_path):
+    path = written(tmp_path / LEDGER, 1, 2)
+    for torn in ("{", "[1]\n", "3\n"):
+        path.write_text(path.read_text() + torn)
+        notes: list[str] = []
+        assert [line["step"] for line in read_lines(path, notes)] == steps_in(path) == [1, 2]
+        assert notes == [f"{LEDGER} is torn at line 3: the rest is left out"]
+
+
+def test_a_file_that_cannot_be_read_is_noted_or_an_error_but_not_an_empty_one(tmp_path):
+    notes: list[str] = []
+    assert read_lines(tmp_path, notes) == [] and notes == [f"{tmp_path.name} cannot be read: left out"]
+    with pytest.raises(OSError, match="directory"):
+        read_lines(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", "[" * 100_000])
+def test_an_object_that_cannot_be_read_is_empty_and_noted(tmp_path, text):
+    path = tmp_path / "summary.json"
+    notes: list[str] = []
+    assert read_object(path, notes) == {} and notes == []
+    path.write_text(text)
+    assert read_object(path, notes) == read_object(path) == {}
+    assert notes == ["summary.json cannot be read: left out"]
+    path.write_text(json.dumps({"steps": 3}))
+    assert read_object(path) == {"steps": 3}
+
+
+def test_the_last_lines_have_one_of_a_step_however_long_the_events_after_it_are(tmp_path):
+    path = written(tmp_path / LEDGER, 1, 2)
+    assert read_last_lines(path)[-1]["step"] == 2 and read_last_lines(tmp_path / "none") == []
+    lines = JsonLines(path, until_step=2)
+    lines.write(step=2, event="started", much="x" * (1 << 19))
+    lines.close()
+    assert [line["step"] for line in read_last_lines(path) if "event" not in line] == [1, 2]

@@ -1,0 +1,364 @@
+"""What is told of a run, whatever is left of it: finite figures of bounded size, and notes on faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from instep.mesh.peers import Peer, own_peer
+from instep.recipes import text_config
+from instep.run import folder
+from instep.run.ledger import LEDGER, STARTED
+from instep.run.report_data import MOST_EVENTS, MOST_POINTS, report_data, to_json
+from instep.run.toml import to_toml
+from instep.timeline.breakdown import PARTS
+from instep.timeline.report import render
+from instep.timeline.trace_files import FOLDER
+from tests.timeline.made_up_run import DATA, FLIGHT, HOST, UPDATE, MadeUpRun, name
+from tests.timeline.test_trace_files import json_values
+
+STEPS = 12
+Files = Callable[[Path], object]
+
+
+def run_of(path: Path, world_size: int = 3, steps: int = STEPS, **how: Any) -> Path:
+    """The directory of a run whose ranks computed as ``how`` says, finished."""
+    path.mkdir(parents=True, exist_ok=True)
+    MadeUpRun(path / FOLDER, world_size, **how).steps(0, steps)
+    config = to_toml(text_config.tiny()).replace(f"steps = {text_config.tiny().steps}", f"steps = {steps}", 1)
+    (path / folder.CONFIG).write_text(config)
+    write_lines(path / folder.METRICS, [{"step": s + 1, **figures(s)} for s in range(steps)])
+    write_lines(path / LEDGER, [started(world_size)])
+    (path / folder.SUMMARY).write_text(
+        json.dumps({"steps": steps, "tokens_per_s": 9.5, "strategy": "bucketed"})
+    )
+    return path
+
+
+def figures(step: int) -> dict[str, float]:
+    return {"loss": 5.0 - step / 100, "step_ms": 38.0, "tokens_per_s": 1e4}
+
+
+def started(world_size: int, step: int = 0) -> dict[str, object]:
+    return {"step": step, "event": STARTED, "restarts": 0, "world_size": world_size, "numerical": {"seed": 3}}
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def notes_of(path: Path, *steps: int) -> list[str]:
+    """Of what can be shown."""
+    report, _, _ = report_data(path, steps)
+    assert_can_be_shown(report)
+    return report["run"]["notes"]
+
+
+def assert_can_be_shown(report: Mapping[str, Any]) -> None:
+    text = to_json(report)
+    assert json.loads(text, parse_constant=pytest.fail) == report
+    text.encode()
+    assert render(report).encode()
+    assert [*report] == ["format", "run", "advice", "slow", "breakdown", "over_time", "buckets", "curves",
+                        "timeline", "contract", "starts", "faults"]  # fmt: skip
+
+
+def values(found: object) -> Iterator[object]:
+    if isinstance(found, dict):
+        yield from (value for each in found.values() for value in values(each))
+    elif isinstance(found, list):
+        yield from (value for each in found for value in values(each))
+    else:
+        yield found
+
+
+def test_a_finished_run_has_every_section_and_nothing_to_note(tmp_path):
+    report, _, _ = report_data(run_of(tmp_path, slower=lambda rank: 1.5 if rank == 2 else 1.0))
+    assert_can_be_shown(report)
+    run = report["run"]
+    assert (run["state"], run["notes"], run["world_size"], run["threads"]) == ("finished", [], 3, 1)
+    assert (run["name"], run["strategy"], run["backend"]) == (tmp_path.name, "bucketed", "gloo")
+    assert run["summary"]["tokens_per_s"] == 9.5 and run["command"].startswith("instep train --config ")
+    assert report["slow"]["rank"] == 2 and report["slow"]["excess_ms"] == pytest.approx(9)
+    assert report["advice"][0]["cause"] == "slow rank" and "try" in report["advice"][0]
+    wall = 2 * DATA + 27 + 2 * FLIGHT + UPDATE + HOST
+    for row in report["breakdown"]["ranks"]:
+        assert sum(row["parts"].values()) == pytest.approx(row["wall_ms"]) == pytest.approx(wall)
+    assert [*report["breakdown"]["parts"]] == [*PARTS]
+    assert report["buckets"][1]["mb"] == pytest.approx(1.048576) and sorted(
+        report["buckets"][0]["ready_ms"]
+    ) == ["0", "1", "2"]
+    assert (
+        report["over_time"]["steps"] == [*range(STEPS)]
+        and report["over_time"]["ranks"][1]["wall"] == [wall] * STEPS
+    )
+    assert (
+        report["curves"]["steps"] == [*range(1, STEPS + 1)]
+        and report["curves"]["loss"][3] == figures(3)["loss"]
+    )
+    assert report["contract"] == {"seed": 3} and report["starts"][0]["world_size"] == 3
+
+
+def test_the_events_of_a_step_are_where_they_were_on_the_clock_of_its_earliest_rank(tmp_path):
+    report, tapes, _ = report_data(run_of(tmp_path, 2, offset_ns={1: -3_000_000_000}), [5])
+    (step,), lanes, names = (report["timeline"][key] for key in ("steps", "lanes", "names"))
+    assert (step["step"], step["why"], [rank["rank"] for rank in step["ranks"]]) == (5, "asked for", [0, 1])
+    for row in step["ranks"]:
+        assert row["begin_us"] == 0 and row["end_us"] == step["length_us"] == 29_000
+        told = {(lanes[e[0]], names[e[1]]): e[2:4] for e in row["events"] if e[5] in (-1, 0)}
+        assert told["compute", "forward"] == [DATA * 1000, 3000] and row["host"] == "here"
+        assert told["host", "gradient sync"] == [20_000, 2 * FLIGHT * 1000]
+        assert sum(bubble[1] for bubble in row["bubbles"]) == 2 * FLIGHT * 1000
+        assert len(row["events"]) == len(tapes.timeline(5).of(row["rank"], 5))
+
+
+def test_the_chosen_steps_are_each_there_once_with_a_reason(tmp_path):
+    run = MadeUpRun(tmp_path / FOLDER, 2)
+    for step in range(11):
+        run.slower = lambda rank, step=step: {0: 9.0, 4: 3.0, 6: 0.5}.get(step, 1.0 + step / 100)
+        run.step(step)
+    shown = {step["why"]: step["step"] for step in report_data(tmp_path)[0]["timeline"]["steps"]}
+    assert {why: shown[why] for why in ("first", "last", "slowest", "fastest")} == {
+        "first": 0, "last": 10, "slowest": 4, "fastest": 6,
+    }  # fmt: skip
+    assert len(set(shown.values())) == len(shown)
+
+
+def test_steps_that_are_asked_for_are_shown_once_and_those_that_are_not_kept_are_noted(tmp_path):
+    run_of(tmp_path)
+    report, _, _ = report_data(tmp_path, [7, 3, 7, 99, -1])
+    assert [step["step"] for step in report["timeline"]["steps"]] == [7, 3]
+    assert report["run"]["notes"] == ["step 99, -1 is not in the trace, which keeps the last ones: 0 to 11"]
+
+
+def remove(*names: str) -> Files:
+    return lambda path: [(path / each).unlink() for each in names]
+
+
+def text(file: str, content: str | bytes) -> Files:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda path: (path / file).write_bytes(data)
+
+
+def append(file: str, content: str) -> Files:
+    return lambda path: (path / file).write_text((path / file).read_text() + content)
+
+
+def directory(file: str) -> Files:
+    return lambda path: ((path / file).unlink(), (path / file).mkdir())
+
+
+@pytest.mark.parametrize(
+    ("damage", "note"),
+    [
+        (text(folder.SUMMARY, "{"), "summary.json cannot be read"),
+        (text(folder.SUMMARY, "[1]"), "summary.json cannot be read"),
+        (text(folder.SUMMARY, "[" * 100_000), "summary.json cannot be read"),
+        (text(folder.SUMMARY, b"\xff\xfe"), "summary.json cannot be read"),
+        (directory(folder.SUMMARY), "summary.json cannot be read"),
+        (append(folder.METRICS, '{"step": 1'), "metrics.jsonl is torn at line 13"),
+        (append(folder.METRICS, "7\n"), "metrics.jsonl is torn at line 13"),
+        (append(folder.METRICS, "[" * 100_000), "metrics.jsonl is torn at line 13"),
+        (directory(folder.METRICS), "metrics.jsonl cannot be read"),
+        (append(LEDGER, "\0\0\0\0"), "ledger.jsonl is torn at line 2"),
+        (directory(LEDGER), "ledger.jsonl cannot be read"),
+        (text(folder.FAULTS, '{"event": "x"}\n{'), "faults.jsonl is torn at line 2"),
+        (lambda path: shutil.rmtree(path / FOLDER), "there is no trace in trace/"),
+        (lambda path: [(path / FOLDER / name(r)).unlink() for r in range(3)], "there is no trace in trace/"),
+        (lambda path: [text(name(r), "")(path / FOLDER) for r in range(3)], "no trace in trace/ can be read"),
+        (lambda path: (path / FOLDER / name(1)).unlink(), "no trace of rank 1"),
+        (lambda path: text(name(0), os.urandom(99_999))(path / FOLDER), "no trace of rank 0"),
+        (lambda path: os.truncate(path / FOLDER / name(2), 30_000), "rank-00002.ring is truncated"),
+        (remove(folder.METRICS), "the run ended early, after 0 of 12 steps"),
+        (remove(folder.SUMMARY), "the run ended early, after 12 of 12 steps"),
+        (text(folder.SUMMARY, '{"steps": 4}'), "summary.json tells of the run up to step 4"),
+    ],
+)  # fmt: skip
+def test_what_is_lost_or_nonsense_is_noted_and_the_rest_is_told(tmp_path, damage, note):
+    damage(run_of(tmp_path))
+    assert any(told.startswith(note) for told in notes_of(tmp_path)), notes_of(tmp_path)
+
+
+def test_that_no_trace_was_kept_is_said_once(tmp_path):
+    shutil.rmtree(run_of(tmp_path) / FOLDER)
+    (note,) = notes_of(tmp_path)
+    assert note.startswith("there is no trace in trace/: the run kept none (--trace.events 0)")
+
+
+@pytest.mark.parametrize("setting", ["x", [1], None, {"strategy": 7}])
+def test_a_trace_that_does_not_tell_its_setting_is_shown_without(tmp_path, setting):
+    report, _, _ = report_data(run_of(tmp_path, 2, head={"setting": setting}))
+    assert_can_be_shown(report)
+    assert (report["run"]["strategy"], report["run"]["notes"], report["advice"]) == (None, [], [])
+    assert len(report["breakdown"]["ranks"]) == 2
+
+
+def test_a_run_of_no_step_is_its_config_and_a_note(tmp_path):
+    (tmp_path / folder.CONFIG).write_text(to_toml(text_config.tiny()))
+    notes = notes_of(tmp_path)
+    assert [note.split(":")[0] for note in notes] == [
+        f"the run ended early, after 0 of {text_config.tiny().steps} steps", "there is no trace in trace/",
+    ]  # fmt: skip
+
+
+def test_a_run_that_has_not_ended_its_first_step_says_so(tmp_path):
+    (tmp_path / folder.CONFIG).write_text(to_toml(text_config.tiny()))
+    MadeUpRun(tmp_path / FOLDER, 2).step(0, ended=[])
+    assert notes_of(tmp_path)[-1].startswith("no step has ended yet on any rank")
+
+
+def test_a_trace_of_ones_own_loop_is_a_recording_and_no_run(tmp_path):
+    MadeUpRun(tmp_path / FOLDER, 2).steps(0, 5)
+    report, _, _ = report_data(tmp_path)
+    assert (report["run"]["state"], report["run"]["notes"], report["run"]["command"]) == ("recorded", [], "")
+
+
+@pytest.mark.parametrize(
+    ("peer", "state", "note"),
+    [
+        (own_peer(0), "running", "the run is going on: it has made 12 of 40 steps so far"),
+        (Peer(0, "another host", 1, 1), "ended early", "goes on where its processes cannot be seen"),
+        (Peer(0, own_peer(0).host, 1 << 30, 5, own_peer(0).pid_space), "ended early", "after 12 of 40 steps"),
+    ],
+)  # fmt: skip
+def test_whether_a_run_goes_on_is_asked_of_its_processes(tmp_path, peer, state, note):
+    run_of(tmp_path)
+    (tmp_path / folder.CONFIG).write_text("steps = 40\n")
+    (tmp_path / folder.WORKERS).write_text(json.dumps({"0": asdict(peer)}))
+    report, _, _ = report_data(tmp_path)
+    assert report["run"]["state"] == state and any(note in told for told in report["run"]["notes"])
+
+
+def test_ranks_of_an_earlier_world_are_noted_and_counted_no_more(tmp_path):
+    run_of(tmp_path, 4)
+    run = MadeUpRun(tmp_path / FOLDER, 2, begin_ms=60_000)
+    run.steps(10, 20)
+    write_lines(tmp_path / LEDGER, [started(4), started(2, 10)])
+    report, tapes, _ = report_data(tmp_path, [8, 10, 15])
+    assert [[row["rank"] for row in step["ranks"]] for step in report["timeline"]["steps"]] == [
+        [0, 1, 2, 3], [0, 1], [0, 1],
+    ]  # fmt: skip
+    assert [row["rank"] for row in report["breakdown"]["ranks"]] == [0, 1] and report["run"][
+        "world_size"
+    ] == 2
+    assert "rank 3 took part until step 11: the run went on without it" in report["run"]["notes"]
+    assert report["over_time"]["ranks"][3]["wall"][15] is None and len(tapes.steps) == 20
+
+
+def test_figures_of_a_run_that_went_on_otherwise_are_those_of_its_last_part(tmp_path):
+    """On two ranks, then the last four again on one that computes thrice as long; then a start, no step."""
+    run_of(tmp_path, 2)
+    MadeUpRun(tmp_path / FOLDER, 1, begin_ms=60_000, slower=lambda rank: 3.0).steps(8, STEPS)
+    write_lines(tmp_path / LEDGER, [started(2), started(1, 8), started(2, STEPS)])
+    report, _, insight = report_data(tmp_path)
+    assert report["run"]["first_step"] == 8
+    assert report["run"]["notes"][0] == (
+        "only curves and the time by step are of the whole run, all else is of its last part: steps 8 to 11"
+    )
+    (row,) = report["breakdown"]["ranks"]
+    assert (row["rank"], row["steps"]) == (0, 4)
+    assert row["parts"]["compute"] == pytest.approx(3 * 2 * (3 + 6)) and insight.breakdowns[0].steps == 4
+    assert {step["step"] for step in report["timeline"]["steps"]} <= {8, 9, 10, 11}
+    assert report["over_time"]["steps"] == [*range(STEPS)]
+    assert report["curves"]["steps"] == [*range(1, STEPS + 1)]
+
+
+def test_a_start_that_went_back_has_none_of_the_steps_that_were_made_before_it(tmp_path):
+    """Twelve steps on two ranks, the last of which are lost; one rank has made the first of them again."""
+    run_of(tmp_path, 2)
+    MadeUpRun(tmp_path / FOLDER, 1, begin_ms=60_000).steps(8, 9)
+    write_lines(tmp_path / folder.METRICS, [{"step": s + 1, **figures(s)} for s in range(9)])
+    write_lines(tmp_path / LEDGER, [started(2), started(1, 8)])
+    report, _, _ = report_data(tmp_path)
+    assert [row["steps"] for row in report["breakdown"]["ranks"]] == [1]
+    assert [step["step"] for step in report["timeline"]["steps"]] == [8]
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "an empty directory", "other files"])
+def test_what_is_no_run_is_refused(tmp_path, what):
+    path = tmp_path / "run"
+    if what == "a file":
+        path.write_text("")
+    elif what != "nothing":
+        path.mkdir()
+        (path / "x").write_text("") if what == "other files" else None
+    with pytest.raises(ValueError, match="expected the directory of a run"):
+        report_data(path)
+
+
+def test_long_runs_are_thinned_to_the_last_step(tmp_path):
+    run_of(tmp_path, 1, steps=1000, micro_batches=1, buckets=1, capacity=1 << 15)
+    write_lines(
+        tmp_path / folder.METRICS, [{"step": s, **figures(s), "held_out_loss": 1.0} for s in range(1, 3001)]
+    )
+    report, _, _ = report_data(tmp_path)
+    for steps, last in ((report["over_time"]["steps"], 999), (report["curves"]["steps"], 3000)):
+        assert len(steps) == MOST_POINTS and steps[-1] == last and steps == sorted(set(steps))
+    assert len(report["curves"]["held_out"]) == MOST_POINTS
+
+
+def test_a_page_of_many_ranks_has_a_bounded_size(tmp_path):
+    MadeUpRun(tmp_path / FOLDER, 48, micro_batches=20, buckets=30).steps(0, 6)
+    report, _, _ = report_data(tmp_path, [5, 3, 4, 2])
+    rows = [row for step in report["timeline"]["steps"] for row in step["ranks"]]
+    assert sum(len(row["events"]) + len(row["bubbles"]) for row in rows) <= MOST_EVENTS
+    assert len(rows) == 3 * 48
+    assert report["run"]["notes"] == ["the page's timeline has no room for step 2"]
+    assert len(render(report).encode()) < 2_000_000
+
+
+def test_a_step_that_is_too_large_for_the_page_is_shown_in_part(tmp_path):
+    MadeUpRun(tmp_path / FOLDER, 3, micro_batches=4000, capacity=1 << 15).steps(0, 2)
+    report, _, _ = report_data(tmp_path, [1])
+    (step,) = report["timeline"]["steps"]
+    assert [row["rank"] for row in step["ranks"]] == [0, 1]
+    assert report["run"]["notes"] == ["step 1: the page shows the first 2 of 3 ranks"]
+    MadeUpRun(tmp_path / "one" / FOLDER, 1, micro_batches=9000, capacity=1 << 16).steps(0, 1)
+    report, _, _ = report_data(tmp_path / "one")
+    (row,) = report["timeline"]["steps"][0]["ranks"]
+    lengths = [event[3] for event in row["events"]]
+    assert len(lengths) <= MOST_EVENTS and max(lengths) == row["end_us"]
+    assert lengths.count(6000) == 9000 and min(lengths) == 3000  # all backwards; of the data, none
+    assert "the longest are shown" in report["run"]["notes"][0]
+
+
+def test_names_that_no_file_can_hold_are_told_as_well_as_can_be(tmp_path):
+    run_of(tmp_path / os.fsdecode(b"a\xffb<script>"), head={"host": "h\ud800"}, slower=lambda rank: 1.0)
+    report, _, _ = report_data(tmp_path / os.fsdecode(b"a\xffb<script>"))
+    assert_can_be_shown(report)
+    assert (
+        report["run"]["name"] == "a?b<script>" and report["timeline"]["steps"][0]["ranks"][0]["host"] == "h?"
+    )
+
+
+words = st.sampled_from(
+    ["step", "event", "loss", "step_ms", "held_out_loss", "world_size", "numerical", "steps", "0"]
+)
+fields = st.dictionaries(words, json_values | st.just(STARTED), max_size=5)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(fields, max_size=3),
+    summary=fields,
+    workers=fields,
+    file=st.sampled_from([folder.METRICS, LEDGER, folder.FAULTS]),
+)
+def test_whatever_the_files_hold_every_number_told_is_finite(tmp_path, lines, summary, workers, file):
+    if not (tmp_path / folder.CONFIG).exists():
+        run_of(tmp_path, 1, steps=3)
+    write_lines(tmp_path / file, lines)
+    (tmp_path / folder.SUMMARY).write_text(json.dumps(summary))
+    (tmp_path / folder.WORKERS).write_text(json.dumps(workers))
+    report, _, _ = report_data(tmp_path)
+    assert_can_be_shown(report)
+    assert all(abs(x) < 1 << 63 for x in values(report) if isinstance(x, int))

@@ -1,0 +1,115 @@
+"""The figures of a run come from its own record."""
+
+import pytest
+
+from instep.run.folder import SUMMARY
+from instep.run.summary import figures, finished, show, show_again, where
+
+LOSSES = [5.5, 5.0, 4.0, 3.0, 2.5, 2.0]
+
+
+def line(step: int, step_ms: float = 10.0, exposed_ms: float = 1.0, **more: float) -> dict:
+    made = {"step": step, "loss": LOSSES[step - 1], "step_ms": step_ms, "exposed_ms": exposed_ms}
+    return {**made, "tokens_per_s": 1e5 / step_ms, **more}
+
+
+START = {"step": 0, "held_out_loss": 5.6}
+
+
+def test_losses_are_those_of_the_whole_run_and_speed_is_that_of_its_last_part():
+    before = [START, line(1, 900), line(2, 900), line(3, 900, held_out_loss=4.1)]
+    after = [line(4, 70), line(5, 60), line(6, 20, 5, held_out_loss=2.1)]
+    assert figures([*before, *after], first_step=3, items_per_step=100) == {
+        "loss_first": 5.5,
+        "loss_last": 2.0,
+        "held_out_loss_first": 5.6,
+        "held_out_loss": 2.1,
+        "step_ms_median": 20,
+        "tokens_per_s": 5000,
+        "exposed_comm_share": 0.25,
+    }
+
+
+def test_the_first_two_steps_of_a_part_warm_up():
+    lines = [line(1, 1000), line(2, 1000), line(3, 10), line(4, 12), line(5, 50)]
+    assert figures(lines, 0, 1)["step_ms_median"] == 12
+
+
+def test_a_part_of_two_steps_is_all_warm_up_and_better_than_nothing():
+    assert figures([line(1, 30), line(2, 40)], 0, 1)["step_ms_median"] == 35
+
+
+@pytest.mark.parametrize(
+    ("lines", "rate"),
+    [([], "samples_per_s"), ([START], "samples_per_s"), ([START, line(1), line(2)], "tokens_per_s")],
+)
+def test_a_part_without_a_step_has_no_speed(lines, rate):
+    found = figures(lines, 2, 100)
+    assert found["step_ms_median"] is found[rate] is found["exposed_comm_share"] is None
+
+
+def test_what_is_counted_by_the_second_has_the_name_that_the_steps_give_it(tmp_path, capsys):
+    lines = [{**line(step), "images_per_s": 7.0} for step in (1, 2, 3)]
+    for each in lines:
+        del each["tokens_per_s"]
+    found = figures(lines, 0, 64)
+    assert found["images_per_s"] == 6400 and "tokens_per_s" not in found
+    show({**found, **PART, "first_step": 0}, tmp_path)
+    said = capsys.readouterr().out
+    assert "speed  6,400 images/s, 10 ms a step" in said and "loss   - held out, from - (training" in said
+
+
+def test_what_is_shown_is_the_summary(tmp_path, capsys):
+    rest = {"steps": 6, "num_replicas": 2, "strategy": "flat", "state_sha256": "abc"}
+    found = figures([START, *map(line, range(1, 7))], 0, 100)
+    show({**found, **rest}, tmp_path, loss_unit="nats per byte")
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.splitlines() == [
+        f"run    {tmp_path}",
+        "steps  6 on 2 rank(s), flat",
+        "loss   5.600 nats per byte held out, from 5.600 (training 2.000)",
+        "speed  10,000 tokens/s, 10 ms a step (median), 10.0% of it exposed communication",
+        "state  sha256 abc",
+    ]
+
+
+def test_what_is_not_known_is_a_dash(tmp_path, capsys):
+    rest = {"steps": 0, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc"}
+    show({**figures([], 0, 100), **rest}, tmp_path, loss_unit="nats per byte")
+    assert "loss   - nats per byte held out, from - (training -)\n" in capsys.readouterr().out
+
+
+PART = {"steps": 6, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc", "first_step": 3}
+
+
+def test_after_a_resume_it_is_said_which_steps_the_figures_are_of(tmp_path, capsys):
+    lines = [START, *(line(step, 900) for step in range(1, 4)), line(4), line(5), line(6)]
+    show({**figures(lines, 3, 100), **PART, "parallel": {"shard_stage": 2}}, tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == (
+        "steps  6; the last 3 on 1 rank(s), flat, stage 2 of sharding: speed, memory and time are of these"
+    )
+    assert said[3].startswith("speed  10,000 tokens/s, 10 ms a step")
+
+
+def test_ranks_that_have_made_no_step_have_no_speed_and_none_of_others(tmp_path, capsys):
+    lines = [START, *map(line, range(1, 7))]
+    show({**figures(lines, 6, 100), **PART, "first_step": 6}, tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("steps  6; the last 0 on 1 rank(s), flat")
+    assert said[3] == "speed  not measured: these ranks have made no step"
+
+
+def test_what_had_been_finished_says_so_how_to_go_on_and_where_its_results_are(tmp_path, capsys):
+    assert finished(30, 30).startswith("this run is finished: step 30 of 30 was done already")
+    assert "--steps 60 --accept-contract" in finished(30, 30)
+    show_again({**figures([START, *map(line, range(1, 7))], 0, 100), **PART}, tmp_path / "a run")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == f"more   {tmp_path / 'a run' / SUMMARY}; instep report '{tmp_path / 'a run'}'"
+    assert said[-1] == "state  sha256 abc"
+
+
+def test_threads_are_not_called_ranks():
+    assert where("threads", 3) == "3 replica thread(s)"
+    assert where("server", 3) == "3 rank(s)"

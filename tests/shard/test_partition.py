@@ -1,0 +1,152 @@
+"""Which parameters make a unit: by hand for models that people write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.shard.partition import by_kind, entries, partition
+
+
+def named(module: nn.Module, units: list[nn.Module] | None = None) -> dict[str, list[str]]:
+    return {members.name: list(members.names) for members in partition(module, units)}
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2, bias=False)
+        self.encoder = nn.Module()
+        self.encoder.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(2)
+        )
+        self.tail = nn.Sequential(nn.ReLU(), nn.Linear(2, 2, bias=False))
+
+
+def test_entries_of_the_outermost_lists_are_units_and_the_rest_is_the_root() -> None:
+    assert named(Mixed()) == {
+        "": ["stem.weight"],
+        "encoder.layers.0": ["encoder.layers.0.0.weight", "encoder.layers.0.1.weight"],
+        "encoder.layers.1": ["encoder.layers.1.0.weight", "encoder.layers.1.1.weight"],
+        "tail.1": ["tail.1.weight"],
+    }
+
+
+def test_a_module_that_is_a_list_has_no_root() -> None:
+    assert named(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, bias=False))) == {
+        "0": ["0.weight", "0.bias"],
+        "2": ["2.weight"],
+    }
+
+
+def test_what_two_units_use_is_the_roots() -> None:
+    module = Mixed()
+    module.encoder.layers[1][0].weight = module.encoder.layers[0][0].weight
+    assert named(module)[""] == ["stem.weight", "encoder.layers.0.0.weight"]
+    assert named(module)["encoder.layers.1"] == ["encoder.layers.1.1.weight"]
+
+
+def test_what_is_tied_inside_of_one_unit_stays_there() -> None:
+    module = Mixed()
+    module.encoder.layers[0][1].weight = module.encoder.layers[0][0].weight
+    assert named(module)["encoder.layers.0"] == ["encoder.layers.0.0.weight"]
+
+
+def test_a_layer_that_stands_twice_in_a_list_is_one_unit() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    assert named(nn.ModuleList([layer, nn.Linear(2, 2, bias=False), layer])) == {
+        "0": ["0.weight"],
+        "1": ["1.weight"],
+    }
+
+
+def test_units_that_are_given_replace_the_lists_and_the_innermost_one_counts() -> None:
+    module = Mixed()
+    assert named(module, [module.encoder, module.encoder.layers[1]]) == {
+        "": ["stem.weight", "tail.1.weight"],
+        "encoder": ["encoder.layers.0.0.weight", "encoder.layers.0.1.weight"],
+        "encoder.layers.1": ["encoder.layers.1.0.weight", "encoder.layers.1.1.weight"],
+    }
+    assert named(module, []) == {"": [name for name, _ in module.named_parameters()]}
+
+
+def test_a_unit_that_is_no_part_of_the_module_is_refused() -> None:
+    module = Mixed()
+    with pytest.raises(ValueError, match=r"units\[1\], a Linear: expected a submodule"):
+        partition(module, [module.stem, nn.Linear(1, 1)])
+
+
+def test_every_parameter_of_a_transformer_is_in_one_unit() -> None:
+    module = GPT(GPTConfig(layers=3, width=16, heads=2, context=8, tied=True))
+    units = partition(module)
+    assert [members.name for members in units] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    everything = [id(p) for members in units for p in members.parameters]
+    assert sorted(everything) == sorted(id(p) for p in module.parameters())
+
+
+def test_kinds_are_apart_and_whole_numbers_are_nobodys() -> None:
+    module = nn.Module()
+    module.a = nn.Parameter(torch.zeros(2))
+    module.b = nn.Parameter(torch.zeros(2), requires_grad=False)
+    module.c = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    module.d = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    module.e = nn.Parameter(torch.zeros(2))
+    (members,) = partition(module)
+    assert [kind.names for kind in by_kind(members)] == [("a", "e"), ("b",), ("c",)]
+
+
+def test_a_module_needs_the_units_whose_parameters_are_in_it_but_not_in_a_unit_inside() -> None:
+    module = Mixed()
+    module.tail[1].weight = module.stem.weight
+    needs = entries(module, partition(module))
+    name_of = {m: name for name, m in module.named_modules()}
+    assert {name_of[m]: needed for m, needed in needs.items()} == {
+        "": (0,),
+        "stem": (0,),
+        "encoder.layers.0": (1,),
+        "encoder.layers.0.0": (1,),
+        "encoder.layers.0.1": (1,),
+        "encoder.layers.1": (2,),
+        "encoder.layers.1.0": (2,),
+        "encoder.layers.1.1": (2,),
+        "tail": (0,),
+        "tail.1": (0,),
+    }
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_writes_to_its_weight_is_refused_by_name(kind: type[nn.Module]) -> None:
+    module = nn.ModuleDict({"words": kind(4, 2, max_norm=1.0), "out": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"'words' has max_norm=1\.0, which rescales.*max_norm=None"):
+        partition(module)
+    module["words"] = kind(4, 2)
+    partition(module)
+
+
+def test_what_is_never_called_has_its_parameters_used_by_the_module_around_it() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lists = nn.ModuleList(nn.ParameterList([torch.ones(2)]) for _ in range(2))
+            self.layers = nn.ModuleList([nn.Linear(1, 1, bias=False), Inner()])
+
+        def forward(self) -> None: ...
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.ParameterDict({"x": torch.ones(2)})
+
+        def forward(self) -> None: ...
+
+    module = Around()
+    assert named(module) == {
+        "": ["lists.0.0", "lists.1.0"],
+        "layers.0": ["layers.0.weight"],
+        "layers.1": ["layers.1.own.x"],
+    }
+    needs = entries(module, partition(module))
+    assert needs[module] == (0,) and needs[module.layers[1]] == (2,)

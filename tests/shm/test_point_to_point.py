@@ -1,0 +1,313 @@
+"""Messages reach the rank and the tag that they are for, in any order, of any length."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.errors import Desync, PeerLost
+from instep.shm.call import DTYPES
+from instep.shm.group_segment import LINE
+from instep.shm.point_to_point import RING_BYTES, MessageHead
+from tests.shm import calls
+from tests.shm.calls import PATIENCE_S, group_of
+from tests.shm.numbers import MOVED, same_bits, values
+from tests.world import world
+
+# Nothing, one, up to a line, around the ring's end, several rings.
+LENGTHS = (0, 1, 15, 16, 17, 9001, RING_BYTES // 4 - 16, RING_BYTES // 4 + 1, 3 * RING_BYTES // 4 + 5)
+
+
+@world(2, backend="shm")
+def test_messages_of_every_length_and_dtype_arrive_as_they_were(mesh):
+    pg = group_of(mesh)
+    for n, length in enumerate(LENGTHS):
+        x = values(5, length, torch.float32, seed=n)
+        if mesh.rank == 0:
+            pg.send([x], 1, 0).wait()
+        else:
+            found = torch.full((length,), -1.0)
+            pg.recv([found], 0, 0).wait()
+            assert same_bits(found, x), length
+    for dtype in MOVED:
+        x = values(6, 77, dtype)
+        if mesh.rank == 1:
+            pg.send([x], 0, 0).wait()
+        else:
+            found = torch.zeros(77, dtype=dtype)
+            pg.recv([found], 1, 0).wait()
+            assert same_bits(found, x), dtype
+
+
+@world(2, backend="shm")
+def test_tags_may_be_asked_for_in_any_order(mesh):
+    pg = group_of(mesh)
+    tags = list(range(7))
+    asked = [3, 6, 0, 5, 4, 1, 2]
+    if mesh.rank == 0:
+        works = [pg.send([torch.full((1 + 1000 * tag,), tag)], 1, tag) for tag in tags]
+    else:
+        found = {tag: torch.zeros(1 + 1000 * tag, dtype=torch.int64) for tag in tags}
+        works = [pg.recv([found[tag]], 0, tag) for tag in asked[:4]]
+        for work in works:
+            work.wait()
+        works = [pg.recv([found[tag]], 0, tag) for tag in asked[4:]]
+    for work in works:
+        work.wait()
+    if mesh.rank == 1:
+        assert [set(found[tag].tolist()) for tag in tags] == [{tag} for tag in tags]
+
+
+@world(2, backend="shm")
+def test_messages_of_one_tag_come_in_the_order_in_which_they_were_sent(mesh):
+    pg = group_of(mesh)
+    if mesh.rank == 0:
+        for work in [pg.send([torch.tensor([n])], 1, n % 2) for n in range(40)]:
+            work.wait()
+        return
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(40)]
+    order = [*range(1, 40, 2), *range(0, 40, 2)]  # all of tag 1, then all of tag 0, which were kept
+    for work in [pg.recv([found[n]], 0, n % 2) for n in order]:
+        work.wait()
+    assert [x.item() for x in found] == list(range(40))
+
+
+@world(3, backend="shm")
+def test_everybody_sends_long_messages_to_everybody_at_once(mesh):
+    pg, length = group_of(mesh), RING_BYTES
+    others = [rank for rank in range(3) if rank != mesh.rank]
+    found = {rank: torch.zeros(length, dtype=torch.int32) for rank in others}
+    works = [pg.send([torch.full((length,), mesh.rank, dtype=torch.int32)], rank, 9) for rank in others]
+    works += [pg.recv([found[rank]], rank, 9) for rank in others]
+    for work in reversed(works):
+        work.wait()
+    assert all(bool((found[rank] == rank).all()) for rank in others)
+
+
+@world(3, backend="shm")
+def test_messages_and_collectives_do_not_mix(mesh):
+    pg = group_of(mesh)
+    successor, predecessor = (mesh.rank + 1) % 3, (mesh.rank - 1) % 3
+    for n in range(30):
+        x, found, total = torch.tensor([n + mesh.rank]), torch.zeros(1, dtype=torch.int64), torch.tensor([n])
+        works = [pg.recv([found], predecessor, n), calls.all_reduce(pg, total, now=False)]
+        works.append(pg.send([x], successor, n))
+        calls.barrier(pg).wait()
+        for work in works:
+            work.wait()
+        assert (found.item(), total.item()) == (n + predecessor, 3 * n)
+
+
+@world(2, backend="shm")
+def test_strided_tensors_parameters_and_scalars_are_sent_and_received(mesh):
+    pg = group_of(mesh)
+    rows = torch.arange(6.0).view(2, 3)
+    places = [torch.zeros(3, 2).t(), torch.zeros(4, 6)[::2, ::2], torch.nn.Parameter(torch.zeros(2, 3))]
+    if mesh.rank == 0:
+        for work in [pg.send([x], 1, n) for n, x in enumerate([rows, rows.t().contiguous().t(), rows])]:
+            work.wait()
+        pg.send([torch.tensor(3.5)], 1, 0).wait()
+        return
+    for n, place in enumerate(places):
+        pg.recv([place], 0, n).wait()
+        assert place.tolist() == rows.tolist()
+    scalar = torch.tensor(0.0)
+    pg.recv([scalar], 0, 0).wait()
+    assert scalar.item() == 3.5
+
+
+@world(4, backend="shm")
+def test_a_message_from_anybody_tells_who_sent_it(mesh):
+    pg = group_of(mesh)
+    if mesh.rank:
+        for n in range(5):
+            pg.send([torch.tensor([10 * mesh.rank + n])], 0, 4).wait()
+        return
+    found = []
+    for _ in range(15):
+        x = torch.zeros(1, dtype=torch.int64)
+        work = pg.recv_anysource([x], 4)
+        work.wait()
+        assert x.item() // 10 == work._source_rank()
+        found.append(x.item())
+    assert sorted(found) == [10 * rank + n for rank in (1, 2, 3) for n in range(5)]
+    for rank in (1, 2, 3):
+        own = [x for x in found if x // 10 == rank]
+        assert own == sorted(own)
+
+
+@world(3, backend="shm")
+def test_receives_from_anybody_and_from_one_share_what_comes(mesh):
+    pg = group_of(mesh)
+    if mesh.rank:
+        for work in [pg.send([torch.tensor([mesh.rank])], 0, 0) for _ in range(4)]:
+            work.wait()
+        return
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(8)]
+    works = [pg.recv([x], 1 + n // 2, 0) for n, x in enumerate(found[:4])]
+    works += [pg.recv_anysource([x], 0) for x in found[4:]]
+    for work in reversed(works):
+        work.wait()
+    assert [x.item() for x in found[:4]] == [1, 1, 2, 2]
+    assert sorted(x.item() for x in found[4:]) == [1, 1, 2, 2]
+    assert [work._source_rank() for work in works] == [x.item() for x in found]
+
+
+@pytest.fixture
+def left() -> threading.Event:
+    return threading.Event()
+
+
+@world(3, backend="shm")
+def test_a_rank_that_has_left_is_not_missed_while_another_may_send(mesh, left):
+    pg = group_of(mesh)
+    if mesh.rank == 2:
+        pg.shutdown()
+        left.set()
+    elif mesh.rank == 1:
+        x = torch.zeros(1)
+        pg.recv([x], 0, 1).wait()  # rank 0 waits for anybody now, and has seen that rank 2 is gone
+        pg.send([x], 0, 0).wait()
+    else:
+        assert left.wait(PATIENCE_S)
+        x = torch.zeros(1)
+        work = pg.recv_anysource([x], 0)
+        with pytest.raises(RuntimeError, match="did not end within"):
+            work.wait(timedelta(seconds=0.5))
+        pg.send([torch.ones(1)], 1, 1).wait()
+        work.wait()
+        assert x.item() == 1 and work._source_rank() == 1
+
+
+@world(2, backend="shm")
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (torch.ones(3), torch.zeros(2)),
+        (torch.ones(3), torch.zeros(0)),
+        (torch.ones(3), torch.zeros(3, dtype=torch.int32)),
+        (torch.ones(RING_BYTES), torch.zeros(4)),
+    ],
+    ids=["shorter", "none", "another dtype", "much shorter"],
+)
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_message_that_does_not_fit_is_an_error_that_tells_both_sides(mesh, sent, expected, asked):
+    pg = group_of(mesh)
+    x, other = expected.clone(), torch.zeros(1)
+    if mesh.rank == 0:
+        pg.send([sent], 1, 8).wait()
+        if asked == "after":
+            pg.send([other], 1, 9).wait()
+    else:
+        if asked == "after":  # the message is kept when it is asked for
+            pg.recv([other], 0, 9).wait()
+        texts = (f"rank 0 sends {sent.numel()} float32 with tag 8", f"rank 1 receives {x.numel()} ")
+        for _ in range(2):  # and everything after it raises the same
+            with pytest.raises(Desync) as told:
+                pg.recv([x], 0, 8).wait()
+            assert all(text in str(told.value) for text in texts)
+        with pytest.raises(Desync):
+            calls.barrier(pg).wait()
+        assert x.tolist() == expected.tolist()
+        return
+    with pytest.raises(PeerLost, match="rank 1, which failed: Desync"):
+        calls.barrier(pg).wait()
+
+
+@world(2, backend="shm")
+def test_after_a_collective_has_failed_messages_raise_what_it_raised(mesh):
+    pg = group_of(mesh)
+    with pytest.raises(Desync) as first:
+        calls.all_reduce(pg, torch.ones(1 + mesh.rank)).wait()
+    for work in (pg.send([torch.ones(1)], 1 - mesh.rank, 0), pg.recv([torch.ones(1)], 1 - mesh.rank, 0)):
+        with pytest.raises(Desync) as again:
+            work.wait()
+        assert str(again.value) == str(first.value)
+
+
+@world(2, backend="shm")
+def test_what_is_under_way_when_a_rank_leaves_ends_there(mesh):
+    pg = group_of(mesh)
+    works = [pg.recv([torch.zeros(1)], 1 - mesh.rank, 0), pg.recv_anysource([torch.zeros(1)], 1)]
+    pg.shutdown()
+    works.append(pg.recv([torch.zeros(1)], 1 - mesh.rank, 2))
+    for work in works:
+        with pytest.raises(PeerLost):
+            work.wait()
+
+
+@world(2, backend="shm")
+def test_ranks_that_are_none_or_oneself_are_refused(mesh):
+    pg = group_of(mesh)
+    for rank in (mesh.rank, 2, -1):
+        with pytest.raises(
+            ValueError, match=f"rank {mesh.rank} of a group of 2: expected another rank, got {rank}"
+        ):
+            pg.send([torch.ones(1)], rank, 0)
+        with pytest.raises(ValueError, match="expected another rank"):
+            pg.recv([torch.ones(1)], rank, 0)
+    calls.barrier(pg).wait()
+
+
+def test_nobody_sends_to_a_group_of_one():
+    world(1, backend="shm")(asks_nobody)()
+
+
+def asks_nobody(mesh):
+    with pytest.raises(ValueError):
+        group_of(mesh).recv_anysource([torch.ones(1)], 0)
+
+
+@world(3, by="process", backend="shm")
+def test_torch_s_functions_send_and_receive(mesh):
+    me = mesh.rank
+    successor, predecessor = (me + 1) % 3, (me - 1) % 3
+    found, ring = torch.zeros(2), torch.zeros(3 * RING_BYTES)
+    mine = torch.full((3 * RING_BYTES,), float(me))
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, torch.full((2,), float(me)), successor, tag=1),
+            dist.P2POp(dist.irecv, found, predecessor, tag=1),
+            dist.P2POp(dist.irecv, ring, predecessor, tag=2),
+            dist.P2POp(dist.isend, mine, successor, tag=2),
+        ]
+    )
+    for work in works:
+        work.wait()
+    assert set(found.tolist()) == set(ring.tolist()) == {float(predecessor)}
+    if me == 0:
+        sources = sorted(dist.recv(found) for _ in range(2))
+        assert sources == [1, 2]
+        dist.send(found, 1, tag=5)
+    else:
+        dist.send(torch.ones(2), 0)
+    if me == 1:
+        assert dist.recv(found, src=0, tag=5) == 0
+    # Ranks of a subgroup are known by their global numbers.
+    pair = dist.new_group([1, 2], backend="shm")
+    if me == 1:
+        dist.send(torch.full((2,), 7.0), 2, group=pair)
+    elif me == 2:
+        assert dist.recv(found, group=pair) == 1
+        assert found.tolist() == [7, 7]
+
+
+@given(
+    st.builds(MessageHead, st.integers(-(2**62), 2**62), st.sampled_from(DTYPES[1:]), st.integers(0, 2**62))
+)
+def test_heads_arrive_as_they_were_told_and_fill_a_line(head):
+    assert len(head.to_bytes()) == LINE
+    assert MessageHead.from_bytes(head.to_bytes()) == head
+
+
+def test_a_head_fits_what_has_its_dtype_and_length():
+    head = MessageHead.of(torch.zeros(2, 3), tag=4)
+    assert str(head) == "6 float32 with tag 4"
+    assert head.fits(torch.ones(6)) and head.fits(torch.ones(3, 2).t())
+    assert not head.fits(torch.ones(5)) and not head.fits(torch.ones(6, dtype=torch.int32))

@@ -1,0 +1,169 @@
+"""The page in its markup: no address in it, untrusted names stay text, sections say what is missing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from html.parser import HTMLParser
+
+import pytest
+
+from instep.timeline.report import headline, render
+from tests.timeline.report_example import IMAGE, SCRIPT, example, killed
+
+
+class Parsed(HTMLParser):
+    """The elements of a page with their attributes, and what stands in them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self._inside = tag
+        self.elements.append((tag, dict(attrs)))
+        self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside:
+            self.texts[self._inside][-1] += data
+
+    def attributes(self, name: str) -> list[str]:
+        return [attributes[name] or "" for _, attributes in self.elements if name in attributes]
+
+    def count(self, tag: str) -> int:
+        return sum(tag == name for name, _ in self.elements)
+
+
+def shares(**parts: float) -> dict:
+    """A report on one rank whose parts are these percents of its step."""
+    names = {name.replace("_", " "): value for name, value in parts.items()}
+    return {"breakdown": {"parts": list(names), "ranks": [{"rank": 0, "parts": names}]}}
+
+
+def test_the_page_names_no_address():
+    page = Parsed(render(example()))
+    assert page.attributes("src") == []
+    assert all(href.startswith("#") or href == "data:," for href in page.attributes("href"))
+    styles = "".join(page.texts["style"])
+    assert "url(" not in styles and "@import" not in styles
+    assert not page.attributes("style") and not page.attributes("onclick")
+
+
+def test_the_policy_allows_this_style_and_this_script_and_nothing_else():
+    page = Parsed(render(example()))
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    digest = {
+        text: "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+        for text in [page.texts["style"][0], page.texts["script"][1]]
+    }
+    assert rules["default-src"] == "'none'"
+    assert [rules["style-src"], rules["script-src"]] == list(digest.values())
+
+
+@pytest.mark.parametrize("name", [SCRIPT, IMAGE, "<!--<script>", "]]>\u2028", '"><svg onload=x>'])
+def test_no_name_becomes_an_element(name):
+    plain, told = example(), example()
+    told["run"] |= {
+        "name": name,
+        "strategy": name,
+        "command": name,
+        "notes": [name],
+        "versions": {name: name},
+    }
+    told["advice"][0] |= {"text": name, "try": name, "how": name}
+    told["timeline"]["names"][-1] = told["timeline"]["lanes"][0] = name
+    told["slow"]["phase"] = told["faults"][0]["what"] = name
+    told["starts"][0][name] = told["contract"][name] = name
+    told["breakdown"]["ranks"][0]["causes"] = {name: 1.0}
+    page, without = Parsed(render(told)), Parsed(render(plain))
+    for tag in ("script", "img", "style", "link", "b"):
+        assert page.count(tag) == without.count(tag), tag
+    assert not [attribute for _, has in page.elements for attribute in has if attribute.startswith("on")]
+    assert json.loads(page.texts["script"][0]) == told
+
+
+def test_what_json_has_no_number_for_is_null():
+    told = example()
+    told["curves"]["loss"][3:6] = [math.nan, math.inf, -math.inf]
+    embedded = Parsed(render(told)).texts["script"][0]
+    assert json.loads(embedded, parse_constant=pytest.fail)["curves"]["loss"][3:6] == [None] * 3
+
+
+def test_without_a_report_the_page_is_small():
+    assert len(render({}).encode()) < 300_000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "The run ended early", "the trace of rank 2 is missing", "there is nothing to advise on",
+        "No step was recorded from its begin to its end on any rank", "there is no breakdown", "No bucket",
+        "there are no curves", "There is no summary", "No start was recorded",
+    ],
+)  # fmt: skip
+def test_a_killed_run_says_what_is_missing(words):
+    assert words in render(killed())
+
+
+@pytest.mark.parametrize("section", [key for key in example() if key != "format"])
+@pytest.mark.parametrize("left", [None, "absent"])
+def test_any_section_may_be_missing(section, left):
+    told = example()
+    if left:
+        del told[section]
+    else:
+        told[section] = None
+    assert "</html>" in render(told)
+
+
+def test_any_figure_may_be_null():
+    def emptied(value):
+        if isinstance(value, dict):
+            return {key: emptied(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [emptied(each) for each in value]
+        return None if isinstance(value, int | float) else value
+
+    assert "</html>" in render(emptied(example()))
+
+
+def test_the_tables_have_the_figures():
+    told = example()
+    told["breakdown"]["ranks"][1]["parts"]["compute"] = 77.125
+    told["buckets"][0]["skew_ms"] = 3.456
+    told["buckets"][1]["ready_ms"]["0"] = 41.04
+    page = render(told)
+    assert "<td>77.1</td>" in page and "<td>3.46</td>" in page and "rank 0 at 41.0 ms" in page
+
+
+def test_the_headline_names_the_slow_rank():
+    told = shares(compute=61, waiting_for_a_slower_rank=22, exposed_communication=9, host=8)
+    told["slow"] = {"rank": 2}
+    said = headline(told).replace("\u00a0", " ")
+    assert said == "61 % of a step is compute; 22 % waits for rank 2, 9.0 % for messages"
+
+
+def test_the_headline_says_when_nothing_else_takes_time():
+    said = headline(shares(compute=98, host=1, update=1)).replace("\u00a0", " ")
+    assert said == "98 % of a step is compute; nothing else takes 3.0 %"
+
+
+def test_the_headline_is_of_the_mean_over_the_ranks():
+    told = shares(compute=90, waiting_for_data=10)
+    told["breakdown"]["ranks"].append({"rank": 1, "parts": {"compute": 50, "waiting for data": 50}})
+    said = headline(told).replace("\u00a0", " ")
+    assert said == "70 % of a step is compute; 30 % waits for data"
+
+
+def test_the_headline_of_no_steps():
+    assert headline({}) == headline(killed()) == "No step was recorded from its begin to its end"

@@ -1,0 +1,249 @@
+"""``instep.trace`` around loops of one's own: what is a step, whose time it was, what stays in the files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.events import STEP
+from instep.mesh.mesh import Mesh
+from instep.replicate.server import ParameterServer
+from instep.replicate.wrapper import DataParallel
+from instep.ring_buffer import read_head
+from instep.timeline import trace as context
+from instep.timeline.trace import TraceSession
+from instep.timeline.trace_files import FOLDER, path_of, read_traces
+from tests.parity import numbers, world_of_one
+from tests.timeline.test_trace_files import with_head
+from tests.world import world
+
+STEPS = 4
+
+
+def wrapped(mesh: Mesh) -> DataParallel:
+    torch.manual_seed(3)
+    return DataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), process_group=mesh)
+
+
+def train(model: DataParallel, trace: TraceSession | None = None, steps: int = STEPS) -> None:
+    """An ordinary loop; the loader takes a while."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = (numbers(3, 6, key=str(step)) for step in range(steps))
+    for x in batches if trace is None else trace.data(batches):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+def names(trace: TraceSession, step: int) -> list[str]:
+    """Of the events of a step, as it was made the last time, from wherever they are kept."""
+    rank = trace.recorder.rank
+    kept = read_traces(trace.path / FOLDER).traces[rank].events if trace.path else trace.recorder.of_step
+    events = kept(step)
+    begin = next(event.start_ns for event in events[::-1] if event.name == STEP)
+    return [event.name for event in events if event.start_ns >= begin]
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+@world(2)
+def test_each_step_of_a_loop_is_told_with_what_it_did(mesh: Mesh, tmp_path: Path, to_disk: bool) -> None:
+    model = wrapped(mesh)
+    with instep.trace(model, tmp_path if to_disk else None) as trace:
+        train(model, trace)
+    mesh.world.group.barrier("all have ended")
+    rows = trace.analysis().rows
+    assert sorted(rows) == ([0, 1] if to_disk else [mesh.rank])
+    for rank, found in rows.items():
+        assert [row.step for row in found] == [*range(STEPS)]
+        for row in found:
+            assert (
+                row.rank == rank
+                and row.micro_batches == 1
+                and row.compute > 0
+                and row.data > 0
+                and row.update > 0
+            )
+            assert sum(row.totals().values()) == pytest.approx(row.wall)
+    for step in range(STEPS):
+        told = names(trace, step)
+        assert [told.count(name) for name in ("data", "forward", "backward", "update", STEP)] == [1] * 5
+    mesh.world.group.barrier("all have looked")
+
+
+@world(2)
+def test_with_a_path_every_rank_tells_of_both_and_print_shows_it(mesh: Mesh, tmp_path: Path) -> None:
+    model = wrapped(mesh)
+    with instep.trace(model, str(tmp_path)) as trace:
+        train(model, trace)
+    mesh.world.group.barrier("all have ended")
+    traces = read_traces(tmp_path / FOLDER)
+    assert {step: traces.ranks(step) for step in traces.steps} == {step: [0, 1] for step in range(STEPS)}
+    assert traces.notes == [] and traces.world_size == 2
+    setting = traces.traces[mesh.rank].head["setting"]
+    assert (setting["strategy"], setting["backend"], setting["world_size"]) == ("bucketed", "gloo", 2)
+    assert (setting["hosts"], setting["ranks_per_host"]) == (1, 2)
+    assert str(trace).startswith("time   ") and "compute" in str(trace)
+    mesh.world.group.barrier("all have looked")
+
+
+def test_alone_it_works_without_a_process_group() -> None:
+    with instep.trace(model := wrapped(world_of_one())) as trace:
+        assert str(trace) == "no step has ended"
+        assert trace.analysis().breakdowns == []
+        train(wrapped(world_of_one()))  # another one, with a recorder of its own
+        assert str(trace) == "no step has ended"
+        train(model, trace)
+        assert str(trace).startswith("time   ")
+
+
+def test_what_follows_the_last_step_is_no_step() -> None:
+    model = wrapped(world_of_one())
+    with instep.trace(model) as trace:
+        train(model, trace)
+        model(numbers(3, 6, key="more")).sum().backward()
+    assert [row.step for row in trace.analysis().rows[0]] == [*range(STEPS)]
+    assert not any(event.name == STEP and event.step == STEPS for event in trace.recorder.events)
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_what_came_before_is_no_part_of_it(tmp_path: Path, to_disk: bool) -> None:
+    model = wrapped(world_of_one())
+    train(model)
+    began = time.monotonic_ns()
+    with instep.trace(model, tmp_path if to_disk else None) as trace:
+        train(model, trace)
+    rows = trace.analysis().rows[0]
+    assert [row.step for row in rows] == [*range(STEPS, 2 * STEPS)] and rows[0].start_ns >= began
+
+
+def test_parts_of_the_loop_have_the_names_that_it_gives_them() -> None:
+    model = wrapped(world_of_one())
+    with instep.trace(model) as trace:
+        for _ in trace.data([1]):
+            with trace.span("logging"):
+                time.monotonic_ns()
+            train(model, steps=1)
+    (row,) = trace.analysis().rows[0]
+    assert row.host["logging"] > 0 and row.data > 0
+
+
+def test_a_loader_that_starts_slowly_is_waited_for_as_data() -> None:
+    """The first batch's wait includes what ``iter`` does, where a DataLoader starts its workers."""
+    model = wrapped(world_of_one())
+    trace_of: list[TraceSession] = []
+
+    class Loader:
+        def __iter__(self):
+            assert ("data", "data") in trace_of[0].recorder._open
+            return iter([numbers(3, 6, key="a")])
+
+    with instep.trace(model) as trace:
+        trace_of.append(trace)
+        assert len([*trace.data(Loader())]) == 1
+
+
+def loop(model: DataParallel, path: Path | None, batches: Iterable[torch.Tensor]) -> None:
+    with instep.trace(model, path) as trace:
+        for x in trace.data(batches):
+            with trace.span("mine"):
+                model(x)
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_after_an_error_in_the_loop_it_can_be_traced_again(tmp_path: Path, to_disk: bool) -> None:
+    model, path = wrapped(world_of_one()), tmp_path if to_disk else None
+
+    def failing():
+        yield numbers(3, 6, key="a")
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="disk is gone"):
+        loop(model, path, failing())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        loop(model, path, [torch.zeros(1, 5)])
+    with instep.trace(model, path) as again:
+        train(model, again)
+    assert [row.step for row in again.analysis().rows[0]] == [*range(STEPS)]
+    told = names(again, 0)
+    assert [told.count(name) for name in ("data", "forward", "backward", "update", STEP)] == [1] * 5
+
+
+def test_what_an_earlier_process_left_there_is_no_part_of_it(tmp_path: Path) -> None:
+    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
+        train(model, trace, steps=9)
+    file = path_of(tmp_path / FOLDER, 0)
+    with_head(process=[1, 1])(file)
+    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
+        train(model, trace, steps=2)
+    assert [row.step for row in trace.analysis().rows[0]] == [0, 1]
+
+
+def test_ranks_of_an_earlier_run_that_are_no_more_are_no_part_of_it(tmp_path: Path) -> None:
+    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
+        train(model, trace, steps=9)
+    file = path_of(tmp_path / FOLDER, 0)
+    with_head(rank=1, world_size=2)(file)
+    file.rename(path_of(tmp_path / FOLDER, 1))
+    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
+        train(model, trace, steps=2)
+    traces = read_traces(tmp_path / FOLDER)
+    assert [*traces.traces] == [0] and traces.steps == [0, 1]
+    assert traces.notes == ["the trace of rank 1 is of an earlier run: left out"]
+
+
+def test_epochs_that_are_traced_one_by_one_go_on_in_one_file(tmp_path: Path) -> None:
+    model = wrapped(world_of_one())
+    for _ in range(2):
+        with instep.trace(model, tmp_path) as trace:
+            train(model, trace)
+    assert [row.step for row in trace.analysis().rows[0]] == [*range(2 * STEPS)]
+
+
+@world(2)
+def test_workers_of_a_parameter_server_wait_for_it_by_name(mesh: Mesh, tmp_path: Path) -> None:
+    module = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    server = ParameterServer(module, optimizer if mesh.rank == 0 else None, process_group=mesh)
+    with instep.trace(server, tmp_path) as trace:
+        for x in trace.data(numbers(3, 6, key=str(step)) for step in range(STEPS)):
+            server.backward_and_step(module(x).sum())
+    rows = trace.analysis().rows[mesh.rank]
+    assert [row.step for row in rows] == [*range(STEPS)]
+    head, _ = read_head(path_of(tmp_path / FOLDER, mesh.rank)) or ({}, [])
+    assert head["setting"]["strategy"] == "server"
+    mesh.world.group.barrier("all have looked")
+
+
+def test_a_head_has_room_for_the_longest_names() -> None:
+    model = wrapped(world_of_one())
+    assert len(json.dumps(context._head(model))) < 1500
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_room_for_no_event_is_refused(tmp_path: Path, capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"expected at least 1 event, got {capacity}"):
+        context.trace(wrapped(world_of_one()), tmp_path, capacity=capacity).__enter__()
+
+
+def test_a_path_that_cannot_be_made_is_an_error_and_the_model_goes_on(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file")
+    model = wrapped(world_of_one())
+    with pytest.raises(FileExistsError):
+        context.trace(model, tmp_path).__enter__()
+    train(model)
+    assert model.recorder.optimizer_steps == STEPS
+
+
+def test_what_comes_after_the_block_is_no_part_of_it(tmp_path: Path) -> None:
+    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
+        train(model, trace, steps=2)
+    train(model, trace, steps=5)
+    assert [row.step for row in trace.analysis().rows[0]] == [0, 1]
+    assert len(trace.recorder.events) > 0

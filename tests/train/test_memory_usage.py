@@ -1,0 +1,219 @@
+"""What is held is counted in storages; the expected numbers are products of shapes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from instep.models.config import GPTConfig, num_parameters
+from instep.models.transformer import GPT
+from instep.replicate.server import ParameterServer
+from instep.replicate.threads import ThreadedReplicas
+from instep.replicate.wrapper import DataParallel
+from instep.shard.optimizer import ShardedOptimizer
+from instep.train.memory_usage import MemoryUsage, Saved, activations, count, memory_usage
+from tests.world import world
+
+ALIGN = 64  # a granule of a buffer: what a bucket may be longer than its gradients, per parameter
+OVERHEAD = 64  # and what a whole allocation is longer than it was asked for
+
+
+class Tied(nn.Module):
+    """512 x 32 weights with two names, 8 frozen ones, 3 integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.outside = nn.Embedding(512, 32), nn.Linear(32, 512, bias=False)
+        self.outside.weight = self.inside.weight
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, tokens):
+        return self.outside(self.inside(tokens))
+
+
+WEIGHTS = 512 * 32 * 4
+TOKENS = torch.arange(6).view(2, 3)
+
+
+def test_ties_and_views_count_once_and_frozen_weights_have_no_gradient():
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    moments = 2 * WEIGHTS + 4  # and the number of its steps
+    assert memory_usage(model, optimizer) == MemoryUsage(WEIGHTS + 32, WEIGHTS, moments, 24)
+    optimizer.zero_grad()
+    assert memory_usage(model, optimizer).state == WEIGHTS + 32 + moments
+
+
+def test_a_view_counts_for_the_whole_of_its_memory():
+    flat = torch.zeros(1000)
+    assert count(parameters=[flat[:10], flat[20:30]]) == MemoryUsage(parameters=4000)
+
+
+def test_memory_of_two_purposes_is_the_firsts():
+    x = torch.zeros(100)
+    assert count(gradients=[x], scratch=[x, torch.zeros(5)]) == MemoryUsage(gradients=400, scratch=20)
+
+
+def test_storages_over_the_same_addresses_count_once():
+    memory = bytearray(4096)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    part = torch.frombuffer(memory, dtype=torch.float32, offset=1024, count=256)
+    beyond = torch.frombuffer(memory, dtype=torch.uint8, offset=4000)
+    assert len({x.untyped_storage()._cdata for x in (whole, part, beyond)}) == 3
+    assert count(parameters=[part, whole], buffers=[beyond]) == MemoryUsage(parameters=4096)
+
+
+def test_sparse_gradients_count_what_they_hold():
+    model = nn.Embedding(1000, 16, sparse=True)
+    model(torch.tensor([1, 2, 3])).sum().backward()
+    assert memory_usage(model).gradients == 3 * 8 + 3 * 16 * 4
+
+
+def test_what_is_on_no_device_takes_no_memory():
+    assert memory_usage(nn.Linear(1000, 1000, device="meta")) == MemoryUsage()
+
+
+def test_no_purpose_is_made_up():
+    with pytest.raises(TypeError, match="luggage"):
+        count(luggage=[torch.zeros(1)])
+
+
+def step(model, module, num_leaves):
+    for _ in model.micro_batches(num_leaves):
+        module(TOKENS).float().pow(2).mean().backward()
+
+
+@pytest.mark.parametrize(("num_leaves", "sums"), [(1, 0), (2, 1), (4, 2), (8, 3)])
+def test_the_tree_over_k_micro_batches_takes_log2_of_k_more_gradients(num_leaves, sums):
+    module = Tied()
+    model = DataParallel(module)
+    step(model, module, num_leaves)
+    found = memory_usage(module, model=model)
+    assert found.gradients == pytest.approx(WEIGHTS, abs=ALIGN + OVERHEAD)
+    assert found.scratch == pytest.approx(sums * WEIGHTS, abs=sums * (ALIGN + OVERHEAD))
+    module.zero_grad()
+    assert memory_usage(module, model=model) == found, "buckets stay, whether or not .grad is a view of them"
+    model.close()
+
+
+@world(2)
+def test_over_messages_a_rank_receives_half_a_gradient_from_each(mesh):
+    module = Tied()
+    model = DataParallel(module, process_group=mesh)
+    step(model, module, 2)
+    found = memory_usage(module, model=model)
+    model.close()
+    assert found.gradients == pytest.approx(WEIGHTS, abs=2 * ALIGN + OVERHEAD)
+    assert found.scratch == pytest.approx(WEIGHTS, abs=2 * ALIGN + OVERHEAD)
+
+
+@world(3)
+def test_only_the_server_has_moments_and_room_for_what_all_workers_send(mesh):
+    module = Tied()
+    optimizer = torch.optim.AdamW(module.parameters())
+    model = ParameterServer(module, optimizer, mesh)
+    step(model, module, 3)
+    model.step()
+    found = memory_usage(module, optimizer, model)
+    model.close()
+    server = mesh.rank == 0
+    assert found.optimizer == (2 * WEIGHTS + 4 if server else 0)
+    rows = 2 if server else 1
+    assert found.scratch == pytest.approx(rows * WEIGHTS, abs=rows * 3 * ALIGN + OVERHEAD)
+
+
+@world(2)
+def test_sharded_moments_count_where_they_are(mesh):
+    module = nn.Linear(4096, 8, bias=False)  # 8 blocks of 4096 elements: 4 for each rank
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, mesh)
+    module(torch.ones(1, 4096)).sum().backward()
+    optimizer.step()
+    found = memory_usage(module, optimizer)
+    optimizer.close()
+    size = 4096 * 8 * 4
+    assert found == MemoryUsage(size + OVERHEAD, size, 2 * size // 2 + 4)
+
+
+def test_threads_have_a_set_of_buckets_each_over_one_set_of_weights():
+    module = Tied()
+    model = ThreadedReplicas(module, 3)
+    assert memory_usage(module, model=model) == MemoryUsage(WEIGHTS + 32, buffers=24)
+    model.micro_batches(3, lambda replica, leaf: replica(TOKENS).pow(2).mean().backward())
+    found = memory_usage(module, model=model)
+    model.close()
+    assert found.parameters == WEIGHTS + 32
+    assert found.gradients == pytest.approx(WEIGHTS, abs=ALIGN + OVERHEAD)
+    assert found.scratch == pytest.approx(2 * WEIGHTS, abs=2 * (ALIGN + OVERHEAD))
+
+
+def test_activations_are_what_backward_needs_but_for_weights_and_inputs():
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    x = torch.zeros(10, 64)
+    # GELU keeps what it is given, and the second layer what GELU gives.
+    assert activations(module, lambda: module(x).sum(), [x]) == 2 * 10 * 256 * 4
+    assert activations(module, lambda: module(x).sum()) == (2 * 256 + 64) * 10 * 4
+
+
+def test_memory_that_is_kept_twice_counts_once():
+    x = torch.zeros(100, requires_grad=True)
+
+    def forward():
+        y = x * 2.0  # keeps nothing
+        return (y.sin() + y.cos()).sum()  # both keep y
+
+    assert activations(nn.Identity(), forward) == 400
+
+
+def test_what_is_kept_goes_with_its_graph():
+    x = torch.zeros(100, requires_grad=True)
+    saved = Saved()
+    with saved.watch():
+        first = (x * 2.0).exp().sum()
+        assert saved.nbytes == 400
+        first.backward()
+        assert saved.nbytes == 0
+        second = (x * 3.0).exp().sum()
+        del second
+        assert saved.nbytes == 0
+    assert saved.peak == 400
+
+
+def test_the_peak_is_of_one_micro_batch_at_a_time():
+    x = torch.zeros(100, requires_grad=True)
+    saved = Saved()
+    with saved.watch():
+        for _ in range(3):
+            (x * 2.0).exp().sum().backward()
+    assert saved.peak == 400
+
+
+def test_a_checkpoint_keeps_its_input_alone():
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x = torch.zeros(10, 64)
+    y = nn.Parameter(torch.zeros(64))
+    forward = lambda: checkpoint(module, x + y, use_reentrant=False).sum()  # noqa: E731
+    assert activations(module, forward) == 10 * 64 * 4
+
+
+def test_counting_moves_no_bit_of_the_gradient_or_of_later_random_numbers():
+    module = GPT(GPTConfig(layers=2, width=32, heads=2, context=8, dropout=0.5))
+    tokens = torch.arange(16).view(2, 8)
+
+    def loss():
+        torch.manual_seed(3)
+        return F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
+
+    loss().backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    with Saved().watch():
+        loss().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True))
+    before = torch.get_rng_state()
+    assert activations(module, lambda: module(tokens).sum()) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert memory_usage(module).state == 8 * num_parameters(module.config)

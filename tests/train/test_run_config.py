@@ -1,0 +1,148 @@
+"""The config: what it refuses and in which words, what TOML gives back, what the bits may depend on."""
+
+import ast
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import get_args, get_origin
+
+import pytest
+
+from instep.recipes import text_config
+from instep.recipes.text_config import Config, merge, validate
+from instep.replicate.strategies import STRATEGIES, WRAPPERS
+from instep.run.toml import flatten
+from instep.train import run_config
+from instep.train.run_config import ParallelConfig, check_ranks, check_world, local_ranks, numerical
+
+TOPICS = ("model", "batch", "optim", "parallel", "checkpoint", "eval", "checks", "ledger", "trace", "logs")
+
+
+def changed(**topics: object) -> Config:
+    """The default recipe with settings changed: ``changed(steps=3, batch={"micro_size": 2})``."""
+    return merge(text_config.default(), topics, source="test")
+
+
+@pytest.mark.parametrize("recipe", [text_config.default, text_config.tiny])
+def test_recipes_are_valid(recipe):
+    validate(recipe())
+
+
+@pytest.mark.parametrize(
+    ("topics", "message"),
+    [
+        (
+            {"batch": {"global_size": 30}},
+            "batch.global_size 30 is no multiple of batch.micro_size 4: use 28 or 32",
+        ),
+        ({"batch": {"global_size": 3}}, "use 4, or another micro-batch"),
+        ({"batch": {"micro_size": 0}}, "batch.micro_size: expected a number above 0, got 0"),
+        ({"ranks": 9}, r"9 ranks, but only 8 micro-batches \(global 32 / micro 4\): use at most 8 ranks"),
+        ({"ranks": -1}, "ranks: expected 0 or more, got -1"),
+        ({"model": {"width": 130}}, r"model: .*width\(130\) % heads\(4\) = 2"),
+        ({"model": {"dropout": 1.0}}, "model: expected 0 <= dropout < 1, got 1.0"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr: expected a finite number, got nan"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas: expected a number from 0 to below 1, got 1.0"),
+        ({"optim": {"min_lr_ratio": 1.5}}, "optim.min_lr_ratio: expected a number from 0 to 1, got 1.5"),
+        ({"checkpoint": {"keep": 1}}, "checkpoint.keep: expected 2 or more, got 1"),
+        ({"parallel": {"strategy": "flatt"}}, "bucketed, server, threads, got 'flatt'"),
+        (
+            {"parallel": {"strategy": "server", "ordered": False}},
+            "parallel.ordered false with parallel.strategy server, which always adds in the order",
+        ),
+        (
+            {"parallel": {"strategy": "threads", "ordered": False}},
+            "parallel.ordered false with parallel.strategy threads",
+        ),
+        (
+            {"parallel": {"strategy": "threads"}, "model": {"dropout": 0.1}},
+            "model.dropout 0.1 with parallel.strategy threads, .* set model.dropout 0, or use another",
+        ),
+        ({"parallel": {"strategy": "threads"}, "ranks": 9}, "9 threads, but only 8 micro-batches"),
+        ({"autocast": "fp16"}, "autocast: expected one of off, bf16, got 'fp16'"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_by_name(topics, message):
+    with pytest.raises(ValueError, match=message):
+        validate(changed(**topics))
+
+
+def test_every_number_outside_the_model_has_a_range():
+    numbers = {
+        name
+        for name, kind, value in flatten(text_config.default())
+        if kind in (int, float) or (get_origin(kind) is tuple and str not in get_args(kind))
+    }
+    assert {name for name in numbers if not name.startswith("model.")} == set(text_config.TEXT_RANGES)
+
+
+def test_the_strategies_are_those_that_exist():
+    names = [*STRATEGIES, *WRAPPERS]
+    for name in names:
+        validate(changed(parallel={"strategy": name}))
+    with pytest.raises(ValueError, match=f"expected one of {', '.join(names)}, got"):
+        validate(changed(parallel={"strategy": "none of them"}))
+
+
+def test_ranks_are_at_most_the_micro_batches():
+    config = text_config.default()
+    for world_size in range(1, 9):
+        check_ranks(config, world_size)
+    with pytest.raises(ValueError, match="9 ranks, but only 8 micro-batches"):
+        check_ranks(config, 9)
+
+
+def test_threads_are_one_process():
+    threads = changed(parallel={"strategy": "threads"}, ranks=8)
+    check_world(threads, 1)
+    check_world(changed(), 8)
+    with pytest.raises(ValueError, match="threads is one process, but a launcher has started 2: start one"):
+        check_world(threads, 2)
+    with pytest.raises(ValueError, match="9 ranks, but only 8 micro-batches"):
+        check_world(changed(), 9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "num_cores", "expected"),
+    [(0, 1, 2, 2), (0, 1, 64, 8), (0, 4, 6, 1), (0, 4, 2, 1), (3, 1, 2, 3)],
+)
+def test_ranks_fill_the_cores_unless_their_number_is_given(ranks, threads, num_cores, expected):
+    assert local_ranks(changed(ranks=ranks, parallel={"threads": threads}), num_cores) == expected
+
+
+def test_numerical_has_nothing_of_placement():
+    placed = changed(
+        ranks=3,
+        run_dir="elsewhere",
+        data="some.txt",
+        resume=True,
+        stop_after=5,
+        timeout_s=1.0,
+        parallel={"strategy": "naive", "bucket_mb": 0.1, "backend": "gloo"},
+        checkpoint={"every": 1, "keep": 9},
+        eval={"every": 1, "windows": 1},
+    )
+    assert numerical(placed) == numerical(text_config.default())
+
+
+def test_numerical_has_everything_else():
+    base = numerical(text_config.default())
+    for name in ("steps", "seed", "model.layers", "batch.micro_size", "optim.betas.1", "parallel.threads"):
+        assert name in base
+    unordered = numerical(replace(text_config.default(), parallel=ParallelConfig(ordered=False)))
+    assert {name for name in base if base[name] != unordered[name]} == {"parallel.ordered"}
+    assert all(isinstance(value, str | int | float | bool) for value in base.values())
+
+
+def test_every_setting_has_a_sentence():
+    files = [Path(module.__file__) for module in (run_config, text_config)]
+    for topic in (node for file in files for node in ast.parse(file.read_text()).body):
+        if isinstance(topic, ast.ClassDef) and topic.decorator_list:
+            for declared, after in pairwise(topic.body):
+                if isinstance(declared, ast.AnnAssign) and declared.target.id not in TOPICS:
+                    assert isinstance(after, ast.Expr), f"{topic.name}.{ast.unparse(declared.target)}"
+
+
+def test_a_preset_yields_to_what_stands_beside_it():
+    model = changed(model={"layers": 2, "preset": "medium"}).model
+    assert (model.layers, model.width, model.heads) == (2, 1024, 16)

@@ -1,0 +1,221 @@
+"""Snapshots of a divided state: from the ranks of one generation to those of the next, however many."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from instep.elastic.snapshot import MemoryPlace, Snapshot, SnapshotHandle
+from instep.mesh.mesh import Mesh
+from instep.recipes import text_config
+from instep.recipes.text import TextRecipe
+from instep.recipes.text_config import Config
+from instep.train.recovery import Checkpoints, Snapshots, restore_newest
+from instep.train.run_config import ParallelConfig
+from instep.train.trainer import Trainer
+from tests.parity import world_of_one
+from tests.train.snapshots import Supervisor, snapshots_of
+from tests.world import world as make_world
+
+world = partial(make_world, timeout_s=20.0)  # a disk takes its time
+
+
+def config(data: Path) -> Config:
+    """The tiny recipe without dropout, which ranks that are threads cannot draw."""
+    tiny = text_config.tiny()
+    parallel = ParallelConfig(shard_stage=1)
+    return replace(tiny, model=replace(tiny.model, dropout=0.0), data=data, steps=9, parallel=parallel)
+
+
+_references: dict[bytes, list[str]] = {}
+_lock = threading.Lock()
+LAST = 5  # of the steps that a test asks for
+
+
+def reference(data: Path, steps: int) -> str:
+    """The state after ``steps`` that are made without any sharding, once for all who ask."""
+    text = data.read_bytes()
+    with _lock:
+        if text not in _references:
+            trainer = Trainer(TextRecipe(replace(config(data), parallel=ParallelConfig())), world_of_one())
+            _references[text] = [trainer.state_sha256()]
+            for _ in range(LAST):
+                trainer.step()
+                _references[text].append(trainer.state_sha256())
+        return _references[text][steps]
+
+
+def copied(mesh: Mesh, data: Path, supervisor: Supervisor, path: Path, steps: Sequence[int]) -> None:
+    """A generation that goes on from what there is, and copies its state after each of ``steps``."""
+    trainer, memory = Trainer(TextRecipe(config(data)), mesh), snapshots_of(supervisor)
+    mesh.world.group.barrier("the test")  # all have taken over
+    restore_newest(trainer, memory, Checkpoints(path, 20))
+    while trainer.steps_done < steps[-1]:
+        trainer.step()
+        if trainer.steps_done in steps:
+            memory.write(trainer)
+    mesh.world.group.barrier("the test")
+    trainer.leave()
+
+
+def restored(
+    mesh: Mesh, data: Path, supervisor: Supervisor, path: Path, step: int, source: str = "the snapshot"
+) -> None:
+    """A generation that finds the state after ``step``, and makes another."""
+    trainer = Trainer(TextRecipe(config(data)), mesh)
+    with torch.no_grad():
+        next(trainer.module.parameters()).add_(1)  # as if it were from elsewhere, or newer
+    assert restore_newest(trainer, snapshots_of(supervisor), Checkpoints(path, 20))[0].endswith(source)
+    assert trainer.steps_done == step
+    assert trainer.state_sha256() == reference(data, step)
+    if source == "the snapshot":
+        assert trainer.last is not None  # how the step went that is to be written down
+    trainer.step()
+    assert trainer.state_sha256() == reference(data, step + 1)
+    trainer.leave()
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 3), (2, 4), (1, 3), (3, 1)])
+def test_any_number_of_ranks_goes_on_from_the_copies_of_any_other(
+    data: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    supervisor = Supervisor()
+    world(before)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(1, 3))
+    assert len(supervisor.kept) == before
+    world(after)(restored)(data=data, supervisor=supervisor, path=tmp_path, step=3)
+
+
+def test_all_copies_together_are_the_state_once(data: Path, tmp_path: Path) -> None:
+    supervisor, alone = Supervisor(), Supervisor()
+    world(3)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(1,))
+    world(1)(copied)(data=data, supervisor=alone, path=tmp_path, steps=(1,))
+    sizes = [kept_bytes(kept) for kept in supervisor.all]
+    (whole,) = [kept_bytes(kept) for kept in alone.all]
+    assert whole <= sum(sizes) <= 1.1 * whole  # but for padding, each tensor's and each copy's
+    assert max(sizes) < 0.5 * whole
+
+
+def kept_bytes(kept: SnapshotHandle) -> int:
+    return Snapshot.attach(kept.place).tensor_bytes
+
+
+@pytest.mark.parametrize("torn", [0, 1, 2])
+def test_a_copy_that_was_torn_takes_all_ranks_back_to_the_step_before(
+    data: Path, tmp_path: Path, torn: int
+) -> None:
+    """Killed in the middle of the copy of step 3, when another rank may have ended its own."""
+    supervisor = Supervisor()
+    world(3)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(2, 3))
+    copy = Snapshot.attach(supervisor.kept[1, torn].place)
+    half = copy.halves[3]
+    copy._words.post(3 + half, 0)
+    copy.bytes_of(half, 0, copy.tensor_bytes).fill_(255)
+    world(2)(restored)(data=data, supervisor=supervisor, path=tmp_path, step=2)
+
+
+def test_a_generation_goes_on_in_the_copies_of_the_one_before(data: Path, tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    world(2)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(1, 2))
+    before = supervisor.all
+    supervisor.generation = 2
+    world(2)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(4,))
+    assert supervisor.all == before  # nothing new was handed over
+    world(2)(restored)(data=data, supervisor=supervisor, path=tmp_path, step=4)
+
+
+def test_copies_of_a_generation_that_was_lost_before_all_had_one_do_not_count(
+    data: Path, tmp_path: Path
+) -> None:
+    supervisor = Supervisor()
+    world(3)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(2,))
+    supervisor.generation = 2
+    world(2)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(4,))
+    assert len(supervisor.kept) == 5
+    del supervisor.kept[2, 1]  # the second rank was killed before
+    world(2)(restored)(data=data, supervisor=supervisor, path=tmp_path, step=2)
+
+
+def test_moments_that_come_late_do_not_take_the_step_before_away(data: Path, tmp_path: Path) -> None:
+    """A larger copy is begun with what the smaller one had, because others may not have theirs yet."""
+    supervisor = Supervisor()
+    world(2)(copied)(data=data, supervisor=supervisor, path=tmp_path, steps=(1,))
+    small = Snapshot.attach(supervisor.kept[1, 0].place)
+    larger = small.grown(2 * small._words[1], 2 * small.tensor_bytes)
+    supervisor.hand_over(larger, 0, 2, 1)
+    world(3)(restored)(data=data, supervisor=supervisor, path=tmp_path, step=1)
+
+
+@world(2)
+def saved(mesh: Mesh, data: Path, path: Path, step: int) -> None:
+    trainer, checkpoints = Trainer(TextRecipe(config(data)), mesh), Checkpoints(path, 20)
+    restore_newest(trainer, None, checkpoints)
+    while trainer.steps_done < step:
+        trainer.step()
+    checkpoints.save(trainer)
+    checkpoints.finish(trainer)
+    trainer.leave()
+
+
+@pytest.mark.parametrize(("on_disk", "in_memory"), [(2, 3), (3, 3), (4, 3)])
+def test_the_newer_of_memory_and_disk_is_taken(
+    data: Path, tmp_path: Path, on_disk: int, in_memory: int
+) -> None:
+    supervisor = Supervisor()
+    world(2)(copied)(data=data, supervisor=supervisor, path=tmp_path / "other", steps=(in_memory,))
+    saved(data=data, path=tmp_path, step=on_disk)
+    source = f"step-{on_disk:08d}" if on_disk > in_memory else "the snapshot"
+    step = max(on_disk, in_memory)
+    world(3)(restored)(data=data, supervisor=supervisor, path=tmp_path, step=step, source=source)
+
+
+def test_a_checkpoint_that_cannot_be_trusted_does_not_keep_memory_from_being_used(
+    data: Path, tmp_path: Path
+) -> None:
+    supervisor = Supervisor()
+    world(2)(copied)(data=data, supervisor=supervisor, path=tmp_path / "other", steps=(3,))
+    saved(data=data, path=tmp_path, step=4)
+    for file in tmp_path.rglob("model-00001-*"):
+        file.write_bytes(file.read_bytes()[:-1])
+    world(2)(restored)(data=data, supervisor=supervisor, path=tmp_path, step=3)
+
+
+def test_where_there_is_nothing_all_begin(data: Path, tmp_path: Path) -> None:
+    world(2)(restored)(data=data, supervisor=Supervisor(), path=tmp_path, step=0, source="the beginning")
+
+
+def test_one_rank_decides_when_all_copy(data: Path) -> None:
+    @world(2)
+    def decide(mesh: Mesh) -> None:
+        trainer, memory = Trainer(TextRecipe(config(data)), mesh), snapshots_of(Supervisor())
+        assert memory.due(trainer) == (mesh.rank == 0)
+        trainer.leave()
+
+    decide()
+
+
+@world(2)
+def test_of_a_state_that_every_rank_has_rank_zero_alone_has_a_snapshot(mesh: Mesh, data: Path) -> None:
+    supervisor = Supervisor()
+    trainer, memory = (
+        Trainer(TextRecipe(replace(config(data), parallel=ParallelConfig())), mesh),
+        snapshots_of(supervisor),
+    )
+    restore_newest(trainer, memory, Checkpoints(data.parent / "nothing", 20))
+    trainer.wishes = {"copy": lambda: memory.due(trainer)}
+    trainer.step()
+    memory.after_step(trainer, 0.1)
+    assert list(supervisor.kept) == ([(1, 0)] if mesh.rank == 0 else [])
+    trainer.leave()
+
+
+def test_what_a_rank_knows_ends_with_its_generation() -> None:
+    snapshots = Snapshots(cast(Any, None))
+    snapshots.take_over([SnapshotHandle(MemoryPlace(1, 2, 3), 1, 0, 2)])
+    assert snapshots.newest() == (-1, -1)  # one of two
