@@ -199,7 +199,7 @@ def lines(found: Found) -> list[Found]:
 
 
 def brief(row: Found) -> Found:
-    """A line of ``gains`` as the project's README has it."""
+    """A line of ``gains`` as docs/timeline.md has it."""
     names = ("planted", "followed by", "step(ms)", "predicted(ms)", "measured(ms)", "least to most(ms)")
     return {name: row[name] for name in (*names, "measured / predicted")}
 
@@ -218,7 +218,8 @@ def write(found: Found, folder: Path) -> None:
     write_between(readme, "gains table", f"{within} of {len(table)} are within a third.\n\n{markdown(table)}")
     write_between(readme, "lines table", markdown(lines(found)))
     if folder.resolve() == HERE:
-        write_between(HERE.parents[1] / "README.md", "advice table", markdown([brief(row) for row in table]))
+        page = HERE.parents[1] / "docs" / "timeline.md"
+        write_between(page, "advice table", markdown([brief(row) for row in table]))
     write_between(
         readme,
         "environment",

@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks.advice.causes import AFTER
 from instep.bench.hosts import Network
-from instep.timeline.insight import setting_of
-from instep.timeline.tape import FOLDER, read_tapes
-from instep.train.folder import SUMMARY
+from instep.run.folder import SUMMARY
+from instep.timeline.analysis import setting_of
+from instep.timeline.trace_files import FOLDER, read_traces
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120
@@ -79,11 +79,11 @@ def on_one_host(ranks: int) -> list[dict[str, str]]:
 
 def read(folder: Path) -> Made:
     """What a run left behind. A step is a whole one, host code between steps included."""
-    tapes = read_tapes(folder / FOLDER)
-    setting = setting_of(tapes.tapes[0].head.get("setting"))
+    traces = read_traces(folder / FOLDER)
+    setting = setting_of(traces.traces[0].head.get("setting"))
     if setting is None:
-        raise RuntimeError(f"no setting in the trace of {folder}: {tapes.notes}")
-    windows = tapes.tapes[0].windows
+        raise RuntimeError(f"no setting in the trace of {folder}: {traces.notes}")
+    windows = traces.traces[0].windows
     # In the last one, the run is evaluated and saved.
     walls_ns = [end - begin for step, (begin, end) in windows.items() if AFTER <= step < max(windows)]
     summary = json.loads((folder / SUMMARY).read_text())

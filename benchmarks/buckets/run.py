@@ -16,7 +16,7 @@ from typing import Any
 
 from instep.bench import tables
 from instep.bench.buckets import draw, measure, notes, title_of
-from instep.bench.options import Buckets
+from instep.bench.options import BucketsOptions
 from instep.shm.futex import available
 
 HERE = Path(__file__).parent
@@ -47,9 +47,9 @@ def main() -> int:
     runs = []
     for backend in BACKENDS:
         options = (
-            Buckets(sizes=SIZES, params="5M", samples=4, backend=backend)
+            BucketsOptions(sizes=SIZES, params="5M", samples=4, backend=backend)
             if quick
-            else Buckets(sizes=SIZES, samples=20, rounds=2, backend=backend)
+            else BucketsOptions(sizes=SIZES, samples=20, rounds=2, backend=backend)
         )
         runs.append(measure(options))
         draw(runs[-1], HERE / f"chart-{backend}.svg")

@@ -24,9 +24,8 @@ from instep.bench.collectives import (
     measure,
     subtitle,
 )
-from instep.bench.options import Collectives, sizes_of
-from instep.bench.tables import Row
-from instep.bench.words import duration_text, size_text
+from instep.bench.options import CollectivesOptions, sizes_of
+from instep.bench.tables import Row, duration_text, size_text
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -34,9 +33,9 @@ COMMAND = "python benchmarks/collectives/run.py"
 # The largest messages on two ranks alone: elsewhere they take long and show nothing new.
 WAYS = {"shm": "of ordinary tensors", "shm-in-place": "in place, in shared buckets"}
 FULL = [
-    Collectives(ranks=(2,), full=True, samples=20, budget_s=30),
-    Collectives(ranks=(4,), samples=20, budget_s=60),
-    Collectives(ranks=(3, 6), samples=20, budget_s=15),
+    CollectivesOptions(ranks=(2,), full=True, samples=20, budget_s=30),
+    CollectivesOptions(ranks=(4,), samples=20, budget_s=60),
+    CollectivesOptions(ranks=(3, 6), samples=20, budget_s=15),
 ]
 IN_CHART = (2, 4)
 QUICK = {"ranks": (2,), "sizes": ("1KB,64KB,1MB",), "samples": 5}
@@ -78,7 +77,7 @@ def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """What the project's README has of it: shared memory against gloo, and against the memory's speed."""
+    """What docs/shm.md has of it: shared memory against gloo, and against the memory's speed."""
     rows: list[Row] = []
     for ranks in (2, 4):
         here = [r for r in results["rows"] if r["ranks"] == ranks and r["size(B)"] in SUMMARY_SIZES]
@@ -114,7 +113,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     began = time.monotonic()
-    options = [Collectives(**QUICK)] if quick else FULL  # type: ignore[arg-type]
+    options = [CollectivesOptions(**QUICK)] if quick else FULL  # type: ignore[arg-type]
     command = COMMAND + (" --quick" if quick else "")
     results = {"environment": tables.environment(command), **merged([measure(one) for one in options])}
     results["minutes"] = round((time.monotonic() - began) / 60, 1)
@@ -125,7 +124,7 @@ def main() -> int:
     text = block(results, sizes_of(options[0]))
     tables.write_between(HERE / "README.md", "collectives", text)
     if not quick:
-        tables.write_between(ROOT / "README.md", "shared memory table", headline(results))
+        tables.write_between(ROOT / "docs" / "shm.md", "shared memory table", headline(results))
     print(text)
     return 1 if any(row["#wrong"] for row in results["rows"]) else 0
 

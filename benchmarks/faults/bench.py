@@ -18,12 +18,13 @@ from typing import Any
 from benchmarks.faults.acts import INSTEP, Inside, namespace
 from benchmarks.faults.command import ROOT, Ended, last_step, run, steps_of
 from benchmarks.faults.judge import Found, judge
-from benchmarks.faults.row import RESUME, Row, Run
-from instep.train import recipes
-from instep.train.config import Config
-from instep.train.folder import FAULTS, SUMMARY, read_lines
-from instep.train.ledger import LEDGER
-from instep.train.toml import to_toml
+from benchmarks.faults.matrix import RESUME, Row, Run
+from instep.recipes import text_config
+from instep.recipes.text_config import Config
+from instep.run.folder import FAULTS, SUMMARY
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
+from instep.run.toml import to_toml
 
 SAID_CHARACTERS = 20_000
 
@@ -63,7 +64,7 @@ class Bench:
         # A copy: somebody may be editing.
         text = directory / "text"
         text.write_bytes(b"".join(path.read_bytes() for path in sorted((ROOT / "instep").rglob("*.py"))))
-        (directory / "recipe.toml").write_text(to_toml(replace(recipes.tiny(), data=text)))
+        (directory / "recipe.toml").write_text(to_toml(replace(text_config.tiny(), data=text)))
 
     @cached_property
     def can_mount(self) -> bool:
@@ -95,7 +96,7 @@ class Bench:
         """``row``, once."""
         with corner() as place:
             found = self._program(row, place) if row.program else self._runs(row, place)
-        config: Config = recipes.tiny()
+        config: Config = text_config.tiny()
         wrong = judge(row.expect, found, num_steps=row.steps, global_size=config.batch.global_size)
         return Made(found, wrong)
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instep.train.folder import WORKERS, read_lines
-from instep.train.ledger import LEDGER
+from instep.run.folder import WORKERS
+from instep.run.jsonl import read_lines
+from instep.run.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
 MARK = "INSTEP_FAULTS"  # in the environment, which every process of a command inherits

@@ -1,4 +1,4 @@
-"""What the memory copy costs: seconds in which it keeps a rank, as a share of the time that steps take.
+"""What the snapshot costs: seconds in which it keeps a rank, as a share of the time that steps take.
 
 Two ways in one run of the default recipe on two ranks. *Told*: rank 0 times every copy; the others wait for
 it in the next exchange, so the step is longer by that much. *Paired*: blocks of steps with copies take turns

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import instep.mesh.child
-import instep.train.work
+import instep.mesh.rank_process
+import instep.train.worker
 from benchmarks.faults.command import MOMENT
 from instep.cli.main import main
-from instep.train.keep import MemoryCopy
+from instep.train.recovery import Snapshots
 from instep.train.trainer import Trainer
 from tests.checkpoint.no_pickle import forbid
 
@@ -89,14 +89,14 @@ def _once(name: str) -> bool:
 
 
 def copies(value: str) -> None:
-    """Write down what each memory copy takes: a line per step of rank 0, times in ns.
+    """Write down what each snapshot takes: a line per step of rank 0, times in ns.
 
     With ``value``, every second block of so many steps goes without copies.
     """
-    block, real = int(value or 0), MemoryCopy.after_step
+    block, real = int(value or 0), Snapshots.after_step
     lines: list[str] = []
 
-    def timed(self: MemoryCopy, trainer: Trainer, step_s: float) -> None:
+    def timed(self: Snapshots, trainer: Trainer, step_s: float) -> None:
         step, began = trainer.steps_done, time.monotonic_ns()
         pause = bool(block) and step // block % 2 == 1
         copied = not pause and self._interval.due(step)
@@ -109,7 +109,7 @@ def copies(value: str) -> None:
             if step == trainer.config.steps:
                 Path(COPIES).write_text("\n".join(lines) + "\n")
 
-    MemoryCopy.after_step = timed  # type: ignore[method-assign]
+    Snapshots.after_step = timed  # type: ignore[method-assign]
 
 
 HOOKS: dict[str, Callable[[str], None]] = {
@@ -136,9 +136,9 @@ def live(*args: Any) -> None:
     _live(*args)
 
 
-_live = instep.mesh.child.live
+_live = instep.mesh.rank_process.run_child
 if __name__ == "__mp_main__":  # as multiprocessing calls the main module in a process that it has started
-    instep.mesh.child.live = live
+    instep.mesh.rank_process.run_child = live
 
 if __name__ == "__main__":
     hooks, rest = parse(sys.argv[1:])

@@ -16,8 +16,9 @@ from benchmarks.faults.acts import INSTEP
 from benchmarks.faults.bench import Bench, corner
 from benchmarks.faults.command import Live, run, steps_of
 from benchmarks.faults.judge import PARTS, Found, samples
-from instep.train import recipes
-from instep.train.folder import FAULTS, SUMMARY, read_lines
+from instep.recipes import text_config
+from instep.run.folder import FAULTS, SUMMARY
+from instep.run.jsonl import read_lines
 
 KILLS, RANKS, STEPS, SEED = 30, 3, 1000, 0
 BETWEEN_S = (0.2, 4.0)
@@ -72,7 +73,7 @@ def measure_kills(bench: Bench, *, quick: bool) -> dict[str, Any]:
         else [f"expected exit codes (0, 0), got {found.codes}: {ended.said[-2000:]}"]
     )
     wrong += [] if found.same else ["expected the hash of the undisturbed run on one rank"]
-    wrong += samples(found.steps, steps, recipes.default().batch.global_size)
+    wrong += samples(found.steps, steps, text_config.default().batch.global_size)
     wrong += [f"left behind: {', '.join(found.left)}"] if found.left else []
     return {
         "wrong": wrong,

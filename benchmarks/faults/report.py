@@ -1,4 +1,4 @@
-"""What the matrix leaves: results.json, the tables of both READMEs, and the chart."""
+"""What the matrix leaves: results.json, the tables here and in docs/reliability.md, and the chart."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.faults import chart, kills
 from benchmarks.faults.judge import PARTS
-from benchmarks.faults.row import Row
-from benchmarks.faults.rows import matrix
+from benchmarks.faults.matrix import Row, matrix
 from instep.bench.tables import cell, environment, markdown, write_between, write_json
 
 HERE = Path(__file__).parent
@@ -33,14 +32,14 @@ def not_green(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def write(results: Mapping[str, Any]) -> None:
-    """Into this folder and the project's README, what there is anew; what is not there stays."""
+    """Into this folder and docs/reliability.md, what there is anew; what is not there stays."""
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     write_json(RESULTS, {**before, "environment": environment(COMMAND), **results}, command=COMMAND)
-    render(json.loads(RESULTS.read_text()), HERE, ROOT / "README.md")
+    render(json.loads(RESULTS.read_text()), HERE, ROOT / "docs" / "reliability.md")
 
 
 def render(results: Mapping[str, Any], folder: Path, project: Path) -> None:
-    """Tables of ``results`` into the README of ``folder`` and into that of the project, the chart beside."""
+    """Tables of ``results`` into the README of ``folder`` and into ``project``, the chart beside."""
     readme = folder / "README.md"
     made = results["environment"]
     where = f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}"
@@ -98,7 +97,7 @@ def table(rows: Sequence[Row], found: Found) -> str:
 
 
 def headline(rows: Sequence[Row], found: Found) -> str:
-    """What the project's README has of it."""
+    """What docs/reliability.md has of it."""
     lines = []
     for row, entry in _both([row for row in rows if row.headline], found):
         made = entry["made"]
@@ -148,7 +147,7 @@ def kills_text(found: Mapping[str, Any]) -> str:
 
 
 def copy_text(found: Mapping[str, Any]) -> str:
-    """What the memory copy costs, in words."""
+    """What the snapshot costs, in words."""
     text = (
         f"A copy takes {cell(found['copy_ms'])} ms, a step {cell(found['step_ms'])} ms; copied every "
         f"{found['interval']:g} steps, {found['share']:.2%} of the time"

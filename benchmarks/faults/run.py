@@ -4,7 +4,7 @@ make faults                                     everything, each row five times;
 make faults ARGS="--quick"                      each row once; writes nothing
 make faults ARGS="--only SIGKILL --times 3"     rows with SIGKILL in their names; writes nothing
 make faults ARGS="--quick --no-pickle"          in ranks in which whoever unpickles is caught
-make faults ARGS="--part kills"                 30 kills in one run; copy: what the memory copy costs
+make faults ARGS="--part kills"                 30 kills in one run; copy: what the snapshot costs
 
 Exit code 1 if anything is not as expected.
 """
@@ -23,8 +23,7 @@ from benchmarks.faults import report
 from benchmarks.faults.bench import Bench
 from benchmarks.faults.copy_cost import measure_copy
 from benchmarks.faults.kills import measure_kills
-from benchmarks.faults.row import Row
-from benchmarks.faults.rows import matrix
+from benchmarks.faults.matrix import Row, matrix
 from instep.bench.tables import write_json
 
 TIMES = 5

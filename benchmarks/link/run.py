@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench.charts import bars
-from instep.bench.link import RATE_TEXT, Found, chart, measure, report, title
-from instep.bench.settings import setting
+from instep.bench.link import RATE_TEXT, LinkResults, chart, measure, report, title
+from instep.bench.options import parse_count
 from instep.bench.tables import environment, markdown, show, write_between, write_csv, write_json
-from instep.bench.words import parse_count
+from instep.bench.workloads import workload
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/link/run.py"
@@ -32,7 +32,7 @@ COMPARED = ("server", "DDP", "bucketed")
 def main() -> int:
     wanted = arguments()
     began = time.monotonic()
-    chosen = setting("link", parse_count(wanted.params) if wanted.params else None)
+    chosen = workload("link", parse_count(wanted.params) if wanted.params else None)
     pair = measure(chosen, 2, (), wanted.samples)
     # Little to compute: four hosts share the cores of one, and it is their links that are of interest.
     small = replace(chosen, batch=1)
@@ -54,13 +54,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def growth(several: Sequence[Found]) -> list[dict[str, Any]]:
+def growth(several: Sequence[LinkResults]) -> list[dict[str, Any]]:
     """A row per strategy and number of hosts; bytes as multiples of S, the gradients of one rank."""
     rows = []
     for strategy in COMPARED:
         for found in several:
             row = next(row for row in found.rows if row["strategy"] == strategy)
-            W, megabytes = found.num_hosts, found.setting.gradient_bytes / 1e6
+            W, megabytes = found.num_hosts, found.workload.gradient_bytes / 1e6
             expected = W - 1 if strategy == "server" else 2 * (W - 1) / W
             rows.append(
                 {
@@ -76,7 +76,7 @@ def growth(several: Sequence[Found]) -> list[dict[str, Any]]:
     return rows
 
 
-def write(pair: Found, several: Sequence[Found], folder: Path, minutes: float) -> None:
+def write(pair: LinkResults, several: Sequence[LinkResults], folder: Path, minutes: float) -> None:
     """Results, tables and charts into ``folder``, and a README with them."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.resolve() != HERE:
@@ -91,11 +91,11 @@ def write(pair: Found, several: Sequence[Found], folder: Path, minutes: float) -
         [{**row, "panel": f"{row['hosts']} hosts"} for row in sorted(rows, key=lambda row: row["hosts"])],
         folder / "hosts.svg",
         title="What a step waits for, with more hosts",
-        subtitle=f"{several[0].setting.text}; {RATE_TEXT} to every host; step time less that of no exchange",
+        subtitle=f"{several[0].workload.text}; {RATE_TEXT} to every host; step time less that of no exchange",
         label="strategy", value="exposed(ms)", unit="ms", group="panel",
     )  # fmt: skip
     write_between(readme, "link table", f"{title(pair)}.\n\n{report(pair.as_json())}")
-    write_between(readme, "hosts table", f"{several[0].setting.text}.\n\n{markdown(rows)}")
+    write_between(readme, "hosts table", f"{several[0].workload.text}.\n\n{markdown(rows)}")
     made = environment(COMMAND)
     write_between(
         readme,

@@ -1,7 +1,7 @@
 """One model in every placement: trains it in each, compares the hashes, and writes the table of the answers.
 
 python benchmarks/placement/run.py        writes results.json, the table in README.md beside it, and that in
-                                          the project's README.md; exit code 1 if an answer is not as promised
+                                          docs/placement.md; exit code 1 if an answer is not as promised
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from instep.checkpoint.contract import describe
-from instep.cli.exits import DONE, PREEMPTED
-from instep.train import recipes
-from instep.train.config import Config, Parallel, numerical
-from instep.train.folder import SUMMARY
-from instep.train.run import run
+from instep.cli.exit_codes import DONE, PREEMPTED
+from instep.recipes import text_config
+from instep.recipes.text import run
+from instep.recipes.text_config import Config
+from instep.run.folder import SUMMARY
+from instep.train.run_config import ParallelConfig, numerical
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -80,13 +81,13 @@ def placements() -> Iterator[Placement]:
 
 def recipe(data: Path) -> Config:
     """Eight micro-batches a step, dropout, clipping, AdamW; 1.7 MB of gradients, so bucket sizes differ."""
-    tiny = recipes.tiny()
+    tiny = text_config.tiny()
     return replace(tiny, steps=STEPS, data=data, model=replace(tiny.model, width=128, heads=4))
 
 
 def hash_of(placement: Placement, base: Config, directory: Path) -> str:
     """The hash of weights, moments and step at the end of the run, made in ``directory``."""
-    parallel = Parallel(
+    parallel = ParallelConfig(
         strategy=placement.strategy,  # type: ignore[arg-type]
         bucket_mb=placement.bucket_mb,
         ordered=placement.ordered,
@@ -209,8 +210,8 @@ def main() -> int:
         "runs": runs,
     }
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    for readme in (HERE / "README.md", ROOT / "README.md"):
-        readme.write_text(replaced(readme.read_text(), block(results)))
+    for page in (HERE / "README.md", ROOT / "docs" / "placement.md"):
+        page.write_text(replaced(page.read_text(), block(results)))
     print(table(runs))
     return 0 if as_promised(runs) else 1
 

@@ -25,7 +25,8 @@ import instep
 from instep.bench.tables import markdown, write_between, write_json
 from instep.mesh.join import init
 from instep.mesh.launch import launch
-from instep.models.transformer import GPT, GPTConfig
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
 from instep.ordered.keys import initialize
 
 HERE = Path(__file__).parent
@@ -75,8 +76,8 @@ def train(kind: str, budget_mb: int, folder: str) -> None:
     try:
         model, optimizer = make(kind, mesh)
         for step in range(STEPS):
-            for leaf in model.micro_batches(mesh.axes.world_size):
-                generator = torch.Generator().manual_seed(1000 * step + leaf.index)
+            for micro_batch in model.micro_batches(mesh.axes.world_size):
+                generator = torch.Generator().manual_seed(1000 * step + micro_batch.index)
                 tokens = torch.randint(256, (2, MODEL.context + 1), generator=generator)
                 loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
                 loss.backward()

@@ -33,25 +33,24 @@ from torch.optim import AdamW
 
 import instep
 import instep.shm  # which makes the backend known
-from instep.bench.ranks import World, on_ranks
-from instep.bench.sharded import KINDS, Kind, shard, whole
 from instep.bench.tables import markdown, write_between, write_json
-from instep.mesh.find import find_ranks
-from instep.mesh.resident import Resident, resident, together
+from instep.bench.variants import SHARD_STAGES, ShardStage, full_model, sharded_model
+from instep.bench.worlds import World, on_ranks
+from instep.checkpoint.state import TrainingState
+from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.models.config import GPTConfig, num_parameters
-from instep.shard import claims
-from instep.shard.parts import state_parts
+from instep.ordered.hash import SharedHash
+from instep.ordered.homes import homes
+from instep.recipes.memory_estimate import formula
 from instep.shard.unit import Unit
-from instep.train.footprint import formula
-from instep.train.hashes import Together
-from instep.train.held import held
+from instep.train.memory_usage import memory_usage
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/shard/memory.py"
 MODEL = GPTConfig(layers=14, width=768, heads=12, context=32)  # 99 M parameters
 STEPS, MOMENTS, FLOAT_BYTES = 3, 2, 4
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
-WAYS = {"stage 0": Kind(0), **{kind.label: kind for kind in KINDS.values()}}
+WAYS = {"stage 0": ShardStage(0), **{kind.label: kind for kind in SHARD_STAGES.values()}}
 STATES = ("parameters", "gradients", "optimizer")
 CLOSE = 0.05  # how far from the formula a stage may be
 MEGABYTE = 1e6
@@ -87,27 +86,27 @@ def measure(model: GPTConfig, ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def train(world: World, told: dict[str, Any]) -> dict[str, Any]:
+def train(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """One rank: some steps, and what it held in the last one."""
-    config, kind = GPTConfig(**told["model"]), Kind(**told["kind"])
-    before = resident()
+    config, kind = GPTConfig(**task["model"]), ShardStage(**task["kind"])
+    before = resident_memory()
     world.barrier()
     model, optimizer = make(kind, config, world)
     module = model.module if isinstance(model, instep.DataParallel) else model
     with gathered(module) as most:
         for step in range(STEPS):
-            for leaf in model.micro_batches(world.size):
-                tokens = windows(config, step, leaf.index)
+            for micro_batch in model.micro_batches(world.size):
+                tokens = windows(config, step, micro_batch.index)
                 F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
             instep.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            counted = held(module, optimizer, model)
+            counted = memory_usage(module, optimizer, model)
             optimizer.zero_grad()
     world.barrier()
-    now = resident()
+    now = resident_memory()
     world.barrier()  # what is hashed from here on takes memory of its own
-    group, _ = find_ranks(world.group("gloo", "hashes"))
-    digest, _ = Together(group, lambda phase: None).digests(state_parts(module, optimizer), STEPS)
+    state = TrainingState(model, optimizer)
+    digest, _ = SharedHash(state.group).digests(state.owned(state.hashed()), STEPS)
     return {
         "held": asdict(counted),
         "gathered": max(most, default=0),
@@ -117,25 +116,25 @@ def train(world: World, told: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make(kind: Kind, config: GPTConfig, world: World) -> tuple[Any, torch.optim.Optimizer]:
+def make(kind: ShardStage, config: GPTConfig, world: World) -> tuple[Any, torch.optim.Optimizer]:
     """The model and its optimizer over shared memory, with the same first weights in every way."""
     group = world.group("shm")
     if kind.stage:
-        return shard(kind, config, group, AdamW, OPTIONS)
-    model = instep.DataParallel(whole(config), process_group=group, init_sync=False)
+        return sharded_model(kind, config, group, AdamW, OPTIONS)
+    model = instep.DataParallel(full_model(config), process_group=group, init_sync=False)
     return model, AdamW(model.parameters(), **OPTIONS)
 
 
-def windows(config: GPTConfig, step: int, leaf: int) -> torch.Tensor:
+def windows(config: GPTConfig, step: int, micro_batch: int) -> torch.Tensor:
     """(1, context + 1) bytes that nobody wrote."""
-    generator = torch.Generator().manual_seed(1000 * step + leaf)
+    generator = torch.Generator().manual_seed(1000 * step + micro_batch)
     return torch.randint(256, (1, config.context + 1), generator=generator)
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[list[int]]:
     """Bytes of gathered weights, each time that something in ``module`` has computed or has its gradient."""
-    units = [space for space in claims.homes(module.parameters()) if isinstance(space, Unit)]
+    units = [space for space in homes(module.parameters()) if isinstance(space, Unit)]
     seen: list[int] = []
 
     def look(*ignored: Any) -> None:
@@ -150,7 +149,7 @@ def gathered(module: nn.Module) -> Iterator[list[int]]:
             hook.remove()
 
 
-def figures(model: GPTConfig, kind: Kind, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def figures(model: GPTConfig, kind: ShardStage, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """In MB. Of a rank, that of the rank that has most."""
     ranks, size = len(found), FLOAT_BYTES * num_parameters(model)
     said = formula(model, MOMENTS, 1, stage=kind.stage, ranks=ranks, one_copy=kind.one_copy)
@@ -178,13 +177,13 @@ def processes(found: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """What the system says, if it does."""
     if any(each["resident"] is None for each in found):
         return {}
-    now = [Resident(**each["resident"]) for each in found]
-    before = [Resident(**each["before"]) for each in found]
+    now = [ResidentMemory(**each["resident"]) for each in found]
+    before = [ResidentMemory(**each["before"]) for each in found]
     return {
         "peak(MB)": max(each.peak for each in now) / MEGABYTE,
         "before(MB)": max(each.peak for each in before) / MEGABYTE,
-        "host(MB)": together(now) / MEGABYTE,
-        "host before(MB)": together(before) / MEGABYTE,
+        "host(MB)": total_resident(now) / MEGABYTE,
+        "host before(MB)": total_resident(before) / MEGABYTE,
     }
 
 

@@ -27,11 +27,11 @@ from torch.optim import AdamW, Optimizer
 
 import instep
 from instep.bench.charts import bars
-from instep.bench.contestants import Stage
-from instep.bench.ranks import World, merge, on_ranks
-from instep.bench.settings import Setting, setting
+from instep.bench.options import parse_count
 from instep.bench.tables import markdown, paired_ratio, quantile, show, write_between, write_json
-from instep.bench.words import parse_count
+from instep.bench.variants import SharedModel
+from instep.bench.workloads import Workload, workload
+from instep.bench.worlds import World, on_ranks, slowest_rank
 from instep.events import LANES, PARAMETER_GATHER
 from instep.ordered.hash import state_sha256
 
@@ -41,36 +41,36 @@ BUCKET_MB = 25.0
 BASELINE = "none + AdamW"
 
 
-def baseline(stage: Stage) -> tuple[nn.Module, Optimizer]:
+def baseline(shared: SharedModel) -> tuple[nn.Module, Optimizer]:
     """As many processes at once, and nobody tells anybody anything."""
-    module = copy.deepcopy(stage.module)
+    module = copy.deepcopy(shared.module)
     return module, AdamW(module.parameters(), **OPTIONS)
 
 
-def replicated(stage: Stage, backend: str) -> tuple[nn.Module, Optimizer]:
-    module = copy.deepcopy(stage.module)
+def replicated(shared: SharedModel, backend: str) -> tuple[nn.Module, Optimizer]:
+    module = copy.deepcopy(shared.module)
     model = instep.DataParallel(
-        module, process_group=stage.world.group(backend), bucket_cap_mb=BUCKET_MB, init_sync=False
+        module, process_group=shared.world.group(backend), bucket_cap_mb=BUCKET_MB, init_sync=False
     )
     return model, AdamW(module.parameters(), **OPTIONS)
 
 
-def sharded(stage: Stage, backend: str, *, one_copy: bool = False) -> tuple[nn.Module, Optimizer]:
-    module = copy.deepcopy(stage.module)
-    group = stage.world.group(backend)
+def sharded(shared: SharedModel, backend: str, *, one_copy: bool = False) -> tuple[nn.Module, Optimizer]:
+    module = copy.deepcopy(shared.module)
+    group = shared.world.group(backend)
     model = instep.DataParallel(module, process_group=group, bucket_cap_mb=BUCKET_MB, init_sync=False)
     return model, instep.ShardedOptimizer(module.parameters(), AdamW, group, one_copy=one_copy, **OPTIONS)
 
 
-def ddp(stage: Stage) -> tuple[nn.Module, Optimizer]:
-    module = copy.deepcopy(stage.module)
-    model = DistributedDataParallel(module, process_group=stage.world.group("gloo"), init_sync=False)
+def ddp(shared: SharedModel) -> tuple[nn.Module, Optimizer]:
+    module = copy.deepcopy(shared.module)
+    model = DistributedDataParallel(module, process_group=shared.world.group("gloo"), init_sync=False)
     return model, AdamW(module.parameters(), **OPTIONS)
 
 
-def zero(stage: Stage) -> tuple[nn.Module, Optimizer]:
-    module = copy.deepcopy(stage.module)
-    group = stage.world.group("gloo")
+def zero(shared: SharedModel) -> tuple[nn.Module, Optimizer]:
+    module = copy.deepcopy(shared.module)
+    group = shared.world.group("gloo")
     model = DistributedDataParallel(module, process_group=group, init_sync=False)
     optimizer = ZeroRedundancyOptimizer(
         module.parameters(), optimizer_class=AdamW, process_group=group, **OPTIONS
@@ -78,29 +78,29 @@ def zero(stage: Stage) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def fully(shared: Stage, backend: str, **options: Any) -> tuple[nn.Module, Optimizer]:
+def fully(shared: SharedModel, backend: str, **options: Any) -> tuple[nn.Module, Optimizer]:
     group = shared.world.group(backend)
     model = instep.fully_shard(copy.deepcopy(shared.module), group, **options)
     return model, instep.ShardedOptimizer(model.parameters(), AdamW, group, **OPTIONS)
 
 
-def fsdp2(stage: Stage) -> tuple[nn.Module, Optimizer]:
+def fsdp2(shared: SharedModel) -> tuple[nn.Module, Optimizer]:
     """As its users write it: a unit per block, and one of the rest."""
-    module = copy.deepcopy(stage.module)
-    mesh = DeviceMesh.from_group(stage.world.group("gloo"), "cpu")
+    module = copy.deepcopy(shared.module)
+    mesh = DeviceMesh.from_group(shared.world.group("gloo"), "cpu")
     for block in module.blocks:
         torch_fully_shard(block, mesh=mesh)
     torch_fully_shard(module, mesh=mesh)
     return module, AdamW(module.parameters(), **OPTIONS)
 
 
-Make = Callable[[Stage], tuple[nn.Module, Optimizer]]
+Make = Callable[[SharedModel], tuple[nn.Module, Optimizer]]
 SETS: dict[str, dict[str, Make]] = {
     "update": {
         BASELINE: baseline,
-        "DataParallel + AdamW over shm": lambda stage: replicated(stage, "shm"),
-        "DataParallel + ShardedOptimizer over gloo": lambda stage: sharded(stage, "gloo"),
-        "DataParallel + ShardedOptimizer over shm": lambda stage: sharded(stage, "shm"),
+        "DataParallel + AdamW over shm": lambda shared: replicated(shared, "shm"),
+        "DataParallel + ShardedOptimizer over gloo": lambda shared: sharded(shared, "gloo"),
+        "DataParallel + ShardedOptimizer over shm": lambda shared: sharded(shared, "shm"),
         "DataParallel + ShardedOptimizer(one_copy=True) over shm": lambda s: sharded(s, "shm", one_copy=True),
         "fully_shard(stage=2, one_copy=True) over shm": lambda s: fully(s, "shm", stage=2, one_copy=True),
         "DDP + AdamW over gloo": ddp,
@@ -108,10 +108,10 @@ SETS: dict[str, dict[str, Make]] = {
     },
     "weights": {
         BASELINE: baseline,
-        "fully_shard(stage=2) over gloo": lambda stage: fully(stage, "gloo", stage=2),
-        "fully_shard(stage=2) over shm": lambda stage: fully(stage, "shm", stage=2),
-        "fully_shard(stage=3) over gloo": lambda stage: fully(stage, "gloo", stage=3),
-        "fully_shard(stage=3) over shm": lambda stage: fully(stage, "shm", stage=3),
+        "fully_shard(stage=2) over gloo": lambda shared: fully(shared, "gloo", stage=2),
+        "fully_shard(stage=2) over shm": lambda shared: fully(shared, "shm", stage=2),
+        "fully_shard(stage=3) over gloo": lambda shared: fully(shared, "gloo", stage=3),
+        "fully_shard(stage=3) over shm": lambda shared: fully(shared, "shm", stage=3),
         "FSDP2 per block over gloo": fsdp2,
     },
 }
@@ -119,22 +119,22 @@ THEIRS = {"update": "DDP + ZeroRedundancyOptimizer over gloo", "weights": "FSDP2
 OURS = ("DataParallel", "fully_shard")
 
 
-def body(world: World, told: dict[str, Any]) -> dict[str, Any]:
+def body(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """One rank: seconds per step, the weights of ours in the end, the share of gathers under compute."""
-    stage = Stage(world, Setting(**told["setting"]))
-    players = {name: make(stage) for name, make in SETS[told["set"]].items()}
+    shared = SharedModel(world, Workload(**task["workload"]))
+    runners = {name: make(shared) for name, make in SETS[task["set"]].items()}
 
     def step(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
-        stage.loss(model, stage.batch).backward()
+        shared.loss(model, shared.batch).backward()
         optimizer.step()
 
     steps = {
         name: (lambda model=model, optimizer=optimizer: step(model, optimizer))
-        for name, (model, optimizer) in players.items()
+        for name, (model, optimizer) in runners.items()
     }
-    times, calls = world.interleave(steps, told["samples"], warm_up=2)
-    models = {name: model for name, (model, _) in players.items() if name.startswith(OURS)}
+    times, calls = world.interleave(steps, task["samples"], warm_up=2)
+    models = {name: model for name, (model, _) in runners.items() if name.startswith(OURS)}
     bits = {name: weights_sha256(model) for name, model in models.items()}
     return {"times": times, "calls": calls, "bits": bits, "hidden": hidden(models)}
 
@@ -186,11 +186,11 @@ def require_same_bits(found: Sequence[dict[str, Any]]) -> None:
 
 def measure(chosen: str, wanted: argparse.Namespace) -> dict[str, Any]:
     """One set: the table on stdout, the chart, and what is to be kept."""
-    size = setting("communication", parse_count(wanted.params))
-    told = {"set": chosen, "setting": asdict(size), "samples": wanted.samples}
-    found = on_ranks(body, told, ranks=wanted.ranks)
+    size = workload("communication", parse_count(wanted.params))
+    task = {"set": chosen, "workload": asdict(size), "samples": wanted.samples}
+    found = on_ranks(body, task, ranks=wanted.ranks)
     require_same_bits(found)
-    times = {name: merge([rank["times"][name] for rank in found]) for name in SETS[chosen]}
+    times = {name: slowest_rank([rank["times"][name] for rank in found]) for name in SETS[chosen]}
     least = {name: min(rank["hidden"][name] for rank in found) for name in found[0]["hidden"]}
     rows = rows_of(times, THEIRS[chosen], least)
     title = f"{size.text}; {wanted.ranks} ranks; median of {wanted.samples} steps of fused AdamW"

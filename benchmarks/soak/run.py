@@ -34,9 +34,9 @@ from torch import Tensor
 
 import instep
 from instep.bench import tables
-from instep.mesh.exits import RankFailed
 from instep.mesh.launch import launch
-from instep.shm.room import HALF_BYTES
+from instep.mesh.rank_process import RankFailed
+from instep.shm.group_segment import HALF_BYTES
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/soak/run.py"

@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from instep.bench.options import Steps
-from instep.bench.settings import Setting, setting
-from instep.bench.steps import Found, chart, measure, report, short, table
+from instep.bench.options import StepsOptions, parse_count
+from instep.bench.steps import HostResults, chart, measure, report, short, table
 from instep.bench.tables import environment, markdown, write_between, write_csv, write_json
-from instep.bench.words import parse_count
+from instep.bench.workloads import Workload, workload
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -35,10 +34,10 @@ SETTINGS = {"communication": (), "compute": ("none,DDP,flat,bucketed,unordered",
 def main() -> int:
     wanted = arguments()
     began = time.monotonic()
-    options = Steps(ranks=wanted.ranks, samples=wanted.samples, params=wanted.params)
+    options = StepsOptions(ranks=wanted.ranks, samples=wanted.samples, params=wanted.params)
     params = parse_count(wanted.params) if wanted.params else None
     found = [
-        measure(setting(name, params), replace(options, strategies=strategies))
+        measure(workload(name, params), replace(options, strategies=strategies))
         for name, strategies in SETTINGS.items()
     ]
     for one in found:
@@ -59,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def headline(settings: Sequence[Mapping[str, Any]]) -> str:
-    """What the project's README has of it: torch's DDP, the default strategy, and no exchange at all."""
+    """What docs/shm.md has of it: torch's DDP, the default strategy, and no exchange at all."""
     rows = []
     for one in settings:
         for row in one["rows"]:
@@ -67,7 +66,7 @@ def headline(settings: Sequence[Mapping[str, Any]]) -> str:
                 shown = short(row)
                 figures = {name: shown[name] for name in ("step(ms)", "x DDP", "gap closed(%)")}
                 who = {
-                    "model": Setting(**one["setting"]).text,
+                    "model": Workload(**one["setting"]).text,
                     "strategy": row["strategy"],
                     "over": row["over"],
                 }
@@ -79,7 +78,7 @@ def headline(settings: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def write(found: list[Found], folder: Path, ranks: int, minutes: float) -> None:
+def write(found: list[HostResults], folder: Path, ranks: int, minutes: float) -> None:
     """Results, table and charts into ``folder``, and a README with them."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.resolve() != HERE:
@@ -91,12 +90,12 @@ def write(found: list[Found], folder: Path, ranks: int, minutes: float) -> None:
     )
     write_csv(folder / "results.csv", [row for one in found for row in one.rows])
     for one in found:
-        chart(one, folder / f"{one.setting.name}.svg", ranks)
-        text = f"{one.setting.text}; {ranks} ranks.\n\n{report(one.as_json())}"
-        write_between(folder / "README.md", f"{one.setting.name} table", text)
+        chart(one, folder / f"{one.workload.name}.svg", ranks)
+        text = f"{one.workload.text}; {ranks} ranks.\n\n{report(one.as_json())}"
+        write_between(folder / "README.md", f"{one.workload.name} table", text)
     if folder.resolve() == HERE:
         text = headline([one.as_json() for one in found])
-        write_between(ROOT / "README.md", "steps table", text)
+        write_between(ROOT / "docs" / "shm.md", "steps table", text)
     made = environment(COMMAND)
     write_between(
         folder / "README.md",

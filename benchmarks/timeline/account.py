@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from instep.bench.tables import markdown, write_between, write_json
-from instep.timeline.parts import Parts, parts
-from instep.timeline.tape import FOLDER, read_tapes
-from instep.train.config import Parallel
+from instep.timeline.breakdown import Parts, parts
+from instep.timeline.trace_files import FOLDER, read_traces
+from instep.train.run_config import ParallelConfig
 
 HERE = Path(__file__).parent
-STRATEGIES = get_args(get_type_hints(Parallel)["strategy"])
+STRATEGIES = get_args(get_type_hints(ParallelConfig)["strategy"])
 RANKS, WARM_UP = (2, 4), 3
 QUIET = ("--eval.every", "0", "--eval.windows", "8", "--checkpoint.every", "0")
 
@@ -46,9 +46,9 @@ def row(strategy: str, ranks: int, steps: int) -> dict[str, Any]:
         subprocess.run(
             [sys.executable, "-m", "instep", *command, *where, *QUIET], check=True, capture_output=True
         )
-        tapes = read_tapes(Path(place, "run", FOLDER)).tapes
+        traces = read_traces(Path(place, "run", FOLDER)).traces
         found = [
-            [_made(tape.events(step)) for step in list(tape.windows)[WARM_UP:]] for tape in tapes.values()
+            [_made(trace.events(step)) for step in list(trace.windows)[WARM_UP:]] for trace in traces.values()
         ]
     shares = [statistics.median(made.unattributed / made.wall for made in each) for each in found]
     every = [made for each in found for made in each]

@@ -15,14 +15,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from instep.bench.ranks import World
 from instep.bench.tables import markdown, paired_ratio, write_between, write_json
+from instep.bench.worlds import World
 from instep.events import Event, Recorder
 from instep.mesh.join import init
 from instep.mesh.launch import launch
-from instep.timeline import tape
-from instep.train import recipes
-from instep.train.toml import merge
+from instep.recipes import text_config
+from instep.recipes.text import TextRecipe
+from instep.recipes.text_config import merge
+from instep.timeline import trace_files
 from instep.train.trainer import Trainer
 
 HERE = Path(__file__).parent
@@ -66,11 +67,13 @@ def measure(strategy: str, pairs: int, found: str) -> None:
     """One rank: writes seconds of steps with and without recording, which take turns, into file ``found``."""
     mesh = init()
     world = World()
-    config = merge(recipes.default(), {"parallel": {"strategy": strategy}}, "the benchmark")
-    trainer = Trainer(config, mesh)
+    config = merge(text_config.default(), {"parallel": {"strategy": strategy}}, "the benchmark")
+    trainer = Trainer(TextRecipe(config), mesh)
     times: dict[str, list[float]] = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as folder:
-        tape.record(mesh.recorder, Path(folder), config.trace.events, {"boot": "", "world_size": world.size})
+        trace_files.record(
+            mesh.recorder, Path(folder), config.trace.events, {"boot": "", "world_size": world.size}
+        )
         for number in range(2 * (WARM_UP + pairs)):
             silent = number % 4 in (1, 2)  # A B B A: neither always follows the other
             mesh.recorder.__class__ = Silent if silent else Recorder

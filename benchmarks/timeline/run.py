@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -24,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timeline.rank import record
-from instep.bench.contestants import OURS, Contestant
 from instep.bench.hosts import network, obstacle
 from instep.bench.link import RATE, RATE_TEXT
-from instep.bench.ranks import on_ranks
-from instep.bench.settings import Setting, setting
+from instep.bench.options import parse_count
 from instep.bench.tables import environment, markdown, show, write_between, write_json
-from instep.bench.words import parse_count
+from instep.bench.variants import OURS, Variant
+from instep.bench.workloads import Workload, workload
+from instep.bench.worlds import on_hosts, on_ranks
 from instep.events import Event, Timeline
-from instep.timeline.boxes import panel
-from instep.timeline.parts import Parts, parts
-from instep.timeline.picture import side_by_side, step_picture
+from instep.timeline.breakdown import Parts, parts
+from instep.timeline.step_chart import panel, side_by_side, step_chart
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/timeline/run.py"
@@ -56,17 +53,21 @@ def main() -> int:
         write(found, json.loads((HERE / "events.json").read_text()), wanted.out)
         return 0
     began = time.monotonic()
-    chosen = setting("link", parse_count(wanted.params) if wanted.params else None)
+    chosen = workload("link", parse_count(wanted.params) if wanted.params else None)
     reason = obstacle()
     if reason is not None:
         print(f"on one host, for want of a second one: {reason}", file=sys.stderr)
-    told = {
-        "setting": asdict(chosen),
-        "contestants": [asdict(one) for one in contestants("gloo" if reason is None else "shm")],
+    task = {
+        "workload": asdict(chosen),
+        "variants": [asdict(one) for one in variants("gloo" if reason is None else "shm")],
         "turns": wanted.turns,
         "steps": wanted.steps,
     }
-    by_rank = on_hosts(told) if reason is None else on_ranks(record, told, ranks=RANKS)
+    if reason is None:
+        with network(RANKS, rate=RATE) as hosts:
+            by_rank = on_hosts(record, task, network=hosts)
+    else:
+        by_rank = on_ranks(record, task, ranks=RANKS)
     timelines = {
         strategy: Timeline(Event(*fields) for rank in by_rank for fields in rank[strategy])
         for strategy in OURS
@@ -89,37 +90,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def contestants(backend: str) -> list[Contestant]:
+def variants(backend: str) -> list[Variant]:
     """The strategies that are drawn."""
-    return [Contestant(strategy, backend, BUCKET_MB if strategy == "bucketed" else None) for strategy in OURS]
-
-
-def on_hosts(told: Mapping[str, Any]) -> list[Any]:
-    """What ``record`` returned on each of two hosts.
-
-    Raises:
-        RuntimeError: a rank failed; the other one ends with the network.
-    """
-    with tempfile.TemporaryDirectory(prefix="instep-bench-") as directory, network(RANKS, rate=RATE) as hosts:
-        folder = Path(directory)
-        (folder / "told").write_text(json.dumps(told))
-        path = os.pathsep.join(filter(None, sys.path))
-        processes = [
-            host.popen(
-                [sys.executable, "-m", "benchmarks.timeline.rank", folder / "told", folder / str(rank)],
-                env={**env, "PYTHONPATH": path},
-                cwd=HERE.parents[1],
-            )
-            for rank, (host, env) in enumerate(zip(hosts, hosts.environments(), strict=True))
-        ]
-        for rank, process in enumerate(processes):  # the end of either is soon seen by the other
-            if code := process.wait():
-                raise RuntimeError(f"the rank on host {rank} ended with code {code}")
-        return [json.loads((folder / str(rank)).read_text()) for rank in range(RANKS)]
+    return [Variant(strategy, backend, BUCKET_MB if strategy == "bucketed" else None) for strategy in OURS]
 
 
 def results(
-    chosen: Setting, timelines: Mapping[str, Timeline], over_link: bool, seconds: float
+    chosen: Workload, timelines: Mapping[str, Timeline], over_link: bool, seconds: float
 ) -> dict[str, Any]:
     """What is written as JSON, but the events."""
     found: dict[str, Any] = {"setting": asdict(chosen), "over_link": over_link, "minutes": seconds / 60}
@@ -174,14 +151,14 @@ def write(found: Mapping[str, Any], events: Mapping[str, Any], folder: Path) -> 
         strategy: (Timeline(Event(*fields) for fields in events[strategy]), step)
         for strategy, step in found["steps"].items()
     }
-    chosen = Setting(**found["setting"])
+    chosen = Workload(**found["setting"])
     where = f"two hosts with {RATE_TEXT} between them" if found["over_link"] else "two ranks on one host"
     draw(steps, folder, f"{chosen.text}; {where}", found)
     show(found["rows"], f"{chosen.text}; {where}")
     text = f"{chosen.text}; {where}.\n\n{markdown(found['rows'])}"
     write_between(folder / "README.md", "parts table", text)
     if folder.resolve() == HERE:
-        write_between(HERE.parents[1] / "README.md", "strategies table", text)
+        write_between(HERE.parents[1] / "docs" / "strategies.md", "strategies table", text)
     made = found.get("environment") or environment(COMMAND)
     write_json(folder / "results.json", {**found, "environment": made}, command=COMMAND)
     (folder / "events.json").write_text(json.dumps(events, separators=(",", ":")) + "\n")
@@ -206,7 +183,7 @@ def draw(
         notes=NOTES,
     )
     timeline, step = steps["bucketed"]
-    step_picture(timeline, folder / "step.svg", step=step)
+    step_chart(timeline, folder / "step.svg", step=step)
 
 
 if __name__ == "__main__":
