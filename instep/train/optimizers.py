@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from instep.mesh.mesh import Mesh
+from instep.ordered.homes import offered
 from instep.shard.optimizer import ShardedOptimizer
 from instep.train.run_config import OptimConfig
 
@@ -37,8 +38,8 @@ def make_sharded(
 
 def forget(optimizer: Optimizer) -> None:
     """As before its first step; on this rank alone, where its state is divided."""
-    state = optimizer.local_state if isinstance(optimizer, ShardedOptimizer) else optimizer.state
-    cast(dict[Any, Any], state).clear()
+    divided = offered(optimizer)
+    (optimizer if divided is None else divided.local).state.clear()
 
 
 def learning_rate(optim: OptimConfig, step: int, num_steps: int) -> float:
