@@ -209,9 +209,13 @@ def plan(state: State, path: Path) -> Plan:
 def _prepare(path: Path) -> bool:
     """Whether ``path`` is there already; if not, it can be made: found out while all ranks listen."""
     files.make_directory(path.parent)
+    if os.path.lexists(path):
+        return True
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
-    return os.path.lexists(path)
+        is_read_only = os.statvfs(path.parent).f_flag & os.ST_RDONLY
+        code = errno.EROFS if is_read_only else errno.EACCES
+        raise OSError(code, os.strerror(code), str(path.parent))
+    return False
 
 
 def _versions() -> dict[str, str]:
