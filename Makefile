@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 STAMP := $(VENV)/installed
 ARGS ?=
 
-.PHONY: env train test check bench faults
+.PHONY: env train test slow check bench faults
 
 env: $(STAMP)
 
@@ -27,6 +27,10 @@ train: env
 
 test: env
 	$(BIN)/python -m pytest $(ARGS)
+
+# What is too long for every change: before a release, and after a change to what a test of it is about.
+slow: env
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: env
 	$(BIN)/ruff check .
