@@ -1,0 +1,261 @@
+"""What is trained, and where: models, optimizers and placements, drawn from a seed. Pure.
+
+A ``Program`` is all that the bits may depend on, a ``Placement`` what they must not. The same numbers give
+the same ones: ``program(seed, model)`` and ``placements(seed, model, number)``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+# What a layer computes (``layers.LAYERS``), and how often it is drawn.
+KINDS: Mapping[str, int] = {
+    "linear": 6,
+    "no_bias": 2,
+    "conv1d": 2,
+    "conv2d": 2,
+    "embedding": 3,
+    "layernorm": 3,
+    "rmsnorm": 2,
+    "groupnorm": 2,
+    "batchnorm": 1,
+    "batchnorm_untracked": 1,
+    "gru": 2,
+    "lstm": 2,
+    "attention": 3,
+    "encoder": 2,
+    "bilinear": 1,
+    "prelu": 2,
+    "scalar": 2,
+    "empty": 2,
+    "tied": 4,
+    "functional": 2,
+    "borrowed": 2,
+    "unused": 2,
+    "buffer": 2,
+    "counter": 1,
+    "dropout": 3,
+    "dropout_function": 1,
+    "python_random": 1,
+    "numpy_random": 1,
+    "own_generator": 1,
+    "weight_norm": 1,
+    "parameter_list": 1,
+    "custom_function": 1,
+    "in_place": 1,
+    "no_grad": 1,
+    "complex": 1,
+    "moe": 1,
+}
+DRAWING = frozenset({"dropout", "dropout_function", "encoder"})  # from torch's default generator
+UNKEYED = frozenset({"python_random", "numpy_random", "own_generator"})  # from others
+WRAPS: Mapping[str, int] = {
+    "": 14,
+    "frozen": 2,
+    "half_frozen": 1,
+    "checkpoint": 2,
+    "reentrant": 2,
+    "nested": 2,
+    "twice": 2,
+    "sometimes": 2,
+    "hook": 1,
+    "autocast": 1,
+    "eval": 1,
+}
+DTYPES: Mapping[str, int] = {"float32": 10, "float64": 2, "bfloat16": 2, "float16": 1}
+MEMORY: Mapping[str, int] = {"": 12, "transposed": 2, "channels_last": 1, "gap": 1, "odd_offset": 1}
+OUTPUTS = ("tensor", "tensor", "tuple", "dict", "nested")
+INPUTS = ("positional", "keyword", "dict")
+LOSSES: Mapping[str, int] = {"square": 8, "l2": 1}
+WEIGHTS: Mapping[str, int] = {"mean": 4, "sum": 3, "zero": 1}
+GROUPS: Mapping[str, int] = {"one": 4, "two": 2, "each": 1}
+
+OPTIMIZERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "AdamW": (
+        {"fused": True},
+        {"foreach": False},
+        {"foreach": True},
+        {"amsgrad": True},
+        {"weight_decay": 0.1},
+    ),
+    "Adam": ({}, {"fused": True}, {"amsgrad": True, "fused": True}, {"weight_decay": 0.1}),
+    "SGD": (
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+        {"momentum": 0.5, "foreach": True},
+        {"fused": True},
+    ),
+    "RMSprop": ({}, {"momentum": 0.9, "centered": True}),
+    "Adagrad": ({}, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "ASGD": ({}, {"t0": 1.0}),
+    "Adamax": ({}, {"weight_decay": 0.1}),
+    "NAdam": ({}, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": ({}, {"foreach": True}),
+    "Adadelta": ({},),
+    "Rprop": ({},),
+    "Adafactor": ({},),
+}
+OFTEN = ("AdamW", "AdamW", "Adam", "SGD", "SGD")  # half of the programs have one of these
+
+REPLICATED = ("naive", "flat", "overlap", "bucketed")  # strategies of ``DataParallel``
+FORMS: Mapping[str, int] = {
+    **dict.fromkeys(REPLICATED, 2),
+    "bucketed": 4,
+    "server": 1,
+    "threads": 1,
+    "stage1": 3,
+    "stage2": 3,
+    "stage3": 5,
+}
+BUCKETS_MB = (1e-6, 1e-4, 1e-3, 0.01, 25.0)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model, (B, T, width) -> (B, T, width), added to what came before it."""
+
+    kind: str
+    wrap: str = ""
+    dtype: str = "float32"
+    memory: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.wrap, self.kind, self.dtype, self.memory)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model and how it is trained. ``stops``: the steps after which it is saved, and the last one."""
+
+    width: int
+    length: int
+    layers: tuple[Layer, ...]
+    outputs: str
+    inputs: str
+    loss: str
+    optimizer: str
+    options: tuple[tuple[str, Any], ...]
+    groups: str
+    clip: float | None
+    scheduled: bool
+    sizes: tuple[int, ...]  # rows of each micro-batch
+    weights: str
+    stops: tuple[int, ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """G."""
+        return len(self.sizes)
+
+    @property
+    def kinds(self) -> set[str]:
+        return {layer.kind for layer in self.layers}
+
+    @property
+    def words(self) -> set[str]:
+        """Everything that it has, for those who want to leave something out."""
+        layers = {
+            word for layer in self.layers for word in (layer.kind, layer.wrap, layer.dtype, layer.memory)
+        }
+        return (layers | {self.optimizer, self.loss, self.weights}) - {""}
+
+    @property
+    def draws(self) -> bool:
+        """Whether forward draws random numbers: threads, which share generators, cannot be its ranks."""
+        return bool(self.kinds & (DRAWING | UNKEYED))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where it is trained. ``by``: whether ranks are threads or processes."""
+
+    form: str
+    world: int
+    backend: str = "gloo"
+    by: str = "thread"
+    bucket_mb: float = 25.0
+    one_copy: bool = False
+    reshard: bool = True
+    overlap: bool = True
+    find_unused: bool | None = True
+
+    def __str__(self) -> str:
+        return f"{self.form} on {self.world} by {self.by} over {self.backend}"
+
+
+def program(seed: int, model: int, keep: Sequence[int] | None = None) -> Program:
+    """Model number ``model`` of ``seed``; ``keep`` are the places of the layers that stay, by default all."""
+    draw = random.Random(f"program {seed} {model}")
+    dtype = _weighted(draw, DTYPES)
+    layers = tuple(_layer(draw, dtype) for _ in range(draw.choice((1, 2, 3, 4, 6, 8))))
+    optimizer = draw.choice(OFTEN) if draw.random() < 0.5 else draw.choice(sorted(OPTIMIZERS))
+    stops = draw.choice(((1,), (2,), (3,), (1, 2), (1, 3), (2, 3), (1, 2, 4)))
+    drawn = Program(
+        width=draw.choice((4, 8, 12, 32, 72)),
+        length=draw.choice((1, 2, 3, 5)),
+        layers=layers,
+        outputs=draw.choice(OUTPUTS),
+        inputs=draw.choice(INPUTS),
+        loss=_weighted(draw, LOSSES),
+        optimizer=optimizer,
+        options=tuple(draw.choice(OPTIMIZERS[optimizer]).items()),
+        groups=_weighted(draw, GROUPS),
+        clip=draw.choice((None, None, 0.05, 1.0)),
+        scheduled=draw.random() < 0.2,
+        sizes=_sizes(draw),
+        weights=_weighted(draw, WEIGHTS),
+        stops=stops,
+    )
+    return drawn if keep is None else replace(drawn, layers=tuple(layers[i] for i in keep))
+
+
+def placements(seed: int, model: int, number: int) -> tuple[Placement, ...]:
+    """Placement number ``number`` of a model: one for each part of the training between two saves."""
+    draw = random.Random(f"placement {seed} {model} {number}")
+    whole = program(seed, model)
+    first = _placement(draw, whole)
+    moves = draw.random() < 0.7
+    return tuple(
+        first if not part or not moves else _placement(draw, whole) for part in range(len(whole.stops))
+    )
+
+
+def _layer(draw: random.Random, dtype: str) -> Layer:
+    own = _weighted(draw, DTYPES) if draw.random() < 0.15 else dtype
+    return Layer(_weighted(draw, KINDS), _weighted(draw, WRAPS), own, _weighted(draw, MEMORY))
+
+
+def _sizes(draw: random.Random) -> tuple[int, ...]:
+    number = draw.choice((1, 1, 2, 3, 4, 5, 7, 8, 9))
+    if draw.random() < 0.6:
+        return (draw.randint(1, 3),) * number
+    return tuple(draw.randint(1, 4) for _ in range(number))
+
+
+def _placement(draw: random.Random, whole: Program) -> Placement:
+    form = _weighted(draw, {key: odds for key, odds in FORMS.items() if key != "threads" or not whole.draws})
+    world = 1 if form == "threads" else draw.choice((1, 2, 2, 3, 3, 4, 5, 6))
+    by = "thread"
+    if world > 1 and (whole.draws or draw.random() < 0.1):
+        by, world = "process", min(world, 4)
+    backend = draw.choice(("gloo", "shm"))
+    return Placement(
+        form=form,
+        world=world,
+        backend=backend,
+        by=by,
+        bucket_mb=draw.choice(BUCKETS_MB),
+        one_copy=backend == "shm" and form in ("stage1", "stage2") and draw.random() < 0.3,
+        reshard=draw.random() < 0.7,
+        overlap=draw.random() < 0.8,
+        find_unused=draw.choice((True, True, None)),
+    )
+
+
+def _weighted(draw: random.Random, odds: Mapping[str, int]) -> str:
+    return draw.choices(list(odds), list(odds.values()))[0]

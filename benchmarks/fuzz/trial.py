@@ -1,0 +1,364 @@
+"""One program in one placement: trained for real, and what became of it.
+
+Three ways to the same numbers. By hand: autograd on one process, plain adds in the order of the sum tree, and
+nothing of instep's but the keys of random numbers and the norm for clipping. On one rank of the library. In
+the placement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+import instep
+from benchmarks.fuzz.layers import build, inputs, leaves
+from benchmarks.fuzz.programs import REPLICATED, UNKEYED, Placement, Program, placements, program
+from instep.mesh.mesh import Mesh
+from instep.ordered.keys import LeafKeys
+from instep.shard.shard_groups import shard_group_of
+from instep.step.micro_batches import MicroBatch
+from tests.parity import _tree_sum, wide, world_of_one
+from tests.world import world
+
+SAME, REFUSED, MISMATCH, CRASH, HANG, INVALID = "same", "refused", "mismatch", "crash", "hang", "invalid"
+FINDINGS = (MISMATCH, CRASH, HANG)
+IN_WORDS = (ValueError, TypeError, RuntimeError, NotImplementedError, instep.errors.InstepError)
+OURS = f"{Path(instep.__file__).parent}/"
+PATIENCE_S = 20.0  # of a rank that waits for another
+DEADLINE_S = 90.0  # of one part of a training
+RATE = {"Adadelta": 1.0, "Adafactor": 0.05}  # the others have 0.02
+SERVER = 0
+DIGITS = 16
+LR = "lr"
+
+State = dict[str, str]
+"""By name: the SHA-256 of each weight, buffer and moment, and the learning rates."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial; ``where`` is the place in the code that an error comes from."""
+
+    kind: str
+    text: str = ""
+    where: str = ""
+
+
+class Training:
+    """A program in a placement, one step at a time."""
+
+    def __init__(self, program: Program, placement: Placement, mesh: Mesh) -> None:
+        self.program = program
+        module, options = build(program), {"find_unused_parameters": placement.find_unused}
+        self.close: list[Callable[[], None]] = []
+        self.model: Any = module
+        form = placement.form
+        if form in ("stage2", "stage3"):
+            stage3 = {"reshard_after_forward": placement.reshard} if form == "stage3" else {}
+            self.model = instep.fully_shard(
+                module,
+                mesh,
+                int(form[-1]),
+                one_copy=placement.one_copy,
+                overlap=placement.overlap,
+                **stage3,
+                **options,
+            )
+            self.optimizer: Any = self._sharded(module, shard_group_of(mesh))
+        elif form == "threads":
+            self.model = instep.ThreadedReplicas(module, num_replicas=2)
+            self.optimizer = plain(program, module)
+        elif form == "server":
+            self.optimizer = plain(program, module)
+            self.model = instep.ParameterServer(module, self.optimizer, mesh, **options)
+        else:
+            strategy = form if form in REPLICATED else "bucketed"
+            self.model = instep.DataParallel(
+                module, process_group=mesh, strategy=strategy, bucket_cap_mb=placement.bucket_mb, **options
+            )
+            sharded = form == "stage1"
+            self.optimizer = (
+                self._sharded(module, mesh, one_copy=placement.one_copy)
+                if sharded
+                else plain(program, module)
+            )
+        self.module = module
+        self.form = form
+        self.scheduler = ExponentialLR(self.optimizer, 0.7) if program.scheduled else None
+
+    def _sharded(self, module: nn.Module, ranks: Any, **options: Any) -> Optimizer:
+        kind, arguments = optimizer_of(self.program)
+        return instep.ShardedOptimizer(groups_of(self.program, module), kind, ranks, **options, **arguments)
+
+    def step(self, number: int) -> None:
+        num = self.program.num_micro_batches
+        forward = self.model.module if self.form == "server" else self.model
+        if self.form == "threads":
+            self.model.micro_batches(num, lambda model, one: leaf(self.program, model, one, number))
+        else:
+            for micro_batch in self.model.micro_batches(num):
+                leaf(self.program, forward, micro_batch, number)
+        if self.program.clip is not None:
+            instep.clip_grad_norm_(self.module.parameters(), self.program.clip)
+        (self.model if self.form == "server" else self.optimizer).step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def state(self, rank: int) -> State:
+        sharded = self.form in ("stage2", "stage3")
+        weights = instep.full_state_dict(self.module) if sharded else self.module.state_dict()
+        stepping = self.form != "server" or rank == SERVER
+        return digests(
+            weights, self.optimizer.state_dict() if stepping else {"state": {}, "param_groups": []}
+        )
+
+    def end(self) -> None:
+        if isinstance(self.optimizer, instep.ShardedOptimizer):
+            self.optimizer.close()
+        self.model.close()
+
+
+def optimizer_of(program: Program) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class, and its options."""
+    kind = getattr(torch.optim, program.optimizer)
+    return kind, {"lr": RATE.get(program.optimizer, 0.02), **dict(program.options)}
+
+
+def plain(program: Program, module: nn.Module) -> Optimizer:
+    kind, options = optimizer_of(program)
+    return kind(groups_of(program, module), **options)
+
+
+def groups_of(program: Program, module: nn.Module) -> Any:
+    parameters = list(module.parameters())
+    if program.groups == "two":
+        matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
+        return [{"params": group, "lr": rate} for group, rate in ((matrices, 0.02), (vectors, 0.01)) if group]
+    if program.groups == "each":
+        return [{"params": [p], "lr": 0.01 + 0.001 * number} for number, p in enumerate(parameters)]
+    return parameters
+
+
+def leaf(program: Program, model: Any, micro_batch: MicroBatch, step: int) -> None:
+    """Forward and backward of one micro-batch."""
+    index = micro_batch.index
+    if program.weights == "zero" and index == 1:
+        micro_batch.weight = 0
+        return
+    args, kwargs = inputs(program, step, index)
+    losses = [x.float().square() for x in leaves(model(*args, **kwargs))]
+    if program.weights == "mean":
+        loss = sum((x.mean() for x in losses), torch.zeros(()))
+    else:
+        micro_batch.weight = program.sizes[index]
+        loss = sum((x.mean() * program.sizes[index] for x in losses), torch.zeros(()))
+    if program.loss == "l2":
+        named = list(model.named_parameters())
+        loss = loss + 1e-3 * sum(p.abs().float().square().sum() for _, p in named if p.requires_grad)
+    loss.backward()
+
+
+def by_hand(program: Program) -> State:
+    """The state after all steps without the library."""
+    module = build(program)
+    optimizer = plain(program, module)
+    scheduler = ExponentialLR(optimizer, 0.7) if program.scheduled else None
+    keys = LeafKeys(module, 0, [torch.default_generator])
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for step in range(program.stops[-1]):
+        gradients, total = [], 0
+        for index in range(program.num_micro_batches):
+            micro_batch = MicroBatch(index, program.num_micro_batches)
+            with keys.leaf(step, index):
+                leaf(program, module, micro_batch, step)
+            gradients.append([p.grad for p in parameters])
+            total += micro_batch.weight
+            for p in parameters:
+                p.grad = None
+        scale = 1.0 / total if total else 0.0
+        for p, by_leaf in zip(parameters, zip(*gradients, strict=True), strict=True):
+            added = _tree_sum([None if x is None else wide(x) for x in by_leaf])
+            p.grad = None if added is None else (added * scale).to(p.dtype)
+        if program.clip is not None:
+            instep.clip_grad_norm_(parameters, program.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return digests(module.state_dict(), optimizer.state_dict())
+
+
+def digests(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> State:
+    """A digest of each tensor by name; a moment is "moment/number of its parameter"."""
+    found = {name: digest(x) for name, x in weights.items() if isinstance(x, Tensor)}
+    for number, moments in optimizer["state"].items():
+        found |= {f"{key}/{number}": digest(x) for key, x in moments.items() if x is not None}
+    return found | {f"{LR}/{i}": digest(group[LR]) for i, group in enumerate(optimizer["param_groups"])}
+
+
+def digest(value: Any) -> str:
+    """Of dtype, shape and bits; all NaNs are alike."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    x = value.detach().contiguous()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    if x.is_floating_point():
+        x = torch.where(x.isnan(), torch.nan, x)
+    data = x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    mark = "nan " if x.is_floating_point() and not x.isfinite().all() else ""
+    return mark + hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode() + data).hexdigest()[:DIGITS]
+
+
+def live(mesh: Mesh, *, program: Program, placement: Placement, part: int, folder: Path) -> None:
+    """A rank's life in part ``part`` of the training; it leaves its state, or its error, in ``folder``."""
+    torch.set_num_threads(1)
+    answer = folder / f"{part} {mesh.rank}.json"
+    try:
+        found = {"state": train(program, placement, mesh, part, folder)}
+    except BaseException as error:
+        answer.write_text(json.dumps({"error": asdict(judged(error))}))
+        raise
+    answer.write_text(json.dumps(found))
+
+
+def train(program: Program, placement: Placement, mesh: Mesh, part: int, folder: Path) -> State:
+    training = Training(program, placement, mesh)
+    first, last = (program.stops[part - 1] if part else 0), program.stops[part]
+    if part:
+        resumed = instep.load(folder / "saved", training.model, training.optimizer)
+        if resumed.step != first:
+            raise AssertionError(f"expected a checkpoint of step {first}, got one of {resumed.step}")
+    for step in range(first, last):
+        training.step(step)
+    if part + 1 < len(program.stops):
+        instep.save(folder / "saved", training.model, training.optimizer, step=last)
+    state = training.state(mesh.rank)
+    training.end()
+    return state
+
+
+def judged(error: BaseException) -> Outcome:
+    """Whether it is refused in words: an error that instep raises on purpose, where it can say why."""
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost = frames[-1]
+    ours = [frame for frame in frames if frame.filename.startswith(OURS)]
+    last = ours[-1] if ours else innermost
+    where = f"{Path(last.filename).name}:{last.lineno} {last.name}"
+    # An operator of torch has no frame: what it raises seems to come from the line that calls it.
+    on_purpose = innermost.filename.startswith(OURS) and (innermost.line or "").startswith("raise ")
+    in_words = isinstance(error, IN_WORDS) and on_purpose
+    return Outcome(REFUSED if in_words else CRASH, f"{type(error).__name__}: {error}"[:1000], where)
+
+
+@lru_cache(maxsize=2)
+def reference(whole: Program) -> tuple[Outcome, State]:
+    """What one rank of the library gives, and whether it is what comes out by hand."""
+    with quiet():
+        try:
+            expected = by_hand(whole)
+        except Exception as error:
+            return Outcome(INVALID, f"{type(error).__name__}: {error}"[:300]), {}
+        if any(value.startswith("nan") for value in expected.values()):
+            return Outcome(INVALID, "its numbers are not finite"), {}
+        try:
+            training = Training(whole, Placement("bucketed", 1), world_of_one())
+            for step in range(whole.stops[-1]):
+                training.step(step)
+            state = training.state(0)
+            training.end()
+        except Exception as error:
+            return judged(error), {}
+    if whole.kinds & UNKEYED:  # by hand they have no keys
+        return Outcome(SAME), state
+    return compared(state, expected, "one rank, by the library and by hand"), state
+
+
+def compared(ours: State, expected: State, where: str) -> Outcome:
+    names = [name for name in ours.keys() | expected if ours.get(name) != expected.get(name)]
+    if not names:
+        return Outcome(SAME)
+    shown = ", ".join(f"{name} ({ours.get(name)}, not {expected.get(name)})" for name in sorted(names)[:4])
+    return Outcome(MISMATCH, f"{where}: {len(names)} of {len(expected)} differ: {shown}")
+
+
+def attempt(seed: int, model: int, number: int | None, keep: Sequence[int] | None = None) -> Outcome:
+    """Placement ``number`` of a program compared with its reference; the reference itself for None."""
+    whole = program(seed, model, None if keep is None else tuple(keep))
+    found, expected = reference(whole)
+    if number is None or found.kind != SAME:
+        return found
+    with TemporaryDirectory(prefix="fuzz-") as folder, quiet():
+        return placed(whole, placements(seed, model, number), expected, Path(folder))
+
+
+def placed(whole: Program, parts: Sequence[Placement], expected: State, folder: Path) -> Outcome:
+    for part, placement in enumerate(parts):
+        run = world(
+            placement.world,
+            by=placement.by,
+            backend=placement.backend,
+            timeout_s=PATIENCE_S,
+            deadline_s=DEADLINE_S,
+        )(live)
+        raised: BaseException | None = None
+        try:
+            run(program=whole, placement=placement, part=part, folder=folder)
+        except BaseException as error:
+            raised = error
+        answers = {
+            rank: json.loads(path.read_text())
+            for rank in range(placement.world)
+            if (path := folder / f"{part} {rank}.json").exists()
+        }
+        if raised is not None or len(answers) < placement.world:
+            return failure(placement, answers, raised)
+    for rank, answer in answers.items():
+        state, wanted = answer["state"], expected
+        if placement.form == "server" and rank != SERVER:
+            wanted = {name: value for name, value in expected.items() if name in state}
+        found = compared(state, wanted, f"rank {rank}, {' then '.join(map(str, parts))}")
+        if found.kind != SAME:
+            return found
+    return Outcome(SAME)
+
+
+def failure(placement: Placement, answers: Mapping[int, Any], raised: BaseException | None) -> Outcome:
+    """What to make of a part in which not every rank came to the end."""
+    errors = [Outcome(**answer["error"]) for answer in answers.values() if "error" in answer]
+    if isinstance(raised, TimeoutError) and not errors:
+        return Outcome(HANG, str(raised)[:2000])
+    crashed = [error for error in errors if error.kind == CRASH]
+    if crashed:
+        return crashed[0]
+    if len(errors) == placement.world:
+        # A rank that lost another, or was left by it, only says so.
+        first = [error for error in errors if not error.text.startswith(("PeerLost", "Desync"))]
+        return (first or errors)[0]
+    fared = ", ".join(f"rank {rank}: {'error' if 'error' in x else 'ended'}" for rank, x in answers.items())
+    told = errors[0].text if errors else f"{type(raised).__name__}: {raised}"
+    return Outcome(
+        CRASH, f"not all ranks fare alike ({fared}): {told}"[:2000], errors[0].where if errors else ""
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
