@@ -94,11 +94,15 @@ class Bench:
 
     def make(self, row: Row) -> Made:
         """``row``, once."""
-        with corner() as place:
-            found = self._program(row, place) if row.program else self._runs(row, place)
+        found = self.found(row)
         config: Config = text_config.tiny()
         wrong = judge(row.expect, found, num_steps=row.steps, global_size=config.batch.global_size)
         return Made(found, wrong)
+
+    def found(self, row: Row) -> Found:
+        """What becomes of ``row``, not yet judged."""
+        with corner() as place:
+            return self._program(row, place) if row.program else self._runs(row, place)
 
     def _runs(self, row: Row, place: Path) -> Found:
         expected, path = self.reference(row) if row.expect.same else "", place / "run"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import chart, kills
+from benchmarks.faults import campaign, chart, kills
 from benchmarks.faults.judge import PARTS
 from benchmarks.faults.matrix import Row, matrix
 from instep.bench.tables import cell, environment, markdown, write_between, write_json
@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results.json"
 COMMAND = "make faults"
+OTHERS = ("kills", "copy", "campaign")
 
 
 def not_green(results: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -27,7 +28,7 @@ def not_green(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         for made in row["made"]
         for wrong in made["wrong"]
     ]
-    others = [(name, wrong) for name in ("kills", "copy") for wrong in results.get(name, {}).get("wrong", ())]
+    others = [(name, wrong) for name in OTHERS for wrong in results.get(name, {}).get("wrong", ())]
     return [*found, *others]
 
 
@@ -54,6 +55,8 @@ def render(results: Mapping[str, Any], folder: Path, project: Path) -> None:
         write_between(readme, "kills table", kills_text(results["kills"]))
     if "copy" in results:
         write_between(readme, "copy table", copy_text(results["copy"]))
+    if "campaign" in results:
+        write_between(readme, "campaign table", campaign_text(results["campaign"]))
     minutes = f", {results['minutes']:.0f} minutes" if "minutes" in results else ""
     write_between(readme, "environment", f"{where}, Python {made['python']}, {made['date']}{minutes}.")
 
@@ -159,6 +162,24 @@ def copy_text(found: Mapping[str, Any]) -> str:
             f"without (quartiles {ratio['low'] - 1:+.1%} to {ratio['high'] - 1:+.1%}, {found['pairs']} pairs)"
         )
     return f"{text}. Default recipe, {found['ranks']} ranks, {found['steps']} steps."
+
+
+def campaign_text(found: Mapping[str, Any]) -> str:
+    """A row per layout, and the sum."""
+    rows = [
+        {
+            "layout": entry["layout"],
+            "faults": entry["faults"],
+            "noticed": ", ".join(f"{times} by {how}" for how, times in entry["failures"].items()),
+            "recoveries": entry["recoveries"],
+            "redone": entry["redone"],
+            "exit": " → ".join(map(str, entry["codes"])),
+            "same bits": _same(entry["same"]),
+            "as expected": "yes" if not entry["wrong"] else "**no**",
+        }
+        for entry in found["layouts"]
+    ]
+    return f"{markdown(rows)}\n\n{campaign.summary(found)} {_wrong(found)}".strip()
 
 
 def _both(rows: Sequence[Row], found: Found) -> list[tuple[Row, Mapping[str, Any]]]:

@@ -5,6 +5,8 @@ make faults ARGS="--quick"                      each row once; writes nothing
 make faults ARGS="--only SIGKILL --times 3"     rows with SIGKILL in their names; writes nothing
 make faults ARGS="--quick --no-pickle"          in ranks in which whoever unpickles is caught
 make faults ARGS="--part kills"                 30 kills in one run; copy: what the snapshot costs
+make faults ARGS="--part campaign"              random faults in 16 random layouts, others every time;
+                                                one of them again: --seed 7 --layout 2
 
 Exit code 1 if anything is not as expected.
 """
@@ -12,6 +14,7 @@ Exit code 1 if anything is not as expected.
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import tempfile
 import time
@@ -21,13 +24,15 @@ from typing import Any
 
 from benchmarks.faults import report
 from benchmarks.faults.bench import Bench
+from benchmarks.faults.campaign import LAYOUTS, measure_campaign
+from benchmarks.faults.campaign import summary as campaign_summary
 from benchmarks.faults.copy_cost import measure_copy
 from benchmarks.faults.kills import measure_kills
 from benchmarks.faults.matrix import Row, matrix
 from instep.bench.tables import write_json
 
 TIMES = 5
-PARTS = ("rows", "kills", "copy")
+PARTS = ("rows", "kills", "copy", "campaign")
 SHOWN = 1500  # characters of what a row says that is not green
 
 
@@ -47,9 +52,13 @@ def main(words: Sequence[str] | None = None) -> int:
             results["kills"] = measure_kills(bench, quick=wanted.quick)
         if "copy" in wanted.part:
             results["copy"] = measure_copy(bench, quick=wanted.quick)
+        if "campaign" in wanted.part:
+            numbers = wanted.layout or range(LAYOUTS)
+            results["campaign"] = measure_campaign(bench, wanted.seed, numbers)
+            print(campaign_summary(results["campaign"]), flush=True)
     if wanted.json is not None:
         write_json(wanted.json, results, command=report.COMMAND)
-    if not (wanted.only or wanted.quick or wanted.no_pickle):
+    if not (wanted.only or wanted.quick or wanted.no_pickle or wanted.layout):
         report.write(results)
     for name, wrong in report.not_green(results):
         print(f"NOT GREEN: {name}: {wrong}", file=sys.stderr)
@@ -65,6 +74,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--times", type=int, default=TIMES)
     parser.add_argument("--no-pickle", action="store_true")
     parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000), help="of the campaign")
+    parser.add_argument("--layout", type=int, action="append", help="of the campaign; writes nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     wanted = parser.parse_args(words)
     wanted.part = wanted.part or (["rows"] if wanted.only or wanted.no_pickle else PARTS)

@@ -1,5 +1,6 @@
 """The fault matrix: its judgement, its tables, and a recovery in which whoever unpickles is caught."""
 
+import secrets
 import shutil
 import signal
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import command, copy_cost, kills, report
+from benchmarks.faults import campaign, command, copy_cost, kills, report
 from benchmarks.faults.acts import Inside
 from benchmarks.faults.bench import Bench
 from benchmarks.faults.command import run
@@ -157,7 +158,9 @@ def test_the_table_says_what_was_not_as_expected_and_what_was_not_made():
     ]
 
 
-@pytest.mark.parametrize("name", ["faults table", "faults rows", "kills table", "copy table", "environment"])
+@pytest.mark.parametrize(
+    "name", ["faults table", "faults rows", "kills table", "copy table", "campaign table", "environment"]
+)
 def test_the_readme_has_a_place_for_each_table(name, tmp_path):
     readme = Path(shutil.copy(FOLDER / "README.md", tmp_path))
     report.write_between(readme, name, "what was measured")
@@ -213,3 +216,44 @@ def test_in_a_rank_whoever_unpickles_is_caught_indeed(bench):
     ended = run(Inside(("no-pickle", "unpickle"))(words, place), place, place / "run")
     assert ended.code == 1
     assert "pickle.loads was called" in ended.said
+
+
+def layouts(seed: int) -> list[campaign.Layout]:
+    return [campaign.layout(seed, number) for number in range(100)]
+
+
+def test_the_same_seed_gives_the_same_campaign():
+    assert layouts(3) == layouts(3) != layouts(4)
+
+
+def test_a_campaign_draws_every_fault_strategy_and_stage_and_the_command_can_read_them():
+    drawn = layouts(3)
+    faults = [parse(spec) for one in drawn for spec in one.inside]
+    assert {*campaign.INSIDE, "flip"} == {fault.kind for fault in faults}
+    assert {*campaign.PHASES, *campaign.SOMETIMES, "join"} == {fault.phase for fault in faults}
+    assert {*campaign.OUTSIDE, "term"} == {blow.what for one in drawn for blow in one.blows}
+    words = {word for one in drawn for word in one.args}
+    assert {*campaign.STRATEGIES, "1", "2", "3", "shm", "gloo", "--min-ranks"} <= words
+    assert {one.ranks for one in drawn} == {1, 2, 3, 4}
+
+
+def test_a_layout_that_is_stopped_is_resumed():
+    stopped = next(one for one in layouts(3) if one.is_stopped)
+    assert stopped.row.expect.codes == (75, 0)
+    assert len(stopped.row.runs) == 2
+
+
+def test_from_a_kill_to_the_next_step_is_from_the_first_kill_and_without_those_that_stopped():
+    stopped = {**FAILURE, "how": "was stopped for 1.1 s"}
+    later = {**RECOVERY, "noticed_ns": 21 * SECOND, "stepped_ns": 22 * SECOND}
+    found = replace(FOUND, events=[FAILURE, RECOVERY, stopped, later], moments=[10 * SECOND, 20 * SECOND])
+    assert campaign.kill_to_step(found) == [2.0]
+    inside = {**FAILURE, "injected_ns": 9 * SECOND}
+    assert campaign.kill_to_step(replace(found, events=[inside, FAILURE, RECOVERY])) == [3.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_faults_in_four_layouts_leave_the_bits_and_nothing_else(tmp_path):
+    found = campaign.measure_campaign(Bench(tmp_path), secrets.randbelow(1_000_000), range(4))
+    assert not found["wrong"], found["wrong"]
