@@ -123,9 +123,7 @@ class Training:
         sharded = self.form in ("stage2", "stage3")
         weights = instep.full_state_dict(self.module) if sharded else self.module.state_dict()
         stepping = self.form != "server" or rank == SERVER
-        return digests(
-            weights, self.optimizer.state_dict() if stepping else {"state": {}, "param_groups": []}
-        )
+        return digests(weights, self.optimizer if stepping else None)
 
     def end(self) -> None:
         if isinstance(self.optimizer, instep.ShardedOptimizer):
@@ -200,15 +198,23 @@ def by_hand(program: Program) -> State:
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    return digests(module.state_dict(), optimizer.state_dict())
+    return digests(module.state_dict(), optimizer)
 
 
-def digests(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> State:
-    """A digest of each tensor by name; a moment is "moment/number of its parameter"."""
+def digests(weights: Mapping[str, Any], optimizer: Optimizer | None) -> State:
+    """A digest of each tensor by name; a moment is "moment/number of its parameter".
+
+    Not of moments of frozen parameters: torch's Adagrad alone makes some, and never uses them.
+    """
     found = {name: digest(x) for name, x in weights.items() if isinstance(x, Tensor)}
-    for number, moments in optimizer["state"].items():
-        found |= {f"{key}/{number}": digest(x) for key, x in moments.items() if x is not None}
-    return found | {f"{LR}/{i}": digest(group[LR]) for i, group in enumerate(optimizer["param_groups"])}
+    if optimizer is None:
+        return found
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = optimizer.state_dict()
+    for number, moments in saved["state"].items():
+        if parameters[number].requires_grad:
+            found |= {f"{key}/{number}": digest(x) for key, x in moments.items() if x is not None}
+    return found | {f"{LR}/{i}": digest(group[LR]) for i, group in enumerate(saved["param_groups"])}
 
 
 def digest(value: Any) -> str:
