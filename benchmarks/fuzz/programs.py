@@ -238,7 +238,7 @@ def _sizes(draw: random.Random) -> tuple[int, ...]:
 
 
 def _placement(draw: random.Random, whole: Program) -> Placement:
-    # Of threads nothing is promised with random numbers, nor under autocast, which casts weights for each use.
+    # Threads promise nothing with random numbers, nor under autocast, which casts weights for each use.
     threads = not whole.draws and "autocast" not in whole.words
     form = _weighted(draw, {form: odds for form, odds in FORMS.items() if form != "threads" or threads})
     world = 1 if form == "threads" else draw.choice((1, 2, 2, 3, 3, 4, 5, 6))
