@@ -319,7 +319,7 @@ def _directory(machine: Machine) -> Finding:
 
 def _temporary(machine: Machine) -> Finding:
     path = Path(tempfile.gettempdir())
-    return _writable("temporary files", path, "set TMPDIR: ranks of one host meet in a file there")
+    return _writable("temporary files", path, "set TMPDIR: a socket for starting ranks is made there")
 
 
 def _writable(name: str, path: Path, fix: str) -> Finding:

@@ -8,7 +8,7 @@ supervisor wants of all workers.
     page   | stop, regroup, over | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
 
 Every word has one writer at a time (stop and a fired fault are only ever set), so there are no locks. The
-page is a file in the supervisor's private directory; it ends with it.
+page is a file without a name, of the supervisor's; it ends with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+
+from instep.mesh.memory_file import MemoryFile
 
 # In the order of a step. Those that wait for other ranks cannot be the cause of a hang.
 PHASES = (
@@ -65,19 +66,21 @@ class Position:
 
 
 class HeartbeatPage:
-    """The shared page in file ``path``, which ``create`` makes and all others map."""
+    """The shared page in ``file``, which ``create`` makes and all others map."""
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        self.path = path
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    def __init__(self, file: MemoryFile) -> None:
+        self.file = file
+        fd = file.open()
         try:
-            if create:
-                os.write(fd, bytes(8 * _NUM_WORDS))  # written, not only made longer: no SIGBUS on a full disk
             self._memory = mmap.mmap(fd, 8 * _NUM_WORDS)
         finally:
             os.close(fd)
         self._words = memoryview(self._memory).cast("q")
+
+    @staticmethod
+    def create() -> HeartbeatPage:
+        """A new one of this process, which closes its ``file``."""
+        return HeartbeatPage(MemoryFile.create(8 * _NUM_WORDS))
 
     @property
     def stop(self) -> bool:

@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from instep.elastic.heartbeat import Heartbeat, HeartbeatPage
-from instep.elastic.snapshot import MemoryPlace, Snapshot, SnapshotHandle
+from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.errors import PeerLost
+from instep.mesh.memory_file import MemoryFile
 
 MESSAGE_BYTES = 1 << 20
 CONFIRM_S = 1.0  # for the supervisor to notice what a rank has noticed first
@@ -41,7 +41,7 @@ class WorkerSpec:
     """What a new worker is given: its place in the heartbeat page, and its end of the control channel."""
 
     worker: int
-    page: Path
+    page: MemoryFile
     connection: Connection
 
 
@@ -49,13 +49,14 @@ class WorkerSpec:
 class Assignment:
     """A worker's rank in one generation.
 
-    ``store`` is the file in which its ranks meet; ``memory`` are the snapshots that the supervisor holds.
+    ``store`` is the memory in which its ranks meet (``LogStore``); ``memory`` are the snapshots that the
+    supervisor holds.
     """
 
     generation: int
     rank: int
     world_size: int
-    store: str
+    store: MemoryFile
     memory: tuple[SnapshotHandle, ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -66,11 +67,12 @@ class Assignment:
     def from_bytes(data: bytes) -> Assignment:
         """What ``to_bytes`` wrote."""
         fields: dict[str, Any] = json.loads(data)
-        memory = fields.pop("memory")
+        store, memory = fields.pop("store"), fields.pop("memory")
         return Assignment(
             **fields,
+            store=MemoryFile(**store),
             memory=tuple(
-                SnapshotHandle(**{**handle, "place": MemoryPlace(**handle["place"])}) for handle in memory
+                SnapshotHandle(**{**handle, "place": MemoryFile(**handle["place"])}) for handle in memory
             ),
         )
 

@@ -23,7 +23,6 @@ How often one is written follows from what it costs: at most ``SHARE`` of the ti
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 
 from instep.mesh.axes import round_up
+from instep.mesh.memory_file import MemoryFile
 from instep.shm import segment
 from instep.shm.segment import Mapping
 
@@ -45,19 +45,10 @@ _CURRENT, _DESCRIPTION_BYTES, _TENSOR_BYTES, _STEPS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
-class MemoryPlace:
-    """Where another process finds a snapshot: descriptor ``fd`` of process ``pid``."""
-
-    pid: int
-    fd: int
-    inode: int
-
-
-@dataclass(frozen=True)
 class SnapshotHandle:
     """The snapshot of ``rank``, one of ``num_ranks`` that make up the state, written since ``generation``."""
 
-    place: MemoryPlace
+    place: MemoryFile
     generation: int = 0
     rank: int = 0
     num_ranks: int = 1
@@ -90,7 +81,7 @@ class Snapshot:
         return made
 
     @staticmethod
-    def attach(place: MemoryPlace) -> Snapshot:
+    def attach(place: MemoryFile) -> Snapshot:
         """The snapshot of another process; ``OSError`` if it is gone."""
         return Snapshot(segment.attach(place.pid, place.fd, place.inode))
 
@@ -234,11 +225,11 @@ class SnapshotStore:
         """Hold ``handle``, whose descriptor is this process's own; a snapshot that it follows is let go."""
         complete = [number for number, one in self._sets.items() if _is_complete(one)]
         if handle.generation < max(complete, default=handle.generation):
-            os.close(handle.place.fd)  # it comes too late
+            handle.place.close()  # it comes too late
             return
         one = self._sets.setdefault(handle.generation, {})
         if (before := one.pop(handle.rank, None)) is not None:
-            os.close(before.place.fd)
+            before.place.close()
         one[handle.rank] = handle
         if _is_complete(one):
             for number in [number for number in self._sets if number < handle.generation]:
@@ -251,7 +242,7 @@ class SnapshotStore:
 
     def _drop(self, number: int) -> None:
         for handle in self._sets.pop(number).values():
-            os.close(handle.place.fd)
+            handle.place.close()
 
 
 def _is_complete(one: dict[int, SnapshotHandle]) -> bool:

@@ -16,11 +16,9 @@ gives it (stopped), and the heartbeat of its main thread (no progress).
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from instep.elastic.failures import Failure, Recovery, RetryLimit
@@ -32,6 +30,7 @@ from instep.elastic.watchdog import Reading, find_stuck
 from instep.elastic.worker_pool import Message, Worker, WorkerPool, progress_table
 from instep.mesh.hang_report import status_table
 from instep.mesh.launch import warm
+from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import statuses_of
 from instep.mesh.rank_process import Exit, RankFailed, describe_exit, root_cause
 from instep.mesh.signals import preempted
@@ -90,13 +89,12 @@ def supervise(work: Callable[..., object], args: tuple[Any, ...], options: Super
         raise ValueError(f"expected 1 to {MAX_RANKS} ranks on one host, got {options.ranks}")
     warm(work.__module__)
     asked: list[str] = []  # the signals that came
-    with preempted(asked.append), tempfile.TemporaryDirectory(prefix="instep-") as directory:
-        supervisor = Supervisor(work, args, options, Path(directory), asked)
+    with preempted(asked.append):
+        supervisor = Supervisor(work, args, options, asked)
         try:
             return supervisor.run()
         finally:
-            supervisor.pool.stop()
-            supervisor.drop_snapshots()
+            supervisor.close()
 
 
 class Supervisor:
@@ -111,11 +109,10 @@ class Supervisor:
         work: Callable[..., object],
         args: tuple[Any, ...],
         options: SuperviseOptions,
-        directory: Path,
         asked: Sequence[str] = (),
     ) -> None:
-        self.options, self.asked, self.directory = options, asked, directory
-        self.pool = WorkerPool(work, args, options.threads, directory)
+        self.options, self.asked = options, asked
+        self.pool = WorkerPool(work, args, options.threads)
         self.page = self.pool.page
         self.members: list[Worker] = []
         self.target = options.ranks
@@ -125,15 +122,24 @@ class Supervisor:
         self.recovery: Recovery | None = None
         self.code: int | None = None
         self._snapshots = SnapshotStore()
+        self._store: MemoryFile | None = None  # in which the current generation has met
         self._spares_lost = 0
         self._noticed_ns = 0
         self._member_failed = False  # of this generation
         self._looked = self._assigned = self._ended_at = time.monotonic()
         self._lost: list[Message] = []  # of this generation's members, when they left it
 
-    def drop_snapshots(self) -> None:
-        """Let all snapshots go."""
+    def close(self) -> None:
+        """Kill all workers, and let go what this process has held for them."""
+        self.pool.stop()
         self._snapshots.clear()
+        self._replace_store(None)
+
+    def _replace_store(self, store: MemoryFile | None) -> None:
+        """Members of the generation before have opened theirs, or will never join it."""
+        if self._store is not None:
+            self._store.close()
+        self._store = store
 
     def run(self) -> int:
         """Supervise until the run is finished; its exit code."""
@@ -222,7 +228,7 @@ class Supervisor:
         where = (attempt, position.step, position.phase)
         failure = Failure(worker.rank, end.pid, *where, worker.killed or describe_exit(end), error)
         if end.error is not None and end.error.type in SUSPECT:
-            self.drop_snapshots()
+            self._snapshots.clear()
         if worker in self.members:
             self._member_failed = True
             self.recovery = self.recovery or Recovery(failure)
@@ -331,7 +337,8 @@ class Supervisor:
         self.forming, self._lost, self._assigned = False, [], time.monotonic()
         self._member_failed = False
         ranks = _ranks([worker.rank for worker in self.members])
-        store = str(self.directory / f"store-{self.generation}")
+        store = MemoryFile.create()
+        self._replace_store(store)
         for worker, rank in zip(self.members, ranks, strict=True):
             worker.missed_since = None
             worker.assign(

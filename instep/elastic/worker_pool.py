@@ -18,15 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from instep.elastic.heartbeat import MAX_WORKERS, HeartbeatPage
 from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, WorkerSpec
-from instep.elastic.snapshot import MemoryPlace
 from instep.elastic.watchdog import Reading
 from instep.mesh.hang_report import aligned
 from instep.mesh.launch import Children, surroundings
+from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import is_stopped
 from instep.mesh.rank_process import STACKS_SIGNAL, Child, Exit
 
@@ -76,7 +75,7 @@ class Worker:
                 if not self.connection.poll(HANDLE_S):
                     raise EOFError("the descriptor of a snapshot did not follow its message")
                 fd = reduction.recv_handle(self.connection)
-                message["place"] = MemoryPlace(os.getpid(), fd, message["inode"])
+                message["place"] = MemoryFile(os.getpid(), fd, message["inode"])
         except (EOFError, OSError, RuntimeError, ValueError):
             self.hung_up = True
             return None
@@ -117,7 +116,7 @@ class Worker:
             os.kill(self.pid, STACKS_SIGNAL)
             until, before = time.monotonic() + STACKS_S, ""
             while time.monotonic() < until:
-                text = self.child.stacks.read_text(errors="replace")
+                text = self.child.stacks.path.read_text(errors="replace")
                 if "Current thread" in text and text == before:  # it is the last, and it is whole
                     return text
                 before = text
@@ -128,12 +127,10 @@ class Worker:
 class WorkerPool:
     """Processes that run ``work(spec, *args)``, by number; none of them is left after ``stop``."""
 
-    def __init__(
-        self, work: Callable[..., object], args: tuple[Any, ...], threads: int, directory: Path
-    ) -> None:
+    def __init__(self, work: Callable[..., object], args: tuple[Any, ...], threads: int) -> None:
         self.workers: dict[int, Worker] = {}
-        self.page = HeartbeatPage(directory / "page", create=True)
-        self._work, self._args, self._threads, self._directory = work, args, threads, directory
+        self.page = HeartbeatPage.create()
+        self._work, self._args, self._threads = work, args, threads
         self._children = Children()
         self._number = 0
 
@@ -155,10 +152,10 @@ class WorkerPool:
         number, self._number = self._number, self._number + 1
         ours, theirs = self._children.context.Pipe()
         environ = surroundings(self._threads, {})
-        child = Child(number, self._threads, str(self._directory), environ)
+        child = Child(number, self._threads, environ)
         slot = number % MAX_WORKERS
         self.page.reset(slot)
-        pid = self._children.start(child, self._work, (WorkerSpec(slot, self.page.path, theirs), *self._args))
+        pid = self._children.start(child, self._work, (WorkerSpec(slot, self.page.file, theirs), *self._args))
         theirs.close()
         self.workers[number] = Worker(child, pid, slot, ours, self.page)
         return self.workers[number]
@@ -203,6 +200,7 @@ class WorkerPool:
         self._children.stop(0)
         for worker in self.workers.values():
             worker.connection.close()
+        self.page.file.close()
 
 
 def _rest(worker: Worker) -> Iterator[Message]:

@@ -2,8 +2,8 @@
 
 Why not torch's elastic agent: its store listens on every interface and unpickles what it is sent, and
 starting an interpreter with torch takes seconds per rank. Here a *forkserver*, a process that has loaded
-torch and done nothing else, forks each rank within milliseconds; ranks meet in a file of a private
-directory, so nothing listens; and one failure is one error, of the rank that failed first.
+torch and done nothing else, forks each rank within milliseconds; ranks meet in a file without a name
+(``mesh.memory_file``), so nothing listens; and one failure is one error, of the rank that failed first.
 
     launcher ──────────────> forkserver (holds torch)       the pipe between them closes with the launcher:
         │ pipe per rank        ├─ rank 0                    the forkserver ends
@@ -26,10 +26,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from instep.mesh.memory_file import MemoryFile
 from instep.mesh.rank_process import Child, Exit, RankFailed, read_record, root_cause, run_child
 from instep.mesh.signals import STOP_SIGNALS, handled
 
@@ -43,6 +43,7 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 FROZEN = "instep.mesh.gc_freeze"  # the last
 LONGEST_PATH = 60  # of a directory, so that a socket in a directory in it fits into 104 characters
+HELD = "/proc/self/fd/"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # Starting the forkserver borrows this process's signal handler and environment for a moment.
@@ -81,13 +82,13 @@ def launch(
         )
     warm()
     exits: list[Exit] = []
-    with _terminate_unwinds(), tempfile.TemporaryDirectory(prefix="instep-") as directory:
+    with _terminate_unwinds(), closing(MemoryFile.create()) as store:
         children = Children()
         try:
             pids = []
             for rank in range(ranks):
-                environ = surroundings(threads, _place(rank, ranks, directory))
-                pids.append(children.start(Child(rank, threads, directory, environ), target, args))
+                environ = surroundings(threads, _place(rank, ranks, store))
+                pids.append(children.start(Child(rank, threads, environ), target, args))
             if on_start is not None:
                 on_start(pids)
             while children.running and not any(end.code for end in exits):
@@ -106,7 +107,7 @@ def warm(*modules: str) -> None:
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules, FROZEN])
-    with _starting, _ignored(), _one_blas_thread(), _short_path():
+    with _starting, _ignored(), _one_blas_thread(), _passing_directory():
         multiprocessing.forkserver.ensure_running()
 
 
@@ -121,12 +122,16 @@ class Children:
         self.running: dict[int, tuple[Child, ForkServerProcess]] = {}  # sentinel -> child, process
 
     def start(self, child: Child, target: Callable[..., object], args: tuple[Any, ...] = ()) -> int:
-        """Start ``target(*args)`` in a new process; its process id."""
+        """Start ``target(*args)`` in a new process; its process id. ``child`` is closed when it has ended."""
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
         process = self.context.Process(
             target=run_child, args=(child, target, args), name=f"rank {child.number}"
         )
-        process.start()
+        try:
+            process.start()
+        except BaseException:
+            child.close()
+            raise
         self.running[process.sentinel] = child, process
         assert process.pid is not None
         return process.pid
@@ -171,6 +176,7 @@ class Children:
         _signal_group(process.pid, signal.SIGKILL)
         end = Exit(child.number, process.pid, process.exitcode, read_record(child))
         process.close()
+        child.close()
         return end
 
     def _signal(self, number: signal.Signals) -> None:
@@ -200,13 +206,13 @@ def surroundings(threads: int, place: Mapping[str, object]) -> dict[str, str]:
     return {**os.environ, **{name: str(value) for name, value in {**needed, **place}.items()}}
 
 
-def _place(rank: int, ranks: int, directory: str) -> dict[str, object]:
+def _place(rank: int, ranks: int, store: MemoryFile) -> dict[str, object]:
     return {
         "RANK": rank,
         "WORLD_SIZE": ranks,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": ranks,
-        "INSTEP_STORE": Path(directory) / "store",
+        "INSTEP_STORE": store.path,  # this process has it for as long as there is a rank
     }
 
 
@@ -245,15 +251,30 @@ def _ignored() -> Iterator[None]:
 
 
 @contextmanager
-def _short_path() -> Iterator[None]:
-    """The forkserver's socket has a name in the temporary directory, and names of sockets are short."""
-    before = tempfile.tempdir
-    if len(tempfile.gettempdir()) > LONGEST_PATH:
-        tempfile.tempdir = "/tmp"
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
+def _passing_directory() -> Iterator[None]:
+    """The forkserver's socket has a name only in the block, and is reached by a descriptor after it.
+
+    A cleaner of temporary files could remove the name, and then no rank could be started. Names of sockets
+    are short, so a long name of the temporary directory is passed over.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = config.get("tempdir")
+    short = len(tempfile.gettempdir()) <= LONGEST_PATH
+    with tempfile.TemporaryDirectory(prefix="instep-", dir=None if short else "/tmp") as directory:
+        config["tempdir"] = directory
+        try:
+            yield
+        finally:
+            config["tempdir"] = before
+        _hold_address()
+
+
+def _hold_address() -> None:
+    server = multiprocessing.forkserver._forkserver
+    address: str = server._forkserver_address  # type: ignore[attr-defined]
+    if not address.startswith(HELD):
+        held = os.open(address, os.O_PATH | os.O_CLOEXEC)
+        server._forkserver_address = f"{HELD}{held}"  # type: ignore[attr-defined]
 
 
 @contextmanager

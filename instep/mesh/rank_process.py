@@ -2,7 +2,7 @@
 
 It ends with its launcher, whatever way that ends. When one rank fails the others fail too, moments later:
 they lose a peer. Four tracebacks on a terminal say less than one, if it is the right one. So a rank that
-raises leaves a record of its error in the launcher's directory, and of all exits ``root_cause`` chooses the
+raises leaves a record of its error in a file of the launcher's, and of all exits ``root_cause`` chooses the
 one to report.
 """
 
@@ -20,11 +20,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from instep.errors import InstepError
+from instep.mesh.memory_file import MemoryFile
 from instep.mesh.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
@@ -48,22 +48,22 @@ E = TypeVar("E", bound=Exception)
 
 @dataclass(frozen=True)
 class Child:
-    """What a new process is told: its ``number`` among those of its launcher, and all of its environment."""
+    """What a new process is told: its ``number`` among those of its launcher, and all of its environment.
+
+    ``record`` is where it writes why it failed, ``stacks`` where it writes its Python stacks on
+    ``STACKS_SIGNAL``, whatever holds its interpreter. Both are the launcher's, which closes them.
+    """
 
     number: int
     threads: int
-    directory: str
     environ: Mapping[str, str]
+    record: MemoryFile = field(default_factory=MemoryFile.create)
+    stacks: MemoryFile = field(default_factory=MemoryFile.create)
 
-    @property
-    def record(self) -> Path:
-        """Where it writes why it failed."""
-        return Path(self.directory) / f"error-{self.number}.json"
-
-    @property
-    def stacks(self) -> Path:
-        """Where it writes its Python stacks on ``STACKS_SIGNAL``, whatever holds its interpreter."""
-        return Path(self.directory) / f"stacks-{self.number}"
+    def close(self) -> None:
+        """Its launcher has read what there was to read."""
+        self.record.close()
+        self.stacks.close()
 
 
 def as_told(error: E) -> E:
@@ -131,8 +131,8 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
     os.environ.clear()
     os.environ.update(child.environ)
     faulthandler.enable()
-    with contextlib.suppress(OSError):  # no space: its stack will be missing in a table
-        stacks = open(os.open(child.stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")  # noqa: SIM115
+    with contextlib.suppress(OSError):  # the launcher has gone
+        stacks = os.fdopen(child.stacks.open(), "w")
         faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
     # OMP_NUM_THREADS is too late for a torch that the forkserver has loaded.
     if (torch := sys.modules.get("torch")) is not None:
@@ -155,12 +155,8 @@ def exit_now(code: int) -> None:
 
 
 def read_record(child: Child) -> ErrorRecord | None:
-    """What ``child`` has written before it ended, or None."""
-    try:
-        with child.record.open("rb") as file:
-            return ErrorRecord.from_bytes(file.read(RECORD_LIMIT_BYTES))
-    except FileNotFoundError:
-        return None
+    """What ``child`` has written before it ended, or None. Its launcher asks."""
+    return ErrorRecord.from_bytes(os.pread(child.record.fd, RECORD_LIMIT_BYTES, 0))
 
 
 def _end_with_launcher() -> None:
@@ -181,11 +177,11 @@ def _end_with_launcher() -> None:
         os._exit(1)
 
 
-def _write_record(record: ErrorRecord, path: Path) -> None:
+def _write_record(record: ErrorRecord, to: MemoryFile) -> None:
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(to.open(), "wb") as file:
             file.write(record.to_bytes())
-    except OSError:  # no space, or the launcher has gone
+    except OSError:  # no memory, or the launcher has gone
         print(record.traceback, file=sys.stderr)
 
 

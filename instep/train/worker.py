@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
 from instep.errors import Desync, InstepError, PeerLost
 from instep.mesh.join import meet
@@ -104,8 +105,7 @@ def _take_part(
 def _join(trainer: Trainer, assignment: Assignment, member: ControlChannel) -> None:
     config, store = trainer.config, None
     if assignment.world_size > 1:
-        file = dist.FileStore(assignment.store, assignment.world_size)
-        store = WatchedStore(file, lambda: member.is_over, config.timeout_s)
+        store = WatchedStore(LogStore(assignment.store), lambda: member.is_over, config.timeout_s)
     mesh = meet(
         store,
         assignment.rank,

@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -159,11 +158,10 @@ def test_a_rank_that_has_moved_is_hit_where_it_is_now(happened: list[Fault]) -> 
     assert len(happened) == 1
 
 
-def test_the_page_remembers_for_the_next_process(happened: list[Fault], tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path / "page", create=True)
+def test_the_page_remembers_for_the_next_process(happened: list[Fault], page: HeartbeatPage) -> None:
     twice = [Fault("kill"), Fault("kill")]
     for process in range(2):
-        injector = FaultInjector(twice, page if process == 0 else HeartbeatPage(page.path))
+        injector = FaultInjector(twice, page if process == 0 else HeartbeatPage(page.file))
         injector.reach("forward", 0)
     assert happened == twice  # each of the two once
     assert page.fired_ns > 0
@@ -181,10 +179,9 @@ def test_a_heartbeat_injects(happened: list[Fault]) -> None:
 
 
 def test_what_happens_elsewhere_is_no_worker_s_business(
-    happened: list[Fault], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    happened: list[Fault], page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "RESIZE_S", 0.0)
-    page = HeartbeatPage(tmp_path / "page", create=True)
     FaultInjector([Fault(kind, ranks=1) for kind in ELSEWHERE], page).reach("forward", 0)
     assert happened == []
     assert page.fired_ns == 0
@@ -192,9 +189,9 @@ def test_what_happens_elsewhere_is_no_worker_s_business(
 
 @pytest.mark.parametrize("end", ["fire", "stop", "over"])
 def test_a_rank_waits_for_the_supervisor_to_resize(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, looks = HeartbeatPage(tmp_path / "page", create=True), list[float]()
+    looks = list[float]()
 
     def look(seconds: float) -> None:
         looks.append(seconds)
@@ -211,8 +208,9 @@ def test_a_rank_waits_for_the_supervisor_to_resize(
     assert len(looks) == 3
 
 
-def test_nobody_waits_for_a_resize_that_has_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = HeartbeatPage(tmp_path / "page", create=True)
+def test_nobody_waits_for_a_resize_that_has_happened(
+    page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page.fire(0)
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=time.monotonic))  # nobody sleeps
     FaultInjector([Fault("resize", step=4, ranks=3)], page).reach("forward", 4)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.elastic.heartbeat import MAX_FAULTS, MAX_WORKERS, PHASES, WAITING, Heartbeat, HeartbeatPage
-
-
-@pytest.fixture
-def page(tmp_path: Path) -> HeartbeatPage:
-    return HeartbeatPage(tmp_path / "page", create=True)
+from instep.mesh.memory_file import MemoryFile
 
 
 def test_a_second_mapping_sees_what_the_first_has_written(page: HeartbeatPage) -> None:
-    other = HeartbeatPage(page.path)
+    other = HeartbeatPage(page.file)
     assert (other.stop, other.regroup, other.over) == (False, 0, 0)
     page.stop = True
     page.regroup = 7
@@ -31,25 +27,17 @@ def test_a_second_mapping_sees_what_the_first_has_written(page: HeartbeatPage) -
     assert (other.position(3).phase, other.position(3).step) == ("forward", 12)
 
 
-def test_the_page_is_private_and_made_once(page: HeartbeatPage) -> None:
-    assert page.path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(FileExistsError):
-        HeartbeatPage(page.path, create=True)
-    with pytest.raises(FileNotFoundError):
-        HeartbeatPage(page.path.with_name("another"))
+def test_the_page_has_no_name_that_could_be_removed(page: HeartbeatPage) -> None:
+    assert page.file.path.stat().st_nlink == 0
 
 
 @given(st.lists(st.integers(0, MAX_FAULTS - 1), max_size=30))
-def test_each_fault_fires_once_whoever_asks(page_of: Path, numbers: list[int]) -> None:
-    page_of.unlink(missing_ok=True)
-    pages = [HeartbeatPage(page_of, create=True), HeartbeatPage(page_of)]
-    fired = [n for i, n in enumerate(numbers) if pages[i % 2].fire(n)]
+def test_each_fault_fires_once_whoever_asks(numbers: list[int]) -> None:
+    page = HeartbeatPage.create()
+    with closing(page.file):
+        pages = [page, HeartbeatPage(page.file)]
+        fired = [n for i, n in enumerate(numbers) if pages[i % 2].fire(n)]
     assert fired == list(dict.fromkeys(numbers))
-
-
-@pytest.fixture(scope="module")
-def page_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pages") / "page"
 
 
 def test_the_time_of_the_last_fault_is_when_it_strikes(page: HeartbeatPage) -> None:
@@ -104,21 +92,20 @@ def test_phases_that_wait_are_phases() -> None:
     assert set(PHASES) > WAITING
 
 
-def leave_a_trace(path: Path) -> None:
-    page = HeartbeatPage(path)
+def leave_a_trace(file: MemoryFile) -> None:
+    page = HeartbeatPage(file)
     page.enter(1, PHASES.index("save"))
     page.set_step(1, 5)
 
 
 def test_another_process_leaves_its_trace(page: HeartbeatPage) -> None:
-    process = get_context("fork").Process(target=leave_a_trace, args=(page.path,))
+    process = get_context("fork").Process(target=leave_a_trace, args=(page.file,))
     process.start()
     process.join()
     assert (page.position(1).phase, page.position(1).step) == ("save", 5)
 
 
-def test_it_leaves_phase_and_step_in_its_own_place(tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path / "page", create=True)
+def test_it_leaves_phase_and_step_in_its_own_place(page: HeartbeatPage) -> None:
     heartbeat, other = Heartbeat(page, 2), Heartbeat(page, 3)
     other.enter("join")
     heartbeat.enter("backward")
@@ -136,8 +123,7 @@ def test_whoever_listens_is_told_the_phase_and_the_steps_that_are_done() -> None
     assert heard == [("start", -1), ("forward", 3)]
 
 
-def test_other_threads_leave_nothing(tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path / "page", create=True)
+def test_other_threads_leave_nothing(page: HeartbeatPage) -> None:
     heartbeat, heard = Heartbeat(page, 0), []
     heartbeat.on_enter = lambda phase, step: heard.append(phase)
     heartbeat.enter("forward")
@@ -148,9 +134,8 @@ def test_other_threads_leave_nothing(tmp_path: Path) -> None:
     assert page.position(0).phase == "forward"
 
 
-def test_the_page_is_written_before_anybody_is_told(tmp_path: Path) -> None:
+def test_the_page_is_written_before_anybody_is_told(page: HeartbeatPage) -> None:
     """Who is told may die of it, and the page must say where."""
-    page = HeartbeatPage(tmp_path / "page", create=True)
     heartbeat, seen = Heartbeat(page, 0), []
     heartbeat.on_enter = lambda phase, step: seen.append(page.position(0).phase)
     heartbeat.enter("exchange")

@@ -11,7 +11,6 @@ from datetime import timedelta
 from itertools import count
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,20 +20,21 @@ from hypothesis import strategies as st
 
 from instep.elastic.heartbeat import HeartbeatPage
 from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, ControlChannel, WatchedStore, WorkerSpec
-from instep.elastic.snapshot import MemoryPlace, Snapshot, SnapshotHandle
+from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.errors import PeerLost
+from instep.mesh.memory_file import MemoryFile
 
 numbers = st.integers(0, 2**40)
+files = st.builds(MemoryFile, numbers, numbers, numbers)
+NOWHERE = MemoryFile(0, 0, 0)
 assignments = st.builds(
     Assignment,
     generation=numbers,
     rank=numbers,
     world_size=numbers,
-    store=st.text(),
+    store=files,
     memory=st.lists(
-        st.builds(
-            SnapshotHandle, st.builds(MemoryPlace, numbers, numbers, numbers), numbers, numbers, numbers
-        ),
+        st.builds(SnapshotHandle, files, numbers, numbers, numbers),
         max_size=3,
     ).map(tuple),
 )
@@ -54,10 +54,9 @@ class Ends:
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[Ends]:
-    page = HeartbeatPage(tmp_path / "page", create=True)
+def ends(page: HeartbeatPage) -> Iterator[Ends]:
     ours, theirs = Pipe()
-    yield Ends(ControlChannel(WorkerSpec(2, page.path, theirs)), page, ours)
+    yield Ends(ControlChannel(WorkerSpec(2, page.file, theirs)), page, ours)
     ours.close()
     theirs.close()
 
@@ -69,7 +68,7 @@ def test_an_assignment_travels(assignment: Assignment) -> None:
 
 
 def test_a_worker_says_that_it_is_ready_and_why_and_is_assigned_a_rank(ends: Ends) -> None:
-    assignment = Assignment(3, 1, 2, "store")
+    assignment = Assignment(3, 1, 2, NOWHERE)
     ends.ours.send_bytes(assignment.to_bytes())
     assert ends.channel.next_assignment(error="PeerLost: rank 0", step=4) == assignment
     assert ends.heard() == {"say": "ready", "generation": 0, "error": "PeerLost: rank 0", "step": 4}
@@ -97,7 +96,7 @@ def test_an_answer_that_is_too_long_is_not_read(ends: Ends) -> None:
 
 
 def test_a_generation_is_asked_to_part_by_its_number(ends: Ends) -> None:
-    ends.ours.send_bytes(Assignment(3, 0, 1, "").to_bytes())
+    ends.ours.send_bytes(Assignment(3, 0, 1, NOWHERE).to_bytes())
     ends.channel.next_assignment()
     assert not ends.channel.regroup
     ends.page.regroup = 2  # the wish of the generation before
@@ -124,7 +123,7 @@ def test_a_snapshot_is_handed_over_and_outlives_its_writer(ends: Ends) -> None:
         "rank": 1,
         "num_ranks": 3,
     }
-    place = MemoryPlace(os.getpid(), reduction.recv_handle(ends.ours), inode)
+    place = MemoryFile(os.getpid(), reduction.recv_handle(ends.ours), inode)
     assert Snapshot.attach(place).description() == b"whole"
     os.close(place.fd)
 

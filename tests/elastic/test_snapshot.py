@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.elastic.snapshot import (
-    MemoryPlace,
     Snapshot,
     SnapshotHandle,
     SnapshotInterval,
@@ -28,6 +27,7 @@ from instep.elastic.snapshot import (
     common_step,
     tensor_bytes,
 )
+from instep.mesh.memory_file import MemoryFile
 
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((), torch.float32),
@@ -170,7 +170,7 @@ def write_and_wait(connection: Connection) -> None:
 
 def test_another_process_reads_and_writes_it() -> None:
     with process(write_and_wait) as connection:
-        snapshot = Snapshot.attach(MemoryPlace(*connection.recv()))
+        snapshot = Snapshot.attach(MemoryFile(*connection.recv()))
         assert_holds(snapshot, 4)
         snapshot.write(description(5), state(5))
         assert_holds(snapshot, 5)
@@ -178,8 +178,8 @@ def test_another_process_reads_and_writes_it() -> None:
 
 def test_it_is_there_after_its_writer_and_gone_after_the_last_who_holds_it() -> None:
     with process(write_and_wait) as connection:
-        theirs = MemoryPlace(*connection.recv())
-        ours = MemoryPlace(os.getpid(), reduction.recv_handle(connection), theirs.inode)
+        theirs = MemoryFile(*connection.recv())
+        ours = MemoryFile(os.getpid(), reduction.recv_handle(connection), theirs.inode)
     with pytest.raises(OSError, match=r"."):
         Snapshot.attach(theirs)
     assert_holds(Snapshot.attach(ours), 4)
@@ -188,8 +188,8 @@ def test_it_is_there_after_its_writer_and_gone_after_the_last_who_holds_it() -> 
         Snapshot.attach(ours)
 
 
-def place_of(snapshot: Snapshot) -> MemoryPlace:
-    return MemoryPlace(os.getpid(), snapshot.mapping.fd, snapshot.mapping.inode)
+def place_of(snapshot: Snapshot) -> MemoryFile:
+    return MemoryFile(os.getpid(), snapshot.mapping.fd, snapshot.mapping.inode)
 
 
 def test_other_memory_behind_the_same_number_is_refused() -> None:
@@ -209,7 +209,7 @@ def test_it_has_no_name_and_goes_with_the_last_who_looks() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def killed_while_copying(connection: Connection, place: MemoryPlace, before: int) -> None:
+def killed_while_copying(connection: Connection, place: MemoryFile, before: int) -> None:
     """Write state after state, and be killed in the copying of the ``before``-th, half-way."""
     snapshot = Snapshot.attach(place)
     original = torch._foreach_copy_
@@ -377,7 +377,7 @@ def store() -> Iterator[SnapshotStore]:
 def handle(generation: int, rank: int, num_ranks: int) -> SnapshotHandle:
     """With a descriptor of its own."""
     return SnapshotHandle(
-        MemoryPlace(os.getpid(), os.open(os.devnull, os.O_RDONLY), 1), generation, rank, num_ranks
+        MemoryFile(os.getpid(), os.open(os.devnull, os.O_RDONLY), 1), generation, rank, num_ranks
     )
 
 

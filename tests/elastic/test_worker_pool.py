@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multiprocessing import Pipe
-from pathlib import Path
 
 from instep.elastic.heartbeat import HeartbeatPage, Position
 from instep.elastic.watchdog import Reading
@@ -11,12 +10,11 @@ from instep.elastic.worker_pool import Worker, progress_table
 from instep.mesh.rank_process import Child
 
 
-def test_one_line_per_worker(tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path / "page", create=True)
+def test_one_line_per_worker(page: HeartbeatPage) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
         workers = [
-            Worker(Child(number, 1, str(tmp_path), {}), pid, number, ours, page, rank=rank)
+            Worker(Child(number, 1, {}, page.file, page.file), pid, number, ours, page, rank=rank)
             for number, pid, rank in [(0, 11, 1), (1, 123456, 0), (7, 13, -1)]
         ]
         readings = {

@@ -21,9 +21,11 @@ from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.rendezvous import Assignment, ControlChannel, WorkerSpec
 from instep.elastic.snapshot import Snapshot
 from instep.errors import ContractBroken, PeerLost
+from instep.mesh.memory_file import MemoryFile
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
 
+NOWHERE = MemoryFile(0, 0, 0)
 ALARM_S = 25  # no test waits longer for a toy that hangs
 PAUSE_S = 0.001
 LOG, SAID = "log", "said"
@@ -62,7 +64,7 @@ class Toy:
 
     def __init__(self, channel: ControlChannel, script: Script) -> None:
         self.channel, self.script = channel, script
-        self.step, self.assignment = -1, Assignment(0, -1, 0, "")
+        self.step, self.assignment = -1, Assignment(0, -1, 0, NOWHERE)
         self.injectors = [
             FaultInjector(parse_all(script.faults), channel.page),
             FaultInjector(parse_all(script.always)),
@@ -152,24 +154,22 @@ class Toy:
 
 
 class Group:
-    """The ranks of one generation: who they are is in files beside its store."""
+    """The ranks of one generation: who they are is in files of its own."""
 
     def __init__(self, toy: Toy) -> None:
         self.toy, assignment, page = toy, toy.assignment, toy.channel.page
         toy.channel.heartbeat.enter("join")
         self.page, self.generation = page, assignment.generation
-        mine = Path(f"{assignment.store}-{assignment.rank}")
+        store = toy.script.directory / f"generation-{assignment.generation}"
+        mine = Path(f"{store}-{assignment.rank}")
         told = [os.getpid(), toy.channel.heartbeat.worker, toy.step]
         mine.with_suffix(".new").write_text(json.dumps(told))
         os.replace(mine.with_suffix(".new"), mine)
-        peers = [
-            json.loads(self._await(Path(f"{assignment.store}-{rank}")))
-            for rank in range(assignment.world_size)
-        ]
+        peers = [json.loads(self._await(Path(f"{store}-{rank}"))) for rank in range(assignment.world_size)]
         self.newest = max(step for _, _, step in peers)
         self.slots = [slot for _, slot, _ in peers]
         self.pidfds = {self._open(rank, pid): rank for rank, (pid, _, _) in enumerate(peers)}
-        self.counts = [Path(f"{assignment.store}-{rank}-count") for rank in range(assignment.world_size)]
+        self.counts = [Path(f"{store}-{rank}-count") for rank in range(assignment.world_size)]
         self.mine = os.open(self.counts[assignment.rank], os.O_WRONLY | os.O_CREAT)
 
     def count(self, step: int) -> bool:

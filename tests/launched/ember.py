@@ -25,6 +25,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # torch has looked for it, by another TMPDIR
     sys.argv = ["", *request["words"]]
     multiprocessing.util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
     runpy.run_module("instep", run_name="__main__", alter_sys=True)

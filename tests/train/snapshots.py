@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, cast
 
-from instep.elastic.snapshot import MemoryPlace, Snapshot, SnapshotHandle
+from instep.elastic.snapshot import Snapshot, SnapshotHandle
+from instep.mesh.memory_file import MemoryFile
 from instep.train.recovery import Snapshots
 
 
@@ -21,7 +22,7 @@ class Supervisor:
         self, copy: Snapshot, rank: int = 0, num_ranks: int = 1, generation: int | None = None
     ) -> None:
         self._copies.append(copy)
-        place = MemoryPlace(os.getpid(), copy.mapping.fd, copy.mapping.inode)
+        place = MemoryFile(os.getpid(), copy.mapping.fd, copy.mapping.inode)
         begun = self.generation if generation is None else generation
         self.kept[begun, rank] = SnapshotHandle(place, begun, rank, num_ranks)
 

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from instep.elastic.snapshot import MemoryPlace, Snapshot, SnapshotHandle
+from instep.elastic.snapshot import Snapshot, SnapshotHandle
+from instep.mesh.memory_file import MemoryFile
 from instep.mesh.mesh import Mesh
 from instep.recipes import text_config
 from instep.recipes.text import TextRecipe
@@ -217,5 +218,5 @@ def test_of_a_state_that_every_rank_has_rank_zero_alone_has_a_snapshot(mesh: Mes
 
 def test_what_a_rank_knows_ends_with_its_generation() -> None:
     snapshots = Snapshots(cast(Any, None))
-    snapshots.take_over([SnapshotHandle(MemoryPlace(1, 2, 3), 1, 0, 2)])
+    snapshots.take_over([SnapshotHandle(MemoryFile(1, 2, 3), 1, 0, 2)])
     assert snapshots.newest() == (-1, -1)  # one of two
