@@ -212,6 +212,8 @@ class Supervisor:
     def _require_another_try(self, lost: Sequence[tuple[Worker, Exit]]) -> None:
         """Raise ``RankFailed`` if the run has not begun, or failed in a way that would come again."""
         begun = max(self.retries.step, self.pool.step) >= 0
+        # The members of a run that has begun have what a newcomer could not get.
+        lost = [(worker, end) for worker, end in lost if worker.generation or not begun]
         if not any(end.error and (not begun or end.error.type in FINAL) for _, end in lost):
             return
         # Others may have failed for the same reason, or know it.
@@ -234,7 +236,9 @@ class Supervisor:
             self.recovery = self.recovery or Recovery(failure)
         else:
             self._spares_lost += 1
-        if end.error is None or end.error.type.startswith("instep."):
+        if worker.generation == 0 and end.error is not None:
+            self._note(failure, "")
+        elif end.error is None or end.error.type.startswith("instep."):
             self._note(failure, worker.stacks, quiet=end.error is not None and end.error.told)
         else:
             self._note(failure, end.error.traceback)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -86,9 +86,14 @@ class Trainer:
         self.rank_state.begin()
 
     def prepare(self) -> None:
-        """Compute now what joining will ask for, while no rank waits for this process."""
-        with suppress(Exception):  # which is told when the ranks have met
-            _ = self.canary, self.recipe.training(self._open()).sha256
+        """Do now all of joining that needs no group, while no rank waits for this process.
+
+        Raises:
+            what reading the data raises, or a first forward: better here than where others would be told.
+        """
+        _ = self.recipe.training(self._open()).sha256
+        if not torch.cuda.is_available():  # whose device is chosen with the group
+            _ = self.canary
             contract.describe(config={}, threads=1, device="cpu", module=self.module)
 
     def join(self, mesh: Mesh) -> None:

@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from instep.elastic.log_store import LogStore
@@ -44,8 +43,7 @@ def work(spec: WorkerSpec, recipe: Recipe) -> None:
         "regroup": lambda: member.regroup,
         "copy": lambda: memory.due(trainer),
     }
-    if not torch.cuda.is_available():
-        trainer.prepare()
+    trainer.prepare()  # a process that says that it is ready can do without a group all that it has to
     checkpoints = Checkpoints(config.run_dir, config.timeout_s)
     part = Generation(trainer, config.run_dir, checkpoints, memory)
     trainer.heartbeat.enter("built")

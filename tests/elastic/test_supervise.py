@@ -274,6 +274,32 @@ def test_replacements_that_never_get_as_far_as_a_rank_end_the_run(scene: Scene, 
     assert len(scene.lines("built")) == 2
 
 
+CANNOT_READ = (
+    ", in built, failed with FileNotFoundError: expected a data file, got gone.txt, which does not exist"
+)
+
+
+def test_a_newcomer_that_cannot_read_is_replaced_by_another(scene: Scene) -> None:
+    script = {"generations": 2, "faults": ("kill:rank=1,step=2",)}
+    assert scene.run(**script, extra="one_spare_cannot_read") == 0
+    (line,) = [text for text in scene.said if text.startswith("a spare")]
+    assert line.endswith(CANNOT_READ)
+    assert "\n" not in line
+    assert sorted(scene.ranks(2)) == [0, 1]
+
+
+def test_where_no_newcomer_can_read_the_run_goes_on_with_fewer_if_it_may(scene: Scene) -> None:
+    script = {"steps": 9, "generations": 2, "faults": ("kill:rank=1,step=2",)}
+    assert scene.run(**script, extra="no_spare_can_read", options={"min_ranks": 1}) == 0
+    assert sorted(scene.ranks(2)) == [0]
+
+
+def test_where_no_newcomer_can_read_and_all_ranks_are_needed_the_run_ends_and_says_why(scene: Scene) -> None:
+    with pytest.raises(RunFailed, match=r"gone\.txt, which does not exist"):
+        scene.run(steps=10**9, faults=("kill:rank=1,step=2",), extra="no_spare_can_read")
+    assert len(scene.failures()) == 5
+
+
 def test_an_error_that_would_come_again_ends_the_run_and_names_who_met_it(scene: Scene) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 3 .* field threads: expected 1, got 2") as ended:
         scene.run(ranks=3, extra="contract")

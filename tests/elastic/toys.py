@@ -263,6 +263,18 @@ def spares_raise(toy: Toy, phase: str) -> None:
         raise ImportError("the code has changed")
 
 
+def one_spare_cannot_read(toy: Toy, phase: str) -> None:
+    """The first worker that was not there at the beginning does not find the data."""
+    if phase == "built" and toy.channel.heartbeat.worker == 2:
+        raise FileNotFoundError("expected a data file, got gone.txt, which does not exist")
+
+
+def no_spare_can_read(toy: Toy, phase: str) -> None:
+    """No worker that was not there at the beginning does."""
+    if phase == "built" and toy.channel.heartbeat.worker >= 2:
+        raise FileNotFoundError("expected a data file, got gone.txt, which does not exist")
+
+
 def says_much_and_leaves(toy: Toy, phase: str) -> None:
     """Rank 1 dies; when that is known rank 0 says that the run is finished, after other things, and ends."""
     if (toy.step, phase) != (2, "forward"):

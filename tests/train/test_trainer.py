@@ -55,6 +55,20 @@ def trained(config: Config, mesh: Mesh, steps: int = STEPS) -> Trainer:
     return trainer
 
 
+def test_a_process_that_cannot_read_the_data_knows_it_before_it_meets_others(
+    data: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "text"
+    copy.write_bytes(data.read_bytes())
+    trainer = Trainer(TextRecipe(config(copy)))
+    trainer.prepare()
+    copy.unlink()
+    trainer.prepare()  # it has read them
+    late = Trainer(TextRecipe(config(copy)))
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        late.prepare()
+
+
 @pytest.mark.parametrize("strategy", ["bucketed", "server"])
 @world(3)
 def test_a_step_on_the_list_is_skipped_by_all_and_the_bits_are_those_of_one(
