@@ -20,7 +20,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the bottom up; folders of one row do not know each other. "" is the package itself, its public names.
 ROWS = (
-    ("errors", "ring_buffer"),
+    ("errors", "regular_files"),
+    ("ring_buffer",),
     ("events",),
     ("memory", "work"),
     ("mesh",),
@@ -45,6 +46,7 @@ ROW = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
 PURE = (
     "instep.errors",
     "instep.events",
+    "instep.regular_files",
     "instep.ring_buffer",
     "instep.mesh.axes",
     "instep.mesh.rank_process",

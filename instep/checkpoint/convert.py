@@ -55,7 +55,7 @@ def to_safetensors(
                 file.write(data)
         files.sync(new)
         os.link(new, out)  # unlike a rename, it replaces nothing
-        files.sync(out.parent)
+        files.sync(out.parent, follow_links=True)
     finally:
         with suppress(FileNotFoundError):
             new.unlink()

@@ -14,17 +14,18 @@ it dies. A temporary directory that can be locked is therefore garbage: no clock
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from instep.regular_files import open_regular as open_file
+from instep.regular_files import try_lock
 
 PLAIN_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 STEP_NAME = re.compile(r"step-([0-9]{8})")
@@ -46,10 +47,17 @@ def step_of(name: str) -> int | None:
 
 
 def step_directories(parent: Path) -> list[tuple[int, Path]]:
-    """The directories of ``parent`` that are named like a step, newest first; symbolic links are none."""
+    """The directories of ``parent`` that are named like a step, newest first; symbolic links are none.
+
+    ``parent`` may be a link, but not to nothing: that is a disk which is not there, and not a run which has
+    no checkpoints yet.
+    """
     try:
         entries = [entry for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
+        if parent.is_symlink():
+            problem = f"is a link to {os.readlink(parent)}, which is not there: mount it, or remove the link"
+            raise FileNotFoundError(errno.ENOENT, problem, str(parent)) from None
         return []
     steps = [(step, Path(entry.path)) for entry in entries if (step := step_of(entry.name)) is not None]
     return sorted(steps, reverse=True)
@@ -60,7 +68,7 @@ def make_directory(path: Path) -> None:
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
-        sync(path.parent)
+        sync(path.parent, follow_links=True)
 
 
 def publish(parent: Path, name: str, write: Callable[[Path], None], *, token: str | None = None) -> Path:
@@ -85,7 +93,7 @@ def publish(parent: Path, name: str, write: Callable[[Path], None], *, token: st
         sync(path)
         refuse_existing(target)
         os.rename(path, target)
-        sync(parent)
+        sync(parent, follow_links=True)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
@@ -120,20 +128,9 @@ def _begin(parent: Path, name: str, token: str | None) -> tuple[Path, int]:
             with suppress(OSError):
                 path.rmdir()
             raise
-        if _try_lock(lock) is not False and path.exists():
+        if try_lock(lock) is not False and path.exists():
             return path, lock
         os.close(lock)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """True: locked. False: another process holds it. None: this file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def remove(path: Path) -> None:
@@ -168,7 +165,7 @@ def _remove_if_stale(path: Path) -> bool:
     except FileNotFoundError:  # its writer has just published it
         return False
     try:
-        if not _try_lock(fd):
+        if not try_lock(fd):
             return False
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
@@ -187,12 +184,13 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def sync(path: Path) -> None:
+def sync(path: Path, *, follow_links: bool = False) -> None:
     """Make a file's or directory's content durable, and drop it from the page cache.
 
-    A reader that verifies the file afterwards sees what the disk holds, not what memory remembers.
+    A reader that verifies the file afterwards sees what the disk holds, not what memory remembers. A link is
+    followed where users may have put one: in the place of the directory that holds the checkpoints.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW))
     try:
         with naming(path):
             os.fsync(fd)
@@ -216,10 +214,8 @@ def write_file(path: Path, data: bytes) -> None:
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open for reading what must be a regular file: a link is not followed, a pipe is not waited for."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(fd, "rb") as file, naming(path):
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "expected a regular file", str(path))
         yield file
 
 

@@ -261,7 +261,7 @@ def write(directory: Path, draft: Manifest, plan: Plan, keep: int, wait: Wait) -
         wait.until(temporary.is_dir, f"{temporary}: expected rank 0 to make it")
         _write_and_say(temporary, plan)
         return path
-    files.make_directory(directory)
+    # No directory is made here: one that was removed since the plan was made must not come back.
     files.publish(directory, path.name, lambda new: _write_first(new, draft, plan, wait), token=plan.token)
     load.verify(path)
     _clean_up(path, keep)
@@ -382,7 +382,7 @@ def is_saved(path: Path, draft: Manifest) -> bool:
         return False
     same = _without_placement(found) == _without_placement(draft)
     if same:
-        files.sync(path.parent)  # the rank that published it may have died before
+        files.sync(path.parent, follow_links=True)  # the rank that published it may have died before
     return same
 
 

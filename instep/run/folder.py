@@ -6,22 +6,26 @@
     faults.jsonl     what went wrong, and what it took to go on
     trace/           what each rank did when, in its last steps; and what instep report makes of it
     report.html      by instep report, with report.json        tensorboard/, wandb/   if they are asked for
+    run.lock         which process has claimed it, while the run goes on
 
 Rank 0 writes, and the process that starts the ranks; but for trace/, where every rank has a file.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
-from instep.mesh.peers import Peer, is_alive
+from instep.mesh.peers import RECORD_BYTES, Peer, is_alive, own_peer
+from instep.regular_files import open_regular, require_in_place, try_lock
 from instep.run.jsonl import read_object, replace_text
 from instep.run.toml import CONFIG, to_toml
 
@@ -30,6 +34,7 @@ SUMMARY = "summary.json"
 WORKERS = "workers.json"
 FAULTS = "faults.jsonl"
 CHECKPOINTS = "checkpoints"
+LOCK = "run.lock"
 
 
 class Claim(Protocol):
@@ -44,13 +49,75 @@ class Claim(Protocol):
         """Whether an earlier command has begun it."""
 
 
-def claim(config: Claim) -> Path:
-    """The directory of this run, made if need be; nothing in it is touched.
+class Claimed:
+    """A run directory that no other command may claim, until ``release`` or the end of this process.
+
+    The lock is the kernel's, on an open file: it goes with its holder, however that ends. What the file says
+    is for those who find it locked, and decides only where the file system has no locks.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        """Lock the directory ``path``; ValueError names the process that has it locked."""
+        self.path = path
+        self._fd = _lock(path, say)
+        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def require_in_place(self) -> None:
+        """OSError if the directory was removed or replaced: the run's files are no longer where they were."""
+        require_in_place(self._directory, self.path)
+
+    def release(self) -> None:
+        """No process works here any more; if the run has not even begun, it leaves no empty directory."""
+        self._remove(WORKERS)
+        self._remove(LOCK)
+        with suppress(OSError):
+            self.require_in_place()
+            self.path.rmdir()  # which fails if anything is in it
+        self._close()
+
+    def unlock(self) -> None:
+        """This process has nothing to do here; all stays as it was found."""
+        self._remove(LOCK)
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self._directory)
+        os.close(self._fd)
+
+    def _remove(self, name: str) -> None:
+        with suppress(OSError):  # nothing here may hide the error that ends the run
+            os.unlink(name, dir_fd=self._directory)
+
+    def __enter__(self) -> Claimed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def claim(config: Claim, say: Callable[[str], None]) -> Claimed:
+    """The directory of this run, made if need be, and locked; nothing else in it is touched.
+
+    ``say`` is told where the file system has no locks.
 
     Raises:
         ValueError: it holds another run, or that run is still going on, or there is nothing to resume.
         PermissionError: it cannot be written to.
     """
+    path = _directory(config)
+    claimed = Claimed(path, say)
+    try:
+        _require_free(config, path)
+    except BaseException:
+        claimed.unlock()
+        raise
+    return claimed
+
+
+def _directory(config: Claim) -> Path:
+    """Where the run is to be recorded: a directory that can be written to."""
     if config.run_dir is None:
         if config.resume:
             raise ValueError("--resume needs --run-dir: which run shall go on?")
@@ -60,9 +127,15 @@ def claim(config: Claim) -> Path:
     path = _make(config.run_dir, fresh=False)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(f"run directory {path} cannot be written to: pass another --run-dir")
-    is_empty = not any(path.iterdir())
+    return path
+
+
+def _require_free(config: Claim, path: Path) -> None:
+    """ValueError unless ``path``, which is locked, may be begun in, or gone on with."""
+    is_empty = all(entry.name == LOCK for entry in path.iterdir())
     holds_run = (path / CONFIG).exists()
     if config.resume:
+        # Ranks outlive the command that held the lock for a moment, and where there are no locks for longer.
         busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in workers(path) if is_alive(peer)]
         if busy:
             raise ValueError(
@@ -74,7 +147,47 @@ def claim(config: Claim) -> Path:
         raise ValueError(f"{path} holds another run: pass --resume to continue it, or another --run-dir")
     elif not is_empty:
         raise ValueError(f"{path} holds other files: pass another --run-dir")
-    return path
+
+
+def _lock(path: Path, say: Callable[[str], None]) -> int:
+    """The descriptor of the lock of directory ``path``, which this process holds from here on."""
+    while True:
+        fd = open_regular(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            _take_lock(fd, path, say)
+            require_in_place(fd, path / LOCK)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.ESTALE:
+                raise
+        except BaseException:
+            os.close(fd)
+            raise
+        else:
+            return fd
+
+
+def _take_lock(fd: int, path: Path, say: Callable[[str], None]) -> None:
+    """Lock ``fd`` and put this process's name into it."""
+    locked = try_lock(fd)
+    holder = _holder(fd)
+    if locked is False or (locked is None and holder is not None and is_alive(holder)):
+        who = f"pid {holder.pid} on {holder.host}" if holder else "another process"
+        raise ValueError(
+            f"{path}: another command is at work there, {who}: wait for it, end it, or pass another --run-dir"
+        )
+    if locked is None:
+        say(f"{path}: this file system has no locks: do not start another command there meanwhile")
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, own_peer(0).to_bytes(), 0)
+
+
+def _holder(fd: int) -> Peer | None:
+    """The process that has locked, or had locked, the file, as far as it says."""
+    try:
+        return Peer.from_bytes(os.pread(fd, RECORD_BYTES, 0))
+    except (ValueError, TypeError, KeyError, OverflowError):  # it has not said it yet
+        return None
 
 
 def begin(path: Path, config: Any, peers: Sequence[Peer]) -> None:
@@ -87,13 +200,6 @@ def begin(path: Path, config: Any, peers: Sequence[Peer]) -> None:
 def end(path: Path, summary: Mapping[str, Any]) -> None:
     """Write the figures: none of an earlier part stays, which may have been made on other ranks."""
     replace_text(path / SUMMARY, json.dumps(summary, indent=1) + "\n")
-
-
-def release(path: Path) -> None:
-    """No process works in ``path`` any more; if the run has not even begun, it leaves no empty directory."""
-    with suppress(OSError):  # nothing here may hide the error that ends the run
-        (path / WORKERS).unlink(missing_ok=True)
-        path.rmdir()  # which fails if anything is in it
 
 
 def workers(path: Path) -> list[Peer]:
@@ -112,7 +218,8 @@ def _make(path: Path, *, fresh: bool) -> Path:
             candidate.mkdir(parents=True, exist_ok=not fresh)
         except FileExistsError:
             if not fresh:
-                raise ValueError(f"{path} is a file, expected a directory: pass another --run-dir") from None
+                kind = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+                raise ValueError(f"{path} is {kind}, expected a directory: pass another --run-dir") from None
         except OSError as error:
             raise PermissionError(
                 f"run directory {path} cannot be made ({error.strerror}): pass another --run-dir"

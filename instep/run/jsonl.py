@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from instep.regular_files import require_in_place
+
 TAIL_BYTES = 1 << 18
 NOT_JSON = object()
 
@@ -27,11 +29,17 @@ class JsonLines:
         if not _ends_at(path, until_step):
             kept = [line for line in read_lines(path) if "event" in line or line.get("step", 0) <= until_step]
             replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, **fields: Any) -> None:
-        """Append one line."""
+        """Append one line.
+
+        Raises:
+            OSError: the disk is full, or the file was removed or replaced, so that its lines are lost.
+        """
         self._file.write(json.dumps(fields) + "\n")
+        require_in_place(self._file.fileno(), self._path)
 
     def close(self) -> None:
         """Flush to disk and close."""

@@ -120,6 +120,7 @@ def trace(
     recorder.drop_step()  # what came before is no part of the first one
     if path is not None:
         head, folder = _head(model), Path(path) / trace_files.FOLDER
+        folder.parent.mkdir(parents=True, exist_ok=True)
         _make_way(trace_files.path_of(folder, recorder.rank), head)
         trace_files.record(recorder, folder, capacity, head)
     recorder.begin_step(recorder.optimizer_steps)

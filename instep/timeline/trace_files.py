@@ -34,14 +34,14 @@ NUM_NAMED = 8  # ranks, in one note
 
 
 def record(recorder: Recorder, folder: Path, capacity: int, head: Mapping[str, Any]) -> None:
-    """Keep what ``recorder`` records in ``folder``, the last ``capacity`` events.
+    """Keep what ``recorder`` records in ``folder``, the last ``capacity`` events; its parent has to be there.
 
     ``head`` is what ``head_of`` returns, and more: readers get all of it.
 
     Raises:
         OSError: there is no room, or no permission.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     recorder.keep_in(path_of(folder, recorder.rank), capacity, {**head, "versions": versions})
 

@@ -44,22 +44,19 @@ def run(recipe: Recipe) -> int:
     ranks = 1 if threads else local_ranks(config, len(os.sched_getaffinity(0)))
     check_rows(ranks, config.parallel.shard_ranks)
     # The directory is claimed here, so that all ranks are told the same one.
-    path = folder.claim(config)
-    config = replace(config, run_dir=path)
-    try:
-        with closing(_FaultLog(path)) as log:
-            terms = SuperviseOptions(
-                ranks=ranks,
-                min_ranks=config.min_ranks,
-                threads=config.parallel.threads,
-                timeout_s=config.timeout_s,
-                faults=faults,
-                say=_say,
-                note=log.note,
-            )
-            return supervise(recipe.work, (config,), terms)
-    finally:
-        folder.release(path)
+    with folder.claim(config, _say) as claimed, closing(_FaultLog(claimed.path)) as log:
+        terms = SuperviseOptions(
+            ranks=ranks,
+            min_ranks=config.min_ranks,
+            threads=config.parallel.threads,
+            timeout_s=config.timeout_s,
+            faults=faults,
+            say=_say,
+            note=log.note,
+        )
+        code = supervise(recipe.work, (replace(config, run_dir=claimed.path),), terms)
+        claimed.require_in_place()
+        return code
 
 
 def run_rank(recipe: Recipe) -> int:
@@ -72,33 +69,39 @@ def run_rank(recipe: Recipe) -> int:
         timeout_s=config.timeout_s,
         threads=config.parallel.threads,
     )
-    path: Path | None = None
+    held: list[folder.Claimed] = []  # on rank 0, which holds the directory for all
 
     def claim() -> tuple[str, bool]:
         place = detect(os.environ)
         check_world(config, mesh.world.group.size, restarted=bool(place.restart_count))
-        return _claim_again(config, place)
+        claimed, resume = _claim_again(config, place)
+        held.append(claimed)
+        return str(claimed.path), resume
+
+    def look_again() -> None:
+        for claimed in held:
+            claimed.require_in_place()
 
     try:
-        claimed, resume = on_first_rank(mesh.world.group, "claiming the run directory", claim)
-        path = Path(claimed)
+        path, resume = on_first_rank(mesh.world.group, "claiming the run directory", claim)
         # A fault happens once, and a process that has been restarted cannot know which have.
         fault = () if detect(os.environ).restart_count else config.fault
-        again = replace(config, run_dir=path, resume=resume, fault=fault)
+        again = replace(config, run_dir=Path(path), resume=resume, fault=fault)
         trainer = Trainer(recipe.replaced(again), mesh)
         asked: list[str] = []
         listen_for_preemption(asked.append)
         trainer.wishes = {"stop": lambda: bool(asked)}
-        ending = Generation(trainer, path, Checkpoints(path, config.timeout_s)).run()
+        ending = Generation(trainer, Path(path), Checkpoints(Path(path), config.timeout_s)).run()
+        on_first_rank(mesh.world.group, "looking for the run directory", look_again)
         trainer.leave()
         return EXIT_CODES[ending]
     finally:
-        if path is not None and mesh.rank == 0:
-            folder.release(path)
+        for claimed in held:
+            claimed.release()
         mesh.close()
 
 
-def _claim_again(config: RunConfig, place: LaunchEnvironment) -> tuple[str, bool]:
+def _claim_again(config: RunConfig, place: LaunchEnvironment) -> tuple[folder.Claimed, bool]:
     """The run directory, and whether to go on with what is in it, as after a restart by the launcher.
 
     A directory whose name was made up is known to the launcher's store, which outlives its ranks.
@@ -110,10 +113,10 @@ def _claim_again(config: RunConfig, place: LaunchEnvironment) -> tuple[str, bool
     resume = config.resume
     if known is not None and place.restart_count and (known / folder.CONFIG).exists():
         resume = True
-    path = folder.claim(replace(config, run_dir=known, resume=resume))
+    claimed = folder.claim(replace(config, run_dir=known, resume=resume), _say)
     if store is not None:
-        store.set(key, str(path.absolute()))
-    return str(path), resume
+        store.set(key, str(claimed.path.absolute()))
+    return claimed, resume
 
 
 class _FaultLog:

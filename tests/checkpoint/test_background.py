@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_what_changes_after_save_returned_is_not_in_the_checkpoint(
     assert whole_step(tmp_path) == 7
     assert saver.last == tmp_path / "step-00000007"
     assert load.verify(saver.last).extra == {"list": [1], "optimizer": None}
+
+
+def test_a_directory_that_was_removed_since_does_not_come_back(tmp_path: Path, gate: threading.Event) -> None:
+    run = tmp_path / "run"
+    saver = Saver()
+    saver.save(run / "checkpoints", *drafted(**state(7)))
+    shutil.rmtree(run)
+    gate.set()
+    with pytest.raises(FileNotFoundError, match="saving step 7 in the background"):
+        saver.close()
+    assert not run.exists()
 
 
 def test_the_state_hash_is_that_of_the_copy(tmp_path: Path, gate: threading.Event) -> None:

@@ -108,6 +108,20 @@ def test_steps_are_listed_newest_first_and_nothing_else_is(tmp_path: Path) -> No
     assert files.step_directories(tmp_path / "absent") == []
 
 
+def test_a_directory_of_checkpoints_that_is_a_link_is_followed_and_one_to_a_disk_that_is_gone_named(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    files.make_directory(tmp_path / "link" / "deeper")
+    files.publish(tmp_path / "link", "step-00000001", lambda path: files.write_file(path / "a", b"one"))
+    assert files.step_directories(tmp_path / "link") == [(1, tmp_path / "link" / "step-00000001")]
+    assert sorted(file.name for file in (tmp_path / "disk").iterdir()) == ["deeper", "step-00000001"]
+    (tmp_path / "unmounted").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"is a link to .*nowhere, which is not there: mount it"):
+        files.step_directories(tmp_path / "unmounted")
+
+
 def test_a_step_and_its_name_are_inverse() -> None:
     assert [files.step_of(files.step_name(step)) for step in (0, 7, 99999999)] == [0, 7, 99999999]
     assert files.step_of("step-" + "\N{ARABIC-INDIC DIGIT ONE}" * 8) is None

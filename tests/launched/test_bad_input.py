@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from instep.cli.exit_codes import FAILED, INTERRUPTED, REJECTED, USAGE
-from instep.run.folder import CHECKPOINTS, CONFIG, SUMMARY, WORKERS
+from instep.run.folder import CHECKPOINTS, CONFIG, LOCK, SUMMARY, WORKERS
 from instep.timeline.trace_files import FOLDER
 from tests.launched.command import (
     INSTEP,
@@ -226,3 +226,19 @@ def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, recipe, tmp_path):
     assert out == ""
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl", FOLDER}
+
+
+def test_a_run_shares_its_directory_with_no_other_command_and_ends_when_it_is_removed(recipe, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    flags = (*recipe, "-n", 2, "--steps", 100_000, "--eval.every", 1)
+    with started_warm("train", *flags, "--run-dir", "link", cwd=tmp_path) as process:
+        read_until(process, "step 3  held out")
+        other = train("--resume", "-n", 1, "--run-dir", "disk", cwd=tmp_path)
+        other.assert_failed(USAGE, f"disk: another command is at work there, pid {process.pid} on ")
+        read_until(process, "step 6  held out")
+        (tmp_path / "disk").rename(tmp_path / "moved")
+        out, err = process.communicate()
+    assert process.returncode == FAILED and out == "" and "Traceback" not in err
+    assert "removed or replaced while it was in use" in err
+    assert not (tmp_path / "disk").exists() and LOCK not in tree(tmp_path / "moved")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ import pytest
 from instep.mesh.peers import Peer, own_peer
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, merge
+from instep.regular_files import try_lock
 from instep.run import folder
-from instep.run.folder import CONFIG, SUMMARY, WORKERS, begin, claim, end, release
+from instep.run.folder import CONFIG, LOCK, SUMMARY, WORKERS, begin, claim, end
 from instep.run.toml import load_toml
 
 
@@ -30,6 +32,12 @@ def a_run(path: Path, *workers: Peer) -> Path:
     path.mkdir()
     begin(path, config(path), workers)
     return path
+
+
+def claimed(config: Config) -> Path:
+    """Where it may be, after a command that has claimed it and ended."""
+    with claim(config, print) as held:
+        return held.path
 
 
 def tree(path: Path) -> dict[str, bytes]:
@@ -46,19 +54,21 @@ def another_process() -> Iterator[int]:
 
 def test_a_new_directory_is_made_with_those_above_it(tmp_path):
     path = tmp_path / "runs" / "a"
-    assert claim(config(path)) == path
-    assert list(path.iterdir()) == []
+    with claim(config(path), print) as held:
+        assert held.path == path
+        assert [file.name for file in path.iterdir()] == [LOCK]
 
 
 def test_an_empty_directory_is_taken(tmp_path):
-    assert claim(config(tmp_path)) == tmp_path
+    assert claimed(config(tmp_path)) == tmp_path
 
 
 def test_without_a_name_every_run_has_a_new_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folder.time, "strftime", lambda _: "train-now")
-    claimed = [claim(config(None)) for _ in range(3)]
-    assert claimed == [Path("runs", name) for name in ("train-now", "train-now-2", "train-now-3")]
+    with claim(config(None), print) as a, claim(config(None), print) as b, claim(config(None), print) as c:
+        paths = [held.path for held in (a, b, c)]
+    assert paths == [Path("runs", name) for name in ("train-now", "train-now-2", "train-now-3")]
 
 
 @pytest.mark.parametrize(
@@ -68,36 +78,37 @@ def test_without_a_name_every_run_has_a_new_directory(tmp_path, monkeypatch):
 def test_a_directory_that_holds_something_is_refused_and_left_as_it_was(tmp_path, name, message):
     (tmp_path / name).write_text("precious")
     with pytest.raises(ValueError, match=f"^{re.escape(f'{tmp_path} {message}')}"):
-        claim(config(tmp_path))
+        claimed(config(tmp_path))
     assert tree(tmp_path) == {str(tmp_path / name): b"precious"}
 
 
 def test_a_run_is_resumed_in_the_directory_that_it_has(tmp_path):
     path = a_run(tmp_path / "a")
     before = tree(path)
-    assert claim(config(path, resume=True)) == path
-    assert tree(path) == before
+    with claim(config(path, resume=True), print) as held:
+        (path / LOCK).rename(tmp_path / LOCK)
+        assert held.path == path and tree(path) == before
 
 
 def test_to_resume_one_must_say_where():
     with pytest.raises(ValueError, match=r"^--resume needs --run-dir"):
-        claim(config(None, resume=True))
+        claimed(config(None, resume=True))
 
 
 def test_a_mistyped_directory_is_not_resumed_from_the_beginning(tmp_path):
     with pytest.raises(ValueError, match="does not exist, so there is no run to resume"):
-        claim(config(tmp_path / "typo", resume=True))
+        claimed(config(tmp_path / "typo", resume=True))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_of_other_files_is_not_resumed_into(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match="holds other files and no run to resume"):
-        claim(config(tmp_path, resume=True))
+        claimed(config(tmp_path, resume=True))
 
 
 def test_a_run_that_was_stopped_before_it_began_is_resumed(tmp_path):
-    assert claim(config(tmp_path, resume=True)) == tmp_path
+    assert claimed(config(tmp_path, resume=True)) == tmp_path
 
 
 def test_a_run_that_is_still_going_on_is_not_resumed(tmp_path):
@@ -105,8 +116,9 @@ def test_a_run_that_is_still_going_on_is_not_resumed(tmp_path):
         alive = replace(own_peer(1), pid=pid, start_time=start_time(pid))
         path = a_run(tmp_path / "a", replace(own_peer(0), start_time=1), alive)
         with pytest.raises(ValueError, match=rf"still going on in rank 1 \(pid {pid}\): wait for it"):
-            claim(config(path, resume=True))
-    assert claim(config(path, resume=True)) == path
+            claimed(config(path, resume=True))
+        assert sorted(file.name for file in path.iterdir()) == [CONFIG, WORKERS]
+    assert claimed(config(path, resume=True)) == path
 
 
 def start_time(pid: int) -> int:
@@ -117,7 +129,7 @@ def start_time(pid: int) -> int:
 def test_workers_that_cannot_be_read_do_not_keep_a_run_from_going_on(tmp_path, text):
     path = a_run(tmp_path / "a")
     (path / WORKERS).write_text(text)
-    assert claim(config(path, resume=True)) == path
+    assert claimed(config(path, resume=True)) == path
 
 
 @pytest.mark.parametrize(
@@ -127,20 +139,20 @@ def test_workers_that_cannot_be_read_do_not_keep_a_run_from_going_on(tmp_path, t
 def test_a_path_that_cannot_be_a_directory_is_refused_by_name(tmp_path, below, message):
     (tmp_path / "file").write_text("precious")
     with pytest.raises((ValueError, PermissionError), match=f"{re.escape(str(tmp_path / below))} {message}"):
-        claim(config(tmp_path / below))
+        claimed(config(tmp_path / below))
     assert tree(tmp_path) == {str(tmp_path / "file"): b"precious"}
 
 
 def test_a_system_that_makes_no_directories_is_named():
     with pytest.raises(PermissionError, match=r"run directory /proc/nope cannot be made .*: pass another"):
-        claim(config(Path("/proc/nope")))
+        claimed(config(Path("/proc/nope")))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError, match="cannot be written to"):
-        claim(config(tmp_path))
+        claimed(config(tmp_path))
 
 
 def test_a_run_s_config_and_workers_are_on_disk_while_it_goes_on(tmp_path):
@@ -149,18 +161,110 @@ def test_a_run_s_config_and_workers_are_on_disk_while_it_goes_on(tmp_path):
     assert merge(text_config.default(), load_toml(path / CONFIG), source="") == config(path)
     workers = json.loads((path / WORKERS).read_text())
     assert workers == {"0": asdict(peers[0]), "1": asdict(peers[1])}
-    release(path)
+    (path / WORKERS).write_text("{}")
+    claimed(config(path, resume=True))
     assert sorted(file.name for file in path.iterdir()) == [CONFIG]
 
 
 def test_a_run_that_never_began_leaves_no_directory(tmp_path):
-    path = claim(config(tmp_path / "a"))
-    release(path)
-    assert not path.exists()
-    release(path)
+    with claim(config(tmp_path / "a"), print) as held:
+        assert held.path.exists()
+    assert not held.path.exists()
 
 
 def test_no_figure_of_an_earlier_part_stays(tmp_path):
     for figures in ({"steps": 8, "speed": 5.0, "gone": 1}, {"steps": 9, "speed": None}):
         end(tmp_path, figures)
         assert json.loads((tmp_path / SUMMARY).read_text()) == figures
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_that_another_command_works_in_is_refused_with_its_process_and_host(tmp_path, resume):
+    path = tmp_path / "a"
+    with claim(config(path), print):
+        begin(path, config(path), [])
+        before = tree(path)
+        here = f"pid {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(ValueError, match=re.escape(f"{path}: another command is at work there, {here}")):
+            claimed(config(path, resume=resume))
+        assert tree(path) == before
+    assert claimed(config(path, resume=True)) == path
+
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from instep.regular_files import open_regular, try_lock
+assert try_lock(open_regular(Path(sys.argv[1], "run.lock"), os.O_RDWR | os.O_CREAT))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_goes_with_a_holder_that_was_killed_and_what_it_said_does_not_count(tmp_path):
+    a_run(tmp_path / "a")
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "a")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        with pytest.raises(ValueError, match="another command is at work there, another process"):
+            claimed(config(tmp_path / "a", resume=True))
+        process.kill()
+    (tmp_path / "a" / LOCK).write_bytes(own_peer(0).to_bytes())  # of a process that lives, and holds no lock
+    assert claimed(config(tmp_path / "a", resume=True)) == tmp_path / "a"
+
+
+def test_a_lock_that_was_released_between_opening_and_locking_it_is_taken_anew(tmp_path, monkeypatch):
+    gone = []
+
+    def released_meanwhile(fd):
+        if not gone:
+            (tmp_path / LOCK).unlink()
+        gone.append(fd)
+        return try_lock(fd)
+
+    monkeypatch.setattr(folder, "try_lock", released_meanwhile)
+    with claim(config(tmp_path), print):
+        assert (tmp_path / LOCK).exists() and len(gone) == 2
+
+
+def test_without_locks_one_is_told_and_a_holder_that_can_be_seen_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "try_lock", lambda fd: None)
+    said: list[str] = []
+    with claim(config(tmp_path), said.append):
+        assert said == [
+            f"{tmp_path}: this file system has no locks: do not start another command there meanwhile"
+        ]
+        with pytest.raises(ValueError, match=f"another command is at work there, pid {os.getpid()}"):
+            claim(config(tmp_path), said.append)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/passwd")])
+def test_what_lies_in_the_place_of_the_lock_and_is_no_file_is_named(tmp_path, make):
+    make(tmp_path / LOCK)
+    with pytest.raises(OSError, match=LOCK):
+        claimed(config(tmp_path))
+
+
+def test_a_directory_that_was_removed_or_replaced_is_noticed_and_left_alone(tmp_path):
+    path = tmp_path / "a"
+    with claim(config(path), print) as held:
+        held.require_in_place()
+        path.rename(tmp_path / "b")
+        with pytest.raises(OSError, match="removed or replaced while it was in use"):
+            held.require_in_place()
+        path.mkdir()
+        with pytest.raises(OSError, match="removed or replaced"):
+            held.require_in_place()
+    assert path.exists()  # it is another command's
+
+
+def test_a_link_to_a_directory_is_claimed_and_one_to_nothing_refused(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with claim(config(tmp_path / "link"), print) as held:
+        assert held.path == tmp_path / "link" and (tmp_path / "disk" / LOCK).exists()
+        with pytest.raises(ValueError, match="another command"):
+            claimed(config(tmp_path / "disk"))
+    (tmp_path / "nowhere").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ValueError, match="is a link to nothing, expected a directory"):
+        claimed(config(tmp_path / "nowhere"))

@@ -103,3 +103,16 @@ def test_the_last_lines_have_one_of_a_step_however_long_the_events_after_it_are(
     lines.write(step=2, event="started", much="x" * (1 << 19))
     lines.close()
     assert [line["step"] for line in read_last_lines(path) if "event" not in line] == [1, 2]
+
+
+@pytest.mark.parametrize("lost", [Path.unlink, lambda path: path.rename(path.with_name("elsewhere"))])
+def test_a_line_that_goes_to_a_file_which_is_gone_is_an_error(tmp_path, lost):
+    path = tmp_path / LEDGER
+    lines = JsonLines(path, until_step=0)
+    lines.write(step=1)
+    lost(path)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"removed or replaced while it was in use.*ledger\.jsonl"):
+            lines.write(step=2)
+        path.write_text("")  # of another run
+    lines.close()
