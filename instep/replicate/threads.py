@@ -24,14 +24,20 @@ over the same memory. A batch that is split over them is one node of the caller'
 Each replica has a graph of its own, so that its backward can run in a thread of its own. The caller's engine
 comes to ``InThreads.backward`` with the gradients of all outputs, and leaves with the sums.
 
+A forward can come to the module's own parameters past its replica: by ``layer.compile()`` or a bound method,
+which keep the layer they were made of, by a closure, by a weight in a plain list. In a declared step their
+gradients are handed to the replica whose backward has made them (``handed_to_replicas``). In a batch that is
+split they accumulate in ``.grad`` by themselves, which is the same sum, in the order in which threads come.
+
 R: replicas. G: micro-batches in a declared step.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,6 +58,7 @@ from instep.replicate.wrapper import OwnNames
 from instep.step.gradients import Gradients
 from instep.step.micro_batches import MicroBatch, changed_buffer, require_no_gradients
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+from instep.step.unregistered import UnregisteredWeights
 
 T = TypeVar("T")
 Body = Callable[[nn.Module, MicroBatch], T]
@@ -69,7 +76,8 @@ class ThreadedReplicas(OwnNames):
 
     ``micro_batches`` is the declared form, whose bits are those of ``DataParallel.micro_batches`` on any
     number of ranks. (But under autocast weights are cast anew for each use, so one that a forward uses
-    several times may get a gradient that is rounded otherwise.)
+    several times may get a gradient that is rounded otherwise.) Hooks of a parameter run there once per
+    micro-batch, as in ``DataParallel``.
 
     What forward writes into buffers in place (running statistics, say) is kept from replica 0 and lost from
     the others, as in torch. Forward hooks see the replicas. Gradients of gradients are not offered.
@@ -128,7 +136,8 @@ class ThreadedReplicas(OwnNames):
 
         Raises:
             ValueError: a rule of declared steps is broken: a gradient left over from before, a micro-batch
-                without backward, a buffer that forward changed, random numbers (also with R = 1).
+                without backward, a buffer that forward changed, random numbers (also with R = 1), a
+                parameter with a post-accumulate hook, a backward in a thread that ``body`` has started.
         """
         if num_micro_batches < 1:
             raise ValueError(f"micro_batches({num_micro_batches}): expected at least one micro-batch")
@@ -138,7 +147,7 @@ class ThreadedReplicas(OwnNames):
         step = self.threaded_step
         step.begin(num_micro_batches)
         functions = [partial(step.compute, r, body) for r in range(self.num_replicas)]
-        with without_random_numbers(self.module, self._device):
+        with without_random_numbers(self.module, self._device), step.receives():
             results = self._pool.run("micro-batches", functions, ThreadSettings(self._device))
         with self._pool.recorder.span("aggregate", lane="compute"):
             step.reduce()
@@ -185,6 +194,7 @@ class ThreadedStep:
     def __init__(self, module: nn.Module, num_replicas: int) -> None:
         self.module = module
         self.registry = ParameterRegistry(module)
+        self.unregistered = UnregisteredWeights(module)
         self.names = [name for name, _ in self.registry.trainable]
         self.parameters: list[Tensor] = [parameter for _, parameter in self.registry.trainable]
         groups = Flat.group(self.parameters, range(len(self.parameters)), 25)
@@ -194,26 +204,43 @@ class ThreadedStep:
         """A step of ``num_micro_batches`` micro-batches begins.
 
         Raises:
-            ValueError: a gradient is left from before, a parameter is new, or a layer mixes micro-batches.
+            ValueError: a gradient is left from before, or a parameter is new or has a hook that cannot run.
         """
         self.registry.check()
         require_no_gradients(self.names, self.parameters)
+        self.unregistered.begin()
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter {name!r} has a post-accumulate hook, of another wrapper or your own, which "
+                    "would not run in replicas: close() the other wrapper, or use parameter.register_hook"
+                )
         self.num_micro_batches = num_micro_batches
         self.indices = rank_major(num_micro_batches, len(self.buckets))  # of each replica's micro-batches
         self.weights = [0] * len(self.buckets)
         self.sparse: set[int] = set()  # parameters with sparse gradients
+        self.strays: set[int] = set()  # parameters with a gradient that no replica has received
+        self.hooks = [OrderedDict(x._backward_hooks or ()) for x in self.parameters]  # the user's
         for buckets in self.buckets:
             for bucket in buckets:
                 bucket.begin(num_micro_batches, 0)
 
+    def receives(self) -> AbstractContextManager[None]:
+        """Inside, replicas receive what comes to the module's own parameters."""
+        return handed_to_replicas(self.parameters, self.strays)
+
     def compute(self, r: int, body: Body[T]) -> dict[int, T]:
         """Forward and backward of the micro-batches of replica ``r``; what ``body`` returns for each."""
         replica = Replica(self.module, owns_buffers=False)
+        for alias, hooks in zip(replica.parameters, self.hooks, strict=True):
+            if hooks:
+                alias._backward_hooks = hooks
         gradients = Gradients(self.names, replica.parameters, ())
         found = {}
         for index in self.indices[r]:
             micro_batch = MicroBatch(index, self.num_micro_batches)
-            found[index] = body(replica.module, micro_batch)
+            with replica.receives():
+                found[index] = body(replica.module, micro_batch)
             self._check(r, micro_batch, replica)
             for bucket in self.buckets[r]:
                 buffer = bucket.counter.open()
@@ -223,7 +250,17 @@ class ThreadedStep:
         return found
 
     def reduce(self) -> None:
-        """Add the roots of all replicas down the tree, and set ``.grad``."""
+        """Add the roots of all replicas down the tree, and set ``.grad``.
+
+        Raises:
+            ValueError: no micro-batch counts, or a gradient came past all replicas.
+        """
+        self.unregistered.require_none_reached()
+        if self.strays:
+            raise ValueError(
+                f"parameter {self.names[min(self.strays)]!r} has a gradient that no replica's backward made: "
+                "it belongs to no micro-batch: call backward() in the thread in which the function is called"
+            )
         weight = sum(self.weights)
         if weight == 0:
             raise ValueError(
@@ -451,6 +488,16 @@ class Replica:
                 replica._buffers[name] = None if buffer is None else copies.get(id(buffer), buffer)
         self.module = self.modules[id(original)]
 
+    @contextmanager
+    def receives(self) -> Iterator[None]:
+        """Inside, ``handed_to_replicas`` hands over to this one what backwards of this thread bring."""
+        # Not a threading.local, which the engine's own threads (backward on a GPU) would not see.
+        torch._C._stash_obj_in_tls(_RECEIVER, self)
+        try:
+            yield
+        finally:
+            torch._C._stash_obj_in_tls(_RECEIVER, None)
+
     def changed_buffer(self, original: nn.Module) -> str | None:
         """The name of a buffer that forward has changed in this replica, or None."""
         for prefix, module in original.named_modules():
@@ -462,6 +509,36 @@ class Replica:
                 ):
                     return f"{prefix}.{name}".lstrip(".")
         return None
+
+
+_RECEIVER = "instep replica"  # what torch keeps for each thread under this name: a Replica, or None
+
+
+@contextmanager
+def handed_to_replicas(parameters: Sequence[Tensor], strays: set[int]) -> Iterator[None]:
+    """Inside, a gradient that comes to one of ``parameters`` goes to its alias in the replica that
+    ``receives`` in the thread of that backward, where the sum tree finds it in its micro-batch.
+
+    ``strays`` receives the positions of those for which there was none. What autograd accumulates besides is
+    dropped: it is the sum of all threads, in the order of timing.
+    """
+    hooks = [x.register_hook(partial(_hand_over, i, strays)) for i, x in enumerate(parameters)]
+    try:
+        yield
+    finally:
+        for hook, parameter in zip(hooks, parameters, strict=True):
+            hook.remove()
+            parameter.grad = None
+
+
+def _hand_over(i: int, strays: set[int], gradient: Tensor) -> None:
+    replica = torch._C._get_obj_in_tls(_RECEIVER) if torch._C._is_key_in_tls(_RECEIVER) else None
+    if replica is None:
+        strays.add(i)
+        return
+    alias, gradient = replica.parameters[i], gradient.detach()
+    # A copy, because autograd may give the same tensor to others and adds to a .grad in place.
+    alias.grad = gradient.clone() if alias.grad is None else alias.grad + gradient
 
 
 WAYS_OUT = "set its dropout to 0, call eval(), or use processes (instep.DataParallel)"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from instep.ordered.keys import LeafKeys
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
+from instep.step.unregistered import UnregisteredWeights
 
 State = tuple[Tensor | None, int]  # a buffer and its version
 
@@ -59,6 +60,7 @@ class DeclaredStep:
         self.reducer = reducer
         self.keys = keys
         self.registry = registry
+        self.unregistered = UnregisteredWeights(module)
         self.micro_batch: MicroBatch | None = None
         self._weight = 0  # of the micro-batches that have had gradients
         self._weight_taken: int | None = None  # of the open one, when its first gradient came
@@ -101,6 +103,7 @@ class DeclaredStep:
             micro_batch = self.micro_batch = None
             with span("finish", lane="host"):
                 self._check_statistics()
+                self.unregistered.require_none_reached()
                 reducer.finish()
         finally:
             if self.micro_batch is micro_batch:  # not if another step has begun since
@@ -117,6 +120,7 @@ class DeclaredStep:
             )
         self.registry.check()
         require_no_gradients(self.reducer.names, self.reducer.parameters)
+        self.unregistered.begin()
         # The kernel of batch norm writes its statistics without counting a version.
         buffers = [(name, x) for name, x in self.module.named_buffers() if x.is_floating_point()]
         self._statistics = [(name, x, x.detach().clone()) for name, x in buffers]

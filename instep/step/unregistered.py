@@ -1,0 +1,92 @@
+"""Weights that a module uses and does not register: in a plain list, in a closure, in a layer in a dict.
+
+No wrapper has a hook on them. In a declared step their gradients would be the plain sum over this rank's
+micro-batches, beside the mean over all of them that the others are. torch's DDP lets them drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from instep.step.optimizer_guard import entries_of
+
+DEPTH = 4  # containers within containers that are looked into
+WIDTH = 1000  # so many things of each, because a container may be a data set
+NN_MODULE = frozenset(vars(nn.Module()))  # what every module has: its hooks, its parameters, ...
+
+
+class UnregisteredWeights:
+    """The trainable tensors that ``module`` holds beside its parameters, and whether a step reaches them.
+
+    At construction they are looked for, in the attributes of all submodules: containers, closures, bound
+    methods, partial functions. A step: ``begin``, then ``require_none_reached``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = {id(x): None for x in [*module.parameters(), *module.modules()]}
+        self._weights: list[tuple[str, Tensor]] = []
+        for prefix, owner in module.named_modules():
+            for key, value in vars(owner).items():
+                if key not in NN_MODULE:
+                    name = f"{prefix}.{key}".lstrip(".")
+                    self._weights += [(name, x) for x in _trainable(value, found, DEPTH)]
+
+    def begin(self) -> None:
+        """A declared step begins."""
+        self._before = [(x.grad, -1 if x.grad is None else x.grad._version) for _, x in self._weights]
+
+    def require_none_reached(self) -> None:
+        """Raise ``ValueError`` if one of the weights has got a gradient since ``begin``."""
+        for (name, x), (gradient, version) in zip(self._weights, self._before, strict=True):
+            if x.grad is None or (x.grad is gradient and x.grad._version == version):
+                continue
+            if not any(entry.is_alive for entry in entries_of([x])):  # no other wrapper reduces it
+                raise ValueError(
+                    f"{name!r} holds a trainable tensor of shape {tuple(x.shape)} that is no parameter of "
+                    "the module, and the declared step has given it a gradient, neither averaged "
+                    "nor exchanged: register it (nn.Parameter, nn.ParameterList, nn.ModuleList), "
+                    "or detach() it where it is used"
+                )
+
+
+def _trainable(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Tensor]:
+    """Leaves of autograd in ``value`` that are not in ``seen``, which they join."""
+    if id(value) in seen or isinstance(value, str | bytes | int | float | None):
+        return
+    seen[id(value)] = value  # kept, so that no new object can have its id
+    if isinstance(value, Tensor):
+        if value.is_leaf and value.requires_grad:
+            yield value
+    elif depth:
+        for part in _parts(value):
+            yield from _trainable(part, seen, depth - 1)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    if isinstance(value, list | tuple | set):
+        return list(islice(value, WIDTH))
+    if isinstance(value, dict):
+        return list(islice(value.values(), WIDTH))
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return []
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # its variable has no value yet
+        return None
