@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 
 ORDER = ("pp", "dp", "shard", "tp")
+DATA_AXES = ("dp", "shard")  # along them the batch is shared out
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Axes:
     def data_peers(self, rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` on ``dp`` and ``shard`` only, one shard row after another."""
         here = self.coordinates(rank)
-        pairs = product(range(self.size("dp")), range(self.size("shard")))
-        return tuple(self.rank_at(**{**here, "dp": dp, "shard": shard}) for dp, shard in pairs)
+        places = product(*(range(self.size(name)) for name in DATA_AXES))
+        return tuple(self.rank_at(**here | dict(zip(DATA_AXES, place, strict=True))) for place in places)
 
     def partition(self, axis: str) -> list[tuple[int, ...]]:
         """All groups of ``axis``: every rank is in one of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.launch_environment import LaunchEnvironment, detect
-from instep.mesh.mesh import Mesh, build, registered_mesh
+from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
 from instep.mesh.process_group import Group, backend_timeout, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 300.0
 WRAPPING = "wrapping a model"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # where torch looks for the number of threads
 
 
 def init(
@@ -199,6 +201,24 @@ def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:
     )
 
 
+def warn_of_default_threads() -> None:
+    """Warn if operators have as many threads as there are cores, because nothing has set another number.
+
+    Ranks that torchrun starts have one each where there are several, and all cores where there is one; with
+    other numbers kernels add in another order. ``init`` sets the number; here the user has made the group.
+    """
+    num_threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    is_set = registered_mesh() is not None or any(name in os.environ for name in THREADS)
+    if is_set or num_threads == 1 or num_threads not in (cores, cores // 2):  # torch takes either by itself
+        return
+    warnings.warn(
+        f"this rank computes with {num_threads} threads, a number that follows from the machine, and "
+        "torchrun gives 1 to each of several ranks: the bits of a declared step depend on it. Call "
+        "instep.init(), or set OMP_NUM_THREADS (or torch.set_num_threads) alike for every number of ranks",
+        stacklevel=2,
+    )
+
+
 def find_ranks(
     process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None, *, what: str = WRAPPING
 ) -> tuple[Group, Recorder]:
@@ -210,7 +230,8 @@ def find_ranks(
 
     Raises:
         PeerLost: not all of them came.
-        ValueError: this process was started as one of many, but has joined no group.
+        ValueError: this process was started as one of many, but has joined no group; or the registered mesh
+            has an axis that nothing would use.
     """
     try:
         return _find(process_group, timeout_s)
@@ -225,7 +246,7 @@ def find_ranks(
 
 def _find(process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> tuple[Group, Recorder]:
     if process_group is None:
-        process_group = registered_mesh()
+        process_group = mesh_for_replicas()
     if isinstance(process_group, Mesh):
         axis = process_group.whole if process_group.is_view else process_group.data
         return axis.duplicate(), process_group.recorder

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from instep.events import Recorder
-from instep.mesh.axes import Axes, resolve
+from instep.mesh.axes import DATA_AXES, Axes, resolve
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
@@ -199,6 +199,28 @@ _registered: ContextVar[Mesh | None] = ContextVar("instep_mesh", default=None)
 def registered_mesh() -> Mesh | None:
     """The mesh of ``get.register_mesh``; None if there is none."""
     return _registered.get()
+
+
+def mesh_for_replicas() -> Mesh | None:
+    """The registered mesh, for what replicates or shards a model over ``dp`` and ``shard`` by default.
+
+    Raises:
+        ValueError: it has more than one rank along another axis, which nothing would use: each of them would
+            train a model of its own. A view ``mesh[axis]`` that is registered has been chosen.
+    """
+    mesh = registered_mesh()
+    if mesh is None or mesh.is_view:
+        return mesh
+    axes = mesh.axes
+    unused = [name for name in axes.names if name not in DATA_AXES and axes.size(name) > 1]
+    if unused:
+        written = " * ".join(f"{name}({axes.size(name)})" for name in axes.names)
+        raise ValueError(
+            f"{written} = {axes.world_size} ranks, but the batch is shared out along dp and shard alone: "
+            f"nothing would use {' and '.join(unused)}, whose ranks would each train a model of their own. "
+            "Call instep.init(dp=-1), or, if they have different parts of the model, pass process_group=mesh"
+        )
+    return mesh
 
 
 def unregister(mesh: Mesh) -> None:

@@ -25,7 +25,7 @@ from instep.ordered.keys import LeafKeys
 from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
 from instep.step import optimizer_guard
-from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values
+from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward
 from instep.step.micro_batches import DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
@@ -222,6 +222,7 @@ class DataParallel(OwnNames):
             self.group, "the preparation of models", lambda: self._prepare(considered), errors=(ValueError,)
         )
         agree_on_structure(self.module, _shared_options(self._arguments), self.group)
+        compare_threads(self.module, self.group)
         return prepared
 
     def _prepare(self, considered: Callable[[], object]) -> tuple[ParameterRegistry, Reducer]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from instep.events import Recorder
 from instep.mesh.join import find_ranks
-from instep.mesh.mesh import Mesh, registered_mesh
+from instep.mesh.mesh import Mesh, mesh_for_replicas
 from instep.mesh.process_group import Group
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def shard_group_of(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessG
 
 def num_shard_groups(process_group: Mesh | ProcessGroup | None) -> int:
     """How many shard groups ``process_group`` is, or is one of."""
-    mesh = registered_mesh() if process_group is None else process_group
+    mesh = mesh_for_replicas() if process_group is None else process_group
     if not isinstance(mesh, Mesh) or mesh.axes.size("shard") == 1:
         return 1
     return 1 if mesh.is_view and mesh.whole is not mesh.along["shard"] else mesh.axes.size("dp")
@@ -90,7 +90,7 @@ def find_shard_ranks(
 
 def _sharded_mesh(process_group: Mesh | ProcessGroup | None) -> Mesh | None:
     """The mesh that is meant, if it has a ``shard`` axis."""
-    mesh = registered_mesh() if process_group is None else process_group
+    mesh = mesh_for_replicas() if process_group is None else process_group
     if isinstance(mesh, Mesh) and not mesh.is_view and mesh.axes.size("shard") > 1:
         return mesh
     return None

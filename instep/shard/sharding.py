@@ -30,7 +30,7 @@ from instep.shard.shard_groups import find_shard_ranks
 from instep.shard.stage3 import Stage3
 from instep.shard.unit import Divided, Unit
 from instep.step import optimizer_guard
-from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values
+from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward
 from instep.step.micro_batches import DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry
@@ -187,6 +187,7 @@ class Sharding:
         checked = all_or_none(self.group, "the preparation of modules to shard", check, errors=(ValueError,))
         options, _, kinds = checked
         agree_on_structure(module, asdict(options), self.group)
+        compare_threads(module, self.group)
         lines = [f"unit {kind.name!r} of {', '.join(kind.names)}" for kind in kinds]
         require_same_lines(self.group, "units", lines)
         if options.init_sync == "verify":

@@ -13,13 +13,14 @@ before each forward. Here they travel in one message, and only bits that differ 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Container, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from instep.mesh.agree import raise_on_all, require_same_lines
+from instep.mesh.agree import first_difference, raise_on_all, require_same_lines
 from instep.mesh.process_group import Group
 from instep.ordered.hash import block_digests
 
@@ -47,6 +48,24 @@ def agree_on_structure(module: nn.Module, options: Mapping[str, object], group: 
     require_same_lines(group, "models", structure_lines(module), fix=fix)
     lines = [f"{name}={value!r}" for name, value in options.items()]
     require_same_lines(group, "options", lines, fix=": pass the same ones on every rank")
+
+
+def compare_threads(module: nn.Module, group: Group) -> None:
+    """Warn on the group's first rank if ranks have other numbers of threads per operator. Collective.
+
+    Kernels of a CPU add in another order with another number, so a micro-batch has other bits there.
+    """
+    mine = torch.get_num_threads().to_bytes(8, "little")
+    by_rank = group.all_gather_bytes(mine, "the comparison of threads")
+    lines = [[f"{int.from_bytes(data, 'little')} threads"] for data in by_rank]
+    difference = first_difference(lines, group.ranks)
+    if difference and group.rank == 0 and any(p.device.type == "cpu" for p in module.parameters()):
+        warnings.warn(
+            f"ranks compute with {difference}: the bits of a declared step depend on which rank has which "
+            "micro-batch. Call torch.set_num_threads with the same number on every rank, or set "
+            "OMP_NUM_THREADS",
+            stacklevel=2,
+        )
 
 
 def agree_on_values(module: nn.Module, group: Group) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from instep.mesh.join import warn_of_default_threads
 from instep.ordered.keys import LeafKeys
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
@@ -61,6 +62,7 @@ class DeclaredStep:
         self.keys = keys
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
+        self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._weight = 0  # of the micro-batches that have had gradients
         self._weight_taken: int | None = None  # of the open one, when its first gradient came
@@ -118,6 +120,9 @@ class DeclaredStep:
                 "micro_batches() began while the loop of another one was open, nested or left by keeping its "
                 "iterator: run one to its end, or close() the iterator, before the next one begins"
             )
+        if self._steps == 0 and self.reducer.group.rank == 0 and self._is_on_cpu:
+            warn_of_default_threads()
+        self._steps += 1
         self.registry.check()
         require_no_gradients(self.reducer.names, self.reducer.parameters)
         self.unregistered.begin()
@@ -133,6 +138,10 @@ class DeclaredStep:
                     "declared step would depend on the placement. Use GroupNorm or LayerNorm, or plain "
                     "backward outside of micro_batches()"
                 )
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return any(parameter.device.type == "cpu" for parameter in self.reducer.parameters)
 
     def _check(self, micro_batch: MicroBatch, before: list[State]) -> None:
         index = micro_batch.index
