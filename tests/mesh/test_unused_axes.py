@@ -31,9 +31,7 @@ USERS: list[Callable[[nn.Module], object]] = [DataParallel, server, sharded_opti
 def refused_by_all(mesh: Mesh, written: str, unused: str) -> None:
     current.get.register_mesh(mesh)
     for use in USERS:
-        with pytest.raises(
-            ValueError, match=rf"{written}.* nothing would use {unused}, .*init\(dp=-1\), or"
-        ):
+        with pytest.raises(ValueError, match=rf"{written}.* nothing would use {unused}, .*init\(dp=-1\), or"):
             use(nn.Linear(3, 2))
     current.get.register_mesh(None)
 
