@@ -30,8 +30,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from instep.errors import ContractBroken
 from instep.mesh.device import generators
 from instep.mesh.process_group import Group
+from instep.ordered.generators import seed_generator
 from instep.ordered.hash import Described, described, whole_sha256
-from instep.ordered.keys import derive, seed_generator
+from instep.ordered.keys import derive
 from instep.shard.partition import UnitMembers, partition
 
 LossOf = Callable[[nn.Module], Tensor]

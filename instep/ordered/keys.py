@@ -9,8 +9,7 @@ a block's draws independent of how much the blocks before it drew, and so of whe
 Initial weights are keyed by (seed, parameter name) for the same reason: whichever rank creates a
 parameter, and in which order, it starts with the same values.
 
-The CPU generator uses 32 bits of its seed (tried: 5 and 5 + 2**32 give one stream), so 64-bit keys are
-folded; of a million keys about 116 pairs share a stream, which harms nothing.
+Generators that are not torch's default ones (``ordered/generators.py``) are keyed by (seed, step, leaf).
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from instep.ordered.generators import KeyedGenerator, generators_of, global_generators, seed_generator
 from instep.ordered.hook import Hook
 
 WHOLE_MODEL = 0  # blocks are numbered from 1
@@ -33,11 +33,6 @@ def derive(seed: int, *path: int | str) -> int:
     """A 64-bit key from ``seed`` and a path of numbers and names (BLAKE2b)."""
     text = "/".join([str(seed), *[f"{type(part).__name__[0]}{part}" for part in path]])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def seed_generator(generator: torch.Generator, key: int) -> None:
-    """Seed ``generator`` from a 64-bit ``key``, folded to what its kind can take."""
-    generator.manual_seed((key ^ key >> 32) & 0xFFFFFFFF if generator.device.type == "cpu" else key >> 1)
 
 
 class InitializesByName(Protocol):
@@ -63,16 +58,19 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 
 class LeafKeys:
-    """Seeds the default generators for one module's micro-batches; idle outside of ``leaf``.
+    """Seeds the generators that one module's micro-batches may draw from; idle outside of ``leaf``.
 
-    At construction: a pre-forward hook on every declared block. In a leaf: the hooks seed. After it: the
-    generators continue where the caller's own draws had left them.
+    At construction: a pre-forward hook on every declared block, and the generators that the module keeps. In
+    a leaf: it is seeded, and the hooks seed torch's again. After it torch's default generators, and after
+    ``step`` the others, continue where the caller's own draws had left them.
     """
 
     def __init__(self, module: nn.Module, seed: int, generators: list[torch.Generator]) -> None:
         self.seed = seed
         self._generators = generators
         self._leaf: tuple[int, int] | None = None
+        self._own = generators_of(module)
+        self._others: list[KeyedGenerator] = []
         blocks = [m for m in module.modules() if getattr(m, "rng_block", False) is True]
         me = weakref.ref(self)
         self.hooks = [
@@ -81,11 +79,24 @@ class LeafKeys:
         ]
 
     @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the leaves of a step: those of ``random``, of numpy and of the module are put back."""
+        self._others = [*global_generators(), *self._own]
+        before = [generator.save() for generator in self._others]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._others, before, strict=True):
+                generator.restore(state)
+
+    @contextmanager
     def leaf(self, step: int, leaf: int) -> Iterator[None]:
-        """Inside, what the default generators give depends on (seed, step, leaf, block) alone."""
+        """Inside, what generators give depends on (seed, step, leaf, block) alone. Within ``step``."""
         before = [generator.get_state() for generator in self._generators]
         self._leaf = (step, leaf)
         self.enter(WHOLE_MODEL)
+        for generator in self._others:
+            generator.key(derive(self.seed, step, leaf, generator.name))
         try:
             yield
         finally:

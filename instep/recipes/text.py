@@ -19,7 +19,8 @@ from instep.elastic.rendezvous import WorkerSpec
 from instep.mesh.process_group import Group
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.keys import derive, initialize, seed_generator
+from instep.ordered.generators import seed_generator
+from instep.ordered.keys import derive, initialize
 from instep.recipes.memory_estimate import formula, num_moments
 from instep.recipes.text_config import Config, validate
 from instep.train.losses import gather

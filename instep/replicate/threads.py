@@ -50,6 +50,7 @@ from instep.events import Recorder
 from instep.mesh.device import generators
 from instep.mesh.process_group import alone
 from instep.ordered.buckets import make_buckets
+from instep.ordered.generators import generators_of, global_generators, same_state
 from instep.ordered.homes import Wrapped
 from instep.ordered.tree import adds, rank_major
 from instep.replicate.flat import Flat
@@ -557,12 +558,16 @@ def without_random_numbers(module: nn.Module, device: torch.device) -> Iterator[
                 f"threads share torch's random generator: {WAYS_OUT}"
             )
     before = [generator.get_state() for generator in generators(device)]
+    others = [*global_generators(), *generators_of(module)]
+    states = [generator.save() for generator in others]
     yield
     after = [generator.get_state() for generator in generators(device)]
-    if not all(map(torch.equal, before, after)):
+    drawn = [] if all(map(torch.equal, before, after)) else ["torch's random generator"]
+    drawn += [x.name for x, state in zip(others, states, strict=True) if not same_state(x.save(), state)]
+    if drawn:
         raise ValueError(
-            "forward drew from torch's random generator, which threads share, so the numbers would depend on "
-            f"timing: {WAYS_OUT}, or draw from a torch.Generator that each call makes for itself"
+            f"forward drew from {drawn[0]}, which threads share, so the numbers would depend on timing: "
+            f"{WAYS_OUT}, or draw from a generator that each call makes for itself"
         )
 
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.keys import InitializesByName, derive, seed_generator
+from instep.ordered.generators import seed_generator
+from instep.ordered.keys import InitializesByName, derive
 from instep.shard.unit import Unit
 
 Init = Callable[[str, Tensor], None]

@@ -8,8 +8,11 @@ optimizer.step()
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,9 @@ from instep.ordered.keys import LeafKeys
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
 from instep.step.unregistered import UnregisteredWeights
+
+PLAIN = frozenset(vars(nn.Module()))  # what every module has; ``training`` is the user's to set
+LOOKED_AT = 2  # the second micro-batch: sizes that are remembered, flags of a first call have settled
 
 State = tuple[Tensor | None, int]  # a buffer and its version
 
@@ -62,6 +68,7 @@ class DeclaredStep:
         self.keys = keys
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
+        self.counters = Counters(module)
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._weight = 0  # of the micro-batches that have had gradients
@@ -92,16 +99,17 @@ class DeclaredStep:
         own = plan.leaves[group.rank]
         micro_batch = None
         try:
-            for index in own:
-                micro_batch = self.micro_batch = MicroBatch(index, num_micro_batches)
-                with span("micro-batch", lane="host", leaf=index):
-                    self._weight_taken = None
-                    before = self._buffer_states()
-                    reducer.open_leaf(index, last=index == own[-1])
-                    with self.keys.leaf(step, index):
-                        yield micro_batch
-                    self._check(micro_batch, before)
-                    reducer.close_leaf()
+            with self.keys.step():
+                for index in own:
+                    micro_batch = self.micro_batch = MicroBatch(index, num_micro_batches)
+                    with span("micro-batch", lane="host", leaf=index):
+                        self._weight_taken = None
+                        before = self._buffer_states()
+                        reducer.open_leaf(index, last=index == own[-1])
+                        with self.keys.leaf(step, index), self.counters.watched():
+                            yield micro_batch
+                        self._check(micro_batch, before)
+                        reducer.close_leaf()
             micro_batch = self.micro_batch = None
             with span("finish", lane="host"):
                 self._check_statistics()
@@ -169,6 +177,46 @@ class DeclaredStep:
     def _buffer_states(self) -> list[State]:
         buffers = [owner._buffers[key] for _, owner, key in self._buffers]
         return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+
+class Counters:
+    """The numbers that a module keeps as plain attributes, looked at in one micro-batch.
+
+    A forward that counts them up and looks at them (noise that decays by the call, a layer that is skipped in
+    every third call) gives other values where a rank has other micro-batches. Nothing can tell such a number
+    from one that is only logged, so a change is a warning.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._micro_batches = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a micro-batch: warns, in the second one, of a number that has changed in it."""
+        self._micro_batches += 1
+        if self._micro_batches != LOOKED_AT:
+            yield
+            return
+        before = self._numbers()
+        yield
+        after = self._numbers()
+        changed = [name for name, number in before.items() if after.get(name, number) != number]
+        if changed:
+            warnings.warn(
+                f"forward changed {', '.join(map(repr, changed[:3]))} in a declared step: what counts calls "
+                "depends on which rank has which micro-batch, so the weights may, too. "
+                "Give forward micro_batch.index and the step instead, or ignore this if none looks",
+                stacklevel=2,
+            )
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            f"{prefix}.{key}".lstrip("."): value
+            for prefix, module in self.module.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, int | float) and key not in PLAIN and value == value
+        }
 
 
 def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> None:

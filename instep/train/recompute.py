@@ -61,7 +61,7 @@ def twin_gradients(
     """
     device = next((parameter.device for parameter in twin.parameters()), torch.device("cpu"))
     keys = LeafKeys(twin, seed, generators(device))
-    with keys.leaf(step, leaf), torch.enable_grad():
+    with keys.step(), keys.leaf(step, leaf), torch.enable_grad():
         loss = loss_of(twin, MicroBatch(leaf, num_leaves))
         loss.backward()
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}

@@ -34,8 +34,9 @@ from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import wire_dtype
+from instep.ordered.generators import seed_generator
 from instep.ordered.hash import block_digests
-from instep.ordered.keys import derive, seed_generator
+from instep.ordered.keys import derive
 from instep.step import optimizer_guard
 from instep.step.reduction import StepPlan
 from instep.verify.gradient_report import GradientFigures, Reference, Report, joined, make_report

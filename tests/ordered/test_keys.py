@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from instep.ordered.keys import LeafKeys, derive, initialize, seed_generator
+from instep.ordered.generators import seed_generator
+from instep.ordered.keys import LeafKeys, derive, initialize
 
 GENERATORS = [torch.default_generator]
 

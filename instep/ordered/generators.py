@@ -1,0 +1,122 @@
+"""Random generators that are not torch's default ones, each with one way to save, key and restore it.
+
+Forwards and augmentations also draw from Python's ``random``, from ``numpy.random`` (its global state, if the
+program has loaded it), and from generators that a module keeps as attributes. ``LeafKeys`` keys them all by
+(seed, step, leaf). That they are not keyed by block as torch's are is a matter of cost: numpy takes 30
+microseconds to tell its state. So states are saved once per step, and a leaf costs a seed each.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+WIDTH = 100  # so many things of each container are looked at, because it may be a data set
+
+
+def seed_generator(generator: torch.Generator, key: int) -> None:
+    """Seed ``generator`` from a 64-bit ``key``, folded to what its kind can take.
+
+    The CPU generator uses 32 bits of its seed (tried: 5 and 5 + 2**32 give one stream); of a million keys
+    about 116 pairs share a stream, which harms nothing.
+    """
+    generator.manual_seed((key ^ key >> 32) & 0xFFFFFFFF if generator.device.type == "cpu" else key >> 1)
+
+
+class KeyedGenerator(NamedTuple):
+    """A generator, by what can be done to it: states are what ``save`` returns, the name is in the key."""
+
+    name: str
+    save: Callable[[], Any]
+    key: Callable[[int], object]
+    restore: Callable[[Any], object]
+
+
+def global_generators() -> list[KeyedGenerator]:
+    """``random``, and ``numpy.random`` if it has been imported: importing it costs more than most steps."""
+    loaded = sys.modules.get("numpy.random")
+    return [_python("random", random), *([_legacy_numpy("numpy.random", loaded)] if loaded else [])]
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether a generator has given nothing between two ``save``."""
+    if isinstance(one, dict):
+        return all(same_state(one[key], other[key]) for key in one)
+    return bool((one == other).all()) if hasattr(one, "all") else one == other
+
+
+def generators_of(module: nn.Module) -> list[KeyedGenerator]:
+    """Those that ``module`` and its submodules keep as attributes, or in containers, each once."""
+    found: dict[int, KeyedGenerator] = {}
+    for prefix, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            for number, x in enumerate(_within(value)):
+                kind = _kind(x)
+                if kind is not None and id(x) not in found:
+                    found[id(x)] = kind(f"module.{prefix}.{key}.{number}", x)
+    return list(found.values())
+
+
+def _within(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, list | tuple):
+        yield from islice(value, WIDTH)
+    elif type(value) is dict:
+        yield from islice(value.values(), WIDTH)
+
+
+def _kind(x: Any) -> Callable[[str, Any], KeyedGenerator] | None:
+    if isinstance(x, torch.Generator):
+        return _torch
+    if isinstance(x, random.Random):
+        return None if isinstance(x, random.SystemRandom) else _python  # the system's has no state
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(x, numpy.RandomState):
+        return _legacy_numpy
+    if numpy is not None and isinstance(x, numpy.Generator | numpy.BitGenerator):
+        return _numpy
+    return None
+
+
+def _torch(name: str, generator: torch.Generator) -> KeyedGenerator:
+    def key(key: int) -> None:
+        seed_generator(generator, key)
+
+    return KeyedGenerator(name, generator.get_state, key, generator.set_state)
+
+
+def _python(name: str, generator: Any) -> KeyedGenerator:
+    """Of a ``random.Random``, or of the module, which has the same functions."""
+    return KeyedGenerator(name, generator.getstate, generator.seed, generator.setstate)
+
+
+def _legacy_numpy(name: str, generator: Any) -> KeyedGenerator:
+    """Of a ``numpy.random.RandomState``, or of the module, which has the same functions."""
+
+    def key(key: int) -> None:
+        try:
+            generator.seed(key & 0xFFFFFFFF)
+        except TypeError:  # the user has given it bits that are no Mersenne twister's
+            numpy = sys.modules["numpy.random"]
+            fresh = getattr(numpy, generator.get_state(legacy=False)["bit_generator"])(key)
+            generator.set_state({**fresh.state, "has_gauss": 0, "gauss": 0.0})
+
+    return KeyedGenerator(name, lambda: generator.get_state(legacy=False), key, generator.set_state)
+
+
+def _numpy(name: str, generator: Any) -> KeyedGenerator:
+    bits = getattr(generator, "bit_generator", generator)
+
+    def key(key: int) -> None:
+        bits.state = type(bits)(key).state
+
+    def restore(state: Any) -> None:
+        bits.state = state
+
+    return KeyedGenerator(name, lambda: bits.state, key, restore)

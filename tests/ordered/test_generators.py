@@ -1,0 +1,165 @@
+"""Generators that torch does not own, or that a module keeps: keyed by the leaf, put back after the step."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instep.ordered.generators import generators_of, global_generators
+from instep.ordered.keys import LeafKeys
+from instep.replicate.threads import ThreadedReplicas
+from instep.replicate.wrapper import DataParallel
+from tests.parity import filled
+from tests.replicate.nets import Dense, mean_square
+
+
+class Keeps(nn.Module):
+    """Keeps generators as attributes, as modules with noise of their own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = torch.Generator().manual_seed(1)
+        self.numpy = np.random.default_rng(1)
+        self.twins = [np.random.RandomState(1), np.random.Generator(np.random.Philox(1))]
+        self.python = {"noise": random.Random(1)}
+        self.same = self.torch
+
+
+DRAWS: dict[str, Callable[[Keeps], float]] = {
+    "random": lambda keeps: random.gauss(0, 1),
+    "numpy.random": lambda keeps: float(np.random.normal()),
+    "a torch.Generator": lambda keeps: torch.rand(1, generator=keeps.torch).item(),
+    "a numpy Generator": lambda keeps: float(keeps.numpy.random()),
+    "a RandomState": lambda keeps: float(keeps.twins[0].normal()),
+    "another bit generator": lambda keeps: float(keeps.twins[1].random()),
+    "a random.Random": lambda keeps: keeps.python["noise"].gauss(0, 1),
+}
+
+
+def drawn(draw: Callable[[Keeps], float], leaves: Iterable[int], *, step: int = 3, times: int = 3) -> dict:
+    """What each leaf draws, by a rank that has ``leaves``."""
+    keeps = Keeps()
+    keys, found = LeafKeys(keeps, 7, [torch.default_generator]), {}
+    with keys.step():
+        for leaf in leaves:
+            with keys.leaf(step, leaf):
+                found[leaf] = [draw(keeps) for _ in range(times)]
+    return found
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_leaf_draws_the_same_whichever_leaves_come_before(name: str) -> None:
+    whole = drawn(DRAWS[name], range(4))
+    assert drawn(DRAWS[name], [2]) | drawn(DRAWS[name], [3, 1]) == {leaf: whole[leaf] for leaf in (1, 2, 3)}
+    numbers = [
+        x for step in (3, 4) for draws in drawn(DRAWS[name], range(4), step=step).values() for x in draws
+    ]
+    assert len(numbers) == len(set(numbers)) == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_after_a_step_the_user_s_own_numbers_go_on(name: str) -> None:
+    draw = DRAWS[name]
+    random.seed(5)
+    np.random.seed(5)
+    keeps = Keeps()
+    expected = [draw(keeps) for _ in range(4)]
+    random.seed(5)
+    np.random.seed(5)
+    keeps = Keeps()
+    keys = LeafKeys(keeps, 7, [torch.default_generator])
+    ours = [draw(keeps)]  # of a pair of Gaussian numbers, the other of which waits
+    for step in range(3):
+        with keys.step(), keys.leaf(step, 0):
+            draw(keeps)
+        ours.append(draw(keeps))
+    assert ours == expected
+
+
+def test_no_two_generators_of_a_module_draw_the_same_and_each_is_found_once() -> None:
+    assert len(generators_of(nn.Sequential(Keeps()))) == 5
+    model = nn.ModuleList([Keeps(), Keeps()])
+    assert len({generator.name for generator in generators_of(model)}) == 10
+    keys = LeafKeys(model, 7, [torch.default_generator])
+    with keys.step(), keys.leaf(0, 0):
+        found = [torch.rand(1, generator=part.torch).item() for part in model] + [torch.rand(1).item()]
+    assert len(set(found)) == 3
+
+
+def test_a_legacy_state_over_other_bits_is_keyed_too() -> None:
+    module = nn.Module()
+    module.noise = np.random.RandomState(np.random.PCG64(3))
+    keys, found = LeafKeys(module, 7, []), []
+    for _ in range(2):
+        with keys.step(), keys.leaf(0, 0):
+            found.append(module.noise.normal())
+        module.noise.normal()
+    assert found[0] == found[1]
+
+
+def test_numpy_s_generators_are_not_imported_for_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    assert [generator.name for generator in global_generators()] == ["random"]
+    assert "numpy.random" not in sys.modules
+
+
+class Noisy(Dense):
+    """Scales by numbers of Python's and numpy's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random() * float(np.random.rand())
+
+
+def declared_gradients(model: DataParallel) -> list[Tensor]:
+    model.zero_grad()
+    for micro_batch in model.micro_batches(3, step=4):
+        mean_square(model, micro_batch, 0)
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_declared_steps_key_them_and_leave_the_user_s_numbers_alone() -> None:
+    model = DataParallel(filled(Noisy()))
+    random.seed(1)
+    once = declared_gradients(model)
+    number = random.random()
+    again = declared_gradients(model)
+    assert all(map(torch.equal, once, again))
+    random.seed(1)
+    assert random.random() == number
+    model.close()
+
+
+def test_threads_that_share_a_generator_are_refused_by_its_name() -> None:
+    replicas = ThreadedReplicas(filled(Noisy()), 2)
+    with pytest.raises(ValueError, match=r"forward drew from random, which threads share"):
+        replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
+    replicas.close()
+
+
+class Counts(Dense):
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.calls, self.size, self.always = 0, 0, always
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = len(x)  # remembered: the same in the second call
+        self.calls += self.always
+        return super().forward(x)
+
+
+def test_a_counter_that_forward_counts_up_is_named_once() -> None:
+    model = DataParallel(nn.Sequential(filled(Counts(always=True))))
+    with pytest.warns(UserWarning, match=r"forward changed '0\.calls' in a declared step") as found:
+        declared_gradients(model)
+    declared_gradients(model)
+    assert len(found) == 1
+    model.close()
+    quiet = DataParallel(filled(Counts(always=False)))
+    declared_gradients(quiet)
+    quiet.close()
