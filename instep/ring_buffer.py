@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from instep.regular_files import open_regular
+
 MAGIC = b"instep\x00\x01"
 HEAD_BYTES, NAMES_BYTES = 4096, 12288
 FIRST = HEAD_BYTES + NAMES_BYTES
@@ -140,7 +142,7 @@ class RingBuffer:
         old = read_head(path)
         goes_on = old is not None and all(old[0].get(key) == head.get(key) for key in ("boot", "capacity"))
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if goes_on else os.O_TRUNC)
-        fd = os.open(path, flags, 0o644)
+        fd = open_regular(path, flags, 0o644)
         try:
             os.posix_fallocate(fd, 0, num_bytes)  # not only made longer: no SIGBUS on a full disk
             self._memory = mmap.mmap(fd, num_bytes)
@@ -168,7 +170,7 @@ class RingBuffer:
 def read_head(path: Path) -> tuple[dict[str, Any], list[str]] | None:
     """The head and the names in file ``path``; None if it is no ring."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             data = file.read(FIRST)
         if len(data) < FIRST or not data.startswith(MAGIC):
             return None

@@ -77,6 +77,7 @@ PURE = (
     "instep.run.health",
     "instep.run.jsonl",
     "instep.run.ledger",
+    "instep.run.shape",
     "instep.run.toml",
     "instep.train.run_config",
     "instep.recipes.memory_estimate",

@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from instep.mesh.peers import RECORD_BYTES, Peer, is_alive, own_peer
 from instep.regular_files import open_regular, require_in_place, try_lock
 from instep.run.jsonl import read_object, replace_text
+from instep.run.shape import COUNT, TEXT, Shape
 from instep.run.toml import CONFIG, to_toml
 
 METRICS = "metrics.jsonl"
@@ -35,6 +36,7 @@ WORKERS = "workers.json"
 FAULTS = "faults.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK = "run.lock"
+PEER = Shape({"host": TEXT}, required={field.name for field in fields(Peer)}, others=COUNT)
 
 
 class Claim(Protocol):
@@ -204,10 +206,8 @@ def end(path: Path, summary: Mapping[str, Any]) -> None:
 
 def workers(path: Path) -> list[Peer]:
     """The processes that work, or have worked, in ``path``, as far as it says."""
-    try:
-        return [Peer(**record) for record in read_object(path / WORKERS).values()]
-    except TypeError:
-        return []
+    records = read_object(path / WORKERS).values()
+    return [] if any(map(PEER.problem, records)) else [Peer(**record) for record in records]
 
 
 def _make(path: Path, *, fresh: bool) -> Path:

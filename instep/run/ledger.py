@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.run.jsonl import NOT_JSON, Fields, each_line
+from instep.run.shape import COUNT, TEXT, Kind, Shape, is_count, is_text, short
 
 LEDGER = "ledger.jsonl"
 LEAVES = "leaves.jsonl"
@@ -222,10 +223,10 @@ def read_run(path: Path) -> RecordedRun:
     if not (path / LEDGER).is_file():
         raise ValueError(f"{path} has no {LEDGER}: expected the directory of a run of instep train")
     run = RecordedRun(path)
-    for line in _checked_lines(path / LEDGER, KINDS, run.notes):
+    for line in _checked_lines(path / LEDGER, LINES, run.notes):
         _take(run, line)
     if (path / LEAVES).is_file():
-        for line in _checked_lines(path / LEAVES, LEAF_KINDS, run.notes):
+        for line in _checked_lines(path / LEAVES, LEAF_LINES, run.notes):
             if "leaf" in line:
                 computed = RecordedMicroBatch(line["rank"], line["parameters"])
                 run.leaves.setdefault(line["step"], {})[line["leaf"]] = computed
@@ -271,43 +272,20 @@ def _state_digests(line: Fields) -> StateDigests | None:
     return (line["state_sha256"], line.get("entries", {})) if "state_sha256" in line else None
 
 
-def _checked_lines(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> Iterator[Fields]:
+def _checked_lines(path: Path, shape: Shape, notes: list[str]) -> Iterator[Fields]:
     """The lines of a file; a last one without an end was being written when the run was killed."""
     for number, (data, line) in enumerate(each_line(path), start=1):
         where = f"{path}, line {number}"
         if line is NOT_JSON:
             if data.endswith(b"\n"):
-                raise ValueError(f"{where}: expected JSON, got {_short(data)}")
+                raise ValueError(f"{where}: expected JSON, got {short(data)}")
             notes.append(f"{where}: torn, and left out")
             return
-        yield _checked(line, kinds, where)
-
-
-def _checked(line: Any, kinds: Mapping[str, Kind], where: str) -> Fields:
-    """``line`` if it has a step, and every field that it has is of its kind."""
-    if not isinstance(line, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_short(line)}")
-    if "step" not in line:
-        raise ValueError(f"{where}: expected a field 'step', got {', '.join(map(repr, line)) or 'none'}")
-    for name, (words, holds) in kinds.items():
-        if name in line and not holds(line[name]):
-            raise ValueError(f"{where}: {name}: expected {words}, got {_short(line[name])}")
-    if "leaf" in line and not {"rank", "parameters"} <= set(line):
-        raise ValueError(f"{where}: expected 'rank' and 'parameters' beside 'leaf'")
-    return line
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+        if problem := shape.problem(line):
+            raise ValueError(f"{where}: {problem}")
+        if "leaf" in line and not {"rank", "parameters"} <= line.keys():
+            raise ValueError(f"{where}: expected 'rank' and 'parameters' beside 'leaf'")
+        yield line
 
 
 def _is_bits(value: Any) -> bool:
@@ -318,12 +296,12 @@ def _is_bits(value: Any) -> bool:
 
 
 def _is_digests(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
+    return isinstance(value, dict) and all(map(is_text, value.values()))
 
 
 def _is_sample(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(x, list) and len(x) == 3 and _is_text(x[0]) and _is_count(x[1]) and _is_text(x[2])
+        isinstance(x, list) and len(x) == 3 and is_text(x[0]) and is_count(x[1]) and is_text(x[2])
         for x in value
     )
 
@@ -332,34 +310,32 @@ def _is_scalars(value: Any) -> bool:
     return isinstance(value, dict) and not any(isinstance(x, dict | list) for x in value.values())
 
 
-Kind = tuple[str, Callable[[Any], bool]]
-COUNT: Kind = ("a whole number from 0", _is_count)
-TEXT: Kind = ("text", _is_text)
 BITS: Kind = ("a float in hexadecimal", _is_bits)
 DIGESTS: Kind = ("an object of hashes", _is_digests)
-KINDS: Mapping[str, Kind] = {
-    "step": COUNT,
-    "event": TEXT,
-    "cursor": COUNT,
-    "loss": BITS,
-    "grad_norm": BITS,
-    "skipped": TEXT,
-    "sampled": ("a list of name, block and hash", _is_sample),
-    "state_sha256": TEXT,
-    "entries": DIGESTS,
-    "world_size": COUNT,
-    "placement": ("an object of sizes", lambda x: isinstance(x, dict) and all(map(_is_count, x.values()))),
-    "strategy": TEXT,
-    "restarts": COUNT,
-    "fingerprint": TEXT,
-    "canary": TEXT,
-    "numerical": ("an object of settings", _is_scalars),
-    "differences": ("a list of text", lambda x: isinstance(x, list) and all(map(_is_text, x))),
-}
-LEAF_KINDS: Mapping[str, Kind] = {
-    "step": COUNT,
-    "leaf": COUNT,
-    "rank": COUNT,
-    "parameters": DIGESTS,
-    "reduced": DIGESTS,
-}
+LINES = Shape(
+    {
+        "step": COUNT,
+        "event": TEXT,
+        "cursor": COUNT,
+        "loss": BITS,
+        "grad_norm": BITS,
+        "skipped": TEXT,
+        "sampled": ("a list of name, block and hash", _is_sample),
+        "state_sha256": TEXT,
+        "entries": DIGESTS,
+        "world_size": COUNT,
+        "placement": ("an object of sizes", lambda x: isinstance(x, dict) and all(map(is_count, x.values()))),
+        "strategy": TEXT,
+        "restarts": COUNT,
+        "fingerprint": TEXT,
+        "canary": TEXT,
+        "numerical": ("an object of settings", _is_scalars),
+        "differences": ("a list of text", lambda x: isinstance(x, list) and all(map(is_text, x))),
+    },
+    required={"step"},
+)
+STARTS = Shape(LINES.kinds, required={"step", "fingerprint", "canary", "numerical"})
+LEAF_LINES = Shape(
+    {"step": COUNT, "leaf": COUNT, "rank": COUNT, "parameters": DIGESTS, "reduced": DIGESTS},
+    required={"step"},
+)

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
+from instep.regular_files import open_regular
+
 # Names that a run may give; each is its package and its extra, too.
 NAMES = ("tensorboard", "wandb")
 ID_BYTES = 4
@@ -255,8 +257,9 @@ def _identity(path: Path) -> str:
     """The run's id at W&B: kept in the run directory, because another one may have the same path."""
     kept = path / "wandb" / "id"
     try:
-        if known := kept.read_text(encoding="utf-8").strip():
-            return known
+        with open(kept, encoding="utf-8", opener=open_regular) as file:
+            if known := file.read().strip():
+                return known
     except FileNotFoundError:
         kept.parent.mkdir(parents=True, exist_ok=True)
     made = secrets.token_hex(ID_BYTES)

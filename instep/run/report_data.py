@@ -19,7 +19,7 @@ from typing import Any
 
 from instep.events import LANES, Event, Timeline
 from instep.run.folder import CONFIG, FAULTS, METRICS, SUMMARY
-from instep.run.jsonl import Fields, read_lines, read_object
+from instep.run.jsonl import OF_STEPS, Fields, read_lines, read_object
 from instep.run.ledger import LEDGER, STARTED
 from instep.run.status import last_part, run_status
 from instep.run.summary import throughput_name
@@ -84,8 +84,8 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
         )
     notes: list[str] = []
     summary = read_object(path / SUMMARY, notes)
-    metrics = read_lines(path / METRICS, notes)
-    ledger = read_lines(path / LEDGER, notes)
+    metrics = read_lines(path / METRICS, notes, OF_STEPS)
+    ledger = read_lines(path / LEDGER, notes, OF_STEPS)
     starts = [line for line in ledger if line.get("event") == STARTED]
     tapes = read_traces(path / FOLDER, starts[-1].get("world_size") if starts else None)
     about = run_status(path, summary, metrics, tapes, notes)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instep.mesh.peers import is_alive
+from instep.regular_files import open_regular
 from instep.run.folder import CONFIG, SUMMARY, workers
 from instep.run.jsonl import Fields
 from instep.run.ledger import part_begins
@@ -85,6 +86,7 @@ def _steps_wanted(config: str) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open(path, encoding="utf-8", errors="replace", opener=open_regular) as file:
+            return file.read()
     except OSError:
         return ""

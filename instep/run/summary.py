@@ -11,8 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from instep.run.folder import SUMMARY
+from instep.run.shape import COUNT, TEXT, Shape, is_number
 
-SHOWN = {"steps", "strategy", "num_replicas", "state_sha256"}  # without these there is nothing to show
+SHOWN = Shape(
+    {
+        "steps": COUNT,
+        "strategy": TEXT,
+        "num_replicas": COUNT,
+        "state_sha256": TEXT,
+        "first_step": COUNT,
+        "parallel": ("an object of settings", lambda value: isinstance(value, dict)),
+    },
+    required={"steps", "strategy", "num_replicas", "state_sha256"},  # without these there is nothing to show
+)
 WARM_UP_STEPS = 2  # the first learns the order of the gradients, the second sends by it for the first time
 PER_S = "_per_s"
 
@@ -37,7 +48,7 @@ def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step:
     losses = [line["loss"] for line in lines if "loss" in line] or [None]
     held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line] or [None]
     rate_name = throughput_name(name for line in lines for name in line)
-    ours = [line for line in lines if line["step"] > first_step]
+    ours = [line for line in lines if line["step"] > first_step and {"step_ms", "exposed_ms"} <= line.keys()]
     steady = ours[WARM_UP_STEPS:] or ours
     step_ms = statistics.median(line["step_ms"] for line in steady) if steady else None
     whole_ms = sum(line["step_ms"] for line in steady)
@@ -102,7 +113,7 @@ def finished(step: int, steps: int) -> str:
 
 def _number(figures: Mapping[str, Any], name: str, form: str) -> str:
     figure = figures.get(name)
-    return "-" if figure is None else format(figure, form)
+    return format(figure, form) if is_number(figure) else "-"
 
 
 def _steps(summary: Mapping[str, Any]) -> str:

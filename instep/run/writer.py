@@ -28,18 +28,23 @@ from instep.mesh.process_group import Group
 from instep.ordered.hash import Sampled
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.folder import METRICS
-from instep.run.jsonl import Fields, JsonLines, read_last_lines
+from instep.run.jsonl import Fields, JsonLines, marked_lines, read_last_lines, read_lines
 from instep.run.ledger import (
     LEAVES,
     LEDGER,
+    LINES,
     SAMPLE_EVERY,
     STARTED,
+    STARTS,
     LedgerWriter,
     Placement,
     StateDigests,
     Write,
 )
+from instep.run.shape import COUNT, NUMBER, Shape
 from instep.timeline.advice import RunSetting
+
+METRIC_LINES = Shape({"step": COUNT}, required={"step"}, others=NUMBER)
 
 Log = Callable[[int, Mapping[str, float]], None]
 """Told the figures of a step."""
@@ -111,18 +116,26 @@ def position(path: Path) -> int:
 
     Its writer may have died between one file and the other; then the step counts as not written.
     """
-    metrics = [line["step"] for line in read_last_lines(path / METRICS)]
-    ledger = [line["step"] for line in read_last_lines(path / LEDGER) if "event" not in line]
+    metrics = [line["step"] for line in read_last_lines(path / METRICS, METRIC_LINES)]
+    ledger = [line["step"] for line in read_last_lines(path / LEDGER, LINES) if "event" not in line]
     return min(max(metrics, default=-1), max(ledger, default=0))
+
+
+def require_readable(path: Path) -> None:
+    """Read what a run that goes on in ``path`` will read, before any of its ranks is started.
+
+    Raises:
+        OSError: a file of it cannot be read, or is none.
+        ValueError: a line is not what a run writes.
+    """
+    starts(path)
+    position(path)
+    read_lines(path / METRICS, shape=METRIC_LINES)  # all are summed up at the end
 
 
 def starts(path: Path) -> list[Fields]:
     """The ledger's lines of the run's beginnings so far."""
-    if not (path / LEDGER).exists():
-        return []
-    with (path / LEDGER).open(encoding="utf-8", errors="replace") as lines:
-        found = [line for line in lines if f'"event": "{STARTED}"' in line and line.endswith("\n")]
-    return [json.loads(line) for line in found]
+    return marked_lines(path / LEDGER, f'"event": "{STARTED}"'.encode(), STARTS)
 
 
 def placement(training: Training) -> Placement:

@@ -29,7 +29,14 @@ from instep.run.folder import METRICS, SUMMARY
 from instep.run.ledger import part_begins
 from instep.run.loggers import Loggers
 from instep.run.timing import LOOKED_AT, REMEMBERED
-from instep.run.writer import RunWriter, placement, position, starts, trace_head
+from instep.run.writer import (
+    METRIC_LINES,
+    RunWriter,
+    placement,
+    position,
+    starts,
+    trace_head,
+)
 from instep.timeline import trace_files
 from instep.timeline.analysis import Analysis, analyse, summary_lines
 from instep.timeline.breakdown import RankBreakdown
@@ -208,7 +215,7 @@ class Generation:
         if trainer.generation > 1 or done < trainer.config.steps or position(path) != done:
             return False
         told = jsonl.read_object(path / SUMMARY)
-        return told.get("steps") == done and told.keys() >= summary.SHOWN
+        return told.get("steps") == done and not summary.SHOWN.problem(told)
 
     def _show_again(self) -> None:
         figures = jsonl.read_object(self.path / SUMMARY)
@@ -308,7 +315,7 @@ def _strategy(parallel: ParallelConfig, shard_group_size: int) -> str:
 
 
 def _summary(trainer: Trainer, path: Path, first_step: int, restarts: int, state: str) -> dict[str, Any]:
-    config = trainer.config
+    config, lines = trainer.config, jsonl.read_lines(path / METRICS, shape=METRIC_LINES)
     return {
         "state_sha256": state,
         "steps": trainer.steps_done,
@@ -318,7 +325,7 @@ def _summary(trainer: Trainer, path: Path, first_step: int, restarts: int, state
         "strategy": config.parallel.strategy,
         "ordered": config.parallel.ordered,
         "contract": trainer.parallel.contract,
-        **summary.figures(jsonl.read_lines(path / METRICS), first_step, trainer.recipe.items_per_step),
+        **summary.figures(lines, first_step, trainer.recipe.items_per_step),
         "skipped_steps": trainer.health.skipped,
         "restarts": restarts,
         "fingerprint": fingerprint(trainer.contract),

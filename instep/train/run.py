@@ -17,7 +17,8 @@ from instep.mesh.process_group import launcher_store
 from instep.mesh.signals import listen_for_preemption
 from instep.run import folder, loggers
 from instep.run.folder import FAULTS
-from instep.run.jsonl import JsonLines
+from instep.run.jsonl import EVENTS, JsonLines
+from instep.run.writer import require_readable
 from instep.train.loop import Generation
 from instep.train.recipe import Recipe
 from instep.train.recovery import Checkpoints
@@ -45,6 +46,7 @@ def run(recipe: Recipe) -> int:
     check_rows(ranks, config.parallel.shard_ranks)
     # The directory is claimed here, so that all ranks are told the same one.
     with folder.claim(config, _say) as claimed, closing(_FaultLog(claimed.path)) as log:
+        require_readable(claimed.path)
         terms = SuperviseOptions(
             ranks=ranks,
             min_ranks=config.min_ranks,
@@ -76,6 +78,7 @@ def run_rank(recipe: Recipe) -> int:
         check_world(config, mesh.world.group.size, restarted=bool(place.restart_count))
         claimed, resume = _claim_again(config, place)
         held.append(claimed)
+        require_readable(claimed.path)
         return str(claimed.path), resume
 
     def look_again() -> None:
@@ -127,8 +130,8 @@ class _FaultLog:
         self._lines: JsonLines | None = None
 
     def note(self, event: dict[str, object]) -> None:
-        with suppress(OSError):  # a full disk ends no run for want of the tale of its faults
-            self._lines = self._lines or JsonLines(self._path, until_step=0)
+        with suppress(OSError, ValueError):  # nothing ends a run for want of the tale of its faults
+            self._lines = self._lines or JsonLines(self._path, until_step=0, shape=EVENTS)
             self._lines.write(**event)
 
     def close(self) -> None:

@@ -228,6 +228,21 @@ def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, recipe, tmp_path):
     assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl", FOLDER}
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "line"),
+    [("metrics.jsonl", USAGE, "step: expected a whole number from 0, got 'x'"), ("ledger.jsonl", FAILED, "")],
+)
+def test_a_run_does_not_go_on_with_what_no_run_has_written(name, code, line, recipe, half_way, tmp_path):
+    path = half_way() / name
+    if line:
+        path.write_text(path.read_text() + '{"step": "x"}\n')
+    else:
+        path.unlink()
+        os.mkfifo(path)
+    ended = train(*recipe, "-n", 2, "--run-dir", path.parent, "--resume", cwd=tmp_path)
+    ended.assert_failed(code, line or f"{path}: expected a regular file, got a pipe")
+
+
 def test_a_run_shares_its_directory_with_no_other_command_and_ends_when_it_is_removed(recipe, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")

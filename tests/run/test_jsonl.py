@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.run.jsonl import JsonLines, read_last_lines, read_lines, read_object
+from instep.run.jsonl import OF_STEPS, JsonLines, read_last_lines, read_lines, read_object
 from instep.run.ledger import LEDGER
 
 
@@ -70,11 +70,15 @@ def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
 
 def test_what_is_left_out_is_noted_for_those_who_ask(tmp_path):
     path = written(tmp_path / LEDGER, 1, 2)
-    for torn in ("{", "[1]\n", "3\n"):
-        path.write_text(path.read_text() + torn)
+    for text, problem in {
+        "{": " is torn at line 3",
+        "[1]\n": ", line 3: expected a JSON object, got [1]",
+        '{"step": "3"}\n': ", line 3: step: expected a whole number from 0, got '3'",
+    }.items():
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]) + text)
         notes: list[str] = []
-        assert [line["step"] for line in read_lines(path, notes)] == steps_in(path) == [1, 2]
-        assert notes == [f"{LEDGER} is torn at line 3: the rest is left out"]
+        assert [line["step"] for line in read_lines(path, notes, OF_STEPS)] == [1, 2]
+        assert notes == [f"{LEDGER}{problem}: the rest is left out"]
 
 
 def test_a_file_that_cannot_be_read_is_noted_or_an_error_but_not_an_empty_one(tmp_path):
