@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from instep import __version__
 from instep.cli.exit_codes import DONE, USAGE
+from instep.mesh.signals import hear_stop_signals
 
 COMMANDS = {
     "train": "train a small GPT on text, with the same bits on any number of ranks",
@@ -22,6 +23,7 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command that ``args`` (by default those of the process) name; return its exit code."""
     args = sys.argv[1:] if args is None else args
+    hear_stop_signals()
     word, rest = (args[0], args[1:]) if args else ("--help", ())
     if word in ("-h", "--help"):
         print(usage())

@@ -343,13 +343,13 @@ class Supervisor:
         ranks = _ranks([worker.rank for worker in self.members])
         store = MemoryFile.create()
         self._replace_store(store)
+        if self.recovery is not None:
+            self.recovery.assigned()  # before any of them is told: it may have made its step when all are
         for worker, rank in zip(self.members, ranks, strict=True):
             worker.missed_since = None
             worker.assign(
                 Assignment(self.generation, rank, len(self.members), store, self._snapshots.handles)
             )
-        if self.recovery is not None:
-            self.recovery.assigned()
 
     def _count_lost_group(self) -> None:
         """Count it as a failure if all have left, for an error, a generation in which no worker failed."""

@@ -2,6 +2,10 @@
 
 A job is preempted with SIGTERM or SIGUSR1: the first one asks politely, for a checkpoint after the step; the
 second one ends the process at once.
+
+A process inherits which signals are ignored. SIGINT and SIGHUP stay so: a shell ignores the one in the jobs
+that a script starts in the background, ``nohup`` the other, and both mean it. SIGTERM and SIGUSR1 do not:
+whatever ignored them meant itself, and a run that cannot be preempted loses its last steps.
 """
 
 from __future__ import annotations
@@ -14,6 +18,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # which ask a run to end
+
+
+def hear_stop_signals() -> None:
+    """At the start of a command: SIGTERM and SIGUSR1 arrive, even if its parent ignored or blocked them."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def unhandled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -422,3 +423,13 @@ def test_a_worker_that_cannot_be_sent_leaves_nothing(scene: Scene) -> None:
     unsendable: Callable[[], None] = lambda: None  # noqa: E731
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         supervise.supervise(work, (unsendable,), SuperviseOptions(ranks=2))
+
+
+def test_the_time_until_all_are_ready_ends_before_any_rank_is_told():
+    """Else a rank that is quick has made its step by then, and the recovery took less than a part of it."""
+    seen = MagicMock()
+    seen.worker.rank = -1
+    scene = MagicMock(members=[seen.worker], target=1, generation=1, recovery=seen.recovery)
+    supervise.Supervisor._begin_generation(scene)
+    made = [name for name, _, _ in seen.mock_calls]
+    assert made.index("recovery.assigned") < made.index("worker.assign")

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from instep.mesh.signals import listen_for_preemption, preempted
+from instep.mesh.signals import hear_stop_signals, listen_for_preemption, preempted
+from tests.default_signals import OF_A_TERMINAL, default_signals
 
+pytestmark = pytest.mark.usefixtures("hangups_are_heard")
 POLITE = [signal.SIGTERM, signal.SIGUSR1]
+
+
+@pytest.fixture
+def hangups_are_heard() -> Iterator[None]:
+    """Also where the tests run under ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def receive(asked: list[str], *numbers: signal.Signals) -> None:
@@ -111,3 +122,31 @@ def test_a_rank_s_own_handler_stays_after_the_first_signal() -> None:
         os._exit(0 if own == [signal.SIGUSR1] else 1)
 
     assert fork(body) == 0
+
+
+def test_a_command_that_was_told_to_ignore_hangups_does_and_is_preempted_all_the_same() -> None:
+    def body() -> None:
+        for number in (*POLITE, signal.SIGHUP, signal.SIGINT):  # as a parent may leave them
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
+        hear_stop_signals()
+        asked: list[str] = []
+        with preempted(asked.append):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
+        os._exit(0 if asked == ["SIGUSR1"] else 1)
+
+    assert fork(body) == 0
+
+
+@pytest.mark.parametrize("number", OF_A_TERMINAL)
+def test_what_tests_start_hears_a_terminal_though_they_do_not(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with default_signals():
+            ended = subprocess.run(["sh", "-c", f"kill -{number:d} $$"])
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert ended.returncode == -number
