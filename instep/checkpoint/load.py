@@ -151,8 +151,12 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def restore_found(found: Found, state: TrainingState) -> None:
-    """Give ``state`` the checkpoint that was ``found``, in place. Collective over ``state.group``.
+def restore_found(
+    found: Found, state: TrainingState, group: Group | None = None, source: Source | None = None
+) -> None:
+    """Give ``state`` the checkpoint that was ``found``, in place, from ``source``, by default its files.
+
+    Collective over ``group``, the ranks that load together; by default ``state.group``.
 
     Raises:
         CheckpointRejected: on every rank, and nothing has changed: it is of another model or optimizer, a
@@ -160,34 +164,44 @@ def restore_found(found: Found, state: TrainingState) -> None:
     """
 
     def opened() -> Source:
-        return open_source(found.path, found.manifest)
+        return source or open_source(found.path, found.manifest)
 
-    source = all_or_none(state.group, "the opening of a checkpoint", opened, errors=(CheckpointRejected,))
+    group = group or state.group
+    source = all_or_none(group, "the opening of a checkpoint", opened, errors=(CheckpointRejected,))
     options = found.manifest.extra.get("optimizer")
     is_all = state.optimizer is not None or options is None  # what the hash is over
     try:
-        restore(state, source, options, found.manifest.step, found.manifest.state_sha256 if is_all else None)
+        sha256 = found.manifest.state_sha256 if is_all else None
+        restore(state, source, options, found.manifest.step, sha256, group)
     except CheckpointRejected as error:
         error.args = (f"{found.path}: {error}",)
         raise
 
 
-def restore(state: TrainingState, source: Source, options: Json, step: int, sha256: str | None) -> None:
-    """Give ``state`` what is in ``source``, in place. Collective over ``state.group``; raises as above."""
-    values = all_or_none(
-        state.group,
-        "the reading of a state",
-        lambda: state.read(source, options),
-        errors=(CheckpointRejected,),
-    )
-    if sha256 is not None:
+def restore(
+    state: TrainingState,
+    source: Source,
+    options: Json,
+    step: int,
+    sha256: str | None,
+    group: Group | None = None,
+) -> None:
+    """Give ``state`` what is in ``source``, in place. Collective as above; raises as above."""
+    group = group or state.group
+    errors = (CheckpointRejected,)
+    values = all_or_none(group, "the reading of a state", lambda: state.read(source, options), errors=errors)
+
+    def check() -> None:
+        if sha256 is None:  # on this rank: a worker of a parameter server has no optimizer
+            return
         digest, _ = SharedHash(state.group).digests(state.owned(values), step)
         if digest != sha256:
-            problem = (
-                f"expected a state of hash {sha256[:12]}..., got {digest[:12]}... in what was read: altered; "
-                "take another checkpoint"
+            raise CheckpointRejected(
+                f"expected a state of hash {sha256[:12]}..., got {digest[:12]}... in what was read: "
+                "altered; take another checkpoint"
             )
-            raise_on_all(state.group, CheckpointRejected(problem))
+
+    all_or_none(group, "the hashing of a state", check, errors=errors)
     state.put(values, options)
 
 

@@ -10,8 +10,10 @@ A loop that can be stopped anywhere and started again:
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +23,19 @@ from torch.optim import Optimizer
 
 from instep.checkpoint import contract, files
 from instep.checkpoint import save as saving
-from instep.checkpoint.load import Found, newest, restore_found
-from instep.checkpoint.manifest import Json, Manifest, Scalar, differences
+from instep.checkpoint.load import Found, newest, open_source, restore_found
+from instep.checkpoint.manifest import Json, Manifest, Scalar, differences, parse
+from instep.checkpoint.send import send_shards
 from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
+from instep.mesh.agree import all_or_none, all_tell, raise_on_all
+from instep.mesh.process_group import Group, alone
 from instep.ordered.hash import SharedHash
+from instep.ordered.shards import Shard
+from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+
+LOADING = "the loading of a checkpoint"
+REASON_CHARACTERS = 1000  # of why a checkpoint was refused, as the other ranks are told
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,9 @@ def save(
     """Save ``model`` (any module, wrapped data-parallel or not) after ``step`` optimizer steps.
 
     Call it on every rank of a replicated model: rank 0 writes, the others return at once. A ``DataParallel``
-    knows its rank; with another model pass ``rank`` and ``world_size``. A rank that reads the checkpoint in
-    the same run needs a barrier in between. ``extra`` is JSON of your own (a scheduler's state, the loss);
+    knows its rank; with another model pass ``rank`` and ``world_size``. ``step`` is a number of your own,
+    which names the checkpoint; that of declared steps, which key random numbers, is kept beside it, where
+    ``model`` is a wrapper. ``extra`` is JSON of your own (a scheduler's state, the loss);
     tuples come back as lists. The newest ``keep`` stay, at least two.
 
     Where weights or moments are sharded (:func:`instep.fully_shard`, :class:`instep.ShardedOptimizer`) every
@@ -75,47 +86,134 @@ def save(
     rank = state.everyone.rank if rank is None else rank
     if rank and not state.is_divided:
         return Path(directory) / files.step_name(step)
+    count = state.declared_steps
     draft = saving.draft(
         step=step,
         data_cursor=data_cursor,
         numerical=_numerical(state.module),
         world_size=state.everyone.size if state.is_divided else world_size or state.everyone.size,
-        extra={"user": extra},
+        extra={"user": extra} if count is None else {"user": extra, "declared_steps": count},
     )
     return saving.save(Path(directory), state, draft, keep=keep, timeout_s=state.group.timeout_s)
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
-    """Load the newest checkpoint that verifies into ``model`` and ``optimizer``; every rank reads for itself.
+    """Load the newest checkpoint that verifies into ``model`` and ``optimizer``, on all ranks the same.
+
+    Collective over the ranks that ``model`` is wrapped or sharded for; without a wrapper this process loads
+    for itself. Every rank looks into its own ``directory``, and nothing is changed before all have found the
+    same. A rank that has no checkpoint at all is sent what the others have: of a replicated model only rank 0
+    writes, so with disks of their own the other hosts have none. Else each rank reads what it is to hold.
 
     A wrapped or sharded model goes on counting its declared steps, which key the random numbers, where it was
     saved. Without any checkpoint nothing is touched and ``step`` is 0.
 
-    Any number of ranks loads what any other has saved, sharded or not. Into what is sharded itself it is
-    collective: each rank reads the part that it holds.
+    Any number of ranks loads what any other has saved, sharded or not.
 
     Raises:
-        CheckpointRejected: none verifies, or it is of another model or optimizer, and nothing has been
-            changed; or the model or the optimizer changes what it is given.
+        CheckpointRejected: on all ranks; they have found different checkpoints, none verifies, or it is of
+            another model or optimizer, and nothing has been changed; or the model or the optimizer changes
+            what it is given.
+        PeerLost: a rank did not come.
     """
     state = TrainingState(model, optimizer)
-    found = newest(Path(directory), state.group)
+    everyone = state.everyone if state.everyone.pg is not None else alone()  # of a closed wrapper, too
+    everyone.barrier(LOADING)  # no rank looks before the one that writes has returned from its save
+    found, source = _agree(everyone, lambda: _Looked.into(Path(directory), state.group))
     if found is None:
         return Resumed()
-    options = _require_shorthand(found.path, found.manifest)["optimizer"]
-    restore_found(found, state)
-    if (optimizer is None) == (options is None):
-        _require_hash(found, state)
+    extra = found.manifest.extra
+    restore_found(found, state, everyone, source)
+    all_or_none(everyone, LOADING, lambda: _require_hash(found, state), errors=(CheckpointRejected,))
     state.drop_others_moments()
-    state.resume_at(found.manifest.step)
+    state.resume_at(extra.get("declared_steps", found.manifest.step))
     return Resumed(
         step=found.manifest.step,
         data_cursor=found.manifest.data_cursor,
-        extra=found.manifest.extra["user"],
+        extra=extra["user"],
         path=found.path,
         rejected=tuple(reason for _, reason in found.rejected),
         differences=tuple(differences(found.manifest.numerical, _numerical(state.module))),
     )
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What one rank has found in ``directory``: a checkpoint, nothing, or why it has none to trust."""
+
+    directory: Path
+    found: Found | None = None
+    refusal: CheckpointRejected | None = None
+
+    @staticmethod
+    def into(directory: Path, group: Group) -> _Looked:
+        """What there is for ``group``, whose ranks look together."""
+        try:
+            found = newest(directory, group)
+            if found is not None:
+                _require_shorthand(found.path, found.manifest)
+            return _Looked(directory, found)
+        except CheckpointRejected as error:
+            return _Looked(directory, refusal=error)
+
+    def to_json(self) -> Json:
+        """What the other ranks are told: the hash of the manifest, if there is one, and all in words."""
+        if self.refusal is not None:
+            return {"hash": None, "refused": True, "words": str(self.refusal)[:REASON_CHARACTERS]}
+        if self.found is None:
+            return {"hash": None, "refused": False, "words": f"none in {self.directory}"}
+        digest = hashlib.sha256(self.found.manifest.to_bytes()).hexdigest()
+        over = [f", passed over {reason[:REASON_CHARACTERS]}" for _, reason in self.found.rejected[:1]]
+        words = f"step {self.found.manifest.step} in {self.found.path}, manifest {digest[:12]}{''.join(over)}"
+        return {"hash": digest, "refused": False, "words": words}
+
+
+def _agree(group: Group, look: Callable[[], _Looked]) -> tuple[Found | None, Source | None]:
+    """What all ranks of ``group`` load, and where it comes from, unless that is the files that were found.
+
+    Collective. CheckpointRejected on all ranks, with what each has found, unless all that have a checkpoint
+    have the same.
+    """
+    mine, said = all_tell(group, LOADING, look, lambda its: json.dumps(its.to_json()).encode())
+    told = [json.loads(data) for data in said]
+    hashes = [its["hash"] for its in told]
+    if any(its["refused"] for its in told) or len(set(hashes) - {None}) > 1:
+        if len({its["words"] for its in told}) == 1 and mine.refusal is not None:
+            raise_on_all(group, mine.refusal)
+        each = "".join(f"\n  rank {r}: {its['words']}" for r, its in zip(group.ranks, told, strict=True))
+        problem = (
+            "expected one checkpoint for all ranks, got several; nothing was loaded: give all ranks one "
+            f"directory, copy that of one rank to the others, or empty theirs, and they are sent it{each}"
+        )
+        raise_on_all(group, CheckpointRejected(problem))
+    if None not in hashes or set(hashes) == {None}:
+        return mine.found, None
+    return _send(group, hashes.index(next(filter(None, hashes))), mine.found)
+
+
+def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
+    """What group rank ``root`` has found, and its tensors in memory, for every rank. Collective."""
+
+    def read() -> tuple[list[Shard], bytes]:
+        if group.rank != root or mine is None:
+            return [], b""
+        source = open_source(mine.path, mine.manifest)
+        shards = [
+            Shard(name, x.shape, x.dtype, 0, x.numel, source.read(name, 0, x.numel).view(x.shape), order=None)
+            for name, x in source.tensors.items()
+        ]
+        said = {
+            "rows": rows_to_json(shard.row for shard in shards),
+            "ties": dict(source.ties),
+            "path": str(mine.path),
+            "manifest": mine.manifest.to_bytes().decode(),
+        }
+        return shards, json.dumps(said).encode()
+
+    shards, said = all_or_none(group, "the reading of a checkpoint", read, errors=(CheckpointRejected,))
+    body, reader = send_shards(group, root, shards, said, "the sending of a checkpoint")
+    found = mine or Found(Path(body["path"]), parse(body["manifest"].encode(), Path(body["path"])))
+    return found, Source(assemble({"0": rows_from_json(body["rows"])}), {"0": reader}, body["ties"])
 
 
 def _numerical(model: nn.Module) -> dict[str, Scalar]:
@@ -123,16 +221,20 @@ def _numerical(model: nn.Module) -> dict[str, Scalar]:
     return contract.describe(config={}, threads=torch.get_num_threads(), device=str(first.device))
 
 
-def _require_shorthand(path: Path, manifest: Manifest) -> Mapping[str, Json]:
-    if set(manifest.extra) != {"user", "optimizer"} or not isinstance(manifest.extra["user"], dict):
+def _require_shorthand(path: Path, manifest: Manifest) -> None:
+    extra, count = manifest.extra, manifest.extra.get("declared_steps", 0)
+    known = set(extra) - {"declared_steps"} == {"user", "optimizer"} and isinstance(extra["user"], dict)
+    if not known or type(count) is not int or count < 0:
         raise CheckpointRejected(
             f"{path}: expected a checkpoint of instep.save, got one of another writer: resume with that, or "
             "read its tensors with instep.checkpoint.load.read_tensors"
         )
-    return manifest.extra
 
 
 def _require_hash(found: Found, state: TrainingState) -> None:
+    """Raise unless ``state`` has become what was saved; of a part of it the hash is not known."""
+    if (state.optimizer is None) != (found.manifest.extra["optimizer"] is None):
+        return
     digest, _ = SharedHash(state.group).digests(state.owned(state.hashed()), found.manifest.step)
     if digest != found.manifest.state_sha256:
         raise CheckpointRejected(

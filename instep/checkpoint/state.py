@@ -202,10 +202,16 @@ class TrainingState:
             self._put_optimizer([x for x in values if x.name.startswith(OPTIMIZER)], options)
         self.group.barrier("the loading of a state")
 
+    @property
+    def declared_steps(self) -> int | None:
+        """How many there have been, where a wrapper counts them: random numbers are keyed by it."""
+        counter = None if self._wrapped is None else self._wrapped.counter
+        return None if counter is None else counter.next_step
+
     def resume_at(self, step: int) -> None:
         """Declared steps go on to be counted from ``step``, where a wrapper counts them."""
-        if self._wrapped is not None:
-            self._wrapped.resume_at(step)
+        if self._wrapped is not None and self._wrapped.counter is not None:
+            self._wrapped.counter.next_step = step
 
     def drop_others_moments(self) -> None:
         """Let go of moments that were loaded on a rank that has no use for them."""

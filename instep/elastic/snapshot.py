@@ -33,12 +33,12 @@ from torch import Tensor
 
 from instep.mesh.axes import round_up
 from instep.mesh.memory_file import MemoryFile
+from instep.ordered.stored import ALIGN_BYTES, offsets
 from instep.shm import segment
 from instep.shm.segment import Mapping
 
 SHARE = 0.02
 HEADER_BYTES = 4096
-ALIGN_BYTES = 64
 
 # Where is what, in words of 8 bytes.
 _CURRENT, _DESCRIPTION_BYTES, _TENSOR_BYTES, _STEPS = 0, 1, 2, 3
@@ -153,15 +153,6 @@ class Snapshot:
                 ],
             )
         return self._views[half][1]
-
-
-def offsets(nbytes: Iterable[int]) -> list[int]:
-    """Where tensors of so many bytes begin in a half."""
-    begins, end = [], 0
-    for size in nbytes:
-        begins.append(end)
-        end += round_up(size, ALIGN_BYTES)
-    return begins
 
 
 def common_step(snapshots: Iterable[Snapshot]) -> int:

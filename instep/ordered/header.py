@@ -5,7 +5,7 @@ with the wrong numbers, or hang. Every exchange therefore begins with an all-gat
 per rank. Since every rank sees all the records, all reach the same verdict, and on a bad one all
 ranks raise the same error before a single gradient has been sent.
 
-    | version | contract | step | exchange | bucket | leaves | weight | times | left | round | presence ... |
+    | version | contract | steps | exchange | bucket | leaves | weight | times | left | round | presence ... |
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-VERSION = 4
+VERSION = 5
 BITS = 62  # presence bits per int64 word
 
 
@@ -39,6 +39,7 @@ class Header:
     left: int  # 1: this rank left the step early and sends nothing
     round: int = 0  # of the step, where each leaf travels on its own (shard/reducer.py)
     num_carried: int = 0  # parameters whose reduced gradient of before is added to, which is in slices
+    declared_step: int = -1  # what the random numbers of a declared step are keyed by
 
 
 AGREED = (
@@ -46,6 +47,7 @@ AGREED = (
     "declared",
     "step",
     "exchange",
+    "declared_step",
     "round",
     "bucket",
     "num_elements",
@@ -58,6 +60,7 @@ WORDS = {
     "declared": "is in a declared step (1) or not (0):",
     "step": "has made optimizer steps:",
     "exchange": "has synchronised since then:",
+    "declared_step": "declares step",
     "round": "is in the round of micro-batches number",
     "bucket": "sends bucket",
     "num_elements": "has a bucket of elements:",
@@ -118,6 +121,8 @@ _FIX = {
     "number of batches, or use model.micro_batches(G), where a rank may have none",
     "exchange": "Each rank must run the same number of synchronised backwards between two optimizer steps: "
     "look for a backward that some ranks skip, or that only some run under no_sync()",
+    "declared_step": "Random numbers are keyed by the step: load the same checkpoint on every rank, and pass "
+    "the same step= to micro_batches, or none",
     "round": "Every rank must run its loop over micro_batches(G) to the end",
     "bucket": "The same cause as a different number of synchronised backwards",
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",

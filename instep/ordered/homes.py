@@ -133,20 +133,26 @@ def homes(tensors: Iterable[Tensor]) -> list[Home]:
     return list({id(there): there for there in found}.values())
 
 
+class CountsSteps(Protocol):
+    """What counts declared steps, by which their random numbers are keyed: ``next_step`` is the next one."""
+
+    next_step: int
+
+
 @dataclass(frozen=True)
 class Wrapped:
     """What a wrapper says of the module that it wraps, by a method ``__instep_state__``.
 
     ``gradients`` is the memory that reduced gradients lie in between steps, ``scratch`` what reducing them
-    takes beside it. ``resume_at`` is told the number of steps that a loaded state has made. ``steppers`` are
-    the ranks of ``group`` that have the optimizer's state; None means all.
+    takes beside it. ``counter`` counts declared steps; None where no random numbers are keyed. ``steppers``
+    are the ranks of ``group`` that have the optimizer's state; None means all.
     """
 
     module: nn.Module
     group: Group
     gradients: Callable[[], Iterable[Tensor]]
     scratch: Callable[[], Iterable[Tensor]]
-    resume_at: Callable[[int], None]
+    counter: CountsSteps | None
     steppers: tuple[int, ...] | None = None
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from instep import memory
 from instep.errors import CheckpointRejected
+from instep.mesh.axes import round_up
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.shards import MODEL, OPTIMIZER, Json, Order, Row, Shape
 
@@ -42,6 +43,7 @@ CODES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES.values()}  # by torch's name
+ALIGN_BYTES = 64  # of tensors in flat memory
 MAX_DIMS = 64  # of a torch tensor
 MAX_ELEMENTS = 2**48
 UNORDERED = (1 << 62, "")  # after all that the hash is over
@@ -86,6 +88,40 @@ class Reader(Protocol):
 
     def read_into(self, name: str, first: int, out: Tensor) -> None:
         """Fill the flat ``out`` with what begins at element ``first`` of what the place has of ``name``."""
+
+
+@dataclass(frozen=True)
+class MemoryReader:
+    """Tensors in flat memory as a place of elements (``Reader``)."""
+
+    memory: Tensor  # uint8
+    begins: Mapping[str, int]  # bytes
+
+    def read_into(self, name: str, first: int, out: Tensor) -> None:
+        """As ``Reader``."""
+        begin = self.begins[name] + first * out.itemsize
+        out.copy_(self.memory[begin : begin + out.nbytes].view(out.dtype))
+
+    def place(self, name: str, x: Tensor) -> Tensor:
+        """Where ``x``, all that there is of ``name``, lies."""
+        begin = self.begins[name]
+        return self.memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+
+
+def places(rows: Sequence[Row]) -> tuple[dict[str, int], int]:
+    """Where each of ``rows`` begins in memory that holds one after the other, and how large that is."""
+    sizes = [(row.last - row.first) * row.dtype.itemsize for row in rows]
+    begins = offsets([*sizes, 0])
+    return dict(zip((row.name for row in rows), begins, strict=False)), begins[-1]
+
+
+def offsets(nbytes: Iterable[int]) -> list[int]:
+    """Where tensors of so many bytes begin in flat memory."""
+    begins, end = [], 0
+    for size in nbytes:
+        begins.append(end)
+        end += round_up(size, ALIGN_BYTES)
+    return begins
 
 
 @dataclass(frozen=True)

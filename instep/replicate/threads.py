@@ -169,7 +169,7 @@ class ThreadedReplicas(OwnNames):
                 *(x for bucket in first for x in bucket.spares),
                 *(x for own in others for bucket in own for x in (bucket.home, *bucket.spares)),
             ],
-            resume_at=lambda step: None,
+            counter=None,
         )
 
     @property

@@ -383,9 +383,6 @@ class DataParallel(OwnNames):
         self._unbind()
 
     def __instep_state__(self) -> Wrapped:
-        def resume_at(step: int) -> None:
-            self.next_step = step
-
         reducer = self._reducer
         return Wrapped(
             module=self.module,
@@ -395,7 +392,7 @@ class DataParallel(OwnNames):
                 *(x for bucket in reducer.buckets for x in bucket.spares),
                 *reducer.exchange.scratch,
             ],
-            resume_at=resume_at,
+            counter=self,
         )
 
     def _check_open(self) -> None:

@@ -143,16 +143,12 @@ class FullySharded:
 
     def __instep_state__(self) -> Wrapped:
         sharding, module = self.sharding, cast(nn.Module, self)
-
-        def resume_at(step: int) -> None:
-            sharding.next_step = step
-
         return Wrapped(
             module=module,
             group=sharding.group,
             gradients=lambda: [bucket.reduced for bucket in sharding.reducer.buckets],
             scratch=lambda: sharding.reducer.scratch,
-            resume_at=resume_at,
+            counter=sharding,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class DeclaredStep:
         if num_micro_batches < 1:
             raise ValueError(f"micro_batches({num_micro_batches}): expected at least one micro-batch")
         group, reducer = self.reducer.group, self.reducer
-        plan = reducer.assign(num_micro_batches)
+        plan = replace(reducer.assign(num_micro_batches), step=step)
         span = reducer.recorder.span
         with span("prepare", lane="host"):
             self._check_start()

@@ -71,11 +71,15 @@ class ReductionOptions:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Who contributes which leaves to one reduction. ``leaves[r]`` belong to rank r; G in all."""
+    """Who contributes which leaves to one reduction. ``leaves[r]`` belong to rank r; G in all.
+
+    ``step`` is what the random numbers of a declared step are keyed by.
+    """
 
     declared: bool
     num_leaves: int
     leaves: Sequence[Sequence[int]]
+    step: int = -1
 
 
 class Reduction(ABC):
@@ -284,6 +288,7 @@ class Reduction(ABC):
             left=0,
             round=round,
             num_carried=num_carried,
+            declared_step=plan.step,
         )
 
     def _learn(self) -> None:

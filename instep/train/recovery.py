@@ -21,18 +21,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from instep.checkpoint import files
 from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
 from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.manifest import Json, Manifest, differences, parse_json
+from instep.checkpoint.send import DESCRIPTION_BYTES, send_shards
 from instep.checkpoint.state import merged
 from instep.elastic.rendezvous import ControlChannel
 from instep.elastic.snapshot import (
@@ -40,18 +37,16 @@ from instep.elastic.snapshot import (
     SnapshotHandle,
     SnapshotInterval,
     common_step,
-    offsets,
     tensor_bytes,
 )
 from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.mesh.agree import all_or_none, on_first_rank
-from instep.ordered.shards import Row, Shard, without_ties
-from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.ordered.shards import Shard, without_ties
+from instep.ordered.stored import MemoryReader, Source, assemble, places, rows_from_json, rows_to_json
 from instep.run.folder import CHECKPOINTS, CONFIG
 from instep.train.rank_state import Holds
 from instep.train.trainer import Trainer
 
-DESCRIPTION_BYTES = 1 << 24
 AGREEMENT = "the agreement on the state"
 FRESH, NOTHING = -2, -1
 SNAPSHOT = "the snapshot"
@@ -165,16 +160,7 @@ def send(trainer: Trainer, root: int) -> None:
     world = trainer.mesh.world.group
     shards = stored(trainer, trainer.state.shards()) if world.rank == root else []
     said = describe(trainer, shards) if world.rank == root else b""
-    said = world.all_gather_bytes(said, AGREEMENT, limit=DESCRIPTION_BYTES)[root]
-    body = parse_json(said, DESCRIPTION_BYTES)
-    rows = rows_from_json(body["rows"])
-    begins, nbytes = _places(rows)
-    segment = world.allocate(nbytes, 64, torch.device("cpu")).tensor
-    reader = MemoryReader(segment, begins)
-    if world.rank == root:
-        places = [reader.place(shard.name, shard.tensor) for shard in shards]
-        torch._foreach_copy_(places, [shard.tensor for shard in shards])
-    world.broadcast(segment, AGREEMENT, root=root)
+    body, reader = send_shards(world, root, shards, said, AGREEMENT)
     if world.rank != root:
         take(trainer, [body], {"0": reader})
     _require_same(trainer, root, "sent")
@@ -190,31 +176,6 @@ def _require_same(trainer: Trainer, root: int, did: str) -> None:
             f"rank {', '.join(map(str, odd))}: the state that rank {world.ranks[root]} {did} does not have "
             "its hash: look for broken memory"
         )
-
-
-@dataclass(frozen=True)
-class MemoryReader:
-    """Tensors in flat memory as a place of elements (``ordered.stored.Reader``)."""
-
-    memory: Tensor  # uint8
-    begins: Mapping[str, int]  # bytes
-
-    def read_into(self, name: str, first: int, out: Tensor) -> None:
-        """Fill the flat ``out`` with what begins at element ``first`` of ``name``."""
-        begin = self.begins[name] + first * out.itemsize
-        out.copy_(self.memory[begin : begin + out.nbytes].view(out.dtype))
-
-    def place(self, name: str, x: Tensor) -> Tensor:
-        """Where ``x``, all that there is of ``name``, lies."""
-        begin = self.begins[name]
-        return self.memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
-
-
-def _places(rows: Sequence[Row]) -> tuple[dict[str, int], int]:
-    """Where each of ``rows`` begins in memory that holds one after the other, and how large that is."""
-    sizes = [(row.last - row.first) * row.dtype.itemsize for row in rows]
-    begins = offsets([*sizes, 0])
-    return dict(zip((row.name for row in rows), begins, strict=False)), begins[-1]
 
 
 class Snapshots:
@@ -267,7 +228,7 @@ class Snapshots:
         for i, copy in enumerate(self._attach(number)):
             half = copy.halves[step]
             bodies.append(parse_json(copy.description(half) or b"", DESCRIPTION_BYTES))
-            begins, _ = _places(rows_from_json(bodies[i]["rows"]))
+            begins, _ = places(rows_from_json(bodies[i]["rows"]))
             readers[str(i)] = MemoryReader(copy.bytes_of(half, 0, copy.tensor_bytes), begins)
         return bodies, readers
 

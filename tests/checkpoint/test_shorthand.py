@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from instep.checkpoint.load import read_manifest
 from instep.checkpoint.shorthand import Resumed, load, save
 from instep.checkpoint.state import unwrapped
 from instep.errors import CheckpointRejected
 from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import full_state_dict, fully_shard
+from instep.shard.optimizer import ShardedOptimizer
 from tests.checkpoint.nets import OPTIMIZERS, Net, made, train, whole_hash
 from tests.checkpoint.states import all_bits, bits
 
@@ -217,3 +221,59 @@ def test_a_wrapped_model_goes_on_with_the_random_numbers_of_its_step(tmp_path: P
 
     trained(2, saved=True)
     assert torch.equal(trained(4, saved=True), trained(4, saved=False))
+
+
+def wrap(kind: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    if kind == "replicated":
+        return DataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
+    model = fully_shard(module, stage=int(kind))
+    return model, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "2", "3"])
+def test_a_checkpoint_that_is_named_by_its_epoch_goes_on_with_other_random_numbers(
+    tmp_path: Path, kind: str
+) -> None:
+    """The keys of dropout count declared steps, whatever number the user's ``step`` is."""
+
+    def trained(epochs: range, directory: Path | None) -> Tensor:
+        model, optimizer = wrap(kind)
+        if directory is not None:
+            load(directory, model, optimizer)
+        for epoch in epochs:
+            for _ in range(3):
+                for _ in model.micro_batches(2):
+                    model(torch.ones(2, 4)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if directory is not None:
+                save(directory, model, optimizer, step=epoch + 1)
+        weights = full_state_dict(model)["0.weight"]
+        model.close()
+        return weights
+
+    trained(range(1), tmp_path)
+    assert torch.equal(trained(range(1, 2), tmp_path), trained(range(2), None))
+
+
+def test_a_checkpoint_without_a_count_of_declared_steps_has_that_of_its_step(tmp_path: Path) -> None:
+    """As a plain module saves it, and as all were before there was a count."""
+    model, optimizer = wrap("replicated")
+    found = read_manifest(save(tmp_path, model.module, optimizer, step=7))
+    assert set(found.extra) == {"user", "optimizer"}
+    load(tmp_path, model, optimizer)
+    assert model.next_step == 7
+    model.close()
+
+
+@pytest.mark.parametrize("count", [-1, True, "7", None])
+def test_a_count_of_declared_steps_that_is_none_is_refused(tmp_path: Path, count: object) -> None:
+    model, _ = made(0)
+    path = save(tmp_path, model, step=1)
+    found = read_manifest(path)
+    forged = replace(found, extra={**found.extra, "declared_steps": count})
+    (path / "manifest.json").write_bytes(forged.to_bytes())
+    with pytest.raises(CheckpointRejected, match="got one of another writer"):
+        load(tmp_path, model)

@@ -58,7 +58,16 @@ def test_ranks_that_differ_only_in_what_is_their_own_agree():
     assert disagreement([GOOD, other, GOOD], [4, 5, 6]) is None
 
 
-AGREED = ["version", "declared", "step", "exchange", "bucket", "num_elements", "num_leaves"]
+AGREED = [
+    "version",
+    "declared",
+    "step",
+    "exchange",
+    "declared_step",
+    "bucket",
+    "num_elements",
+    "num_leaves",
+]
 
 
 @pytest.mark.parametrize("field", AGREED)
