@@ -134,6 +134,21 @@ def done_within(work: Waitable, seconds: float, *, on_gpu: bool) -> bool:
     return work.wait()
 
 
+def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to bring ``x`` to the host; what is returned gives it, and waits for it alone."""
+    if x.device.type != "cuda":
+        return lambda: x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    copied = torch.cuda.current_stream(x.device).record_event()
+
+    def wait() -> torch.Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
+
+
 class Stream:
     """The order between a lane and the computation on ``device``."""
 

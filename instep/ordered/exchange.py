@@ -21,7 +21,7 @@ G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,6 +51,7 @@ class OrderedAllReduce:
         self.header_length = header_length(max_parameters)
         self.offsets_ns = (0,) * group.size  # of the ranks' clocks to that of the first
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.compare: Callable[[Sequence[Header]], None] | None = None  # is shown the headers of a reduction
 
     @property
     def scratch(self) -> list[Tensor]:
@@ -66,6 +67,7 @@ class OrderedAllReduce:
         Raises:
             Desync: the ranks are not in the same exchange; raised on every rank alike.
             PeerLost: a rank did not come.
+            ReplicasDiffer: what ``compare`` raises, before a gradient is sent; on every rank alike.
             ValueError: the weights of all ranks sum to zero.
         """
         name = f"the exchange of bucket {header.bucket}"
@@ -82,7 +84,7 @@ class OrderedAllReduce:
         """The headers of all ranks, once all are there, and which of them have gradients, in ``presence``.
 
         Raises:
-            Desync, PeerLost: as ``run``.
+            Desync, PeerLost, ReplicasDiffer: as ``run``.
         """
         begun_ns = time.monotonic_ns()
         headers = self._agree(bucket, header, name)
@@ -125,6 +127,8 @@ class OrderedAllReduce:
             notes = "" if any(h.left for h in headers) else self.group.gather_status_table(name)
             raise Desync(problem + notes)
         bucket.presence = presence
+        if self.compare is not None and header.bucket == header.round == 0:
+            self.compare(headers)
         return headers
 
     def _ordered(

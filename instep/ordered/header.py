@@ -40,6 +40,8 @@ class Header:
     round: int = 0  # of the step, where each leaf travels on its own (shard/reducer.py)
     num_carried: int = 0  # parameters whose reduced gradient of before is added to, which is in slices
     declared_step: int = -1  # what the random numbers of a declared step are keyed by
+    sampled: int = 0  # digest of some of what other ranks hold too (step/replica_watch.py)
+    edited: int = 0  # and of which of it was written to since the last optimizer step
 
 
 AGREED = (
@@ -106,6 +108,11 @@ def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
         if len(set(values)) > 1:
             return f"{_sides(name, values, ranks)}. {_FIX.get(name, '')}".rstrip()
     return None
+
+
+def in_doubt(headers: Sequence[Header], alike: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks that should hold the same, each of ``alike``, may hold different numbers."""
+    return any(len({(headers[r].sampled, headers[r].edited) for r in ranks}) > 1 for ranks in alike)
 
 
 def _sides(name: str, values: Sequence[int], ranks: Sequence[int]) -> str:

@@ -41,6 +41,8 @@ class Reducer(Reduction):
         self.exchange = OrderedAllReduce(
             group, recorder, ordered=options.ordered, max_parameters=len(self.names)
         )
+        named = list(zip(self.names, self.parameters, strict=True))
+        self._watch_over(lambda: named, [range(group.size)])
         # Backward computes gradients in about the reverse of the order in which layers were registered.
         self._make_buckets(list(reversed(range(len(self.names)))))
 

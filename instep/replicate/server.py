@@ -123,6 +123,7 @@ class ParameterServer:
         self._model.rebind(process_group, timeout_s)
         self._bind()
         broadcast_values(self.module, self.group)
+        self._reducer.watch.settled()
 
     def _bind(self) -> None:
         self._model.disable_grad_sync()  # a plain backward accumulates: the server is sent what it asks for
@@ -130,6 +131,7 @@ class ParameterServer:
         self._reducer = self._model._reducer
         self._exchange = ServerExchange(self._reducer.parameters, self.group, self.recorder)
         self._exchange.offsets_ns = self._reducer.exchange.offsets_ns
+        self._exchange.compare = self._reducer.exchange.compare
         self._reducer.exchange = self._exchange
         self._reducer.ends_steps = False  # it ends when all have the weights
         self._pending = False  # the server has gradients that no step has used

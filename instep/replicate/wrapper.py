@@ -93,8 +93,9 @@ class DataParallel(OwnNames):
 
     At construction: the ranks compare their models and take rank 0's values. In forward: nothing but a
     hook on the output. In backward: gradients land in buckets, which the strategy sends; the call returns
-    when they are reduced. Before an optimizer step: a gradient that was never exchanged raises. After a
-    backward that raised, the next forward gives the step up: every ``.grad`` is None again.
+    when they are reduced, or raises ``ReplicasDiffer`` where a rank has other weights than the others. Before
+    an optimizer step: a gradient that was never exchanged raises. After a backward that raised, the next
+    forward gives the step up: every ``.grad`` is None again.
 
     Defaults that differ from torch's: ``find_unused_parameters`` is None (a parameter that a rank does not
     use counts as zero there, with one warning; False raises, True is quiet), gradients are views of their
@@ -107,6 +108,8 @@ class DataParallel(OwnNames):
         strategy: "naive", "flat", "overlap" or "bucketed"; the same bits, at another speed.
         bucket_cap_mb: bucket size in MiB; a number, one per bucket, or a callable on the parameters' sizes.
         ordered: sum in the fixed order of the sum tree. False is the backend's plain all-reduce.
+        check_replicas: in each exchange ranks compare a sample of their weights, and which were changed by
+            something else than an optimizer's step, at no message; see ``step/replica_watch.py``.
         init_sync: True takes rank 0's parameters and buffers, "verify" raises if values differ, False does
             neither. Structure is always compared.
         find_unused_parameters: see above.
@@ -138,6 +141,7 @@ class DataParallel(OwnNames):
         *,
         strategy: str = "bucketed",
         ordered: bool = True,
+        check_replicas: bool = True,
         seed: int = 0,
         timeout_s: float | None = None,
         device_mesh: Any = None,
@@ -158,6 +162,7 @@ class DataParallel(OwnNames):
             "strategy": strategy,
             "bucket_cap_mb": caps,
             "ordered": ordered,
+            "check_replicas": check_replicas,
             "find_unused_parameters": find_unused_parameters,
             "broadcast_buffers": broadcast_buffers,
             "forward_sync_buffers": forward_sync_buffers,
@@ -177,6 +182,7 @@ class DataParallel(OwnNames):
                 agree_on_values(module, self.group)
             elif init_sync:
                 broadcast_values(module, self.group)
+                self._reducer.watch.settled()
         except BaseException:
             self.close()
             raise
@@ -212,7 +218,7 @@ class DataParallel(OwnNames):
             raise ValueError(f"init_sync={given['init_sync']!r}: expected True, False or 'verify'")
         unused = given["find_unused_parameters"]
         self._options = ReductionOptions(
-            find(given["strategy"]), given["bucket_cap_mb"], given["ordered"], unused
+            find(given["strategy"]), given["bucket_cap_mb"], given["ordered"], unused, given["check_replicas"]
         )
         return consume(others)
 

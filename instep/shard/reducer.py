@@ -36,6 +36,7 @@ from instep.shard.round_plan import Round, deal, plan_rounds
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.unit import Divided
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan
+from instep.step.replica_watch import Replica
 from instep.work import Work
 
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
@@ -90,6 +91,7 @@ class SliceReducer(Reduction):
             ranks, recorder, max_parameters=max([len(b.slots) for b in self.buckets], default=0)
         )
         self.reduce_scatter.staging = Staging(self.buckets, ranks.shard_group)
+        self._watch_over(*self._replicas())
         self.turns = InUnitOrder(self._stage)
         self.closed: Callable[[FlatParameters], None] | None = None
         self.ended: Callable[[], None] | None = None
@@ -107,6 +109,20 @@ class SliceReducer(Reduction):
         ]
         for space in self.spaces:
             space.gradient_source = self.gradient_of
+
+    def _replicas(self) -> tuple[Callable[[], Sequence[Replica]], Sequence[Sequence[int]]]:
+        """What this rank holds that others hold too, and which ranks hold the same."""
+        num_ranks, num_slices = self.group.size, self.ranks.shard_group.size
+        if all(space.resident for space in self.spaces):
+            named = list(zip(self.names, self.parameters, strict=True))
+            return lambda: named, [range(num_ranks)]
+        slices = [range(first, num_ranks, num_slices) for first in range(num_slices)]
+
+        def held() -> Sequence[Replica]:
+            pieces = (held for space in self.spaces for held in space.held)
+            return [(self.names[self._position[id(x.parameter)]], x.tensor) for x in pieces]
+
+        return held, slices
 
     @property
     def bundles(self) -> Sequence[Bundle]:

@@ -32,6 +32,7 @@ from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import VERSION, Header
 from instep.ordered.tree import rank_major
 from instep.step.gradients import Gradients
+from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.work import Lane, Work
 
 SHOWN = 8  # unused parameters, in a message
@@ -67,6 +68,7 @@ class ReductionOptions:
     caps: Caps = 25
     ordered: bool = True
     unused: bool | None = None  # parameters without a gradient: True allows, None warns once, False raises
+    check_replicas: bool = True  # whether ranks compare what they hold alike
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,11 @@ class Reduction(ABC):
         "_expected",
         "_unsteady",
         "_warned_unused",
+        "watch",
     )
     exchange: OrderedAllReduce
     place: dict[int, Bundle]
+    watch: ReplicaWatch
 
     def __init__(
         self,
@@ -181,8 +185,9 @@ class Reduction(ABC):
         """Backward has ended, or (it raised) will not."""
 
     def hush(self) -> None:
-        """From now on: no observer of leaves, and no warning of unused parameters."""
+        """From now on: no observer of leaves, no warning of unused parameters, no look at replicas."""
         self.observer = None
+        self.watch = ReplicaWatch(self.group, list, ())
         self._warned_unused = True
 
     def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
@@ -202,6 +207,7 @@ class Reduction(ABC):
             )
         if self.lane.failed is not None:
             self.lane.reset()
+        self.watch.begin()
         self.plan, self._declared = plan, plan.declared
         self._weight = weight
 
@@ -262,9 +268,15 @@ class Reduction(ABC):
             self._update.end()
             self._update = None
         self.steps += 1
+        self.watch.stepped(self.steps)
         self.exchanges = 0
         if self.ends_steps:
             self.recorder.stepped()
+
+    def _watch_over(self, held: Callable[[], Sequence[Replica]], alike: Sequence[Sequence[int]]) -> None:
+        """In each exchange, ranks compare what they hold; ``exchange`` is there by now."""
+        self.watch = ReplicaWatch(self.group, held, alike if self.options.check_replicas else ())
+        self.exchange.compare = lambda headers: self.watch.compare(headers)
 
     def _first_guess(self, i: int) -> int | None:
         """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
@@ -289,6 +301,8 @@ class Reduction(ABC):
             round=round,
             num_carried=num_carried,
             declared_step=plan.step,
+            sampled=self.watch.sampled,
+            edited=self.watch.edited,
         )
 
     def _learn(self) -> None:

@@ -20,9 +20,9 @@ from instep.mesh.agree import all_or_none
 from instep.mesh.process_group import Group
 from instep.mesh.rank_process import as_told
 from instep.ordered.hash import Entry
+from instep.ordered.replicas import ranks_listed
 from instep.run.health import Health
 from instep.train.recompute import Compute
-from instep.train.replica_check import ranks_listed
 
 OPERATION = "the search for a number that is not finite"
 UNSEEN = (

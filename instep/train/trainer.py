@@ -24,6 +24,7 @@ from instep.mesh.agree import all_or_none, attempt
 from instep.mesh.mesh import Mesh
 from instep.ordered.hash import Entry, Sampled, SharedHash, bare
 from instep.ordered.keys import initialize
+from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes, observe_gradients
 from instep.run.health import Health
 from instep.run.timing import Timing
@@ -34,8 +35,7 @@ from instep.train.optimizers import forget, learning_rate, make_optimizer, set_l
 from instep.train.parallel import Replicated, parallel
 from instep.train.rank_state import Made, RankState
 from instep.train.recipe import Recipe
-from instep.train.recompute import Computed, twin_gradients
-from instep.train.replica_check import compare_leaves, compare_replicas
+from instep.train.recompute import Computed, compare_leaves, twin_gradients
 from instep.train.run_config import numerical
 
 WISHES = ("stop", "regroup", "copy")

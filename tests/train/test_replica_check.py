@@ -11,16 +11,10 @@ from instep.elastic.faults import flip_bit
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.ordered.hash import state_entries, state_sha256
+from instep.ordered.replicas import Odd, compare_replicas, listed, odd_one_out, ranks_listed
 from instep.replicate.server import ParameterServer
 from instep.step.micro_batches import MicroBatch
-from instep.train.replica_check import (
-    Odd,
-    compare_leaves,
-    compare_replicas,
-    listed,
-    odd_one_out,
-    ranks_listed,
-)
+from instep.train.recompute import compare_leaves
 from tests.parity import world_of_one
 from tests.replicate.nets import fused, gpt, text
 from tests.train.tiny import Tiny

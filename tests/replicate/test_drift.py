@@ -1,0 +1,313 @@
+"""What is done on one rank alone after wrapping: all ranks raise, and name step, parameter and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from instep.elastic.faults import flip_bit
+from instep.errors import ReplicasDiffer
+from instep.mesh.mesh import Mesh
+from instep.replicate.server import ParameterServer
+from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import fully_shard
+from instep.shard.optimizer import ShardedOptimizer
+from instep.step.replica_watch import AT_ONCE, PERIOD, ReplicaWatch, _turn
+from tests.replicate.replicas import equal_everywhere
+from tests.world import world
+
+ODD = 1
+STRATEGIES = ["naive", "flat", "overlap", "bucketed"]
+WRAPPERS = [*STRATEGIES, "server", "stage 1", "stage 2"]
+Make = Callable[..., Optimizer]
+PLAIN = partial(SGD, lr=0.1)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+class Loop:
+    """A user's loop over ``kind`` of wrapper."""
+
+    def __init__(self, mesh: Mesh, kind: str, make: Make = PLAIN, **options: Any) -> None:
+        self.rank, self.module = mesh.rank, net()
+        self.model: Any
+        self.optimizer: Any
+        if kind == "server":
+            self.model = self.optimizer = ParameterServer(self.module, make(self.module.parameters()), mesh)
+            return
+        if kind == "stage 2":
+            self.model = fully_shard(self.module, mesh, stage=2)
+        else:
+            strategy = kind if kind in STRATEGIES else "bucketed"
+            self.model = DataParallel(self.module, process_group=mesh, strategy=strategy, **options)
+        if kind.startswith("stage"):
+            self.optimizer = ShardedOptimizer(self.module.parameters(), SGD, mesh, lr=0.1)
+        else:
+            self.optimizer = make(self.module.parameters())
+
+    def gradients(self) -> None:
+        for micro_batch in self.model.micro_batches(3):
+            loss(self.module, micro_batch.index).backward()
+
+    def step(self) -> None:
+        self.gradients()
+        self.optimizer.step()
+        if self.optimizer is not self.model:
+            self.optimizer.zero_grad()
+
+
+def loss(model: nn.Module, key: int) -> Tensor:
+    return model(torch.arange(6.0).view(2, 3) + key).square().sum()
+
+
+@contextmanager
+def looping(mesh: Mesh, kind: str, *args: Any, **options: Any) -> Iterator[Loop]:
+    loop = Loop(mesh, kind, *args, **options)
+    yield loop
+    loop.model.close()
+
+
+@contextmanager
+def told(loop: Loop, steps: int, *parameters: str) -> Iterator[None]:
+    """The block raises, on every rank the same."""
+    with pytest.raises(ReplicasDiffer) as caught:
+        yield
+    assert caught.value.ranks == (ODD,)
+    assert caught.value.parameters == (
+        parameters or tuple(name for name, _ in loop.module.named_parameters())
+    )
+    assert str(caught.value).startswith(
+        f"after step {steps} rank {ODD} holds other values than the other ranks"
+    )
+    assert "Do on every rank what is done on one" in str(caught.value)
+
+
+@world(3)
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_layer_that_is_reset_on_one_rank_is_named_in_the_next_exchange(
+    mesh: Mesh, kind: str, steps: int
+) -> None:
+    with looping(mesh, kind) as loop:
+        for _ in range(steps):
+            loop.step()
+        if mesh.rank == ODD:
+            loop.module[2].reset_parameters()
+        with told(loop, steps, "2.weight", "2.bias"):
+            loop.step()
+
+
+@world(3, backend="shm")
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_state_dict_that_is_loaded_on_one_rank_is_named_in_the_next_exchange(mesh: Mesh, kind: str) -> None:
+    with looping(mesh, kind) as loop:
+        before = {name: x.clone() for name, x in loop.module.state_dict().items()}
+        loop.step()
+        if mesh.rank == ODD:
+            loop.module.load_state_dict(before)
+        with told(loop, 1):
+            loop.step()
+
+
+@world(3)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_another_learning_rate_on_one_rank_is_named_in_the_exchange_after_its_step(
+    mesh: Mesh, kind: str
+) -> None:
+    with looping(mesh, kind) as loop:
+        loop.step()
+        loop.optimizer.param_groups[0]["lr"] *= 1 + (mesh.rank == ODD)
+        loop.step()
+        with told(loop, 2):
+            loop.step()
+
+
+@world(3)
+def test_a_gradient_that_is_edited_on_one_rank_is_named_after_its_step(mesh: Mesh) -> None:
+    with looping(mesh, "bucketed") as loop:
+        loop.gradients()
+        if mesh.rank == ODD:
+            loop.module[0].bias.grad *= 2
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        with told(loop, 1, "0.bias"):
+            loop.step()
+
+
+@world(3)
+def test_moments_that_are_loaded_on_one_rank_are_named_after_its_step(mesh: Mesh) -> None:
+    with looping(mesh, "bucketed", AdamW) as loop:
+        loop.step()
+        if mesh.rank == ODD:
+            state = loop.optimizer.state[loop.module[0].weight]
+            state["exp_avg"].neg_()
+        loop.step()
+        with told(loop, 2, "0.weight"):
+            loop.step()
+
+
+@world(3)
+def test_a_bit_that_flips_past_autograd_is_named_after_the_next_step(mesh: Mesh) -> None:
+    with looping(mesh, "bucketed") as loop:
+        loop.step()
+        if mesh.rank == ODD:
+            flip_bit(loop.module[0].weight, index=11, bit=0)
+        loop.step()
+        with told(loop, 2, "0.weight"):
+            loop.step()
+
+
+@world(3)
+def test_in_the_plain_loop_too(mesh: Mesh) -> None:
+    with looping(mesh, "bucketed") as loop:
+        for _ in range(2):
+            loss(loop.model, mesh.rank).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        if mesh.rank == ODD:
+            with torch.no_grad():
+                loop.module[1].weight.add_(1)
+        with told(loop, 2, "1.weight"):
+            loss(loop.model, mesh.rank).backward()
+
+
+@world(4, dp=2, shard=2)
+def test_of_weights_in_slices_those_of_the_other_shard_group_are_the_replicas(mesh: Mesh) -> None:
+    module = fully_shard(net(), mesh, stage=3)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, lr=0.1)
+
+    def step() -> None:
+        for micro_batch in module.micro_batches(4):
+            loss(module, micro_batch.index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if mesh.rank == 2:  # all of so small a model is in the first slice
+        next(held for space in module.sharding.spaces for held in space.held).tensor.add_(1)
+    with pytest.raises(ReplicasDiffer) as caught:
+        step()
+    assert caught.value.ranks == (0, 2)  # two replicas of a slice have no majority
+    assert caught.value.parameters
+    module.close(wait=False)
+
+
+# What torch's DDP trains rightly goes on unchanged.
+
+
+def sharpness_aware(loop: Loop) -> None:
+    """Each rank moves the weights along its own gradient, and back before the step (SAM)."""
+    model, parameters = loop.model, list(loop.module.parameters())
+    with model.no_sync():
+        loss(model, loop.rank).backward()
+    with torch.no_grad():
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            p.add_(p.grad, alpha=0.01)
+            p.grad = None
+    loss(model, loop.rank).backward()
+    with torch.no_grad():
+        for p, x in zip(parameters, before, strict=True):
+            p.copy_(x)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def evaluate_with_an_average(loop: Loop) -> None:
+    """Rank 0 alone puts other weights in, and these back."""
+    if loop.rank == 0:
+        before = {name: x.clone() for name, x in loop.module.state_dict().items()}
+        loop.module.load_state_dict({name: x / 2 for name, x in before.items()})
+        loop.module.load_state_dict(before)
+    loop.step()
+
+
+@world(2)
+@pytest.mark.parametrize("use", [sharpness_aware, evaluate_with_an_average])
+def test_weights_that_are_put_back_before_the_step_are_no_drift(
+    mesh: Mesh, use: Callable[[Loop], None]
+) -> None:
+    with looping(mesh, "bucketed") as loop:
+        for _ in range(3):
+            use(loop)
+        assert equal_everywhere(mesh, loop.module.parameters())
+
+
+@world(2)
+def test_frozen_parameters_and_buffers_may_be_each_rank_s_own(mesh: Mesh) -> None:
+    module = net()
+    module.register_parameter("frozen", nn.Parameter(torch.zeros(3), requires_grad=False))
+    module.register_buffer("own", torch.zeros(3))
+    model = DataParallel(module, process_group=mesh, broadcast_buffers=False)
+    optimizer = SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        module.frozen.add_(1 + mesh.rank)
+        module.own.add_(mesh.rank)
+        loss(model, mesh.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.close()
+
+
+@world(2)
+def test_without_the_comparison_ranks_go_on(mesh: Mesh) -> None:
+    with looping(mesh, "bucketed", check_replicas=False) as loop:
+        if mesh.rank == ODD:
+            loop.module[2].reset_parameters()
+        loop.step()
+        loop.step()
+        assert not equal_everywhere(mesh, loop.module.parameters())
+
+
+# Which of it is looked at, and when.
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 15, 16, 17, 1000, 123_457])
+@pytest.mark.parametrize("num_visits", [1, 3, 64, PERIOD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+def test_every_element_has_its_turn(num_elements: int, num_visits: int, dtype: torch.dtype) -> None:
+    x = torch.empty(num_elements, dtype=dtype)
+    seen = torch.zeros(num_elements, dtype=torch.bool)
+    for visit in range(num_visits):
+        first, last = _turn(x, visit + 7, num_visits)
+        assert 0 <= first <= last <= num_elements
+        seen[first:last] = True
+    assert seen.all()
+
+
+@world(2)
+@pytest.mark.parametrize("num_parameters", [1, 16, 33, 100])
+def test_one_element_is_seen_within_its_period(mesh: Mesh, num_parameters: int) -> None:
+    """By every rank alone: the sample of the odd weights is another one, once in the period."""
+    held = [(f"{i}", torch.full((700, 3), float(i))) for i in range(num_parameters)]
+    odd = [(name, x.clone()) for name, x in held]
+    odd[num_parameters // 2][1].view(-1)[1999] += 1
+    for_good = ReplicaWatch(mesh.world.group, lambda: held, [range(2)])
+    for_odd = ReplicaWatch(mesh.world.group, lambda: odd, [range(2)])
+    different = 0
+    for step in range(PERIOD + num_parameters // AT_ONCE):
+        for_good.stepped(step)
+        for_odd.stepped(step)
+        different += for_good.sampled != for_odd.sampled
+    assert different >= 1
+
+
+@world(2)
+def test_a_layout_of_one_s_own_is_sampled_by_its_elements(mesh: Mesh) -> None:
+    x = torch.arange(64.0).view(8, 8)
+    in_rows = ReplicaWatch(mesh.world.group, lambda: [("x", x)], [range(2)])
+    in_columns = ReplicaWatch(mesh.world.group, lambda: [("x", x.t().contiguous().t())], [range(2)])
+    for step in range(8):
+        in_rows.stepped(step)
+        in_columns.stepped(step)
+        assert in_rows.sampled == in_columns.sampled
