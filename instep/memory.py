@@ -31,6 +31,16 @@ class Segment:
             return self.tensor.view(dtype)
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of ``x`` in logical order, (nbytes,): its own memory where it is contiguous, else a copy.
+
+    A dimension of length 1 may have any stride, after ``contiguous`` too, and torch views only stride 1 as
+    bytes: so it is set.
+    """
+    x = x.detach().contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 def align_bytes(device: torch.device) -> int:
     """Alignment of every parameter, in bytes: a vector register on CPU, a cuBLASLt load on GPU."""
     return ALIGN_BYTES.get(device.type, 256)

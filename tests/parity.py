@@ -153,4 +153,4 @@ def assert_same_bits(ours: list[Entry], expected: list[Entry]) -> None:
 
 def bits(x: Tensor) -> Tensor:
     """The bytes of ``x``, one row per element: unlike ==, they tell 0.0 from -0.0."""
-    return x.detach().contiguous().reshape(-1, 1).view(torch.uint8)
+    return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1, 1).view(torch.uint8)

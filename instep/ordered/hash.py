@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.errors import CheckpointRejected
+from instep.memory import as_bytes
 from instep.mesh.process_group import Group
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.shards import Row, Shard
@@ -60,7 +61,7 @@ def canonical_bytes(x: Tensor) -> memoryview:
     x = x.detach().cpu()
     if x.is_floating_point() and _may_have_nan(x):
         x = torch.where(torch.isnan(x), torch.nan, x)
-    return x.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(x).numpy().data
 
 
 def _may_have_nan(x: Tensor) -> bool:

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from instep.memory import as_bytes
 from instep.mesh.agree import first_difference, raise_on_all, require_same_lines
 from instep.mesh.process_group import Group
 from instep.ordered.hash import block_digests
@@ -96,7 +97,7 @@ def broadcast_values(module: nn.Module, group: Group, *, but: Container[int] = (
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         if id(x) in but or x.is_meta:
             continue
-        mine = _bytes(x)  # backends know some dtypes and not others
+        mine = as_bytes(x)  # backends know some dtypes and not others
         value = mine.clone()
         if value.numel():
             group.broadcast(value, f"the broadcast of {name!r}")
@@ -117,13 +118,13 @@ def broadcast_buffers(module: nn.Module, group: Group) -> None:
             by_device.setdefault(buffer.device, []).append(buffer)
     new: dict[Tensor, Tensor] = {}
     for buffers in by_device.values():
-        message = torch.cat([_bytes(buffer) for buffer in buffers])
+        message = torch.cat([as_bytes(buffer) for buffer in buffers])
         group.broadcast(message, BUFFERS)
         if group.rank == 0:
             continue
         parts = message.split([buffer.numel() * buffer.element_size() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
-            if not torch.equal(part, _bytes(buffer)):
+            if not torch.equal(part, as_bytes(buffer)):
                 new[buffer] = part.clone().view(buffer.dtype).view(buffer.shape)
     held = {buffer for buffer in new if _is_held_by_a_graph(buffer)}
     for owner in module.modules() if held else ():
@@ -146,7 +147,3 @@ def _is_held_by_a_graph(buffer: Tensor) -> bool:
     # The tensor is one user of its storage, the object made to ask is another.
     shared = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > 2
     return buffer._use_count() > 1 and not shared  # type: ignore[attr-defined]
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)

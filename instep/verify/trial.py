@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import InstepError
+from instep.memory import as_bytes
 from instep.mesh.agree import all_or_none
 from instep.mesh.device import generators
 from instep.mesh.join import find_ranks
@@ -262,7 +263,7 @@ class Trial:
             expected = mean.total
         if reference.present and expected.numel():
             operation = f"the broadcast of the reference of {reference.name!r}"
-            self.group.broadcast(expected.reshape(-1).view(torch.uint8), operation)
+            self.group.broadcast(as_bytes(expected), operation)
         return expected
 
     def _figures(self, piece: GradientPiece, mine: Tensor | None, expected: Tensor) -> GradientFigures:
@@ -345,12 +346,8 @@ def _with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for x, before in pairs:
-            if not torch.equal(_bytes(x), _bytes(before)):
+            if not torch.equal(as_bytes(x), as_bytes(before)):
                 x.copy_(before)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def differing_values(values: Iterable[Value], group: Group) -> list[str]:
@@ -408,9 +405,9 @@ def pack(batch: Any) -> tuple[str, Tensor]:
     """
     tensors: list[Tensor] = []
     text = json.dumps(_described(batch, "batch", tensors))
-    parts = [x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1) for x in tensors]
+    parts = [x.detach().cpu().resolve_conj().resolve_neg() for x in tensors]
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return text, torch.cat([nothing, *(part.view(torch.uint8) for part in parts)])
+    return text, torch.cat([nothing, *map(as_bytes, parts)])
 
 
 def unpack(text: str, data: Tensor, device: torch.device) -> Any:
