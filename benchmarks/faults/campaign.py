@@ -247,19 +247,21 @@ def wrongs(one: Layout, found: Found) -> list[str]:
 def kill_to_step(found: Found) -> list[float]:
     """Seconds from a death to the next step, where nobody stopped or hung, who is watched for a while first.
 
-    Whatever else comes until there is a step again counts to the first death.
+    The fault before the first death that is noticed has caused it. Whatever else comes until there is a step
+    again counts to it.
     """
-    seconds, pending = [], []
-    stepped = 0
+    seconds: list[float] = []
+    pending: list[dict[str, Any]] = []
     for event in found.events:
         if event["event"] == "failure":
             pending.append(event)
             continue
-        known = [failure["injected_ns"] for failure in pending if failure.get("injected_ns")]
-        known += [moment for moment in found.moments if stepped < moment < event["noticed_ns"]]
-        if known and all(way(failure) == SENTINEL for failure in pending):
-            seconds.append((event["stepped_ns"] - min(known)) / 1e9)
-        stepped, pending = event["stepped_ns"], []
+        if pending and all(way(failure) == SENTINEL for failure in pending):
+            noticed = pending[0]["noticed_ns"]
+            faults = [*found.moments, *(failure.get("injected_ns", 0) for failure in pending)]
+            if cause := max((moment for moment in faults if moment <= noticed), default=0):
+                seconds.append((event["stepped_ns"] - cause) / 1e9)
+        pending = []
     return seconds
 
 

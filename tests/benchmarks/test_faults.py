@@ -243,13 +243,14 @@ def test_a_layout_that_is_stopped_is_resumed():
     assert len(stopped.row.runs) == 2
 
 
-def test_from_a_kill_to_the_next_step_is_from_the_first_kill_and_without_those_that_stopped():
-    stopped = {**FAILURE, "how": "was stopped for 1.1 s"}
-    later = {**RECOVERY, "noticed_ns": 21 * SECOND, "stepped_ns": 22 * SECOND}
-    found = replace(FOUND, events=[FAILURE, RECOVERY, stopped, later], moments=[10 * SECOND, 20 * SECOND])
+def test_from_a_kill_to_the_next_step_is_from_the_fault_before_the_first_death():
+    first = {**FAILURE, "noticed_ns": 11 * SECOND}
+    second = {**FAILURE, "noticed_ns": 11.5 * SECOND, "injected_ns": 11.4 * SECOND}
+    spare = 8 * SECOND  # nobody is seated after it
+    found = replace(FOUND, events=[first, second, RECOVERY], moments=[spare, 10 * SECOND, 20 * SECOND])
     assert campaign.kill_to_step(found) == [2.0]
-    inside = {**FAILURE, "injected_ns": 9 * SECOND}
-    assert campaign.kill_to_step(replace(found, events=[inside, FAILURE, RECOVERY])) == [3.0]
+    stopped = {**FAILURE, "noticed_ns": 11 * SECOND, "how": "was stopped for 1.1 s"}
+    assert campaign.kill_to_step(replace(found, events=[stopped, second, RECOVERY])) == []
 
 
 @pytest.mark.slow
