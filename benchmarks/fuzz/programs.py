@@ -50,8 +50,9 @@ KINDS: Mapping[str, int] = {
     "complex": 1,
     "moe": 1,
 }
-DRAWING = frozenset({"dropout", "dropout_function", "encoder"})  # from torch's default generator
-UNKEYED = frozenset({"python_random", "numpy_random", "own_generator"})  # from others
+DRAWING = frozenset(
+    {"dropout", "dropout_function", "encoder", "python_random", "numpy_random", "own_generator"}
+)
 WRAPS: Mapping[str, int] = {
     "": 14,
     "frozen": 2,
@@ -167,7 +168,7 @@ class Program:
     @property
     def draws(self) -> bool:
         """Whether forward draws random numbers: threads, which share generators, cannot be its ranks."""
-        return bool(self.kinds & (DRAWING | UNKEYED))
+        return bool(self.kinds & DRAWING)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
 from benchmarks.fuzz.layers import build, inputs, leaves
-from benchmarks.fuzz.programs import REPLICATED, UNKEYED, Placement, Program, placements, program
+from benchmarks.fuzz.programs import REPLICATED, Placement, Program, placements, program
 from instep.mesh.mesh import Mesh
 from instep.ordered.keys import LeafKeys
 from instep.shard.shard_groups import shard_group_of
@@ -180,14 +180,15 @@ def by_hand(program: Program) -> State:
     parameters = [p for p in module.parameters() if p.requires_grad]
     for step in range(program.stops[-1]):
         gradients, total = [], 0
-        for index in range(program.num_micro_batches):
-            micro_batch = MicroBatch(index, program.num_micro_batches)
-            with keys.leaf(step, index):
-                leaf(program, module, micro_batch, step)
-            gradients.append([p.grad for p in parameters])
-            total += micro_batch.weight
-            for p in parameters:
-                p.grad = None
+        with keys.step():
+            for index in range(program.num_micro_batches):
+                micro_batch = MicroBatch(index, program.num_micro_batches)
+                with keys.leaf(step, index):
+                    leaf(program, module, micro_batch, step)
+                gradients.append([p.grad for p in parameters])
+                total += micro_batch.weight
+                for p in parameters:
+                    p.grad = None
         scale = 1.0 / total if total else 0.0
         for p, by_leaf in zip(parameters, zip(*gradients, strict=True), strict=True):
             added = _tree_sum([None if x is None else wide(x) for x in by_leaf])
@@ -290,8 +291,6 @@ def reference(whole: Program) -> tuple[Outcome, State]:
             training.end()
         except Exception as error:
             return judged(error), {}
-    if whole.kinds & UNKEYED:  # by hand they have no keys
-        return Outcome(SAME), state
     return compared(state, expected, "one rank, by the library and by hand"), state
 
 
