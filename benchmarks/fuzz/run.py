@@ -296,11 +296,15 @@ def serve(seed: int) -> int:
     import torch
 
     from benchmarks.fuzz.trial import attempt
+    from tests.pool import shut_down
 
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        model, number, keep = json.loads(line)
-        print(json.dumps(asdict(attempt(seed, model, number, keep))), flush=True)
+    try:
+        for line in sys.stdin:
+            model, number, keep = json.loads(line)
+            print(json.dumps(asdict(attempt(seed, model, number, keep))), flush=True)
+    finally:
+        shut_down()  # or the end of this process would wait for its ranks
     return 0
 
 
