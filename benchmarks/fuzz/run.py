@@ -117,8 +117,12 @@ class Campaign:
         threads = [threading.Thread(target=self._work) for _ in range(jobs)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:  # workers end after their trial, and take what is theirs with them
+            self.until = 0.0
+            raise
 
     def _work(self) -> None:
         with TemporaryDirectory(prefix="fuzz-") as temporary, closing(Worker(self.seed, temporary)) as worker:
