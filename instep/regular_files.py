@@ -3,6 +3,9 @@
 A pipe in the place of a file keeps its reader for ever, and a file that has been removed takes every write
 without an error. So a file is opened without waiting and then looked at, and one that stays open is looked
 for again where it was.
+
+Where others can write too, a name that is known before the file is there can be taken by a stranger's link,
+and then the stranger chooses what is written over. So what is written is made anew, or opened as itself.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import suppress
 
 KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -20,6 +24,7 @@ KINDS = {
     stat.S_IFDIR: "a directory",
 }
 NO_OTHER_END = (errno.ENXIO, errno.ENODEV)  # of a socket, or of a pipe or a device that is written to
+MODE = 0o666  # less the user's umask
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
@@ -40,6 +45,33 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         return fd
     os.close(fd)
     raise _not_regular(path, found)
+
+
+def open_or_create(path: str | os.PathLike[str], flags: int, mode: int = MODE) -> int:
+    """A descriptor of the regular file ``path`` to write to, opened with ``flags``, and made if need be.
+
+    Raises:
+        OSError: a link stands in its place, or it is no regular file.
+    """
+    try:
+        return open_regular(path, flags | os.O_CREAT | os.O_NOFOLLOW, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        words = "expected a file or nothing, got a link, which another may have made: remove it"
+        raise OSError(errno.ELOOP, words, os.fspath(path)) from None
+
+
+def create(path: str | os.PathLike[str], mode: int = MODE) -> int:
+    """A descriptor of a new file, to be written; FileExistsError if anything has its name, a link too."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def create_over(path: str | os.PathLike[str], mode: int = MODE) -> int:
+    """The same in the place of whatever file or link has its name, which loses it and is left as it is."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return create(path, mode)
 
 
 def require_in_place(fd: int, path: str | os.PathLike[str]) -> None:

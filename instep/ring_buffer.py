@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.regular_files import open_regular
+from instep.regular_files import open_or_create, open_regular
 
 MAGIC = b"instep\x00\x01"
 HEAD_BYTES, NAMES_BYTES = 4096, 12288
@@ -141,8 +141,7 @@ class RingBuffer:
         """Map the file; the number of the newest record in it."""
         old = read_head(path)
         goes_on = old is not None and all(old[0].get(key) == head.get(key) for key in ("boot", "capacity"))
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if goes_on else os.O_TRUNC)
-        fd = open_regular(path, flags, 0o644)
+        fd = open_or_create(path, os.O_RDWR | (0 if goes_on else os.O_TRUNC), 0o644)
         try:
             os.posix_fallocate(fd, 0, num_bytes)  # not only made longer: no SIGBUS on a full disk
             self._memory = mmap.mmap(fd, num_bytes)

@@ -21,6 +21,7 @@ from instep.checkpoint import files, load
 from instep.errors import CheckpointRejected
 from instep.ordered.shards import MODEL
 from instep.ordered.stored import CODES, Source
+from instep.regular_files import create
 
 CHUNK_BYTES = 8 << 20
 REJECTED = 3  # the exit code, as the command has it
@@ -47,7 +48,7 @@ def to_safetensors(
     # Wide elements first, then every tensor begins on a multiple of its element.
     chosen.sort(key=lambda name: (-source.tensors[name].dtype.itemsize, name))
     new = files.temporary(out)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fd = create(new, 0o600)
     try:
         with files.naming(new), os.fdopen(fd, "wb") as file:
             file.write(_header(source, chosen))

@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from instep.regular_files import create, try_lock
 from instep.regular_files import open_regular as open_file
-from instep.regular_files import try_lock
 
 PLAIN_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 STEP_NAME = re.compile(r"step-([0-9]{8})")
@@ -202,7 +202,7 @@ def sync(path: Path, *, follow_links: bool = False) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Create ``path`` (mode 0600) with ``data``; the directory's publisher syncs it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fd = create(path, 0o600)
     try:
         with naming(path):
             while data:

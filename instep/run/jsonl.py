@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instep.regular_files import open_regular, require_in_place
+from instep.regular_files import create_over, open_or_create, open_regular, require_in_place
 from instep.run.shape import COUNT, TEXT, Shape
 
 TAIL_BYTES = 1 << 18
@@ -42,7 +42,7 @@ class JsonLines:
             kept = [line for line in read_lines(path, shape=shape) if _stays(line, until_step)]
             replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._path = path
-        self._file = open(path, "a", encoding="utf-8", buffering=1, opener=open_regular)  # noqa: SIM115
+        self._file = open(path, "a", encoding="utf-8", buffering=1, opener=open_or_create)  # noqa: SIM115
 
     def write(self, **fields: Any) -> None:
         """Append one line.
@@ -63,7 +63,8 @@ class JsonLines:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a half."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with os.fdopen(create_over(temporary), "w", encoding="utf-8") as file:
+        file.write(text)
     os.replace(temporary, path)
 
 

@@ -27,6 +27,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
 from instep.regular_files import open_regular
+from instep.run.jsonl import replace_text
 
 # Names that a run may give; each is its package and its extra, too.
 NAMES = ("tensorboard", "wandb")
@@ -263,7 +264,7 @@ def _identity(path: Path) -> str:
     except FileNotFoundError:
         kept.parent.mkdir(parents=True, exist_ok=True)
     made = secrets.token_hex(ID_BYTES)
-    kept.write_text(made + "\n", encoding="utf-8")
+    replace_text(kept, made + "\n")
     return made
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from instep.events import LANES, Event, Timeline
 from instep.run.folder import CONFIG, FAULTS, METRICS, SUMMARY
-from instep.run.jsonl import OF_STEPS, Fields, read_lines, read_object
+from instep.run.jsonl import OF_STEPS, Fields, read_lines, read_object, replace_text
 from instep.run.ledger import LEDGER, STARTED
 from instep.run.status import last_part, run_status
 from instep.run.summary import throughput_name
@@ -376,5 +376,5 @@ def _no_formula(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
+    replace_text(path, text)
     return path

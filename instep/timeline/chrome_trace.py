@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.events import LANES, STEP, Event, Timeline
+from instep.regular_files import create_over
 from instep.timeline.bubbles import ISSUED, QUEUED, WAIT, Bubble, bubbles
 
 ALL_PAIRS = 8  # ranks; where there are more, arrows go from each rank to the next only
@@ -94,7 +96,10 @@ def _title(rank: int, hosts: Mapping[int, str] | None) -> str:
 
 def _write(path: Path, head: Mapping[str, Any], lines: Iterator[str]) -> None:
     """The head comes first and on one line, where HTA looks for the rank."""
-    with gzip.GzipFile(path, "wb", compresslevel=3, mtime=0) as file:
+    with (
+        os.fdopen(create_over(path), "wb") as raw,
+        gzip.GzipFile(path, "wb", compresslevel=3, fileobj=raw, mtime=0) as file,
+    ):
         file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n'.encode())
         between = b""
         while block := list(islice(lines, LINES_AT_ONCE)):

@@ -7,6 +7,7 @@ A name has the same colour in every chart. Colours are those of M. Okabe and K. 
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from instep.regular_files import create_over
 
 VIOLET, BROWN, GREY, OLIVE = "#5b3a9b", "#8c6d31", "#8a8f98", "#6b8e23"
 INK, MUTED, GRID = "#1a1a1a", "#5f6368", "#e6e8eb"
@@ -192,6 +195,8 @@ def _within(middle: float, names: list[str], gap: float, low: float, high: float
 def save(figure: Figure, path: str | Path) -> list[Path]:
     """Write the figure as SVG and as PNG, both named after ``path``; the same figure gives the same bytes."""
     svg, png = Path(path).with_suffix(".svg"), Path(path).with_suffix(".png")
-    figure.savefig(svg, metadata={"Date": None, "Creator": None})
-    figure.savefig(png, dpi=PNG_DPI, metadata={"Software": None})
+    with os.fdopen(create_over(svg), "wb") as file:
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    with os.fdopen(create_over(png), "wb") as file:
+        figure.savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
     return [svg, png]
