@@ -18,15 +18,18 @@ A half-set environment is an error: a world of one where eight were meant would 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 
 # Below the ports that Linux hands out by itself (32768 on) and torchrun's own (29400, 29500).
 FIRST_PORT, NUM_PORTS = 10000, 19000
 # Slurm's ids from here on are no srun: batch script, interactive shell, extern, pending.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
+LAUNCH_DIGITS = 16
 
 FIXES = {
     "instep": "unset INSTEP_STORE, which is only for ranks that instep starts",
@@ -43,7 +46,8 @@ class LaunchEnvironment:
 
     ``master_addr`` and ``master_port`` are where the store is or, if ``source`` is not "torchrun", where
     rank 0 opens it. They are None with a ``store_file``, and may be None in a world of one.
-    ``local_world_size`` is a lower bound where the launcher tells the local rank only.
+    ``local_world_size`` is a lower bound where the launcher tells the local rank only. ``launch`` tells this
+    start by torchrun from any other, and is the same after each of its restarts on this host; "" if unknown.
     """
 
     rank: int = 0
@@ -55,6 +59,7 @@ class LaunchEnvironment:
     master_port: int | None = None
     store_file: str | None = None
     restart_count: int = 0
+    launch: str = ""
 
 
 def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -180,7 +185,19 @@ def _env(variables: _Variables) -> LaunchEnvironment:
         master_addr=addr,
         master_port=port,
         restart_count=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
+        launch=_launch(variables.environ.get("TORCHELASTIC_ERROR_FILE", "")) if agent else "",
     )
+
+
+def _launch(error_file: str) -> str:
+    """A hash of the directory that torchrun has made for its ranks, under two random names, until it ends.
+
+    A rank's file for errors is ``<directory>/attempt_<restarts>/<local rank>/error.json``.
+    """
+    path = PurePath(error_file)
+    if len(path.parents) < 4 or not path.parents[1].name.startswith("attempt_"):
+        return ""
+    return hashlib.sha256(str(path.parents[2]).encode()).hexdigest()[:LAUNCH_DIGITS]
 
 
 def _openmpi(variables: _Variables) -> LaunchEnvironment:

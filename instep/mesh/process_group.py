@@ -60,16 +60,6 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def launcher_store() -> Store | None:
-    """The store beneath the prefixes of this start: what it holds, a restart by the same launcher finds."""
-    if not dist.is_initialized():
-        return None
-    store = default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 def from_store(
     store: Store,
     rank: int,

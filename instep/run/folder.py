@@ -16,8 +16,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -35,6 +36,8 @@ SUMMARY = "summary.json"
 WORKERS = "workers.json"
 FAULTS = "faults.jsonl"
 CHECKPOINTS = "checkpoints"
+RUNS = Path("runs")  # where a directory is made for a run that names none
+MADE_UP = re.compile(r"train-[0-9]{8}-[0-9]{6}(-(?P<launch>[0-9a-f]{16}))?(-[0-9]{1,3})?")
 LOCK = "run.lock"
 PEER = Shape({"host": TEXT}, required={field.name for field in fields(Peer)}, others=COUNT)
 
@@ -99,16 +102,17 @@ class Claimed:
         self.release()
 
 
-def claim(config: Claim, say: Callable[[str], None]) -> Claimed:
+def claim(config: Claim, say: Callable[[str], None], launch: str = "") -> Claimed:
     """The directory of this run, made if need be, and locked; nothing else in it is touched.
 
-    ``say`` is told where the file system has no locks.
+    ``say`` is told where the file system has no locks. A name that is made up has ``launch`` in it, by which
+    ``of_launch`` finds the directory again.
 
     Raises:
         ValueError: it holds another run, or that run is still going on, or there is nothing to resume.
         PermissionError: it cannot be written to.
     """
-    path = _directory(config)
+    path = _directory(config, launch)
     claimed = Claimed(path, say)
     try:
         _require_free(config, path)
@@ -118,12 +122,12 @@ def claim(config: Claim, say: Callable[[str], None]) -> Claimed:
     return claimed
 
 
-def _directory(config: Claim) -> Path:
+def _directory(config: Claim, launch: str) -> Path:
     """Where the run is to be recorded: a directory that can be written to."""
     if config.run_dir is None:
         if config.resume:
             raise ValueError("--resume needs --run-dir: which run shall go on?")
-        return _make(Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"), fresh=True)
+        return _make(RUNS / (time.strftime("train-%Y%m%d-%H%M%S") + f"-{launch}" * bool(launch)), fresh=True)
     if config.resume and not config.run_dir.exists():
         raise ValueError(f"{config.run_dir} does not exist, so there is no run to resume: look at --run-dir")
     path = _make(config.run_dir, fresh=False)
@@ -190,6 +194,24 @@ def _holder(fd: int) -> Peer | None:
         return Peer.from_bytes(os.pread(fd, RECORD_BYTES, 0))
     except (ValueError, TypeError, KeyError, OverflowError):  # it has not said it yet
         return None
+
+
+def of_launch(launches: Collection[str]) -> Path | None:
+    """The newest run in ``runs/`` whose name was made up for one of ``launches``; None if there is none."""
+    found = []
+    with suppress(FileNotFoundError), os.scandir(RUNS) as entries:
+        for entry in entries:
+            name = MADE_UP.fullmatch(entry.name)
+            if name and name["launch"] in launches and entry.is_dir(follow_symlinks=False):
+                found.append(RUNS / entry.name)
+    return max((path for path in found if (path / CONFIG).exists()), default=None)
+
+
+def made_up(name: str) -> Path:
+    """The directory that another rank has made up the ``name`` of; ValueError if it is no such name."""
+    if not MADE_UP.fullmatch(name):
+        raise ValueError(f"expected the name of a new run directory, got {name[:80]!r}: pass --run-dir")
+    return RUNS / name
 
 
 def begin(path: Path, config: Any, peers: Sequence[Peer]) -> None:

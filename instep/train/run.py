@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, supervise
-from instep.mesh.agree import on_first_rank
+from instep.mesh.agree import on_first_rank, require_same_lines
 from instep.mesh.join import init
-from instep.mesh.launch_environment import LaunchEnvironment, detect
-from instep.mesh.process_group import launcher_store
+from instep.mesh.launch_environment import LAUNCH_DIGITS, LaunchEnvironment, detect
+from instep.mesh.process_group import Group
 from instep.mesh.signals import listen_for_preemption
 from instep.run import folder, loggers
 from instep.run.folder import FAULTS
@@ -72,29 +73,22 @@ def run_rank(recipe: Recipe) -> int:
         threads=config.parallel.threads,
     )
     held: list[folder.Claimed] = []  # on rank 0, which holds the directory for all
-
-    def claim() -> tuple[str, bool]:
-        place = detect(os.environ)
-        check_world(config, mesh.world.group.size, restarted=bool(place.restart_count))
-        claimed, resume = _claim_again(config, place)
-        held.append(claimed)
-        require_readable(claimed.path)
-        return str(claimed.path), resume
+    place = detect(os.environ)
 
     def look_again() -> None:
         for claimed in held:
             claimed.require_in_place()
 
     try:
-        path, resume = on_first_rank(mesh.world.group, "claiming the run directory", claim)
+        path, resume = claim_together(config, place, mesh.world.group, held.append)
         # A fault happens once, and a process that has been restarted cannot know which have.
-        fault = () if detect(os.environ).restart_count else config.fault
-        again = replace(config, run_dir=Path(path), resume=resume, fault=fault)
+        fault = () if place.restart_count else config.fault
+        again = replace(config, run_dir=path, resume=resume, fault=fault)
         trainer = Trainer(recipe.replaced(again), mesh)
         asked: list[str] = []
         listen_for_preemption(asked.append)
         trainer.wishes = {"stop": lambda: bool(asked)}
-        ending = Generation(trainer, Path(path), Checkpoints(Path(path), config.timeout_s)).run()
+        ending = Generation(trainer, path, Checkpoints(path, config.timeout_s)).run()
         on_first_rank(mesh.world.group, "looking for the run directory", look_again)
         trainer.leave()
         return EXIT_CODES[ending]
@@ -104,22 +98,41 @@ def run_rank(recipe: Recipe) -> int:
         mesh.close()
 
 
-def _claim_again(config: RunConfig, place: LaunchEnvironment) -> tuple[folder.Claimed, bool]:
-    """The run directory, and whether to go on with what is in it, as after a restart by the launcher.
+def claim_together(
+    config: RunConfig, place: LaunchEnvironment, group: Group, hold: Callable[[folder.Claimed], object]
+) -> tuple[Path, bool]:
+    """The run directory, and whether to go on with what is in it, as after a restart. Collective.
 
-    A directory whose name was made up is known to the launcher's store, which outlives its ranks.
+    The launcher's store could carry the path over a restart, but others may write to it, and a run that
+    believed it would go on from a stranger's checkpoint. So a path is what this rank's own config says, and a
+    name that was made up is found again in ``runs/`` by what this start is known by. The first rank is to
+    ``hold`` the directory for all.
+
+    Raises:
+        ValueError: the ranks were given different directories, or as ``folder.claim``; or a restart cannot
+            know its directory.
     """
-    key, store = "instep/run directory", launcher_store()
-    known = config.run_dir
-    if known is None and store is not None and store.check([key]):
-        known = Path(store.get(key).decode())
-    resume = config.resume
-    if known is not None and place.restart_count and (known / folder.CONFIG).exists():
-        resume = True
-    claimed = folder.claim(replace(config, run_dir=known, resume=resume), _say)
-    if store is not None:
-        store.set(key, str(claimed.path.absolute()))
-    return claimed, resume
+    require_same_lines(
+        group, "run_dir", [str(config.run_dir)], fix=": give all ranks the same --run-dir, or none"
+    )
+    told = group.all_gather_bytes(place.launch.encode(), "the comparison of launches", limit=LAUNCH_DIGITS)
+    restarted = bool(place.restart_count)
+
+    def claim() -> tuple[str, bool]:
+        check_world(config, group.size, restarted=restarted)
+        if config.run_dir is None and restarted and place.source == "torchrun" and not place.launch:
+            raise ValueError("this torchrun does not tell a restart which run was its own: pass --run-dir")
+        launches = {launch.decode() for launch in told if launch}
+        known = config.run_dir or (folder.of_launch(launches) if restarted else None)
+        begun = restarted and known is not None and (known / folder.CONFIG).exists()
+        resume = config.resume or begun
+        claimed = folder.claim(replace(config, run_dir=known, resume=resume), _say, place.launch)
+        hold(claimed)
+        require_readable(claimed.path)
+        return claimed.path.name, resume
+
+    name, resume = on_first_rank(group, "claiming the run directory", claim)
+    return config.run_dir or folder.made_up(name), resume
 
 
 class _FaultLog:

@@ -139,7 +139,7 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
 def test_torchrun_restarts_a_run_that_finds_its_place_by_itself(
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The directory's name is made up, so it is the launcher's store that knows it after the restart.
+    """The directory's name is made up, with what tells this start by torchrun from any other in it.
 
     One run stands for all under torchrun, for it imports torch five times.
     """
@@ -150,7 +150,8 @@ def test_torchrun_restarts_a_run_that_finds_its_place_by_itself(
     assert ended.code == 0, ended.err
     (path,) = (tmp_path / "runs").iterdir()
     assert_same_run(path, undisturbed)
-    assert f"resumed from {path / 'checkpoints' / 'step-00000004'}, step 4" in ended.err
+    shown = path.relative_to(tmp_path)
+    assert f"resumed from {shown / 'checkpoints' / 'step-00000004'}, step 4" in ended.err
     assert (summary(path)["restarts"], summary(path)["world_size"]) == (1, 2)
     assert ended.out.count("state  sha256") == 1
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+
 import pytest
 
 from instep.mesh.launch_environment import (
@@ -89,6 +92,14 @@ PLACES = {
     "instep inside everything": (
         SLURM | OPENMPI | PET | TORCHRUN | INSTEP,
         LaunchEnvironment(1, 2, 1, 2, "instep", store_file="/tmp/x/store"),
+    ),
+    "torchrun, with the directory of its logs": (
+        TORCHRUN | {"TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_ab/none_cd/attempt_3/0/error.json"},
+        replace(TORCHRUN_PLACE, launch=hashlib.sha256(b"/tmp/torchelastic_ab/none_cd").hexdigest()[:16]),
+    ),
+    "torchrun, with a file for errors of the user's": (
+        TORCHRUN | {"TORCHELASTIC_ERROR_FILE": "/home/me/a/b/error.json"},
+        TORCHRUN_PLACE,
     ),
     "torchrun inside Slurm and a pod": (SLURM | PET | {"PET_NPROC_PER_NODE": "2"} | TORCHRUN, TORCHRUN_PLACE),
     "pod without torchrun": (PET, LaunchEnvironment(1, 3, 0, 1, "pet", "job-node-0", 29400)),
