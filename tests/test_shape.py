@@ -113,6 +113,9 @@ ENVIRONMENT_WRITERS = {
     "instep/mesh/join.py",
     "instep/run/loggers.py",  # for as long as W&B starts, which reads one setting from there alone
 }
+# To the store of a launcher others may write: it says who is there and who waits, and no path, ever.
+STORE = r"\bstore\.(get|wait|check|compare_set|queue_pop)\("
+STORE_READERS = {"instep/mesh/debug_server.py", "instep/shm/handshake.py"}
 WRITES = r"os\.(environ(\[.*\] *=[^=]|\.(pop|update|setdefault|clear)\()|putenv|unsetenv)|del os\.environ"
 IN_TESTS = {r"time\.sleep\(": "wait for the thing itself, or inject the fault"}
 NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
@@ -337,6 +340,11 @@ def test_banned_below_run(pattern, why):
 def test_the_environment_is_written_in_one_place():
     files = [file for file in SOURCES if path_of(file) not in ENVIRONMENT_WRITERS]
     assert not [line for file in files for line in found(WRITES, file)]
+
+
+def test_a_store_is_read_by_those_who_meet_in_it_alone():
+    files = [file for file in SOURCES if path_of(file) not in STORE_READERS]
+    assert not [line for file in files for line in found(STORE, file)]
 
 
 @pytest.mark.parametrize(("pattern", "why"), IN_TESTS.items())

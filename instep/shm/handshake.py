@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh.hang_report import FlightRecorder
+from instep.mesh.hang_report import FlightRecorder, printable
 from instep.mesh.peers import Peer, is_alive, own_peer
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
@@ -99,7 +99,7 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
     if verdict["absent"]:
         raise _absent(verdict["absent"], timeout_s)
     if verdict["problem"] or shared is None:
-        return Rendezvous(None, (), verdict["problem"])
+        return Rendezvous(None, (), printable(verdict["problem"]))
     shared.introduce(me)
     _all_ranks(shared, 1, ranks, timeout_s)
     table = tuple(shared.peer(other) for other in range(len(ranks)))

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from instep.shm.futex import Words
 
+NAME = "instep"  # of the memory, in /proc
+
 
 @dataclass(frozen=True)
 class Mapping:
@@ -47,7 +49,7 @@ class Mapping:
 def create(nbytes: int) -> Mapping:
     """New memory, zeroed; pages are taken when they are first written to."""
     try:
-        fd = os.memfd_create("instep", os.MFD_CLOEXEC)
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
@@ -67,17 +69,30 @@ def create(nbytes: int) -> Mapping:
 def attach(pid: int, fd: int, inode: int | None = None) -> Mapping:
     """The memory that process ``pid`` holds as its descriptor ``fd``, and that had this ``inode``.
 
+    The two numbers may come from a store to which others can write, so they are believed only where they lead
+    to memory that a process of this user has made by ``create``: never to a file, nor to a stranger's memory.
+
     Raises:
         OSError: it is not there, or is other memory by now, or belongs to another user or host.
     """
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    place = f"/proc/{pid}/fd/{fd}"
+    _require_memory(place)  # before it is opened: a pipe would wait, a device might act
+    own = os.open(place, os.O_RDWR | os.O_CLOEXEC)
     try:
+        _require_memory(f"/proc/self/fd/{own}")
         status = os.fstat(own)
+        if status.st_uid != os.geteuid():
+            raise OSError(f"descriptor {fd} of process {pid} is memory of user {status.st_uid}")
         if inode not in (None, status.st_ino):
             raise OSError(f"descriptor {fd} of process {pid} is not the memory that it was")
         return Mapping(_map(own, status.st_size), -1, status.st_ino)
     finally:
         os.close(own)
+
+
+def _require_memory(place: str) -> None:
+    if not os.readlink(place).startswith(f"/memfd:{NAME}"):
+        raise OSError("it is no memory of instep's")
 
 
 def inode(pid: int, fd: int) -> int | None:
