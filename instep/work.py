@@ -12,7 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+
+from torch.autograd import profiler
 
 from instep.errors import PeerLost
 
@@ -49,6 +52,7 @@ class Work:
 class _State:
     """What a lane's functions share, so that they need not know the lane."""
 
+    profiled_as: str
     failed: BaseException | None = None
     running: threading.Lock = field(default_factory=threading.Lock)
 
@@ -62,12 +66,16 @@ class Lane:
     After the first failure everything that is still queued fails with the same error, because what
     follows a missing exchange would pair with another one of the peers; ``reset`` opens the lane again.
     ``inline`` runs everything in the caller: a world of one has no rank to wait for.
+
+    A running torch.profiler is told what is handed over and what is executed (``profiled_as``: "exchange" or
+    "compute", "" for neither). It records the thread only if it was made to record all threads; without
+    that, ``timeline/profiler.py`` finds the one without the other.
     """
 
-    def __init__(self, name: str, *, inline: bool = False) -> None:
+    def __init__(self, name: str, *, inline: bool = False, profiled_as: str = "") -> None:
         self.name = name
         self.inline = inline
-        self._state = _State()
+        self._state = _State("" if inline else profiled_as)
         self._lock = threading.Lock()  # of the order: what was submitted last
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -85,7 +93,8 @@ class Lane:
                 self._begin()
             work = self._last = Work(operation)
             if not self.inline:
-                self._queue.put((work, function, self._state))
+                with _told_to_profiler("hand over", work, self._state):
+                    self._queue.put((work, function, self._state))
                 return work
         _run(work, function, self._state)
         return work
@@ -149,12 +158,19 @@ def _run(work: Work, function: Callable[[], None], state: _State) -> None:
     error = state.failed
     if error is None:
         try:
-            function()
+            with _told_to_profiler(state.profiled_as, work, state):
+                function()
         except Exception as raised:
             error = state.failed = raised
         except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
             error, state.failed = raised, RuntimeError(f"{work.operation} was interrupted: {raised!r}")
     work.end(error)  # last: a thread that waited finds the lane failed, and can reset it
+
+
+def _told_to_profiler(what: str, work: Work, state: _State) -> AbstractContextManager[object]:
+    if not (state.profiled_as and profiler._is_profiler_enabled):
+        return nullcontext()
+    return profiler.record_function(f"instep:{what} {work.operation}")
 
 
 def _serve(pending: queue.SimpleQueue[Item | None]) -> None:

@@ -67,6 +67,7 @@ PURE = (
     "instep.timeline.bucket_times",
     "instep.timeline.chrome_trace",
     "instep.timeline.intervals",
+    "instep.timeline.profile_tables",
     "instep.timeline.profiler",
     "instep.timeline.report",
     "instep.timeline.predict",

@@ -1,4 +1,4 @@
-"""``instep report RUN``: where the time of a run went, as a page, as traces, as a chart and in words."""
+"""``instep report``: where the time of a run or a profile went: a page, traces, a chart, words, tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Annotated
 import tyro
 
 from instep.cli.exit_codes import DONE, report_error
+from instep.timeline.profile_tables import profile_lines
+from instep.timeline.profiler import read_records
 
 PROGRAM = "instep report"
 DESCRIPTION = """\
@@ -19,6 +21,9 @@ Writes into the run's directory report.html (one file, needs no network), report
 trace/trace.json.gz (for ui.perfetto.dev), trace/hta/ (for Holistic Trace Analysis), and
 trace/step.png and .svg. The run may be finished, going on, or dead.
 
+Of a file that torch.profiler has written (export_chrome_trace; .json or .json.gz) it prints where the time
+of its steps went, with tables of operators and kernels, and writes nothing.
+
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
 
@@ -27,8 +32,8 @@ Exit codes: 0 done, 1 failed, 2 usage.\
 class ReportOptions:
     """What to report, and where to."""
 
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]
-    """Directory of a run of instep train."""
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR|PROFILE")]
+    """Directory of a run of instep train, or a file of torch.profiler."""
     out: Path | None = None
     """Write into this directory instead."""
     steps: tuple[int, ...] = ()
@@ -50,6 +55,10 @@ def main(args: Sequence[str]) -> int:
     """Report as ``args`` say; return the exit code."""
     try:
         options = parse(args)
+        if options.run_dir.exists() and not options.run_dir.is_dir():
+            for line in profile_lines(*read_records(options.run_dir)):
+                print(line)
+            return DONE
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
         from instep.run.report_data import write_report
 

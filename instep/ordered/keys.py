@@ -95,8 +95,8 @@ class LeafKeys:
         before = [generator.get_state() for generator in self._generators]
         self._leaf = (step, leaf)
         self.enter(WHOLE_MODEL)
-        for generator in self._others:
-            generator.key(derive(self.seed, step, leaf, generator.name))
+        for other in self._others:
+            other.key(derive(self.seed, step, leaf, other.name))
         try:
             yield
         finally:

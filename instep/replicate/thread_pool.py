@@ -62,7 +62,9 @@ class ThreadPool:
     def __init__(self, size: int, recorder: Recorder) -> None:
         self.size = size
         self.recorder = recorder
-        self._lanes = [Lane(f"instep replica {r}", inline=size == 1) for r in range(size)]
+        self._lanes = [
+            Lane(f"instep replica {r}", inline=size == 1, profiled_as="compute") for r in range(size)
+        ]
         self._end = weakref.finalize(self, _close, self._lanes)
 
     def run(self, name: str, functions: Sequence[Callable[[], T]], settings: ThreadSettings) -> list[T]:

@@ -192,7 +192,7 @@ class Gathers:
     """Fetches units in the order in which they are needed; in a world of one in the caller's thread."""
 
     def __init__(self, group: Group, source: ShardSource, recorder: Recorder, device: torch.device) -> None:
-        self.lane = Lane(f"instep gathers, rank {group.rank}", inline=group.size == 1)
+        self.lane = Lane(f"instep gathers, rank {group.rank}", inline=group.size == 1, profiled_as="exchange")
         self._source, self._recorder, self._stream = source, recorder, Stream(device)
 
     def begin(self, units: Iterable[Unit]) -> None:

@@ -129,7 +129,9 @@ class Reduction(ABC):
         self.group = group
         self.recorder = recorder
         self.options = options
-        self.lane = Lane(f"instep exchange, rank {group.rank}", inline=group.size == 1)
+        self.lane = Lane(
+            f"instep exchange, rank {group.rank}", inline=group.size == 1, profiled_as="exchange"
+        )
         self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
         self.steps = 0  # optimizer steps so far
         self.ends_steps = True  # an optimizer's step ends what is recorded as a step

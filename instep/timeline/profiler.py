@@ -8,6 +8,7 @@
     enumerate(DataLoader)#...                     data
     operators that lie in no other                compute, or, if there was a device, host/"issuing"
     gloo:all_reduce, c10d::..., on threads        communication, if there was no device
+    instep:exchange ...                           the same
     Optimizer.step#...                            compute/"update", if there was no device
     other annotations of the thread that trains   host
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import stat
 import tempfile
 import zlib
 from bisect import bisect_right
@@ -60,8 +62,14 @@ KINDS = {
 }
 STEP_NAME = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})$")
 COLLECTIVE_KERNEL = re.compile(r"nccl.*Kernel")  # RCCL's are called the same
-COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::|record_param_comms$")
+COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::|record_param_comms$|instep:exchange ")
+# What ``instep.work`` tells of its threads: work is handed over on one thread, and executed on another.
+HANDED_OVER, EXECUTED = "instep:hand over ", ("instep:exchange ", "instep:compute ")
 TO_DEVICE = "Memcpy HtoD"
+FIX = (
+    "Profile with torch.profiler.profile(..., experimental_config="
+    "torch._C._profiler._ExperimentalConfig(profile_all_threads=True))"
+)
 DATA, OPTIMIZER, ISSUING = "enumerate(DataLoader)", "Optimizer.step#", "issuing"
 
 
@@ -129,7 +137,7 @@ def read_profile(profile: Profile | Path | str, rank: int | None = None) -> tupl
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, cut off, too large, or no profile.
+        ValueError: it is damaged, cut off, too large, or no profile; or threads that had work are not in it.
     """
     if isinstance(profile, str):
         profile = Path(profile)
@@ -147,6 +155,20 @@ def read_profile(profile: Profile | Path | str, rank: int | None = None) -> tupl
                 ) from error
             records, found = _read_records(path, "the profile")
     return _Converter(records, found if rank is None else rank).convert()
+
+
+def read_records(path: Path) -> tuple[list[ProfileRecord], int]:
+    """The records of the profile in ``path``, by their start, the longer ones first; and its rank, or 0.
+
+    Raises:
+        OSError, ValueError: as ``read_profile``.
+    """
+    return _read_records(path, str(path))
+
+
+def figures_of(records: Sequence[ProfileRecord], rank: int) -> ProfileFigures:
+    """The figures that ``read_profile`` has of ``records``."""
+    return _Converter(records, rank).convert()[1]
 
 
 def _share(part: float, whole: float) -> float:
@@ -180,6 +202,8 @@ class _Converter:
         self.windows = self._find_windows()
         self._begins = [start for start, _, _ in self.windows]
         self.trains = self._thread_that_trains()
+        if not self.on_device:  # where there is one, its kernels are recorded whichever thread issues them
+            self._require_all_threads()
 
     def convert(self) -> tuple[Timeline, ProfileFigures]:
         for start_ns, end_ns, step in self.windows:
@@ -214,10 +238,21 @@ class _Converter:
             operators[record.thread] += record.kind == OPERATOR
         return max(operators, key=operators.__getitem__)
 
+    def _require_all_threads(self) -> None:
+        """Raise ``ValueError`` if a thread had work, and was not recorded."""
+        names = [record.name for record in self.records if record.kind == ANNOTATION]
+        handed_over = sum(name.startswith(HANDED_OVER) for name in names)
+        if handed_over and not any(name.startswith(EXECUTED) for name in names):
+            raise ValueError(
+                f"the profile shows {handed_over} times that work was handed to another thread, an exchange "
+                "or a replica, but torch.profiler did not record that thread: its communication and "
+                f"computation would count as none. {FIX}"
+            )
+
     def _annotations(self) -> None:
         for record in self.records:
             name = record.name
-            if record.kind != ANNOTATION or STEP_NAME.match(name):
+            if record.kind != ANNOTATION or STEP_NAME.match(name) or name.startswith(HANDED_OVER):
                 continue
             if name.startswith(DATA):
                 self._put("data", "data", record.interval)
@@ -350,6 +385,8 @@ def _read_records(path: Path, what: str) -> tuple[list[ProfileRecord], int]:
 
 
 def _load(path: Path, what: str) -> dict[str, Any]:
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO would wait for who writes into it
+        raise ValueError(f"{what} is no regular file, and so no profile: pass what export_chrome_trace wrote")
     with path.open("rb") as raw:
         packed = raw.read(len(GZIP)) == GZIP
         raw.seek(0)
