@@ -26,7 +26,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import stat
 import tempfile
 import zlib
 from bisect import bisect_right
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from instep.events import GRADIENT_SYNC, STEP, Event, Timeline
+from instep.regular_files import open_regular
 from instep.timeline.bubbles import UPDATE
 from instep.timeline.intervals import Interval, difference, intersection, total_ns, union
 
@@ -385,9 +385,7 @@ def _read_records(path: Path, what: str) -> tuple[list[ProfileRecord], int]:
 
 
 def _load(path: Path, what: str) -> dict[str, Any]:
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO would wait for who writes into it
-        raise ValueError(f"{what} is no regular file, and so no profile: pass what export_chrome_trace wrote")
-    with path.open("rb") as raw:
+    with open(path, "rb", opener=open_regular) as raw:  # which does not wait for a pipe
         packed = raw.read(len(GZIP)) == GZIP
         raw.seek(0)
         try:
