@@ -51,6 +51,7 @@ PURE = (
     "instep.mesh.axes",
     "instep.mesh.rank_process",
     "instep.mesh.launch_environment",
+    "instep.mesh.memory_file",
     "instep.mesh.process_memory",
     "instep.comm.binomial_tree",
     "instep.comm.cost",

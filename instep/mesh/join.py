@@ -21,6 +21,7 @@ from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
 from instep.mesh.process_group import Group, backend_timeout, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
+from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,6 +41,7 @@ def init(
     backend: str | None = None,
     timeout_s: float = 300.0,
     threads: int = 1,
+    outlive_launcher: bool = False,
 ) -> Mesh:
     """Join the world that this process was started in, and register its mesh.
 
@@ -55,8 +57,9 @@ def init(
         backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else shm where all
             ranks share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
         timeout_s: the deadline of every wait, in seconds.
-        threads: intra-op threads of a CPU rank. The same number for one rank as for many, because the
-            number of threads changes the order of sums inside some kernels.
+        threads: intra-op threads of a CPU rank, the same for one rank as for many: their number changes the
+            order of sums inside some kernels.
+        outlive_launcher: whether a rank of torchrun or mpirun trains on when that is killed.
 
     Raises:
         ValueError: the environment is half set, or the axes do not multiply to the world size.
@@ -67,10 +70,11 @@ def init(
     else:
         rank, world_size, joins = started.rank, started.world_size, started.world_size > 1
     resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)  # before other ranks are waited for
-    one_host = started.local_world_size == started.world_size
-    on_device, config = _choose(
-        backend, started.local_rank, started.local_world_size, threads, one_host=one_host
-    )
+    if started.source in PARENT_LAUNCHERS and not outlive_launcher:
+        end_with_parent()
+    local_rank, num_local = started.local_rank, started.local_world_size
+    one_host = num_local == started.world_size
+    on_device, config = _choose(backend, local_rank, num_local, threads, one_host=one_host)
     if joins:
         _join(started, device.complete(config), timeout_s)
     mesh = build(
@@ -82,7 +86,7 @@ def init(
         pp=pp,
         tp=tp,
         timeout_s=timeout_s,
-        local_rank=started.local_rank,
+        local_rank=local_rank,
         on_device=on_device,
     )
     if joins:

@@ -24,6 +24,8 @@ from instep.mesh.hang_report import AFTER, FlightRecorder, StatusRow, status_tab
 SLICE_S = 0.05  # within which a death is noticed
 POST_S = 0.2  # a wait that lasts as long is told the others
 RECORD_BYTES = 256
+# A rank that a signal has stopped may be continued; a run of which nobody knows that it stands is the worse.
+STOPPED_S = 5.0
 # A closed connection is seen before the kernel has finished the peer's exit.
 CONFIRM_S = 1.0
 NUM_NAMED = 4  # in one sentence
@@ -141,7 +143,15 @@ class Peers:
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
-        return [peer.rank for peer in self._near if _start_time(peer.pid) != peer.start_time]
+        return _gone(self._seen())
+
+    def _seen(self) -> dict[int, str]:
+        """The kernel's letter for the state of each rank of this host; "" of one that is gone."""
+        seen = {peer.rank: (_look(peer.pid), peer) for peer in self._near}
+        return {
+            rank: look[0] if look and look[1] == peer.start_time else ""
+            for rank, (look, peer) in seen.items()
+        }
 
     def wait(
         self,
@@ -158,7 +168,8 @@ class Peers:
         rank that came and ended is not a lost one.
 
         Raises:
-            PeerLost: a rank died, the backend failed, or ``timeout_s`` (by default the table's) passed.
+            PeerLost: a rank died, has been stopped by a signal for ``STOPPED_S``, the backend failed, or
+                ``timeout_s`` (by default the table's) passed.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
@@ -176,13 +187,17 @@ class Peers:
     ) -> None:
         began = time.monotonic()
         posted = relayed = False
+        stops = _StopClock()
         while not self._slice(work, operation, began, limit_s, on_gpu):
             if self.given_up:
                 raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
-            dead = self.dead()
+            seen = self._seen()
             absent = None if missing is None else [self.table[i] for i in missing()]
             if absent is not None:  # asked after their processes: what a dead rank has done is final
-                dead = [peer.rank for peer in absent if peer.rank in dead]
+                seen = {peer.rank: seen[peer.rank] for peer in absent if peer.rank in seen}
+            dead = _gone(seen)
+            if stopped := stops.longer_than(STOPPED_S, seen):
+                raise self._stopped(operation, time.monotonic() - began, stopped)
             waited_s = time.monotonic() - began
             if dead or (waited_s > limit_s and absent != []):
                 raise self._lost(operation, waited_s, limit_s, None, dead, absent)
@@ -274,6 +289,19 @@ class Peers:
             operation=operation,
         )
 
+    def _stopped(self, operation: str, waited_s: float, stopped: Mapping[int, float]) -> PeerLost:
+        """The error to raise; ``stopped`` are ranks, and for how many seconds each has been."""
+        peers = [peer for peer in self.table if peer.rank in stopped]
+        names = [f"{describe(peer)} for {stopped[peer.rank]:.1f} s" for peer in peers]
+        ids = " ".join(str(peer.pid) for peer in peers)
+        return PeerLost(
+            f"stopped by a signal: {_listed(names, ', ')}: rank {self.me.rank} waited {waited_s:.1f} s in "
+            f"{operation}. Continue a stopped rank within {STOPPED_S:g} s (kill -CONT), or end it "
+            f"(kill -KILL {ids})",
+            ranks=list(stopped),
+            operation=operation,
+        )
+
     def _came(self, row: StatusRow, operation: str) -> bool:
         """Whether a rank has come to the operation that this one is in, or past it."""
         mine = self.flight.number
@@ -285,6 +313,31 @@ class Peers:
         while not (dead := self.dead()) and time.monotonic() < until:
             time.sleep(0.01)
         return dead
+
+
+class _StopClock:
+    """For how long ranks of this host have been stopped by a signal, in the time of one wait.
+
+    Only time in which this process runs counts: a terminal stops all ranks of a job, and continues them one
+    after the other. A debugger's stop has another letter, and is nobody else's business.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def longer_than(self, limit_s: float, seen: Mapping[int, str]) -> dict[int, float]:
+        """Those that have been for ``limit_s``, and how long; ``seen`` are the letters of now, by rank."""
+        before, self._looked = self._looked, time.monotonic()
+        passed = min(self._looked - before, 2 * SLICE_S)
+        self._seconds = {
+            rank: self._seconds.get(rank, 0.0) + passed for rank, letter in seen.items() if letter == "T"
+        }
+        return {rank: seconds for rank, seconds in self._seconds.items() if seconds >= limit_s}
+
+
+def _gone(seen: Mapping[int, str]) -> list[int]:
+    return [rank for rank, letter in seen.items() if not letter]
 
 
 def describe(peer: Peer) -> str:

@@ -15,8 +15,10 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +44,12 @@ HINTS = {
     -signal.SIGILL: "native code was built for another CPU",
     255: "which is also what is left when the forkserver itself is killed: out of memory?",
 }
+
+# Their ranks end with them. A shell that sets RANK may end before the ranks that it has started, and Slurm
+# sees to what is left of a job.
+PARENT_LAUNCHERS = frozenset({"torchrun", "openmpi"})
+_watching = threading.Lock()
+_watched = 0  # the process that watches its parent: a child inherits the variable, not the thread
 
 E = TypeVar("E", bound=Exception)
 
@@ -175,6 +183,36 @@ def _end_with_launcher() -> None:
     assert launcher is not None
     if not launcher.is_alive():  # it died before the kernel knew
         os._exit(1)
+
+
+def end_with_parent() -> None:
+    """From now on this process is killed when its parent has ended; nothing, where there are no pidfds.
+
+    For ranks of launchers that are not ours. torchrun that is killed leaves its ranks, which would train on
+    to the end beside those of its successor. The kernel's signal at a parent's death would not do: it comes
+    when the *thread* ends that has forked the rank, and which thread of another program that was is not
+    known. So a thread of the rank sleeps on a descriptor of the parent process.
+    """
+    global _watched
+    with _watching:
+        if _watched == os.getpid() or not hasattr(os, "pidfd_open"):
+            return
+        parent = os.getppid()
+        try:
+            pidfd = os.pidfd_open(parent)
+        except OSError:  # an old kernel, or no descriptor is left
+            return
+        name = "instep parent watch"
+        threading.Thread(target=_watch_parent, args=(parent, pidfd), name=name, daemon=True).start()
+        _watched = os.getpid()
+
+
+def _watch_parent(parent: int, pidfd: int) -> None:
+    if os.getppid() == parent:  # else it ended before there was a descriptor, which then may be a stranger's
+        select.select([pidfd], [], [])
+    with contextlib.suppress(OSError):
+        os.write(2, f"instep: pid {os.getpid()} ends: its launcher (pid {parent}) has ended\n".encode())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _write_record(record: ErrorRecord, to: MemoryFile) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,6 +132,61 @@ def test_a_stranger_with_the_same_id_is_not_the_peer():
     with a_child() as process:
         peer = peer_of(process)
         assert not is_alive(replace(peer, start_time=peer.start_time - 1))
+
+
+def stopped(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def test_a_wait_for_a_rank_that_a_signal_has_stopped_names_it_long_before_the_deadline(monkeypatch):
+    monkeypatch.setattr(peers, "STOPPED_S", 0.1)
+    with a_child() as process:
+        table = a_table(peer_of(process), timeout_s=30)
+        stopped(process)
+        with pytest.raises(PeerLost) as lost:
+            table.wait(Slow(), OPERATION)
+    assert lost.value.ranks == (1,)
+    assert f"stopped by a signal: rank 1 (pid {process.pid} on " in str(lost.value)
+    assert f"in {OPERATION}" in str(lost.value)
+    assert f"kill -KILL {process.pid}" in str(lost.value)
+
+
+class Slow(Work):
+    """Goes on for ever; a wait for it takes as long as it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(float("inf"))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        threading.Event().wait(timeout.total_seconds() if timeout else 0)
+        return super().wait(timeout)
+
+
+def test_a_stopped_rank_that_has_come_is_not_the_one_that_is_missing(monkeypatch):
+    monkeypatch.setattr(peers, "STOPPED_S", 0.0)
+    with a_child() as process:
+        stopped(process)
+        table = a_table(peer_of(process), absent(2), timeout_s=0.1)
+        with pytest.raises(PeerLost, match="never came: rank 2"):
+            table.wait(Work(float("inf")), OPERATION, missing=lambda: [2])
+
+
+def test_only_a_signal_s_stop_counts_and_only_while_this_process_runs(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = peers._StopClock()
+
+    def look(after_s: float, letter: str) -> dict[int, float]:
+        now[0] += after_s
+        return clock.longer_than(0.2, {1: letter, 2: "S"})
+
+    assert look(3600.0, "T") == {}  # this process was stopped, too
+    assert look(0.05, "T") == {}
+    assert look(0.05, "t") == {}  # a debugger: from the beginning
+    assert [look(0.05, "T") for _ in range(3)] == [{}] * 3
+    assert look(0.05, "T") == {1: pytest.approx(0.2)}
+    assert look(0.05, "R") == {}
 
 
 def test_a_name_with_brackets_and_blanks_does_not_confuse(tmp_path):
