@@ -17,7 +17,10 @@ killed leaves
 
 and s, the newest step that every rank has, is whole. Each half says of which step it is, or that it is none.
 
-How often one is written follows from what it costs: at most ``SHARE`` of the time that steps take.
+How often one is written follows from what it costs: at most ``SHARE`` of the time that steps take. Only time
+in which the writing thread has run counts: if during one copy the machine ran something else for a quarter of
+a second, and that counted, there would be no other for a hundred steps, and a kill of all ranks would cost as
+many.
 """
 
 from __future__ import annotations
@@ -172,7 +175,10 @@ def tensor_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 class SnapshotInterval:
-    """Steps from one snapshot to the next, so that writing them takes at most ``share`` of the time."""
+    """Steps from one snapshot to the next, so that writing them takes at most ``share`` of the time.
+
+    All by the thread that writes them.
+    """
 
     def __init__(self, share: float = SHARE) -> None:
         self.share = share
@@ -186,9 +192,9 @@ class SnapshotInterval:
     @contextmanager
     def copying(self, step: int, step_s: float) -> Iterator[None]:
         """The block writes the snapshot of ``step``; a step takes ``step_s``."""
-        began = time.monotonic()
+        began = time.thread_time()
         yield
-        took_s = time.monotonic() - began
+        took_s = time.thread_time() - began
         if self._next == 0:
             self._next = step + 1
             return

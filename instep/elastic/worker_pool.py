@@ -29,7 +29,7 @@ from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import is_stopped
 from instep.mesh.rank_process import STACKS_SIGNAL, Child, Exit
 
-HANDLE_S = 1.0  # for a descriptor to follow its message
+HANDLE_S = 5.0  # for a descriptor to follow its message: of a busy machine, too
 STACKS_S = 0.5  # for a process to write its stacks down
 
 Message = dict[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -239,7 +240,7 @@ def test_a_process_that_is_killed_in_a_write_leaves_the_old_one(before: int) -> 
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in its only element."""
     now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
     return now
 
 
@@ -265,7 +266,7 @@ def test_a_cheap_copy_is_made_after_every_step(clock: list[float]) -> None:
 def test_snapshots_take_no_more_than_their_share_of_the_time(cost_s: float, share: float) -> None:
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda: clock[0])
+        patch.setattr(time, "thread_time", lambda: clock[0])
         steps = 2000
         made = written_steps(SnapshotInterval(share), clock, lambda number: cost_s, steps)
     assert made[:2] == [1, 2]  # the first one does not count, the second one tells
@@ -291,6 +292,14 @@ def test_one_slow_copy_is_followed_by_a_pause_and_forgotten(clock: list[float]) 
         14,
         15,
     ]
+
+
+def test_a_copy_that_the_machine_interrupted_is_not_a_slow_one() -> None:
+    interval, elsewhere = SnapshotInterval(0.02), threading.Event()
+    for step in (1, 2):
+        with interval.copying(step, 0.1):
+            elsewhere.wait(0.05)  # 25 steps' share, in which this thread does not run
+        assert interval.due(step + 1)
 
 
 def test_each_half_says_of_which_step_it_is() -> None:
