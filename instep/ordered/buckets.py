@@ -96,7 +96,7 @@ def flat_real(x: Tensor) -> Tensor:
 
 def num_real(x: Tensor) -> int:
     """Number of real elements of ``x``."""
-    return x.numel() * (2 if x.is_complex() else 1)
+    return x.numel() * (2 if x.dtype.is_complex else 1)
 
 
 def group_by_cap(parameters: Sequence[Tensor], order: Sequence[int], caps: Caps) -> list[list[int]]:
@@ -268,7 +268,9 @@ def make_buckets(
         slots, offset = [], 0
         for position in group:
             parameter = parameters[position]
-            slots.append(Slot(position, offset, num_real(parameter), parameter.shape, parameter.is_complex()))
+            slots.append(
+                Slot(position, offset, num_real(parameter), parameter.shape, parameter.dtype.is_complex)
+            )
             offset = round_up(offset + num_real(parameter), granule)
         buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered, allocate))
     return buckets

@@ -3,6 +3,8 @@
 Hooks are part of a module: ``copy.deepcopy(model.module)``, for an average of the weights for instance,
 copies them too, and the copy's backward would then speak for the original. And a module with a closure for
 a hook cannot be pickled.
+
+``torch.compile`` does not look into them: they deal with threads, other ranks, and what parameters show.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class Hook:
     """Calls ``function``; a copy of it, or an unpickled one, does nothing."""
@@ -18,6 +22,7 @@ class Hook:
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self.function = function
 
+    @torch._disable_dynamo
     def __call__(self, *args: Any) -> Any:
         return None if self.function is None else self.function(*args)
 

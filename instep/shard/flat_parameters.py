@@ -166,7 +166,7 @@ class WholeParameters(FlatParameters):
         Written to other ranks' memory it is theirs only after a barrier, and must not be before one: until
         then they may still compute with the old values.
         """
-        if self.one_copy:
+        if self.one_copy or self.group.size == 1:
             return False
         length = self.layout.slice_length
         parts = self.flat.view(torch.uint8).split(self.own_bytes)
@@ -178,7 +178,7 @@ class WholeParameters(FlatParameters):
         if self.group.sends_best and self.flat.device.type == "cpu":
             messages = Messages(self.group.pg, self.group.ranks)
             self.group.run(lambda: direct.all_gather(parts, messages), operation)
-        elif self.group.size > 1:
+        else:
             self.group.all_gather(self.flat.view(torch.uint8), parts[self.group.rank], operation)
         return False
 

@@ -111,9 +111,9 @@ def _make_buffers(m: nn.Module, device: torch.device) -> None:
 @contextmanager
 def _whole(units: Sequence[Unit]) -> Iterator[None]:
     """Inside, the parameters are whole, each in its own dtype; then the units keep their parts."""
-    hidden = [[p.data for p in unit.parameters] for unit in units]
     with torch.no_grad():
         for unit in units:
+            unit.begin_use()
             for p in unit.parameters:
                 p.data = torch.empty_strided(
                     p.shape, unit.strides_of(p), dtype=unit.own_dtype, device=unit.slice.device
@@ -124,9 +124,8 @@ def _whole(units: Sequence[Unit]) -> Iterator[None]:
                 for i, p in enumerate(unit.parameters):
                     unit.keep(i, p.detach())
         finally:
-            for unit, before in zip(units, hidden, strict=True):
-                for p, nothing in zip(unit.parameters, before, strict=True):
-                    p.data = nothing
+            for unit in units:
+                unit.hide()
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -213,6 +213,8 @@ class ShardedOptimizer(Optimizer):
         elif raised is not None:
             self._status.broken = ""  # as with the plain optimizer: a loop that catches it may go on
             raise raised
+        else:
+            self._shards.share("the new weights")
         stepped = [p for p in self._shards.owned if p.grad is not None]
         if stepped:
             increment_version(stepped)  # a graph from before the step must not use the new values

@@ -124,7 +124,7 @@ class SlicedBucket(Bundle):
         value_dtype = space.dtype
         factor = 2 if value_dtype.is_complex else 1
         slots = [
-            Slot(position, offset * factor, num_real(p), p.shape, p.is_complex())
+            Slot(position, offset * factor, num_real(p), p.shape, p.dtype.is_complex)
             for position, offset, p in zip(positions, space.layout.offsets, space.parameters, strict=True)
         ]
         device = space.parameters[0].device

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.shard.unit import Unit
 
@@ -90,8 +90,8 @@ class Packed(Protocol):
 class SavedWeights:
     """Notes what is saved of ``units`` while a module that uses them runs.
 
-    ``enter`` and ``leave`` every such module: the hook is there inside the outermost. ``bring`` makes a unit
-    whole, if it is not. ``storages`` finds a unit by the memory that it has now.
+    ``enter`` and ``leave`` every such module, or whatever uses them: the hook is there inside the outermost.
+    ``bring`` makes a unit whole, if it is not. ``storages`` finds a unit by the memory that it has now.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class SavedWeights:
         self.units, self.bring = units, bring
         self.closed = False
         self._storages = storages
-        self._stack: list[nn.Module] = []
+        self._stack: list[object] = []
         self._pack = _weakly(self)
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: object) -> None:
         """The forward of ``module`` begins."""
         if not self._stack and torch.is_grad_enabled() and self._may_push():
             _hooks._push_saved_tensors_default_hooks(self._pack, _unpack)
         self._stack.append(module)
 
-    def leave(self, module: nn.Module) -> None:
+    def leave(self, module: object) -> None:
         """The forward of ``module`` has ended, or was left by an exception."""
         if any(m is module for m in self._stack):
             while self._stack.pop() is not module:

@@ -19,6 +19,7 @@ from instep.mesh.device import generators, marks_for
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered import homes
+from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
@@ -254,6 +255,7 @@ class Sharding:
             stage3 = self.stage3
             self.reducer.closed = lambda space: stage3.closed(cast(Unit, space))
             self.reducer.ended = stage3.ended
+            stage3.meet = weakly(self.barrier)
             self.reducer.problem = stage3.problem
         on = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(on)

@@ -8,9 +8,10 @@
 The root unit stays from the begin of forward to the end of backward, and the last one between the two. Which
 unit comes next is what came next the last time; a wrong guess costs its gather and no more.
 
-What a rank needs it fetches alone (``gather``), so nothing here is collective but the construction. Any
-module with parameters in it may be called, the whole one, a unit, or a layer of one: it finds its weights
-there. In backward the gradient of its output brings them back, or else the first node that needs one
+What a rank needs it fetches alone (``gather``), so nothing here is collective but the construction, and what
+is written to parameters. Any module with parameters in it may be called, the whole one, a unit, or a layer of
+one: it finds its weights there. What is read anywhere else gathers itself (``sliced``). In backward the
+gradient of a module's output brings its weights back, or else the first node that needs one
 (``saved_weights``): when a unit goes decides about memory and time, never about what is computed.
 
 Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -23,7 +24,7 @@ import copy
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -47,6 +48,7 @@ from instep.shard.gather import (
 from instep.shard.materialise import Init, materialise
 from instep.shard.partition import by_kind, entries, partition
 from instep.shard.saved_weights import SavedWeights
+from instep.shard.sliced import Alias, Live, Sliced, alias, own_classes
 from instep.shard.state_dicts import StateDicts
 from instep.shard.unit import Unit
 from instep.work import Lane
@@ -93,7 +95,7 @@ class Stage3:
         self.module, self._group = module, group
         members = [kind for unit in partition(module, units) for kind in by_kind(unit)]
         storages: dict[int, Unit] = {}
-        self._buffers = BufferPool()
+        self._buffers, self._storages = BufferPool(), storages
         shared: dict[str, Any] = {"storages": storages, "buffers": self._buffers}
         self.units = [
             Unit(i, kind, group, compute_dtype=compute_dtype, device=device, **shared)
@@ -112,6 +114,10 @@ class Stage3:
         self._last: Numbers = ()  # what was needed last, in this forward or backward
         self._inside = [0] * len(self.units)  # calls of modules that use the unit, and have not returned
         self._kept: set[int] = set()  # whose parameters are used where no module is called
+        self._read: dict[int, Unit] = {}  # units that are here to be read outside of their modules
+        self._were_read: set[int] = set()  # parameters, ever
+        # All ranks come together before and after the masters change, between two exchanges of other things.
+        self.meet: Callable[[str], object] = group.barrier
         self._in_backward = False
         self._closed: set[int] = set()  # whose gradients have all come in this backward
         self._came: set[int] = set()  # whose weights were whole in this backward
@@ -121,8 +127,10 @@ class Stage3:
         for m in module.modules():
             for p in m.parameters():
                 self._around.get(id(p), []).append(m)
+        for unit in self.units:
+            unit.reader = weakref.ref(self)
         self._on_gradient = weakly(self._reached)
-        self._states = StateDicts(module, self.units, self._gathers.whole)
+        self._states = StateDicts(module, self.units, self._gathers.whole, weakly(self._let_read_go))
         hooks = [*self._hook(), *self._states.hooks]
         self._close = weakref.finalize(self, _let_go, hooks, self._gathers.lane, source, gather_group)
         self._close.atexit = False  # at the end of a process its source waits itself
@@ -154,15 +162,41 @@ class Stage3:
         """Inside, these parameters (all, by default) show their values, to be read. Not collective."""
         wanted = self._place.values() if parameters is None else [self._place[id(p)] for p in parameters]
         numbers = sorted({unit.number for unit in wanted})
-        for i in numbers:
-            self._inside[i] += 1
         try:
             self._gathers.need([self.units[i] for i in numbers])
+            self._begin_use(numbers)
             yield
         finally:
-            for i in numbers:
-                self._inside[i] -= 1
+            self._end_use(numbers)
             self._free_all_but(set())
+
+    def read(self, tensors: Sequence[Live], call: Callable[[], Any]) -> Any:
+        """What ``call()`` returns, which uses ``tensors``: parameters outside of their modules, aliases.
+
+        Not collective, unless it writes to them: then all ranks come together, and keep what was written.
+
+        Raises:
+            ValueError: the parameters have no values yet.
+            RuntimeError: what was written would be lost.
+            PeerLost: a rank did not come, or did not give its slice.
+        """
+        self._lend({x.instep_unit().number for x in tensors if isinstance(x, Sliced)})  # type: ignore[union-attr]
+        self._were_read.update(id(x) for x in tensors if isinstance(x, Sliced))
+        old = [x for x in tensors if isinstance(x, Alias) and self._shown_by(x) is None]
+        versions = [x._version for x in old]
+        self._saved.enter(self)
+        try:
+            with own_classes(tensors):
+                found = call()
+        finally:
+            self._saved.leave(self)
+        if versions != [x._version for x in old]:
+            raise RuntimeError(
+                "a view of a parameter in slices (p.data, p.detach()) was written to after its weights had "
+                "gone, where that has no effect: take the view again from the parameter, where it is used"
+            )
+        self._keep_written()
+        return self._watched(found)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -202,13 +236,14 @@ class Stage3:
     def problem(self, parameter: Tensor) -> str | None:
         """Why the gradient that has just come for ``parameter`` cannot be right; None if it can."""
         unit = self._place.get(id(parameter))
-        if unit is None or any(m in self._ran for m in self._around[id(parameter)]):
+        used = id(parameter) in self._were_read or any(m in self._ran for m in self._around[id(parameter)])
+        if unit is None or used:
             return None
-        name = next(n for p, n in zip(unit.parameters, unit.names, strict=True) if p is parameter)
         return (
-            f"parameter {name!r} was used outside of the forward of the module that it belongs to, where its "
-            "weights are not gathered: call that module, or make all that uses the parameter one unit, with "
-            "fully_shard(..., units=[...]), or have it in no unit, which is then the root's"
+            f"parameter {unit.name_of(parameter)!r} was used outside of the forward of the module that it "
+            "belongs to, where its weights are not gathered: call that module, or make all that uses the "
+            "parameter one unit, with fully_shard(..., units=[...]), or have it in no unit, which is then "
+            "the root's"
         )
 
     def close(self, *, wait: bool = True) -> None:
@@ -224,6 +259,7 @@ class Stage3:
             _release(*alive[2])
         for unit in self.units:
             unit.free()
+            unit.reader = None
         self._buffers.clear()
 
     def _hook(self) -> list[Any]:
@@ -262,14 +298,12 @@ class Stage3:
             self._bring_back(needs)
         elif not all(self._inside[i] and self.units[i].shown for i in needs):
             self._bring(needs)
-        for i in needs:
-            self._inside[i] += 1
+        self._begin_use(needs)
 
     def _leave(self, needs: Numbers, module: nn.Module, args: Any, output: Any) -> None:
         """The forward of ``module`` has ended, or was left by an exception."""
         self._saved.leave(module)
-        for i in needs:
-            self._inside[i] = max(self._inside[i] - 1, 0)
+        self._end_use(needs)
         hooked = False
         watches = torch.is_grad_enabled() and not is_inside_transform()  # which has a backward of its own
         for x in tree_leaves(output):
@@ -291,6 +325,72 @@ class Stage3:
         if not any(self._inside):
             stay = {*self._root, *self._last, *self._used_for_backward()}
             self._free_all_but(stay if hooked else set())
+
+    def _begin_use(self, needs: Iterable[int]) -> None:
+        for i in needs:
+            self._inside[i] += 1
+            self.units[i].begin_use()
+
+    def _end_use(self, needs: Iterable[int]) -> None:
+        for i in needs:
+            self._inside[i] = max(self._inside[i] - 1, 0)
+            if not self._inside[i]:
+                self.units[i].end_use()
+
+    def _lend(self, needs: set[int]) -> None:
+        """``needs`` have to be whole, for code outside of their modules; what was read before may go."""
+        if all(self.units[i].shown for i in needs):
+            return
+        self._let_read_go()
+        self._require_values(needs)
+        self._gathers.recover()
+        self._gathers.need([self.units[i] for i in sorted(needs)])
+        self._read |= {i: self.units[i] for i in needs}
+
+    def _let_read_go(self) -> None:
+        """What was read may go, but for what is used elsewhere, which may still be written to."""
+        for i, unit in list(self._read.items()):
+            if not unit.is_used_elsewhere():
+                if not self._inside[i] and i not in self._kept and i not in self._last:
+                    unit.free()
+                del self._read[i]
+
+    def _shown_by(self, view: Tensor) -> Unit | None:
+        """The unit whose gathered weights ``view`` is a part of."""
+        try:
+            return self._storages.get(view.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # it has no storage
+            return None
+
+    def _watched(self, found: Any) -> Any:
+        """``found``, where views of gathered weights are aliases."""
+        if isinstance(found, list | tuple):
+            for x in found:
+                self._watched(x)
+        elif type(found) is Tensor:
+            unit = self._shown_by(found)
+            return found if unit is None else alias(found, unit)
+        return found
+
+    def _keep_written(self) -> None:
+        """Keep the own slice of what was written outside of modules, on all ranks alike: collective then."""
+        written = [(unit, name) for unit in self.units if (name := unit.written()) is not None]
+        if not written:
+            return
+        unit, name = written[0]
+        within = any(self._inside) or torch._C._current_graph_task_id() != NO_TASK
+        if within or unit.dtype != unit.flat.dtype:
+            for unit, _ in written:
+                unit.free(changed=True)
+            where = "in forward or backward" if within else f"in its rounded form, {unit.flat.dtype}"
+            raise RuntimeError(
+                f"parameter {name!r} was written to {where}, which would be lost: write to it between two "
+                "steps, without compute_dtype; keep what forward changes in a buffer; or use stage=2"
+            )
+        self.meet(f"what was written to parameter {name!r}")  # no rank gathers the old values any more
+        for unit, _ in written:
+            unit.keep_written()
+        self.meet(f"what was written to parameter {name!r}")  # all have the new ones
 
     def _bring(self, needs: Numbers) -> None:
         """In forward: ``needs`` have to be whole; let go what is over, and begin what comes next."""
@@ -338,7 +438,7 @@ class Stage3:
         self._gathers.need([self.units[i] for i in needs])
         self._gathers.begin([self.units[i] for i in previous if i not in self._came])
 
-    def _require_values(self, needs: Numbers) -> None:
+    def _require_values(self, needs: Iterable[int]) -> None:
         for i in needs:
             if not self.units[i].materialised:
                 raise ValueError(

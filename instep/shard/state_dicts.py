@@ -3,12 +3,12 @@
     if rank == 0:
         torch.save(model.state_dict(), "weights.pt")        the other ranks need not do anything
 
-What ``state_dict`` finds in the parameters is NaN, so hooks put the masters in its place, in new memory. That
-needs no other rank, as gathers are one-sided, and no rank's masters change meanwhile: an optimizer comes to a
-barrier before it writes. With ``keep_vars=True`` the entries stay the parameters, as they are.
+What ``state_dict`` finds are views of gathered weights, so hooks put the masters in their place, in new
+memory. That needs no other rank, as gathers are one-sided, and no rank's masters change meanwhile: an
+optimizer comes to a barrier before it writes. With ``keep_vars=True`` the entries stay the parameters.
 
-The way back is none: ``load_state_dict`` copies into parameters, which have no memory here, and raises. So
-does a copy, or a pickle, of a submodule, which would be one without values.
+The way back is none: ``load_state_dict`` copies into parameters, which have no memory here, and raises. A
+copy of a submodule, or a pickle, is one with values, and in no way sharded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ LOAD = (
     "load_state_dict() into a module whose weights are in slices: parameter {name!r} has no memory of its "
     "own to copy into. Load before fully_shard(), or, from a checkpoint of instep, with instep.load()"
 )
-COPY = (
-    "a module with parameter {name!r}, whose weights are in slices, cannot be copied or pickled: use its "
-    "state_dict(), which has the values, or instep.full_state_dict()"
-)
 
 
 class StateDicts:
@@ -38,12 +34,17 @@ class StateDicts:
 
     Args:
         masters: fetches all values of a unit, in the order of its parameters, into new memory.
+        release: what was gathered to be read is not needed any more.
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], masters: Callable[[Unit], list[Tensor]]
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        masters: Callable[[Unit], list[Tensor]],
+        release: Callable[[], object],
     ) -> None:
-        self._masters = masters
+        self._masters, self._release = masters, release
         self._place = {id(p): (unit, i) for unit in units for i, p in enumerate(unit.parameters)}
         self._asked: Callable[[], Any] = lambda: None  # the dictionary that is being filled, if it lives
         # For it: unit, generation of its masters -> values that it does not have yet.
@@ -53,9 +54,7 @@ class StateDicts:
         for m in module.modules():
             own = {key: p for key, p in m._parameters.items() if p is not None and id(p) in self._place}
             if own:
-                unit, i = self._place[id(next(iter(own.values())))]
-                give = _Bound(partial(_give, me), unit, unit.names[i])
-                hook = m.register_state_dict_post_hook(give)
+                hook = m.register_state_dict_post_hook(Hook(partial(_give, me)))
                 m._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
                 self.hooks.append(hook)  # before the user's, who find values
             self.hooks.append(m.register_load_state_dict_pre_hook(Hook(partial(_refuse, me))))
@@ -70,6 +69,7 @@ class StateDicts:
             unit, i = self._place[id(p)]
             if unit.materialised:
                 state[prefix + key] = self._value(unit, i)
+        self._release()
 
     def sharded(self, module: nn.Module, prefix: str, state: Mapping[str, Any]) -> str | None:
         """The name in ``state`` of a parameter in ``module`` that is in slices."""
@@ -88,27 +88,6 @@ class StateDicts:
 
     def _forget(self, _: object = None) -> None:
         self._fetched = {}
-
-
-class _Bound(Hook):
-    """A hook that does not go along where its module is copied, as that has no values then."""
-
-    def __init__(self, function: Callable[..., Any], unit: Unit, name: str) -> None:
-        super().__init__(function)
-        self._unit, self._name = weakref.ref(unit), name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        self._require_values()
-        return Hook()
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        self._require_values()
-        return Hook, ()
-
-    def _require_values(self) -> None:
-        unit = self._unit()
-        if unit is not None and not unit.shown:
-            raise TypeError(COPY.format(name=self._name))
 
 
 def _give(

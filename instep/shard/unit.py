@@ -3,21 +3,20 @@
     master slice   | r |                      what the optimizer steps; lives as long as the unit
     gathered       | 0 | 1 | ... | W-1 |      in the dtype of computation; its bytes come and go
     p.data         NaN . . . . . . . NaN      one element, expanded: while nothing is gathered
+    type(p)        Sliced                     while no module that needs it runs: a read gathers (``sliced``)
 
 The gathered memory is a buffer that the unit takes and gives back (``buffer_pool``). If other tensors are
 views of it when it shall go, an output, a cache, the graph of a second derivative, then it stays theirs, for
 as long as they live, and no unit takes it again: memory that was freed is never read.
 
 Parameters stay the same objects; ``p.data`` says which of the two they show. That does not count as a change
-of ``p`` (``Tensor._version``): what was saved may be used when its values are back. Code that reads a
-parameter at the wrong time reads NaN; code that writes to it gets an error: from torch, at once, or, after
-``fill_`` and ``zero_``, which torch lets pass, at the next gather.
+of ``p`` (``Tensor._version``): what was saved may be used when its values are back.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -30,6 +29,7 @@ from instep.shard.buffer_pool import BufferPool
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
 from instep.shard.layout import cut
 from instep.shard.partition import UnitMembers
+from instep.shard.sliced import UnitReader, sliced_class, without_dispatch
 from instep.work import Work
 
 
@@ -40,7 +40,8 @@ class Unit(FlatParameters):
     parameters' own dtype, or, where they compute in ``compute_dtype``, in float32 at least. Parameters on the
     meta device have none yet, and come to ``device``. In ``storages`` it is found by the memory that its
     parameters show, whole or not; ``buffers`` are those of all units of a module. Then ``open``, a gather
-    that fills ``parts``, and ``show`` make the parameters usable, and ``free`` ends that.
+    that fills ``parts``, and ``show`` make the parameters usable, and ``free`` ends that. In between, they
+    are of their own classes from ``begin_use`` to ``end_use``; else ``reader`` is asked for what they show.
     """
 
     resident: ClassVar[bool] = False
@@ -76,6 +77,8 @@ class Unit(FlatParameters):
         self.gradient_source: Callable[[ParameterShard], Tensor | None] | None = None
         self.work: Work | None = None  # that fills the gathered memory
         self.shown = False
+        self.in_use = False  # parameters are of their own classes
+        self.reader: weakref.ref[UnitReader] | None = None
         self.generation = 0  # of the masters
         self.changed: str | None = None  # the name of a parameter that was written to while it was shown
         self._storages = {} if storages is None else storages
@@ -91,6 +94,9 @@ class Unit(FlatParameters):
                 self.slice.fill_(torch.nan)
             for i, p in enumerate(self.parameters):
                 _replace(p, self._hidden[i])
+        self._classes = [type(p) for p in self.parameters]
+        self._sliced = [sliced_class(kind, self) for kind in self._classes]
+        self._dress(self._sliced)
 
     @property
     def is_free(self) -> bool:
@@ -109,17 +115,15 @@ class Unit(FlatParameters):
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return self._strides[next(i for i, p in enumerate(self.parameters) if p is parameter)]
 
+    def name_of(self, parameter: Tensor) -> str:
+        """What the module calls ``parameter``."""
+        return next(n for p, n in zip(self.parameters, self.names, strict=True) if p is parameter)
+
     def gradient_of(self, held: ParameterShard) -> Tensor | None:
         """What ``gradient_source`` has for ``held``, if its parameter has a gradient."""
         if held.parameter.grad is None or self.gradient_source is None:
             return None
         return self.gradient_source(held)
-
-    def moved(self) -> Tensor | None:
-        for p, expected in zip(self.parameters, self._views if self.shown else self._hidden, strict=True):
-            if (p.data_ptr(), p.shape, p.dtype) != (expected.data_ptr(), expected.shape, expected.dtype):
-                return p
-        return None
 
     def share(self, operation: str) -> bool:
         """The masters are new: what was gathered is out of date. Nothing is sent."""
@@ -133,18 +137,7 @@ class Unit(FlatParameters):
         self.materialised = True
 
     def open(self) -> None:
-        """Take memory for all weights.
-
-        Raises:
-            ValueError: a parameter was written to while nothing was gathered; on the CPU alone.
-        """
-        if self._nan.device.type == "cpu" and not math.isnan(abs(self._nan.item())):
-            value = self._nan.item()
-            self._nan.fill_(torch.nan)
-            raise ValueError(
-                f"one of {', '.join(map(repr, self.names))} was filled with {value} while its weights were "
-                "in slices, where that has no effect: set values before fully_shard(), or load them"
-            )
+        """Take memory for all weights."""
         buffer = self._buffers.take(self._nbytes, self.slice.device)
         with torch.inference_mode(False), torch.no_grad():
             self.flat = buffer.view(self._compute)
@@ -162,16 +155,43 @@ class Unit(FlatParameters):
         """The gathered weights are what the parameters are."""
         self.work = None
         self.shown = True
-        for p, view in zip(self.parameters, self._views, strict=True):
-            p.data = view
-        self._versions = [p._version for p in self.parameters]
+        self._point(self._views)
+        self._versions = self._count_writes()
+
+    def begin_use(self) -> None:
+        """A module that needs the weights, which are shown, begins to run."""
+        if not self.in_use:
+            self.in_use = True
+            self._dress(self._classes)
+
+    def end_use(self) -> None:
+        """No module runs that needs them."""
+        if self.in_use:
+            self.in_use = False
+            self._dress(self._sliced)
+
+    def written(self) -> str | None:
+        """The name of a parameter that was written to since its gathered weights were shown, in place."""
+        if self.shown:
+            for name, before, now in zip(self.names, self._versions, self._count_writes(), strict=True):
+                if before != now:
+                    return name
+        return None
+
+    def keep_written(self) -> None:
+        """What was written to the gathered weights is what this rank's masters are."""
+        self.slice.copy_(self.parts()[self.group.rank])
+        self._versions = self._count_writes()
+        self.generation += 1
+
+    def is_used_elsewhere(self) -> bool:
+        """Whether other tensors are views of the gathered weights."""
+        own = self._num_own + (len(self.parameters) if self.shown else 0)
+        return not self.is_free and _num_users(self.storage) > own
 
     def look(self) -> None:
         """Note in ``changed`` if the gathered weights were written to, in place."""
-        if self.shown:
-            for p, name, version in zip(self.parameters, self.names, self._versions, strict=True):
-                if p._version != version:
-                    self.changed = name
+        self.changed = self.written() or self.changed
 
     def free(self, *, changed: bool = False) -> None:
         """Give the buffer back, or leave it to the tensors that are views of it; the parameters show NaN.
@@ -186,10 +206,9 @@ class Unit(FlatParameters):
             self.work.finished.wait()
             self.work = None
         self.shown = False
-        for p, hidden in zip(self.parameters, self._hidden, strict=True):
-            p.data = hidden
+        self.hide()
         del self._storages[self.storage._cdata]
-        with_others = _num_users(self.storage) > self._num_own
+        with_others = self.is_used_elsewhere()
         buffer, self._buffer = self._buffer, None
         self._without_buffer()
         assert buffer is not None
@@ -197,6 +216,11 @@ class Unit(FlatParameters):
             self._buffers.hand_over(buffer)
         else:
             self._buffers.give_back(buffer)
+
+    def hide(self) -> None:
+        """The parameters show nothing, and are not in use."""
+        self._point(self._hidden)
+        self.end_use()
 
     def whole(self) -> Tensor:
         """New memory for all masters, laid out as the unit is."""
@@ -216,6 +240,21 @@ class Unit(FlatParameters):
         for held in self.held:
             if held.parameter is self.parameters[i]:
                 held.tensor.copy_(held.part_of(values))
+
+    def _point(self, values: list[Tensor]) -> None:
+        """The parameters show ``values``."""
+        with without_dispatch():
+            for p, value in zip(self.parameters, values, strict=True):
+                p.data = value
+
+    def _dress(self, classes: Sequence[type[Tensor]]) -> None:
+        for p, kind in zip(self.parameters, classes, strict=True):
+            p.__class__ = kind
+
+    def _count_writes(self) -> list[tuple[int, int]]:
+        """By parameter, a number that each write changes, and where its values are."""
+        with without_dispatch():
+            return [(p._version, p.data_ptr()) for p in self.parameters]
 
     def _allocate(self, device: torch.device, compute: torch.dtype) -> None:
         align = align_bytes(device)

@@ -376,7 +376,7 @@ def _no_part() -> None:
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.is_complex() else torch.float64
+    return torch.complex128 if x.dtype.is_complex else torch.float64
 
 
 def _wide(x: Tensor) -> Tensor:

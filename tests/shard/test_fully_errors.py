@@ -99,14 +99,13 @@ def test_what_moves_the_parameters_after_sharding_is_an_error(mesh: Mesh, stage:
 
     def replace(model: nn.Module) -> None:
         p = next(model.parameters())
-        p.data = torch.zeros(p.shape)
+        p.data = torch.zeros(p.shape, dtype=torch.float64)
 
     for change in (double, replace):
         model = fully_shard(filled(Wide()), mesh, stage)
-        change(model)
-        with pytest.raises(
-            ValueError, match=r"'layers\.0\.weight' has other memory than when it was sharded"
-        ):
+        wrong = r"'layers\.0\.weight' (has|would have) other memory than when it was sharded"
+        with pytest.raises(ValueError, match=wrong):  # noqa: PT012
+            change(model)
             backwards(model, 2)
         model.close()
 

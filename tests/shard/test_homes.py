@@ -106,7 +106,7 @@ def assert_steps_what_is_there(mesh: Mesh) -> None:
     assert_holds(away, weights)
     assert [p.data_ptr() for p in ours] == places
     assert optimizer.shards.spaces == [away] and optimizer.shards.others_read == (mesh.world.size > 1)
-    assert len(away.shared) == (2 if mesh.world.size > 1 else 0)
+    assert len(away.shared) == 2
     saved = optimizer.state_dict()
     assert_same(saved["state"], state["state"], "state")
     optimizer.load_state_dict(saved)

@@ -193,7 +193,7 @@ def test_the_values_are_those_of_the_first_rank(mesh: Mesh) -> None:
 
 
 @world(2)
-def test_parameters_are_the_same_objects_and_show_nan_until_they_are_gathered(mesh: Mesh) -> None:
+def test_parameters_are_the_same_objects_and_have_no_memory_until_they_are_gathered(mesh: Mesh) -> None:
     module, plain = built()
     before = dict(module.named_parameters())
     with in_slices(mesh, module) as stage3:
@@ -201,10 +201,7 @@ def test_parameters_are_the_same_objects_and_show_nan_until_they_are_gathered(me
         assert all(after[name] is p for name, p in before.items())
         for name, p in plain.named_parameters():
             assert after[name].shape == p.shape and after[name].dtype == p.dtype
-            assert after[name].isnan().all()
             assert after[name].untyped_storage().nbytes() == 4
-            with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
-                after[name].add_(1.0)
         with stage3.gathered():
             for name, p in plain.named_parameters():
                 assert torch.equal(after[name], p) and after[name].stride() == p.stride()
@@ -220,7 +217,8 @@ def test_a_parameter_that_is_used_without_its_module_is_named(mesh: Mesh) -> Non
         told: list[str | None] = []
         weight = module.layers[1].feed[0].weight
         weight.register_post_accumulate_grad_hook(lambda p: told.append(stage3.problem(p)))
-        F.linear(numbers(2, WIDTH, key="x"), weight).sum().backward()
+        with torch._C.DisableTorchFunctionSubclass():  # as an extension in C++ takes it
+            F.linear(numbers(2, WIDTH, key="x"), weight).sum().backward()
         loss_of(module).backward()
         assert len(told) == 2 and told[1] is None
         assert told[0] is not None and "'layers.1.feed.0.weight' was used outside" in told[0]
@@ -246,17 +244,9 @@ def test_a_parameter_that_a_method_uses_while_its_unit_is_gathered_for_another_i
             p.register_post_accumulate_grad_hook(
                 lambda p, name=name: told.__setitem__(name, stage3.problem(p))
             )
-        module.encode(inputs()).sum().backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            module.encode(inputs()).sum().backward()
         assert {name for name, problem in told.items() if problem is not None} == {"bias"}
-
-
-@world(2)
-def test_memory_of_a_parameter_that_was_replaced_is_noticed(mesh: Mesh) -> None:
-    module, _ = built()
-    with in_slices(mesh, module) as stage3:
-        assert all(unit.moved() is None for unit in stage3.units)
-        module.out.weight.data = torch.zeros_like(module.out.weight)
-        assert [unit.moved() is not None for unit in stage3.units] == [True] + [False] * LAYERS
 
 
 @world(2)
@@ -268,13 +258,3 @@ def test_a_module_without_its_stage_is_collected(mesh: Mesh) -> None:
     del stage3, module
     gc.collect()
     assert gone() is None
-
-
-@world(2)
-def test_filling_a_parameter_that_is_in_slices_is_an_error_at_the_next_forward(mesh: Mesh) -> None:
-    module, plain = built()
-    with in_slices(mesh, module):
-        nn.init.zeros_(module.out.bias)
-        with pytest.raises(ValueError, match=r"'out\.bias' was filled with 0\.0 while"):
-            module(inputs())
-        assert torch.equal(module(inputs()), plain(inputs()))

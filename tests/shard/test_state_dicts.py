@@ -125,16 +125,20 @@ def test_loading_into_slices_is_an_error_by_name_before_anything_is_written(mesh
 
 
 @world(2)
-def test_a_submodule_is_not_copied_without_its_values(mesh: Mesh) -> None:
+def test_a_submodule_is_copied_with_its_values(mesh: Mesh) -> None:
     module, plain = built()
-    with in_slices(mesh, module) as stage3:
-        for broken in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"'layers\.1\.norm\.weight', whose.*cannot be copied"):
-                broken(module.layers[1].norm)
-        with stage3.gathered(module.layers[1].parameters()):
-            twin = copy.deepcopy(module.layers[1])
+    with in_slices(mesh, module):
+        twin = copy.deepcopy(module.layers[1])
         assert_same(twin.state_dict(), plain.layers[1].state_dict(), "copy")
-    copy.deepcopy(module.layers[1])
+        assert {type(p) for p in twin.parameters()} == {nn.Parameter}
+        with torch.no_grad():
+            twin.norm.weight.zero_()  # of its own
+        assert b"Sliced" not in pickle.dumps(module.layers[1])
+        assert_same(module.state_dict(), plain.state_dict(), "the original")
+    with pytest.raises(
+        RuntimeError, match=r"'layers\.1\..*' of a sharded module that was closed has no values"
+    ):
+        copy.deepcopy(module.layers[1])
 
 
 @world(2)
