@@ -21,6 +21,7 @@ from torch import Tensor
 
 from instep.checkpoint import files, manifest, tensors
 from instep.checkpoint.manifest import FileRecord, Json, Manifest, parse_json
+from instep.checkpoint.owner import require_own
 from instep.checkpoint.state import TrainingState
 from instep.checkpoint.tensors import Contents, Layout
 from instep.errors import CheckpointRejected
@@ -42,8 +43,10 @@ class Found:
     rejected: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def newest(directory: Path, group: Group | None = None) -> Found | None:
+def newest(directory: Path, group: Group | None = None, *, published: bool = False) -> Found | None:
     """The newest checkpoint in ``directory`` that verifies; None if there is no checkpoint at all.
+
+    It has to be this user's or root's; with ``published`` that of the directory's owner will do, too.
 
     With ``group``, the same for all of its ranks, which share the reading: each compares every W-th file with
     its hash. Collective over it.
@@ -60,7 +63,7 @@ def newest(directory: Path, group: Group | None = None) -> Found | None:
     named = on_first_rank(group, "the list of checkpoints", names, errors=(CheckpointRejected,))
     for path in map(Path, named):
         try:
-            return Found(path, _verify_together(path, group), rejected)
+            return Found(path, _verify_together(path, group, published=published), rejected)
         except CheckpointRejected as error:
             rejected.append((path, str(error)))
     if not rejected:
@@ -73,11 +76,15 @@ def newest(directory: Path, group: Group | None = None) -> Found | None:
     raise_on_all(group, CheckpointRejected(problem))
 
 
-def _verify_together(path: Path, group: Group) -> Manifest:
+def _verify_together(path: Path, group: Group, *, published: bool) -> Manifest:
+    def mine() -> Manifest:
+        require_own(path, published=published)
+        return verify(path, group.rank, group.size)
+
     found, told = all_tell(
         group,
         f"the verification of {path.name}",
-        lambda: verify(path, group.rank, group.size),
+        mine,
         lambda found: hashlib.sha256(found.to_bytes()).digest(),
         errors=(CheckpointRejected,),
     )

@@ -47,6 +47,7 @@ from instep.checkpoint.manifest import (
     canonical,
     parse_json,
 )
+from instep.checkpoint.owner import require_own
 from instep.checkpoint.state import merged
 from instep.errors import CheckpointRejected
 from instep.mesh.agree import all_or_none, all_tell, on_first_rank
@@ -416,6 +417,7 @@ def prune(path: Path, keep: int) -> list[Path]:
 
 def _is_whole(path: Path, *, hashes: bool) -> bool:
     try:
+        require_own(path)  # one that no run goes on from is no reason to delete an older one
         load.verify(path) if hashes else load.measure(path)
     except CheckpointRejected:
         return False

@@ -106,7 +106,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
     writes, so with disks of their own the other hosts have none. Else each rank reads what it is to hold.
 
     A wrapped or sharded model goes on counting its declared steps, which key the random numbers, where it was
-    saved. Without any checkpoint nothing is touched and ``step`` is 0.
+    saved. Without any checkpoint nothing is touched and ``step`` is 0. One that belongs neither to you nor to
+    root nor to the owner of ``directory``, or that every user may write to, is passed over.
 
     Any number of ranks loads what any other has saved, sharded or not.
 
@@ -149,7 +150,7 @@ class _Looked:
     def into(directory: Path, group: Group) -> _Looked:
         """What there is for ``group``, whose ranks look together."""
         try:
-            found = newest(directory, group)
+            found = newest(directory, group, published=True)
             if found is not None:
                 _require_shorthand(found.path, found.manifest)
             return _Looked(directory, found)
