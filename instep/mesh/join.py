@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from instep.mesh import device
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
 from instep.mesh.debug_server import StatusStore
-from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
 from instep.mesh.process_group import Group, backend_timeout, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
@@ -73,8 +75,7 @@ def init(
     if started.source in PARENT_LAUNCHERS and not outlive_launcher:
         end_with_parent()
     local_rank, num_local = started.local_rank, started.local_world_size
-    one_host = num_local == started.world_size
-    on_device, config = _choose(backend, local_rank, num_local, threads, one_host=one_host)
+    on_device, config = _choose(backend, local_rank, num_local, threads, one_host=started.one_host)
     if joins:
         _join(started, device.complete(config), timeout_s)
     mesh = build(
@@ -181,20 +182,11 @@ def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:
     if started.store_file is not None:
         store = dist.FileStore(started.store_file, started.world_size)
     else:
-        assert started.master_addr is not None and started.master_port is not None
-        # Under torchrun the agent holds the store; elsewhere rank 0 does.
-        store = dist.TCPStore(
-            started.master_addr,
-            started.master_port,
-            started.world_size,
-            is_master=started.rank == 0 and started.source != "torchrun",
-            timeout=timeout,
-            multi_tenant=True,  # a world that is joined again may find the store of the last one
-        )
+        store = _tcp_store(started, timeout)
     # A world that is restarted, or joined again, must not read what its predecessor wrote.
     again = store.add(f"instep/joined/{started.restart_count}/rank {started.rank}", 1)
     store = dist.PrefixStore(f"instep/world/{started.restart_count}/{again}", store)
-    if started.local_world_size == started.world_size:
+    if started.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         backend,
@@ -221,6 +213,66 @@ def warn_of_default_threads() -> None:
         "instep.init(), or set OMP_NUM_THREADS (or torch.set_num_threads) alike for every number of ranks",
         stacklevel=2,
     )
+
+
+def _tcp_store(started: LaunchEnvironment, timeout: timedelta) -> Store:
+    """The store of a world that meets by network; under torchrun the agent holds it, elsewhere rank 0."""
+    host, port = started.master_addr, started.master_port
+    is_master = started.rank == 0 and started.source != "torchrun"
+    if started.source != "torchrun":
+        host = started.store_addr
+    assert host is not None and port is not None
+    listener = _listen(host, port, one_host=started.one_host) if is_master else None
+    return dist.TCPStore(
+        host,
+        port,
+        started.world_size,
+        is_master=is_master,
+        timeout=timeout,
+        multi_tenant=True,  # a world that is joined again may find the store of the last one
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listen(host: str, port: int, *, one_host: bool) -> socket.socket | None:
+    """A socket that listens at ``host`` and nowhere else, where torch's own would listen on all interfaces.
+
+    None where the port is taken, perhaps by the store that this process has opened before, which torch knows;
+    and, with a warning, where ``host`` is no address of this one, or one that other hosts cannot come to:
+    behind a network's translation of addresses, or where a host calls itself 127.0.1.1.
+    """
+    for family, address in _addresses(host, port):
+        if not one_host and is_address_of_loopback(address[0]):
+            continue
+        try:
+            return _listening(family, address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+    warnings.warn(
+        f"the store of rank 0 listens on all interfaces, because {host} is no address of this host that "
+        "others can come to: set MASTER_ADDR to one that is",
+        stacklevel=2,
+    )
+    return None
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """What ``host`` stands for, those of IPv4 first, which every rank can reach."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted((family, address) for family, _, _, _, address in found)  # AF_INET is below AF_INET6
+
+
+def _listening(family: socket.AddressFamily, address: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's own
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def find_ranks(

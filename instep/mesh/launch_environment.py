@@ -19,6 +19,7 @@ A half-set environment is an error: a world of one where eight were meant would 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
 import zlib
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ FIRST_PORT, NUM_PORTS = 10000, 19000
 # Slurm's ids from here on are no srun: batch script, interactive shell, extern, pending.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 LAUNCH_DIGITS = 16
+LOOPBACK_ADDR = "127.0.0.1"
 
 FIXES = {
     "instep": "unset INSTEP_STORE, which is only for ranks that instep starts",
@@ -46,7 +48,7 @@ class LaunchEnvironment:
 
     ``master_addr`` and ``master_port`` are where the store is or, if ``source`` is not "torchrun", where
     rank 0 opens it. They are None with a ``store_file``, and may be None in a world of one.
-    ``local_world_size`` is a lower bound where the launcher tells the local rank only. ``launch`` tells this
+    ``local_world_size`` is a lower bound where ``tells_local`` is not set. ``launch`` tells this
     start by torchrun from any other, and is the same after each of its restarts on this host; "" if unknown.
     """
 
@@ -60,6 +62,24 @@ class LaunchEnvironment:
     store_file: str | None = None
     restart_count: int = 0
     launch: str = ""
+    tells_local: bool = True
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are known to be on this host. Every rank of a world finds the same."""
+        all_here = self.tells_local and self.local_world_size == self.world_size
+        return (
+            self.world_size == 1
+            or all_here
+            or (self.master_addr is not None and is_loopback(self.master_addr))
+        )
+
+    @property
+    def store_addr(self) -> str | None:
+        """Where rank 0 opens the store: ``master_addr``, but on one host never an address of the network."""
+        if self.master_addr is None or not self.one_host or is_address_of_loopback(self.master_addr):
+            return self.master_addr
+        return LOOPBACK_ADDR
 
 
 def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -79,6 +99,19 @@ def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
     if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
         return _pet(_Variables(environ, "pet"))
     return LaunchEnvironment()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, as it is written, is where other hosts cannot come."""
+    return host == "localhost" or is_address_of_loopback(host)
+
+
+def is_address_of_loopback(host: str) -> bool:
+    """The same of a number."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def first_host(nodelist: str) -> str:
@@ -186,6 +219,7 @@ def _env(variables: _Variables) -> LaunchEnvironment:
         master_port=port,
         restart_count=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
         launch=_launch(variables.environ.get("TORCHELASTIC_ERROR_FILE", "")) if agent else "",
+        tells_local="LOCAL_WORLD_SIZE" in variables.environ,
     )
 
 

@@ -82,13 +82,16 @@ PLACES = {
     "variables set by hand": (ENV, LaunchEnvironment(2, 4, 0, 2, "env", "host-a", 29500)),
     "a launcher that says nothing of its host": (
         without(ENV, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        LaunchEnvironment(2, 4, 0, 1, "env", "host-a", 29500),
+        LaunchEnvironment(2, 4, 0, 1, "env", "host-a", 29500, tells_local=False),
     ),
     "a launcher that says the local rank only": (
         without(ENV, "LOCAL_WORLD_SIZE") | {"LOCAL_RANK": "2"},
-        LaunchEnvironment(2, 4, 2, 3, "env", "host-a", 29500),
+        LaunchEnvironment(2, 4, 2, 3, "env", "host-a", 29500, tells_local=False),
     ),
-    "one process needs no master": ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchEnvironment(source="env")),
+    "one process needs no master": (
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        LaunchEnvironment(source="env", tells_local=False),
+    ),
     "instep inside everything": (
         SLURM | OPENMPI | PET | TORCHRUN | INSTEP,
         LaunchEnvironment(1, 2, 1, 2, "instep", store_file="/tmp/x/store"),
@@ -138,6 +141,40 @@ def test_all_tasks_of_a_step_find_the_same_master() -> None:
     ]
     assert len({(place.master_addr, place.master_port) for place in places}) == 1
     assert [place.local_world_size for place in places] == [1, 2, 2]
+
+
+ON_ONE_HOST = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "one_host", "store_addr"),
+    [
+        ({}, True, None),
+        (ENV, False, "host-a"),
+        (ENV | ON_ONE_HOST, True, "127.0.0.1"),
+        (ENV | ON_ONE_HOST | {"MASTER_ADDR": "127.0.1.1"}, True, "127.0.1.1"),
+        (ENV | {"MASTER_ADDR": "localhost"}, True, "127.0.0.1"),
+        (ENV | {"MASTER_ADDR": "::1"}, True, "::1"),
+        (OPENMPI, True, "127.0.0.1"),
+        (OPENMPI | {"MASTER_ADDR": "10.0.0.1"}, True, "127.0.0.1"),
+        (OPENMPI | ON_TWO_HOSTS | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}, False, "10.0.0.1"),
+        (PET, False, "job-node-0"),
+    ],
+)
+def test_ranks_of_one_host_meet_on_loopback(environ: dict[str, str], one_host: bool, store_addr: str) -> None:
+    environ = environ | ({"RANK": "1"} if environ.get("WORLD_SIZE") == "2" else {})
+    place = detect(environ)
+    assert (place.one_host, place.store_addr) == (one_host, store_addr)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_are_told_their_local_number_alone_do_not_guess_differently(rank: int) -> None:
+    place = detect(
+        without(ENV, "LOCAL_WORLD_SIZE")
+        | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        | {"WORLD_SIZE": "2"}
+    )
+    assert (place.one_host, place.store_addr) == (False, "host-a")
 
 
 def test_what_the_user_says_of_the_master_wins() -> None:
