@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from instep.checkpoint.background import Saver
 from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.manifest import Json, Manifest, differences, parse_json
 from instep.checkpoint.send import DESCRIPTION_BYTES, send_shards
-from instep.checkpoint.state import merged
+from instep.checkpoint.state import merged, option_fields
 from instep.elastic.rendezvous import ControlChannel
 from instep.elastic.snapshot import (
     Snapshot,
@@ -343,6 +344,10 @@ class Checkpoints:
             return None
         accepted = require_fit(found.manifest, trainer, self.path)
         trainer.rank_state.restoring()
+        if accepted:  # what is now, an optimizer's options too
+            options = {**found.manifest.extra["optimizer"], "groups": trainer.state.options()["groups"]}
+            extra = {**found.manifest.extra, "optimizer": options}
+            found = replace(found, manifest=replace(found.manifest, extra=extra))
         restore_found(found, trainer.state)
         trainer.rank_state.restored(found.manifest.step, found.manifest.extra["health"], None)
         notes = [f"passed over {reason}" for _, reason in found.rejected]
@@ -353,9 +358,11 @@ class Checkpoints:
 def require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> list[str]:
     """Raise unless going on from this checkpoint gives the bits of one uninterrupted run, and leads on.
 
-    Returns what has changed, where the user has accepted a new contract.
+    Returns what has changed, where the user has accepted a new contract. The contract has the settings, from
+    which the optimizer's options follow: a manifest with others was not written by this run.
     """
     changed = differences(manifest.numerical, trainer.contract)
+    changed += differences(_options(manifest.extra.get("optimizer")), _options(trainer.state.options()))
     if changed and not trainer.config.accept_contract:
         raise ContractBroken(
             f"{path} was begun with other settings, and going on with these would not give the bits of one "
@@ -369,3 +376,8 @@ def require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> list[str]:
             "or 0 to go on to the end"
         )
     return changed
+
+
+def _options(options: Json) -> dict[str, Json]:
+    """Those of an optimizer that stay; the learning rate is set anew before each step."""
+    return {name: value for name, value in option_fields(options).items() if not name.endswith(".lr")}

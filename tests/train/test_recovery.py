@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from instep.checkpoint.load import read_manifest
+from instep.checkpoint.manifest import MANIFEST_FILE
 from instep.checkpoint.save import MODEL_FILE
 from instep.errors import CheckpointRejected, ContractBroken
 from instep.recipes import text_config
@@ -85,6 +87,51 @@ def test_a_new_contract_can_be_accepted_and_is_told(config, tmp_path):
     assert source.endswith("step-00000002")
     assert "batch.micro_size: 2 in the checkpoint, 4 now" in told["accepted"]
     assert new.state_sha256() == old.state_sha256()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("betas", [0.0, 0.99], "optimizer.groups.1.betas: [0.0, 0.99] in the checkpoint, [0.9, 0.95] now"),
+        ("weight_decay", 9.0, "optimizer.groups.1.weight_decay: 9.0 in the checkpoint, 0.0 now"),
+        ("eps", 1.0, "optimizer.groups.1.eps: 1.0 in the checkpoint, 1e-08 now"),
+        ("maximize", True, "optimizer.groups.1.maximize: true in the checkpoint, false now"),
+    ],
+)
+def test_forged_options_of_the_optimizer_are_refused_by_name(config, tmp_path, key, value, line):
+    """A manifest whose own hash is right: who can write it can hash it."""
+    saved(config, tmp_path, 2)
+    path = tmp_path / CHECKPOINTS / "step-00000002"
+    found = read_manifest(path)
+    found.extra["optimizer"]["groups"][1]["options"][key] = value
+    (path / MANIFEST_FILE).write_bytes(found.to_bytes())
+    trainer = Trainer(TextRecipe(config), world_of_one())
+    with pytest.raises(ContractBroken, match="pass --accept-contract") as refused:
+        Checkpoints(tmp_path, 60).restore(trainer)
+    assert f"  {line}" in str(refused.value).splitlines()
+
+
+def test_a_forged_learning_rate_is_not_used(config, tmp_path):
+    whole = saved(config, tmp_path, 2)
+    path = tmp_path / CHECKPOINTS / "step-00000002"
+    found = read_manifest(path)
+    for group in found.extra["optimizer"]["groups"]:
+        group["options"]["lr"] = 1e6
+    (path / MANIFEST_FILE).write_bytes(found.to_bytes())
+    trainer = Trainer(TextRecipe(config), world_of_one())
+    Checkpoints(tmp_path, 60).restore(trainer)
+    for each in (whole, trainer):
+        each.step()
+    assert trainer.state_sha256() == whole.state_sha256()
+
+
+def test_accepted_options_of_the_optimizer_are_those_of_now(config, tmp_path):
+    saved(config, tmp_path, 2)
+    other = replace(config, optim=replace(config.optim, betas=(0.5, 0.9)), accept_contract=True)
+    trainer = Trainer(TextRecipe(other), world_of_one())
+    assert Checkpoints(tmp_path, 60).restore(trainer) is not None
+    assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.5, 0.9)}
+    assert trainer.steps_done == 2
 
 
 def test_nothing_is_the_beginning_also_for_who_has_been_elsewhere(config, tmp_path):
