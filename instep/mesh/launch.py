@@ -19,6 +19,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -107,7 +108,7 @@ def warm(*modules: str) -> None:
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules, FROZEN])
-    with _starting, _ignored(), _one_blas_thread(), _passing_directory():
+    with _starting, _ignored(), _one_blas_thread(), _passing_directory(), _socket_with_a_file():
         multiprocessing.forkserver.ensure_running()
 
 
@@ -272,9 +273,29 @@ def _passing_directory() -> Iterator[None]:
 def _hold_address() -> None:
     server = multiprocessing.forkserver._forkserver
     address: str = server._forkserver_address  # type: ignore[attr-defined]
+    if address.startswith("\0"):
+        raise RuntimeError(
+            "this program has started multiprocessing's forkserver, which in Python 3.11.0 unpickles what "
+            "any user of this host sends to it (CVE-2022-42919): use Python 3.11.1 or later"
+        )
     if not address.startswith(HELD):
         held = os.open(address, os.O_PATH | os.O_CLOEXEC)
         server._forkserver_address = f"{HELD}{held}"  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _socket_with_a_file() -> Iterator[None]:
+    """What is started in the block listens in a directory of this user's.
+
+    In Python 3.11.0 a forkserver's socket would have a name without a file, to which any user of the host can
+    connect (CVE-2022-42919). Later ones do not ask for this switch.
+    """
+    before = getattr(multiprocessing.util, "abstract_sockets_supported", False)
+    multiprocessing.util.abstract_sockets_supported = False  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        multiprocessing.util.abstract_sockets_supported = before  # type: ignore[misc]
 
 
 @contextmanager
