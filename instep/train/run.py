@@ -65,15 +65,14 @@ def run(recipe: Recipe) -> int:
 def run_rank(recipe: Recipe) -> int:
     """One rank's part of a run that another launcher has started, which restarts all ranks if one is lost."""
     config = recipe.config
-    world_size = detect(os.environ).world_size
+    place = detect(os.environ)
     mesh = init(
-        shard=shard_axis(world_size, config.parallel.shard_ranks),
+        shard=shard_axis(place.world_size, config.parallel.shard_ranks),
         backend=config.parallel.named_backend,
         timeout_s=config.timeout_s,
         threads=config.parallel.threads,
     )
     held: list[folder.Claimed] = []  # on rank 0, which holds the directory for all
-    place = detect(os.environ)
 
     def look_again() -> None:
         for claimed in held:
