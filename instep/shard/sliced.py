@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Beside ``ABOUT``: of a parameter itself, and of its place in a graph.
 OWN = ABOUT | {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
+# Attributes that every step asks for; what else is no tensor is found out.
+ASKED = frozenset({"_post_accumulate_grad_hooks", "dtype", "requires_grad", "shape"})
 without_dispatch: Any = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _version: Any = Tensor._version
@@ -55,11 +57,14 @@ class Live(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = partial(func, *args, **(kwargs or {}))
         called = getattr(func, "__name__", "")
+        if called in OWN or (called == "__get__" and func.__self__.__name__ in ASKED):
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        call = partial(func, *args, **(kwargs or {}))
         if called == "__set__" and func.__self__.__name__ == "data":
             return _assign(*args)
-        if called in OWN or called == "__set__":
+        if called == "__set__":
             return _as_it_is(call)
         if called in CONVERSIONS or called == "__get__":
             found = _as_it_is(call)
