@@ -45,6 +45,23 @@ class PeerLost(InstepError):
         self.operation = operation
 
 
+def let_go(error: BaseException) -> None:
+    """Drop the tracebacks of ``error`` and of what caused it, for whoever has told it and keeps it no longer.
+
+    A traceback holds every frame that it names, and a frame all its locals: of a rank that was lost in the
+    middle of a step, the group, the buckets and the memory that it shared. And what is in a frame may hold
+    the error.
+    """
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
 class Desync(InstepError):
     """The ranks came to the same place with different plans; nothing was reduced, no gradient was written."""
 

@@ -144,13 +144,19 @@ class Lane:
             weakref.finalize(self, self._queue.put, None)
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread after what is queued; without ``wait`` whenever that may be."""
+        """End the thread after what is queued; without ``wait`` whenever that may be.
+
+        A lane that has failed stays so, and forgets with what: the error's traceback holds what it worked on.
+        """
         if self._thread is not None:
             self._queue.put(None)
             # The current thread may be the lane's own, collecting the lane's owner.
             if wait and self._thread is not threading.current_thread():
                 self._thread.join()
             self._thread = None
+        self._last = None
+        if self._state.failed is not None:
+            self._state.failed = RuntimeError(f"{self.name!r} has failed, and is closed")
 
 
 def _run(work: Work, function: Callable[[], None], state: _State) -> None:
@@ -165,6 +171,7 @@ def _run(work: Work, function: Callable[[], None], state: _State) -> None:
         except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
             error, state.failed = raised, RuntimeError(f"{work.operation} was interrupted: {raised!r}")
     work.end(error)  # last: a thread that waited finds the lane failed, and can reset it
+    del work, function, state, error  # the error's traceback has this frame, and all of these hold the error
 
 
 def _told_to_profiler(what: str, work: Work, state: _State) -> AbstractContextManager[object]:

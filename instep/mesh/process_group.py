@@ -228,7 +228,8 @@ class Group:
             self._shared.shutdown()
         if self.pg is not None:
             drop(self.pg, self._owed)
-        self.pg = None
+        self.pg, self._owed = None, []
+        self.peers.status_store = StatusStore()  # that of a segment holds it
 
     @property
     def backend(self) -> str:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from instep.memory import Segment, align_bytes, allocate
 from instep.mesh.axes import round_up, slice_length
+from instep.ordered.hook import weakly
 from instep.ordered.tree import Node, are_siblings
 
 
@@ -195,7 +196,7 @@ class Bucket(Bundle):
         last = self.slots[-1]
         self.slice_length = slice_length(last.offset + last.length, self.num_ranks, granule)
         self._views: dict[int, list[Tensor]] = {}
-        self.counter = TreeAccumulator(self._buffer(), self._buffer, ordered=self.ordered)
+        self.counter = TreeAccumulator(self._buffer(), weakly(self._buffer), ordered=self.ordered)
         self._idle_references = self._references()
 
     @property
@@ -230,7 +231,7 @@ class Bucket(Bundle):
         """
         if self._references() > self._idle_references + num_attached:
             self._views.clear()
-            self.counter = TreeAccumulator(self._buffer(), self._buffer, ordered=self.ordered)
+            self.counter = TreeAccumulator(self._buffer(), weakly(self._buffer), ordered=self.ordered)
             self._idle_references = self._references()
         self.counter.reset(num_leaves)
         self.launched = False

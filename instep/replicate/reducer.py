@@ -13,6 +13,7 @@ from instep.events import GRADIENT_SYNC, Recorder
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, make_buckets
 from instep.ordered.exchange import OrderedAllReduce
+from instep.ordered.hook import weakly
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan
 from instep.work import Work
 
@@ -37,7 +38,7 @@ class Reducer(Reduction):
         sparse: Collection[int] = (),
     ) -> None:
         super().__init__(names, parameters, group, recorder, options, sparse)
-        self.strategy = options.strategy(self._launch)
+        self.strategy = options.strategy(weakly(self._launch))
         self.exchange = OrderedAllReduce(
             group, recorder, ordered=options.ordered, max_parameters=len(self.names)
         )

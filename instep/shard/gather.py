@@ -8,12 +8,12 @@ requests the slices. Either way no other rank has to do anything at that moment,
 dtype of computation on the way. No rank may write to its slices while another may still gather.
 
 Why requests, and not a collective: a rank skips a unit, runs one twice, evaluates alone, or has no
-micro-batch left. A collective would pair with another one, or wait for ever. So every rank has a thread that
-answers the requests of others, whatever its own computation does:
+micro-batch left. A collective would pair with another one, or wait for ever. So every rank has a thread for
+each of the others that answers its requests, whatever the rank's own computation does:
 
     rank 0   |= unit 3 =|= unit 4 ...        computes; its lane has requested unit 4 from all others meanwhile
     rank 1   |= unit 2 =|= unit 5 ...        computes, with other units perhaps
-      sends      ^ 4 to 0     ^ ...          its thread waits for requests
+      sends      ^ 4 to 0     ^ ...          its thread for rank 0 waits for requests
 
 A request is two numbers, the answer the slice: S bytes of weights, W ranks, S (W-1)/W bytes received in one
 round trip, and as many sent to each rank that asks. The group must have no other user.
@@ -27,6 +27,7 @@ no other. ``vmap`` alone leaves alone what has nothing to do with it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -48,7 +49,7 @@ from instep.work import Lane
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ASK, GIVE = 1, 2  # tags: a request, an answer
+ASK, GIVE, HANG_UP = 1, 2, 3  # tags: a request, an answer, what no rank sends
 BYE = -1  # in the place of a number: no more requests from this rank
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 FOREVER = timedelta(days=3650)
@@ -101,17 +102,21 @@ class RequestedShards:
         self._others = [(group.rank + k) % group.size for k in range(1, group.size)]
         self._requests = Messages(group.pg, group.ranks, tag=ASK)
         self._answers = Messages(group.pg, group.ranks, tag=GIVE)
-        self._server = threading.Thread(
-            target=_serve,
-            args=(group.pg, self._slices, group.size - 1),
-            name=f"instep slices, rank {group.rank}",
-            daemon=True,
-        )
-        self._server.start()
+        self._servers = [
+            threading.Thread(
+                target=_serve,
+                args=(group.pg, self._slices, other),
+                name=f"instep slices, rank {group.rank} to {other}",
+                daemon=True,
+            )
+            for other in self._others
+        ]
+        for server in self._servers:
+            server.start()
         # Of multiprocessing, because atexit knows nothing of the end of a process that it has started.
         self._wait = threading.Event()
         self._wait.set()
-        arguments = (group.pg, self._others, self._server, self._wait)
+        arguments = (group.pg, self._others, self._servers, self._wait)
         self._close = Finalize(self, _leave, arguments, exitpriority=0)
 
     def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None:
@@ -143,35 +148,49 @@ class RequestedShards:
             parts[source].copy_(part)
 
 
-def _serve(pg: ProcessGroup, slices: Sequence[Tensor], num_asking: int) -> None:
-    """Answer until all have said that there are no more requests."""
+def _serve(pg: ProcessGroup, slices: Sequence[Tensor], other: int) -> None:
+    """Answer rank ``other`` until it has said that it has no more requests, or is gone.
+
+    One request from any rank would be one thread, but such a request outlives all the connections.
+    """
     message = torch.empty(2, dtype=torch.int64, device="cpu")
-    given: dict[int, tuple[Any, Tensor]] = {}  # to whom: what is on its way, with its memory
-    with suppress(RuntimeError):  # a rank is gone: the rank that misses it says so
-        while num_asking:
-            request = pg.recv_anysource([message], ASK)
-            request.wait(FOREVER)
+    given: tuple[Any, Tensor] | None = None  # what is on its way, with its memory
+    with suppress(RuntimeError):  # it is gone: the rank that misses it says so
+        while True:
+            pg.recv([message], other, ASK).wait(FOREVER)
             number, dtype = message.tolist()
             if number == BYE:
-                num_asking -= 1
-                continue
-            source = request._source_rank()
-            if source in given:
-                given[source][0].wait()  # it has arrived: the rank would not ask again before
+                return
+            if given is not None:
+                given[0].wait()  # it has arrived: the rank would not ask again before
             answer = slices[number].to("cpu", DTYPES[dtype])
-            given[source] = pg.send([answer], source, GIVE), answer
+            given = pg.send([answer], other, GIVE), answer
 
 
-def _leave(pg: ProcessGroup, others: Sequence[int], server: threading.Thread, wait: threading.Event) -> None:
+def _leave(
+    pg: ProcessGroup, others: Sequence[int], servers: Sequence[threading.Thread], wait: threading.Event
+) -> None:
     if not wait.is_set():
-        return  # closing the group ends the server
+        _hang_up(pg, others[0])
+        return
     message = torch.tensor([BYE, 0], device="cpu")
     with suppress(RuntimeError):  # a rank that is gone needs no farewell
         for work in [pg.send([message], to, ASK) for to in others]:
             with suppress(RuntimeError):
                 work.wait(FAREWELL)
-    if server is not threading.current_thread():
-        server.join(FAREWELL.total_seconds())
+    until = time.monotonic() + FAREWELL.total_seconds()
+    for server in servers:
+        if server is not threading.current_thread():
+            server.join(max(0.0, until - time.monotonic()))
+
+
+def _hang_up(pg: ProcessGroup, other: int) -> None:
+    """End the servers: two survivors of three would wait for each other's requests for ever.
+
+    gloo gives a message up in one way only: whose wait for one times out, loses its connections, all of them.
+    """
+    with suppress(RuntimeError):
+        pg.recv([torch.empty(1, device="cpu")], other, HANG_UP).wait(timedelta(milliseconds=1))
 
 
 def find_source(group: Group, gather_group: Group, units: Sequence[Unit]) -> ShardSource:

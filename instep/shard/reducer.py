@@ -92,7 +92,7 @@ class SliceReducer(Reduction):
         )
         self.reduce_scatter.staging = Staging(self.buckets, ranks.shard_group)
         self._watch_over(*self._replicas())
-        self.turns = InUnitOrder(self._stage)
+        self.turns = InUnitOrder(weakly(self._stage))
         self.closed: Callable[[FlatParameters], None] | None = None
         self.ended: Callable[[], None] | None = None
         self.problem: Callable[[Tensor], str | None] | None = None
@@ -108,7 +108,7 @@ class SliceReducer(Reduction):
             parameter.register_hook(partial(coming, i)) for i, parameter in enumerate(self.parameters)
         ]
         for space in self.spaces:
-            space.gradient_source = self.gradient_of
+            space.gradient_source = weakly(self.gradient_of)
 
     def _replicas(self) -> tuple[Callable[[], Sequence[Replica]], Sequence[Sequence[int]]]:
         """What this rank holds that others hold too, and which ranks hold the same."""
@@ -118,9 +118,11 @@ class SliceReducer(Reduction):
             return lambda: named, [range(num_ranks)]
         slices = [range(first, num_ranks, num_slices) for first in range(num_slices)]
 
+        spaces, names, position = self.spaces, self.names, self._position
+
         def held() -> Sequence[Replica]:
-            pieces = (held for space in self.spaces for held in space.held)
-            return [(self.names[self._position[id(x.parameter)]], x.tensor) for x in pieces]
+            pieces = (held for space in spaces for held in space.held)
+            return [(names[position[id(x.parameter)]], x.tensor) for x in pieces]
 
         return held, slices
 
@@ -201,6 +203,7 @@ class SliceReducer(Reduction):
             turn, index = divmod(len(self._works), len(self.buckets))
             header = self._header(self.buckets[index], plan, 1, turn)
             self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
+        self._works = []  # one that has failed holds all that it worked on
         self.exchanges += 1
         self.given_up = True
         self.gradients.drop()

@@ -123,6 +123,10 @@ class SavedWeights:
             self._stack.clear()
             self._remove()
 
+    def forget(self) -> None:
+        """The units are used no more, and may go."""
+        self._storages.clear()
+
     def pack(self, x: Tensor) -> Packed:
         try:
             unit = self._storages.get(x.untyped_storage()._cdata)

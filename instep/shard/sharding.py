@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from instep.shard.partition import UnitMembers, by_kind, partition
 from instep.shard.reducer import SliceReducer
 from instep.shard.shard_groups import find_shard_ranks
 from instep.shard.stage3 import Stage3
-from instep.shard.unit import Divided, Unit
+from instep.shard.unit import Divided
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward
@@ -252,11 +252,10 @@ class Sharding:
         )
         self.reducer.exchange.offsets_ns = measure(self.group).offsets_ns
         if self.stage3 is not None:
-            stage3 = self.stage3
-            self.reducer.closed = lambda space: stage3.closed(cast(Unit, space))
-            self.reducer.ended = stage3.ended
-            stage3.meet = weakly(self.barrier)
-            self.reducer.problem = stage3.problem
+            self.reducer.closed = weakly(self.stage3.closed)
+            self.reducer.ended = weakly(self.stage3.ended)
+            self.stage3.meet = weakly(self.barrier)
+            self.reducer.problem = weakly(self.stage3.problem)
         on = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(on)
         keys = LeafKeys(module, self.options.seed, generators(on))

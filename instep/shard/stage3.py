@@ -261,6 +261,7 @@ class Stage3:
             unit.free()
             unit.reader = None
         self._buffers.clear()
+        self._saved.forget()
 
     def _hook(self) -> list[Any]:
         """Before and after the forward of whatever has parameters in it."""

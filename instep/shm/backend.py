@@ -455,3 +455,4 @@ def _close(shared: GroupSegment, lane: Lane, messages: PointToPoint, ranks: Sequ
     shared.leave(LEFT, f"rank {ranks[shared.rank]} has no more use for it")
     lane.close()
     messages.close()
+    shared.close()

@@ -16,6 +16,7 @@ import os
 import torch
 from torch import Tensor
 
+from instep.errors import PeerLost
 from instep.mesh.peers import RECORD_BYTES, Peer
 from instep.shm import segment
 from instep.shm.call import SLOT_BYTES
@@ -112,6 +113,11 @@ class GroupSegment:
         self.words.wake(self.posted[self.rank])
         for other in range(self.size):
             self.words.wake(self.channel_word(self.rank, other))
+
+    def close(self) -> None:
+        """It has left, and nothing of it goes on: what it failed with holds it by its traceback."""
+        if self.error is not None:
+            self.error = PeerLost(f"this rank has left the group, which failed: {self.reason(self.rank)}")
 
     def reason(self, rank: int) -> str:
         """What ``rank`` said when it left."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.join import warn_of_default_threads
+from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
@@ -80,6 +81,9 @@ class DeclaredStep:
             self._weight_taken = self.micro_batch.checked_weight()
             self._weight += self._weight_taken
 
+    def _sum_of_weights(self) -> int:
+        return self._weight
+
     def run(self, num_micro_batches: int, step: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``.
 
@@ -94,7 +98,7 @@ class DeclaredStep:
         span = reducer.recorder.span
         with span("prepare", lane="host"):
             self._check_start()
-            reducer.begin(plan, lambda: self._weight)
+            reducer.begin(plan, weakly(self._sum_of_weights))
         self._weight = 0
         own = plan.leaves[group.rank]
         micro_batch = None

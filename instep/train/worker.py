@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
-from instep.errors import Desync, InstepError, PeerLost
+from instep.errors import Desync, InstepError, PeerLost, let_go
 from instep.mesh.join import meet
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
@@ -96,6 +96,7 @@ def _take_part(
             raise
         state = {"step": trainer.steps_done, "phase": phase, "ranks": list(getattr(error, "ranks", ()))}
         text = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+        let_go(error)  # else it would hold what this rank is about to leave
         return Ending.REGROUP, {**where, **state, "error": text}
     return ending, where
 

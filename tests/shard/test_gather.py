@@ -201,12 +201,12 @@ def test_an_answer_may_come_after_a_pause_longer_than_any_deadline(mesh: Mesh) -
     requested = RequestedShards(group, slices(group.rank))
     parts = [torch.empty(40), torch.empty(40)]
     if mesh.rank == 0:
-        requested._server.join(4.0)  # gloo's own limit is 1.1 * 1 s + 2 s
+        requested._servers[0].join(4.0)  # gloo's own limit is 1.1 * 1 s + 2 s
         requested.fetch(0, parts, "a slice")
         assert torch.equal(parts[1], slices(1)[0])
     requested.close()
-    requested._server.join(5.0)
-    assert not requested._server.is_alive()
+    requested._servers[0].join(5.0)
+    assert not requested._servers[0].is_alive()
     group.close()
 
 
@@ -254,7 +254,7 @@ def test_a_rank_that_has_gone_is_named(mesh: Mesh) -> None:
     group, _ = find_ranks(mesh)
     requested = RequestedShards(group, slices(group.rank))
     requested.close()
-    requested._server.join(5.0)
+    requested._servers[0].join(5.0)
     if mesh.rank == 0:  # no rank answers any more
         with pytest.raises(PeerLost):
             requested.fetch(0, [torch.empty(40), torch.empty(40)], "a slice")
