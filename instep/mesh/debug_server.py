@@ -23,12 +23,13 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, StatusRow
+from instep.work import Lane, Work
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 
 
 LATEST = -1  # instead of the number of a recorder: the one that has begun an operation last
+PATIENCE_S = 1.0  # at most, for a store that the world met in; a tenth of the deadline, where that is less
 ANSWER_S = 0.5  # for all answers together; a thread that may run answers within milliseconds
 _QUESTION_BYTES = 16
+T = TypeVar("T")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 _making = threading.Lock()
@@ -150,32 +153,65 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     return pid, user, group
 
 
+class Questions:
+    """To a store that may be lost: a thread asks, which is waited for no longer than ``patience_s``.
+
+    One that has not answered is asked nothing more until it has. ``rank`` is who asks.
+    """
+
+    def __init__(self, rank: int, patience_s: float = PATIENCE_S) -> None:
+        self.patience_s = patience_s
+        self._lane = Lane(f"instep questions to a store, rank {rank}")
+        self._asked: Work | None = None
+
+    def ask(self, question: Callable[[], T]) -> T | None:
+        """What the store answers; None where it fails, or takes longer than it may."""
+        if self._asked is not None and not self._asked.done():
+            return None
+        answers: list[T] = []
+
+        def run() -> None:
+            with suppress(Exception):
+                answers.append(question())
+
+        try:
+            self._asked = self._lane.submit("a question to a store", run)
+        except RuntimeError:  # no thread can be started
+            return None
+        self._asked.finished.wait(self.patience_s)
+        return answers[0] if answers else None
+
+
 class StatusStore:
     """The last status of every global rank, in ``store`` under ``name``. Without a store it stays empty.
 
     Each rank makes as many of a name as the others; a new one does not show what was posted in the last.
-    Reading and posting may not fail: they happen when something else has failed, perhaps the store's host.
+    Reading and posting may not fail, nor wait: they happen when something else has failed, perhaps the
+    store's host, or the network to it, and then each call of a store takes the store's own deadline, minutes.
+    So it is asked with ``Questions``.
     """
 
     def __init__(self, store: Store | None = None, name: str = "", rank: int = 0) -> None:
         self._store = store
         self._name = name
+        self.questions = Questions(rank)
         if store is not None:
             self._name += f"/{store.add(f'instep/status/{name}/made by {rank}', 1)}"
 
     def post(self, row: StatusRow) -> None:
         """Let all ranks read where ``row.rank`` stands."""
         if self._store is not None:
-            with suppress(RuntimeError):
-                self._store.set(self._key(row.rank), row.to_bytes().decode())
+            store, key, value = self._store, self._key(row.rank), row.to_bytes().decode()
+            self.questions.ask(lambda: store.set(key, value))
 
     def read(self, rank: int) -> StatusRow | None:
         """What was posted last about ``rank``."""
-        if self._store is not None:
-            with suppress(RuntimeError, ValueError):
-                if self._store.check([self._key(rank)]):
-                    return StatusRow.from_bytes(self._store.get(self._key(rank)))
-        return None
+        if self._store is None:
+            return None
+        store, key = self._store, self._key(rank)
+        return self.questions.ask(
+            lambda: StatusRow.from_bytes(store.get(key)) if store.check([key]) else None
+        )
 
     def _key(self, rank: int) -> str:
         return f"instep/status/{self._name}/{rank}"

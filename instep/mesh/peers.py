@@ -135,11 +135,21 @@ class Peers:
     ) -> None:
         self.table = tuple(table)
         self.me = me
-        self.timeout_s = timeout_s
         self.status_store = status_store
+        self.timeout_s = timeout_s
         self.flight = flight or FlightRecorder(me.rank)
         self.given_up = False  # set by another thread to end the wait that is under way
         self._near = [peer for peer in self.table if _is_near(peer, me)]
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of a wait, from which that of every look into the status store follows."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._timeout_s = seconds
+        self.status_store.questions.patience_s = min(debug_server.PATIENCE_S, seconds / 10)
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""

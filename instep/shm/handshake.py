@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from instep.errors import PeerLost
+from instep.mesh.debug_server import PATIENCE_S, Questions
 from instep.mesh.hang_report import FlightRecorder, printable
 from instep.mesh.peers import Peer, is_alive, own_peer
 from instep.shm import segment
@@ -157,7 +158,9 @@ def _wait(store: Store, keys: Sequence[str], ranks: Sequence[int], timeout_s: fl
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        late = [other for i, other in enumerate(ranks) if i and not store.check([_here(i)])]
+        others = [(i, other) for i, other in enumerate(ranks) if i]
+        who = Questions(rank=ranks[0], patience_s=min(PATIENCE_S, timeout_s / 10))
+        late = who.ask(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
         if keys[0] == SEGMENT or not late:
             late = [ranks[0]]
         raise _absent(late, timeout_s) from error
