@@ -268,7 +268,7 @@ class Supervisor:
             self.members.append(self.pool.start())
         missing = self.target - len(self.members) - len(others)
         for _ in range(missing):
-            self.pool.start()  # it will be asked to join when it is ready
+            self._start_spare()  # it will be asked to join when it is ready
 
     def _end_generation(self) -> None:
         """From now on the next generation is wanted."""
@@ -295,8 +295,8 @@ class Supervisor:
             self._kill_stuck(found, readings)
         self._resize()
         settled = not self.forming and now - self._assigned > SPARE_AFTER_S
-        if settled and len(self.pool.living) == self.target and self._spares_lost < MAX_SPARES_LOST:
-            self.pool.start()
+        if settled and len(self.pool.living) == self.target:
+            self._start_spare()
 
     def _kill_stuck(self, found: Mapping[int, str], readings: Mapping[int, Reading]) -> None:
         """Say where every worker is, then kill those in ``found``, for the reason there."""
@@ -324,9 +324,19 @@ class Supervisor:
             return
         if missing < 0 or len(ready) >= missing:
             self.page.regroup = self.generation
-        elif self._spares_lost < MAX_SPARES_LOST:
+        else:
             for _ in range(self.target - len(self.pool.living)):
-                self.pool.start()
+                self._start_spare()
+
+    def _start_spare(self) -> None:
+        """One more worker, that the run can do without."""
+        if self._spares_lost >= MAX_SPARES_LOST:
+            return
+        try:
+            self.pool.start()
+        except OSError as error:
+            self._spares_lost = MAX_SPARES_LOST
+            self.options.say(f"no spare: {error}; a rank that is lost has to wait for a new process")
 
     def _begin_generation(self) -> None:
         """Assign the ranks of the next generation, if all its members are ready."""

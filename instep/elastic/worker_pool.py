@@ -145,7 +145,7 @@ class WorkerPool:
         return max((self.page.position(w.slot).step for w in self.workers.values()), default=-1)
 
     def start(self) -> Worker:
-        """Start one more."""
+        """Start one more; ``OSError`` where there can be none."""
         taken = {worker.slot for worker in self.workers.values()}
         while self._number % MAX_WORKERS in taken:
             self._number += 1
@@ -155,8 +155,14 @@ class WorkerPool:
         child = Child(number, self._threads, environ)
         slot = number % MAX_WORKERS
         self.page.reset(slot)
-        pid = self._children.start(child, self._work, (WorkerSpec(slot, self.page.file, theirs), *self._args))
-        theirs.close()
+        spec = WorkerSpec(slot, self.page.file, theirs)
+        try:
+            pid = self._children.start(child, self._work, (spec, *self._args))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.workers[number] = Worker(child, pid, slot, ours, self.page)
         return self.workers[number]
 

@@ -1,9 +1,30 @@
-"""Imported last by the forkserver: what it has loaded lives as long as it does.
+"""Imported last by the forkserver: what it has loaded lives as long as it does, and a fork may fail.
 
 The collector of a forked rank then looks at the rank's own objects only. Without this, its first run would
 write to every page that the forkserver has loaded, and the end of a process would take a second.
+
+A fork that fails, because the job may have no more processes or the host has no more memory, would end the
+forkserver, and with it every rank. The launcher is told instead, by a process id that none can have.
 """
 
 import gc
+import os
+
+_fork = os.fork
+
+
+def fork_or_say_why() -> int:
+    """As ``os.fork``; the negative number of the error where there can be no other process."""
+    try:
+        return _fork()
+    except OSError as error:
+        return -(error.errno or 1)
+
+
+def _restore() -> None:
+    os.fork = _fork
+
 
 gc.freeze()
+os.fork = fork_or_say_why
+os.register_at_fork(after_in_child=_restore)

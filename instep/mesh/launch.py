@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.mesh.memory_file import MemoryFile
@@ -43,6 +44,8 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 FROZEN = "instep.mesh.gc_freeze"  # the last
+ANSWER_S = 120.0  # for the forkserver, which may still be loading torch, to start a process
+REVIVE_S = 1.0
 LONGEST_PATH = 60  # of a directory, so that a socket in a directory in it fits into 104 characters
 HELD = "/proc/self/fd/"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -115,7 +118,8 @@ def warm(*modules: str) -> None:
 class Children:
     """The processes of one launcher: started one by one, waited for, stopped, until none is ``running``.
 
-    Nobody is polled: each has a sentinel, a pipe that becomes readable when it ends.
+    No child is polled: each has a sentinel, a pipe that becomes readable when it ends. The forkserver writes
+    it, and is looked at every ``REVIVE_S``: one that was stopped would hide the end of all of them.
     """
 
     def __init__(self) -> None:
@@ -123,25 +127,42 @@ class Children:
         self.running: dict[int, tuple[Child, ForkServerProcess]] = {}  # sentinel -> child, process
 
     def start(self, child: Child, target: Callable[..., object], args: tuple[Any, ...] = ()) -> int:
-        """Start ``target(*args)`` in a new process; its process id. ``child`` is closed when it has ended."""
+        """Start ``target(*args)`` in a new process; its process id. ``child`` is closed when it has ended.
+
+        Raises:
+            OSError: there can be no more processes; those that run go on.
+            TimeoutError: the forkserver gives no answer.
+        """
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
         process = self.context.Process(
             target=run_child, args=(child, target, args), name=f"rank {child.number}"
         )
         try:
-            process.start()
+            _within(ANSWER_S, process.start)
+            pid = process.pid
+            assert pid is not None
+            if pid < 0:  # mesh.gc_freeze
+                _forget(process)
+                raise OSError(
+                    -pid, f"no process can be started: {os.strerror(-pid)}: raise pids.max or ulimit -u"
+                )
         except BaseException:
             child.close()
             raise
         self.running[process.sentinel] = child, process
-        assert process.pid is not None
-        return process.pid
+        return pid
 
     def wait(
         self, timeout_s: float | None, others: Sequence[Connection] = ()
     ) -> tuple[list[Exit], list[Connection]]:
         """Block until a child has ended or one of ``others`` can be read: those that have, and those."""
-        ready = multiprocessing.connection.wait([*self.running, *others], timeout_s)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = REVIVE_S if until is None else max(0.0, min(REVIVE_S, until - time.monotonic()))
+            ready = multiprocessing.connection.wait([*self.running, *others], left_s)
+            if ready or (until is not None and time.monotonic() >= until):
+                break
+            _revive()
         ended = [self._bury(sentinel) for sentinel in ready if isinstance(sentinel, int)]
         return ended, [other for other in others if other in ready]
 
@@ -185,6 +206,47 @@ class Children:
             if process.pid is not None and process.is_alive() and not _signal_group(process.pid, number):
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     os.kill(process.pid, number)  # too young for a session of its own
+
+
+def _within(seconds: float, function: Callable[[], object]) -> None:
+    """Call ``function``, which the forkserver may keep waiting, and see meanwhile to the forkserver."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="instep start of a rank", daemon=True)
+    thread.start()
+    until = time.monotonic() + seconds
+    while thread.is_alive():
+        thread.join(REVIVE_S)
+        if thread.is_alive():
+            _revive()
+        if time.monotonic() > until:
+            raise TimeoutError(f"the forkserver has started no process within {seconds:g} s")
+    if errors:
+        raise errors[0]
+
+
+def _revive() -> None:
+    """Let the forkserver go on if it was stopped; a stop of the command itself stops this, too."""
+    pid = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    with contextlib.suppress(OSError):  # it has ended, or there is no /proc
+        if pid and Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T":
+            print(
+                f"the forkserver (pid {pid}) was stopped: it goes on, as no rank starts or ends without it",
+                file=sys.stderr,
+            )
+            os.kill(pid, signal.SIGCONT)
+
+
+def _forget(process: ForkServerProcess) -> None:
+    """Of ``process`` there is nothing but the object, which multiprocessing would wait for at exit."""
+    process._popen.returncode = 1  # type: ignore[attr-defined]
+    process.close()
 
 
 def _signal_group(pid: int, number: signal.Signals) -> bool:
