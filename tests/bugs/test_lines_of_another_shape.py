@@ -145,7 +145,7 @@ def test_what_is_no_file_is_read_by_no_command_and_waited_for_by_none(
 def test_a_trace_goes_into_no_pipe_and_no_device(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "rank-00000.ring")
     assert read_head(tmp_path / "rank-00000.ring") is None
-    with pytest.raises(OSError, match="expected a regular file"):
+    with pytest.raises(OSError, match=r"expected a (regular file|file or nothing), got a (pipe|link)"):
         RingBuffer(8, tmp_path / "rank-00000.ring")
 
 
