@@ -256,7 +256,7 @@ class ThreadedStep:
         Raises:
             ValueError: no micro-batch counts, or a gradient came past all replicas.
         """
-        self.unregistered.require_none_reached()
+        self.unregistered.end()
         if self.strays:
             raise ValueError(
                 f"parameter {self.names[min(self.strays)]!r} has a gradient that no replica's backward made: "

@@ -117,7 +117,7 @@ class DeclaredStep:
             micro_batch = self.micro_batch = None
             with span("finish", lane="host"):
                 self._check_statistics()
-                self.unregistered.require_none_reached()
+                self.unregistered.end()
                 reducer.finish()
         finally:
             if self.micro_batch is micro_batch:  # not if another step has begun since

@@ -163,6 +163,12 @@ class GuardedParameter:
 
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
+_refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use its gradient
+
+
+def refuse(tensor: Tensor, reason: str) -> None:
+    """No optimizer may step ``tensor``, which no wrapper reduces, as long as it has a gradient."""
+    _refused[tensor] = reason
 
 
 def entries_of(parameters: Sequence[Tensor]) -> list[GuardedParameter]:
@@ -234,12 +240,18 @@ def reduced(reducer: Reduction) -> None:
         _entries[parameter].reduced = True
 
 
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _watched(optimizer: Optimizer) -> list[tuple[Tensor, GuardedParameter]]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(p, entry) for p in parameters if (entry := _entries.get(p)) is not None]
+    return [(p, entry) for p in _parameters(optimizer) if (entry := _entries.get(p)) is not None]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in _parameters(optimizer) if _refused else ():
+        if parameter.grad is not None and parameter in _refused:
+            raise RuntimeError(f"optimizer.step(): {_refused[parameter]}")
     watched = _watched(optimizer)
     for parameter, entry in watched:
         problem = entry.no_gradient()

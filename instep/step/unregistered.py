@@ -1,7 +1,8 @@
 """Weights that a module uses and does not register: in a plain list, in a closure, in a layer in a dict.
 
-No wrapper has a hook on them. In a declared step their gradients would be the plain sum over this rank's
-micro-batches, beside the mean over all of them that the others are. torch's DDP lets them drift apart.
+No wrapper has a hook on them. In a declared step their gradients are the plain sum over this rank's
+micro-batches, beside the mean over all of them that the others are. A teacher that is kept in a list to be no
+part of the module may have such gradients, which no optimizer uses; stepped, it would drift apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.step.optimizer_guard import entries_of
+from instep.step.optimizer_guard import entries_of, refuse
 
 DEPTH = 4  # containers within containers that are looked into
 WIDTH = 1000  # so many things of each, because a container may be a data set
@@ -22,10 +23,10 @@ NN_MODULE = frozenset(vars(nn.Module()))  # what every module has: its hooks, it
 
 
 class UnregisteredWeights:
-    """The trainable tensors that ``module`` holds beside its parameters, and whether a step reaches them.
+    """The trainable tensors that ``module`` holds beside its parameters, which no optimizer may step.
 
     At construction they are looked for, in the attributes of all submodules: containers, closures, bound
-    methods, partial functions. A step: ``begin``, then ``require_none_reached``.
+    methods, partial functions. A step: ``begin``, then ``end``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,17 +42,18 @@ class UnregisteredWeights:
         """A declared step begins."""
         self._before = [(x.grad, -1 if x.grad is None else x.grad._version) for _, x in self._weights]
 
-    def require_none_reached(self) -> None:
-        """Raise ``ValueError`` if one of the weights has got a gradient since ``begin``."""
+    def end(self) -> None:
+        """The step ends: no optimizer may use the gradients that weights have got since ``begin``."""
         for (name, x), (gradient, version) in zip(self._weights, self._before, strict=True):
             if x.grad is None or (x.grad is gradient and x.grad._version == version):
                 continue
             if not any(entry.is_alive for entry in entries_of([x])):  # no other wrapper reduces it
-                raise ValueError(
+                refuse(
+                    x,
                     f"{name!r} holds a trainable tensor of shape {tuple(x.shape)} that is no parameter of "
-                    "the module, and the declared step has given it a gradient, neither averaged "
-                    "nor exchanged: register it (nn.Parameter, nn.ParameterList, nn.ModuleList), "
-                    "or detach() it where it is used"
+                    "the module, and a declared step has given it a gradient, neither averaged nor "
+                    "exchanged: register it (nn.Parameter, nn.ParameterList, nn.ModuleList) before wrapping, or leave "
+                    "it out of the optimizer",
                 )
 
 

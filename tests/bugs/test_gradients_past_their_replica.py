@@ -127,24 +127,25 @@ class Unregistered(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, 3)
         self.scales = [torch.ones(3, requires_grad=True)]
-        self.use = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scales[0] if self.use else self.layer(x)
+        return self.layer(x) * self.scales[0]
 
 
-def test_a_weight_that_is_not_registered_is_named_when_a_declared_step_reaches_it() -> None:
+def test_no_optimizer_steps_a_weight_that_is_not_registered_and_has_a_gradient() -> None:
     message = r"'scales' holds a trainable tensor of shape \(3,\) that is no parameter of the module"
-    replicas = ThreadedReplicas(Unregistered(), 2)
-    with pytest.raises(ValueError, match=message):
-        replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
-    replicas.close()
-    model = DataParallel(Unregistered())
-    with pytest.raises(ValueError, match=message):
-        declared_step(model)
-    model.module.use = False
+    replicas, model = ThreadedReplicas(Unregistered(), 2), DataParallel(Unregistered())
+    replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
     declared_step(model)
-    model.close()
+    for wrapper in (replicas, model):
+        torch.optim.SGD(wrapper.parameters(), 0.1).step()
+        scales = wrapper.module.scales
+        with pytest.raises(RuntimeError, match=message):
+            torch.optim.SGD([*wrapper.parameters(), *scales], 0.1).step()
+        assert torch.equal(scales[0], torch.ones(3))
+        scales[0].grad = None
+        torch.optim.SGD(scales, 0.1).step()
+        wrapper.close()
 
 
 def declared_step(model: DataParallel) -> None:
