@@ -30,6 +30,7 @@ from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, Caps
 from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import VERSION, Header
+from instep.ordered.hook import weakly
 from instep.ordered.tree import rank_major
 from instep.step.gradients import Gradients
 from instep.step.replica_watch import Replica, ReplicaWatch
@@ -278,7 +279,10 @@ class Reduction(ABC):
     def _watch_over(self, held: Callable[[], Sequence[Replica]], alike: Sequence[Sequence[int]]) -> None:
         """In each exchange, ranks compare what they hold; ``exchange`` is there by now."""
         self.watch = ReplicaWatch(self.group, held, alike if self.options.check_replicas else ())
-        self.exchange.compare = lambda headers: self.watch.compare(headers)
+        self.exchange.compare = weakly(self._compare)
+
+    def _compare(self, headers: Sequence[Header]) -> None:
+        self.watch.compare(headers)
 
     def _first_guess(self, i: int) -> int | None:
         """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
