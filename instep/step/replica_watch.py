@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from instep.memory import as_bytes
 from instep.mesh.device import fetch
 from instep.mesh.process_group import Group
 from instep.ordered.header import Header, in_doubt
@@ -114,7 +115,7 @@ class ReplicaWatch:
                 at = x.data_ptr() + first * x.itemsize
                 crc = zlib.crc32(ctypes.string_at(at, (last - first) * x.itemsize), crc)
                 continue
-            piece = elements(x.detach(), first, last).view(torch.uint8)
+            piece = as_bytes(elements(x.detach(), first, last))
             if x.is_cpu:
                 crc = zlib.crc32(piece.numpy().data, crc)
             else:
