@@ -52,8 +52,8 @@ class UnregisteredWeights:
                     x,
                     f"{name!r} holds a trainable tensor of shape {tuple(x.shape)} that is no parameter of "
                     "the module, and a declared step has given it a gradient, neither averaged nor "
-                    "exchanged: register it (nn.Parameter, nn.ParameterList, nn.ModuleList) before wrapping, or leave "
-                    "it out of the optimizer",
+                    "exchanged: register it (nn.Parameter, nn.ParameterList, nn.ModuleList) before "
+                    "wrapping, or leave it out of the optimizer",
                 )
 
 
