@@ -265,6 +265,12 @@ class TrainingState:
                 is_moment = stored.shape == tuple(x.parameter.shape) and stored.shape
                 value = nothing.view(-1)[x.first : x.last] if is_moment and not x.is_whole else nothing
                 yield self._moment(full, x, value, (places[name], key))
+            elif name in places and not self._parameters[name].requires_grad:
+                raise CheckpointRejected(
+                    f"the optimizer's {key!r} of {name!r}: expected none: this optimizer holds nothing "
+                    "of frozen parameters: unfreeze it until the optimizer is made and the state is loaded, "
+                    "or load with the optimizer that has saved it"
+                )
 
     def _moment(self, full: str, x: ParameterShard, value: Tensor, order: Order) -> Shard:
         """``value``, which an optimizer keeps for ``x``: cut as that is, or one for all of the parameter."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
 
 from instep.checkpoint import convert
 from instep.checkpoint import save as saving
@@ -312,3 +312,25 @@ def test_any_checkpoint_becomes_one_plain_file(
         assert all_bits(other.state_dict()) == all_bits(model.state_dict())
     with pytest.raises(FileExistsError):
         to_safetensors(path, from_whole)
+
+
+def test_moments_of_a_frozen_parameter_that_a_sharded_optimizer_does_not_hold_are_named(
+    tmp_path: Path,
+) -> None:
+    """Adagrad makes moments for every parameter that it is given."""
+
+    def frozen() -> nn.Module:
+        module = nn.Linear(3, 2)
+        module.bias.requires_grad_(False)
+        return module
+
+    module = frozen()
+    save(tmp_path, module, Adagrad(module.parameters()), step=1)
+    module = frozen()
+    optimizer = ShardedOptimizer(module.parameters(), Adagrad)
+    with pytest.raises(CheckpointRejected, match="'step' of 'bias': expected none.* frozen"):
+        load(tmp_path, module, optimizer)
+    optimizer.close()
+    module.bias.requires_grad_(True)
+    optimizer = ShardedOptimizer(module.parameters(), Adagrad)
+    assert load(tmp_path, module, optimizer).step == 1
