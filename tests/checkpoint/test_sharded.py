@@ -328,7 +328,7 @@ def test_moments_of_a_frozen_parameter_that_a_sharded_optimizer_does_not_hold_ar
     save(tmp_path, module, Adagrad(module.parameters()), step=1)
     module = frozen()
     optimizer = ShardedOptimizer(module.parameters(), Adagrad)
-    with pytest.raises(CheckpointRejected, match="'step' of 'bias': expected none.* frozen"):
+    with pytest.raises(CheckpointRejected, match=r"'step' of 'bias': expected none.* frozen"):
         load(tmp_path, module, optimizer)
     optimizer.close()
     module.bias.requires_grad_(True)
