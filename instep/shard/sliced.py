@@ -51,6 +51,7 @@ class Live(Tensor):
     """What shows values of a unit, and hands over every function that is called with it."""
 
     instep_unit: weakref.ref[Unit]
+    instep_names: Mapping[int, str]  # of the unit's parameters, by their identity; they outlive the unit
     instep_class: ClassVar[type[Tensor]] = Tensor  # that it has for the function itself
 
     @classmethod
@@ -121,7 +122,12 @@ class Sliced(Live):
 
 def sliced_class(kind: type[Tensor], unit: Unit) -> type[Sliced]:
     """The class of a parameter of ``unit`` that is a ``kind`` by itself."""
-    body = {"instep_unit": weakref.ref(unit), "instep_class": kind, "__module__": kind.__module__}
+    body = {
+        "instep_unit": weakref.ref(unit),
+        "instep_names": {id(p): name for p, name in zip(unit.parameters, unit.names, strict=True)},
+        "instep_class": kind,
+        "__module__": kind.__module__,
+    }
     return type(kind.__name__, (Sliced, kind), body)
 
 
@@ -169,10 +175,9 @@ def _reader(x: Live) -> UnitReader | None:
     unit = x.instep_unit()
     reader = None if unit is None or unit.reader is None else unit.reader()
     if reader is None and isinstance(x, Sliced) and not (unit is not None and unit.shown):
-        name = "a parameter" if unit is None else f"parameter {unit.name_of(x)!r}"
         raise RuntimeError(
-            f"{name} of a sharded module that was closed has no values any more: take "
-            "instep.full_state_dict(model) before close()"
+            f"parameter {x.instep_names[id(x)]!r} of a sharded module that was closed has no values any "
+            "more: take instep.full_state_dict(model) before close()"
         )
     return reader
 
@@ -182,8 +187,7 @@ def _assign(x: Live, value: Tensor) -> None:
     if value is x:
         return
     if (value.shape, value.dtype, value.device) != (x.shape, x.dtype, x.device):
-        unit = x.instep_unit()
-        name = "" if unit is None or not isinstance(x, Sliced) else f" {unit.name_of(x)!r}"
+        name = f" {x.instep_names[id(x)]!r}" if isinstance(x, Sliced) else ""
         raise ValueError(
             f"parameter{name} would have other memory than when it was sharded (module.to(), .data = ...), "
             f"{value.dtype} {tuple(value.shape)} on {value.device} in place of {x.dtype} {tuple(x.shape)} on "
