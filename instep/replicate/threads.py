@@ -49,6 +49,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from instep.events import Recorder
 from instep.mesh.device import generators
 from instep.mesh.process_group import alone
+from instep.ordered.alignment import align
 from instep.ordered.buckets import make_buckets
 from instep.ordered.generators import generators_of, global_generators, same_state
 from instep.ordered.homes import Wrapped
@@ -103,6 +104,7 @@ class ThreadedReplicas(OwnNames):
             raise ValueError(f"num_replicas: expected an int of at least 1, got {num_replicas!r}")
         if num_replicas > 1:
             require_read_only(module)
+        align([*module.parameters(), *module.buffers()])
         self.num_replicas = num_replicas
         self.step_mode: str | None = None
         self._pool = ThreadPool(num_replicas, recorder or Recorder())
@@ -194,6 +196,7 @@ class ThreadedStep:
 
     def __init__(self, module: nn.Module, num_replicas: int) -> None:
         self.module = module
+        align([*module.parameters(), *module.buffers()])  # they may be others than when it was wrapped
         self.registry = ParameterRegistry(module)
         self.unregistered = UnregisteredWeights(module)
         self.names = [name for name, _ in self.registry.trainable]

@@ -19,6 +19,7 @@ from instep.mesh.device import generators, marks_for
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
+from instep.ordered.alignment import align
 from instep.ordered.buckets import Caps
 from instep.ordered.homes import Wrapped
 from instep.ordered.keys import LeafKeys
@@ -232,13 +233,14 @@ class DataParallel(OwnNames):
         return prepared
 
     def _prepare(self, considered: Callable[[], object]) -> tuple[ParameterRegistry, Reducer]:
-        """What this rank may refuse; nothing is changed yet."""
+        """What this rank may refuse; nothing is changed yet but where weights lie."""
         considered()
         registry = ParameterRegistry(self.module)
         if self.group.size > 1:
             require_read_only(self.module)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         optimizer_guard.require_takeable(parameters)
+        align([*self.module.parameters(), *self.module.buffers()])
         sparse = _sparse(self.module, parameters)
         return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
 

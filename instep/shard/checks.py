@@ -17,11 +17,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import (
     ASGD,
     LBFGS,
@@ -42,6 +41,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.mesh.process_group import Group
 from instep.ordered import homes
+from instep.ordered.alignment import sharing
 from instep.shard.layout import LayoutRule, cut, keep_whole
 
 # These classes themselves: a subclass may do anything.
@@ -53,6 +53,10 @@ REFUSED: dict[type[Optimizer], str] = {
     SparseAdam: "its gradients are lists of rows, which have no fixed owner: make the embeddings with "
     "sparse=False and use Adam, or give their parameters to a torch.optim.SparseAdam beside this optimizer",
 }
+
+SHARED = (
+    "share memory, and sharding would separate them: make them one Parameter, or give each values of its own"
+)
 
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its optimizer
 
@@ -101,15 +105,21 @@ def require_new(parameters: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"expected parameters in memory, got {p.layout} on {p.device}: materialise the module first"
             )
-    stretches = sorted(
-        (p.device.type, p.data_ptr(), p.data_ptr() + _extent(p)) for p in homeless if p.numel()
-    )
-    for (device, _, end), (other, begin, _) in pairwise(stretches):
-        if device == other and begin < end:
-            raise ValueError(
-                "two parameters share memory, and sharding would separate them: make them one Parameter, "
-                "or give each its own values"
-            )
+    if any(len(group) > 1 for group in sharing(homeless)):
+        raise ValueError(f"two parameters {SHARED}")
+
+
+def require_apart(module: nn.Module, *, frozen_too: bool) -> None:
+    """Raise ``ValueError`` if a parameter shares memory with another one, or with a buffer, of ``module``.
+
+    Those that stay where they are may: frozen ones unless ``frozen_too``, buffers, and what has a home.
+    """
+    name_of = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    parameters = [p for p in module.parameters() if homes.home(p) is None]
+    moves = {id(p) for p in parameters if p.requires_grad or frozen_too}
+    for group in sharing([*parameters, *module.buffers()]):
+        if len(group) > 1 and not moves.isdisjoint(map(id, group)):
+            raise ValueError(f"{' and '.join(repr(name_of[id(x)]) for x in group)} {SHARED}")
 
 
 def require_homes(parameters: Sequence[Tensor], optimizer_cls: type[Optimizer], group: Group) -> None:
@@ -153,12 +163,6 @@ def require_one_copy(parameters: Sequence[Tensor], group: Group) -> None:
             raise ValueError(
                 f"one_copy=True is for parameters in CPU memory, got one on {p.device}: leave one_copy out"
             )
-
-
-def _extent(p: Tensor) -> int:
-    """Bytes from the first element in memory to the end of the last."""
-    steps = ((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-    return (sum(steps) + 1) * p.itemsize
 
 
 def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> None:

@@ -19,6 +19,7 @@ from instep.mesh.device import generators, marks_for
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered import homes
+from instep.ordered.alignment import align
 from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
 from instep.shard import checks
@@ -118,6 +119,7 @@ class Sharding:
         try:
             self.options, registry, kinds = self._compare(module, consider, local.units)
             spaces = self._make_spaces(module, local, kinds)
+            align([*module.parameters(), *module.buffers()])  # what is not in them
             self._reduce(module, registry, spaces, broadcast_buffers)
         except BaseException:
             if self.stage3 is not None:
@@ -291,6 +293,7 @@ def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> Param
     for name, m in module.named_modules():
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be cut: make it with sparse=False")
+    checks.require_apart(module, frozen_too=options.in_slices)
     if not options.in_slices:
         checks.require_new([p for _, p in registry.trainable])
     if options.one_copy:

@@ -125,7 +125,8 @@ def broadcast_buffers(module: nn.Module, group: Group) -> None:
         parts = message.split([buffer.numel() * buffer.element_size() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             if not torch.equal(part, as_bytes(buffer)):
-                new[buffer] = part.clone().view(buffer.dtype).view(buffer.shape)
+                values = part.clone().view(buffer.dtype).view(buffer.shape)
+                new[buffer] = torch.empty_like(buffer).copy_(values)  # with the strides that it has elsewhere
     held = {buffer for buffer in new if _is_held_by_a_graph(buffer)}
     for owner in module.modules() if held else ():
         for name, mine in owner._buffers.items():

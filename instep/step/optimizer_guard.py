@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from instep.ordered.alignment import align
 from instep.ordered.placeholder import slices_of
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ParameterRegistry:
                     "assign=True replaces them; torch.func.functional_call does for its call, so call "
                     "submodules with it, not what is wrapped)"
                 )
+        align(p for _, p in new if isinstance(p, nn.Parameter))  # not what functional_call shows for its call
         self.frozen += new
         self._remember()
 
