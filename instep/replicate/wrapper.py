@@ -92,8 +92,9 @@ class DataParallel(OwnNames):
     the step is *declared*: every ``.grad`` is the sum over G micro-batches divided by their weights, with the
     same bits on any number of ranks.
 
-    At construction: the ranks compare their models and take rank 0's values. In forward: nothing but a
-    hook on the output. In backward: gradients land in buckets, which the strategy sends; the call returns
+    At construction: the ranks compare their models and take rank 0's values; weights and buffers that are not
+    aligned or have gaps get other memory, see ``ordered/alignment.py``. In forward: nothing but a hook on the
+    output. In backward: gradients land in buckets, which the strategy sends; the call returns
     when they are reduced, or raises ``ReplicasDiffer`` where a rank has other weights than the others. Before
     an optimizer step: a gradient that was never exchanged raises. After a backward that raised, the next
     forward gives the step up: every ``.grad`` is None again.

@@ -239,6 +239,8 @@ def test_parameters_that_share_memory_are_refused(mesh: Mesh) -> None:
         ShardedOptimizer([nn.Parameter(memory[:6]), nn.Parameter(memory[5:])], AdamW, mesh)
     apart = ShardedOptimizer([nn.Parameter(memory[:5]), nn.Parameter(memory[5:])], AdamW, mesh)
     apart.close()
+    columns = ShardedOptimizer([nn.Parameter(memory[:, :4]), nn.Parameter(memory[:, 4:])], AdamW, mesh)
+    columns.close()
     with pytest.raises(ValueError, match="materialise the module first"):
         ShardedOptimizer(nn.Linear(2, 2, device="meta").parameters(), AdamW, mesh)
 
