@@ -7,6 +7,7 @@ code path, and so other bits, when an operand is not on a vector boundary.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ ALIGN_BYTES = {"cpu": 64, "cuda": 256}
 # Long sums over several buffers are made in pieces of this size, which a core's second-level cache holds, so
 # that a partial sum never goes to main memory; much smaller ones only cost calls.
 PIECE_BYTES = 512 << 10
+MAPPED_BYTES = 1 << 20  # below, a mapping would cost more than what an arena keeps
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,16 @@ def align_bytes(device: torch.device) -> int:
 
 
 def allocate(nbytes: int, align: int, device: torch.device | None = None) -> Segment:
-    """``nbytes`` of private memory whose first address is a multiple of ``align`` bytes; not initialised."""
-    raw = torch.empty(nbytes + align, dtype=torch.uint8, device=device)
+    """``nbytes`` of private memory whose first address is a multiple of ``align`` bytes; not initialised.
+
+    Much of it on the CPU is mapped, and given back to the system with its last tensor. What malloc gave would
+    be kept for the thread that took it, or one that gets its arena, of which there are 8 per core: ranks that
+    meet again and again, with new threads each time, would keep their scratch many times over.
+    """
+    if nbytes >= MAPPED_BYTES and (device is None or device.type == "cpu"):
+        memory = mmap.mmap(-1, nbytes + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
+    else:
+        raw = torch.empty(nbytes + align, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % align
     return Segment(raw[start : start + nbytes])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,3 +43,37 @@ def test_a_segment_is_seen_as_elements_of_any_dtype(dtype):
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 256), ("cuda:1", 256), ("xpu", 256)])
 def test_a_vector_register_on_cpu_and_more_elsewhere(device, expected):
     assert align_bytes(torch.device(device)) == expected
+
+
+def test_much_memory_is_given_back_with_its_last_tensor_whichever_thread_took_it():
+    """malloc keeps it for the thread, and the next thread takes from elsewhere."""
+    before = num_resident()
+    for _ in range(3):  # once blocks of a size were freed, malloc maps them no more
+        view = threads_allocate()
+        assert view.item() == 1
+        del view
+    assert num_resident() <= before + (8 << 20)
+
+
+def threads_allocate():
+    """Four threads at a time take 8 MB each, which are dropped but for a view of one."""
+    segments, arrived = [], threading.Barrier(4)
+
+    def take():
+        arrived.wait()  # all live at the same time: as many arenas
+        segments.append(allocate(8 << 20, 64))
+        segments[-1].tensor.fill_(1)
+        arrived.wait()
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return segments[0].tensor[-1:]
+
+
+def num_resident():
+    """Bytes of private memory of no file."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) << 10

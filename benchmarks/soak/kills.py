@@ -45,7 +45,7 @@ HEADINGS = {
 }
 SETTLING = 2  # recoveries after which more may be held than before: arenas of malloc, a first spare
 BEFORE, AFTER = 8, 10  # readings that are compared, at most: medians, because a spare may be on its way
-STEPS = 15  # from a recovery to the reading: time for another spare
+STEPS = 10  # from a recovery to the reading: time for another spare
 
 
 @dataclass(frozen=True)
