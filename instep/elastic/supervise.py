@@ -40,6 +40,8 @@ SPARE_AFTER_S = 1.0  # of training: a run that is shorter needs none
 MISSED_S = 1.0  # for a rank that others have waited for in vain to leave, too
 MAX_RANKS = MAX_WORKERS // 2  # each may have to be replaced while it is still ending
 MAX_SPARES_LOST = 3
+# For a spare to be started, which the run can do without: meanwhile no death of a rank is noticed.
+SPARE_ANSWER_S = 3.0
 GRACE_S = 2.0
 # Exceptions that would come again on any worker: about the run, its files, or its settings.
 FINAL = frozenset(
@@ -333,7 +335,10 @@ class Supervisor:
         if self._spares_lost >= MAX_SPARES_LOST:
             return
         try:
-            self.pool.start()
+            self.pool.start(SPARE_ANSWER_S)
+        except TimeoutError as error:  # a new forkserver may still be loading torch
+            self._spares_lost += 1
+            self.options.say(f"no spare: {error}")
         except OSError as error:
             self._spares_lost = MAX_SPARES_LOST
             self.options.say(f"no spare: {error}; a rank that is lost has to wait for a new process")

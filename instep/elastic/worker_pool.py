@@ -24,7 +24,7 @@ from instep.elastic.heartbeat import MAX_WORKERS, HeartbeatPage
 from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, WorkerSpec
 from instep.elastic.watchdog import Reading
 from instep.mesh.hang_report import aligned
-from instep.mesh.launch import Children, surroundings
+from instep.mesh.launch import ANSWER_S, Children, surroundings
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import is_stopped
 from instep.mesh.rank_process import STACKS_SIGNAL, Child, Exit
@@ -144,8 +144,8 @@ class WorkerPool:
         """The most steps that one of them has done; -1: none has a state yet."""
         return max((self.page.position(w.slot).step for w in self.workers.values()), default=-1)
 
-    def start(self) -> Worker:
-        """Start one more; ``OSError`` where there can be none."""
+    def start(self, answer_s: float = ANSWER_S) -> Worker:
+        """Start one more; ``OSError`` where there can be none, or none is there after ``answer_s``."""
         taken = {worker.slot for worker in self.workers.values()}
         while self._number % MAX_WORKERS in taken:
             self._number += 1
@@ -157,7 +157,7 @@ class WorkerPool:
         self.page.reset(slot)
         spec = WorkerSpec(slot, self.page.file, theirs)
         try:
-            pid = self._children.start(child, self._work, (spec, *self._args))
+            pid = self._children.start(child, self._work, (spec, *self._args), answer_s=answer_s)
         except BaseException:
             ours.close()
             raise

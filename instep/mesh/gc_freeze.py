@@ -5,10 +5,18 @@ write to every page that the forkserver has loaded, and the end of a process wou
 
 A fork that fails, because the job may have no more processes or the host has no more memory, would end the
 forkserver, and with it every rank. The launcher is told instead, by a process id that none can have.
+
+A forkserver that was stopped would not see that its launcher has ended, and its ranks would live on: the
+kernel lets it go on then. SIGCONT means nothing to one that runs, whichever thread of the launcher ends.
 """
 
+import ctypes
 import gc
 import os
+import signal
+import sys
+
+from instep.mesh.rank_process import PR_SET_PDEATHSIG
 
 _fork = os.fork
 
@@ -25,6 +33,8 @@ def _restore() -> None:
     os.fork = _fork
 
 
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 gc.freeze()
 os.fork = fork_or_say_why
 os.register_at_fork(after_in_child=_restore)

@@ -45,9 +45,12 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 FROZEN = "instep.mesh.gc_freeze"  # the last
 ANSWER_S = 120.0  # for the forkserver, which may still be loading torch, to start a process
-REVIVE_S = 1.0
+REVIVE_S = 1.0  # between two looks at the forkserver
+MAX_UNREPORTED = 5  # looks at a process that has ended, of which the forkserver has not told
 LONGEST_PATH = 60  # of a directory, so that a socket in a directory in it fits into 104 characters
 HELD = "/proc/self/fd/"
+ENDED = ("", "Z", "X")  # states of a process that runs no more
+NO_PROCESS, RAISE_LIMIT = "no process can be started", "raise pids.max or ulimit -u"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # Starting the forkserver borrows this process's signal handler and environment for a moment.
@@ -111,6 +114,11 @@ def warm(*modules: str) -> None:
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules, FROZEN])
+    _ensure_forkserver()
+
+
+def _ensure_forkserver() -> None:
+    """Start the forkserver if there is none, or if it has ended."""
     with _starting, _ignored(), _one_blas_thread(), _passing_directory(), _socket_with_a_file():
         multiprocessing.forkserver.ensure_running()
 
@@ -119,33 +127,47 @@ class Children:
     """The processes of one launcher: started one by one, waited for, stopped, until none is ``running``.
 
     No child is polled: each has a sentinel, a pipe that becomes readable when it ends. The forkserver writes
-    it, and is looked at every ``REVIVE_S``: one that was stopped would hide the end of all of them.
+    it, and is looked at every ``REVIVE_S``, however short the waits: one that was stopped would hide the end
+    of all of them. One that cannot be made to go on is killed, and all of them with it, as soon as the end of
+    one is hidden: the pipes are closed then.
     """
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.running: dict[int, tuple[Child, ForkServerProcess]] = {}  # sentinel -> child, process
+        self._looked = time.monotonic()
+        self._unreported: dict[int, int] = {}  # sentinel -> looks that have found the process ended
 
-    def start(self, child: Child, target: Callable[..., object], args: tuple[Any, ...] = ()) -> int:
+    def start(
+        self,
+        child: Child,
+        target: Callable[..., object],
+        args: tuple[Any, ...] = (),
+        *,
+        answer_s: float = ANSWER_S,
+    ) -> int:
         """Start ``target(*args)`` in a new process; its process id. ``child`` is closed when it has ended.
 
         Raises:
             OSError: there can be no more processes; those that run go on.
-            TimeoutError: the forkserver gives no answer.
+            TimeoutError: the forkserver gives no answer within ``answer_s``.
         """
+        if _forkserver_state() in ENDED:
+            _ensure_forkserver()
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
         process = self.context.Process(
             target=run_child, args=(child, target, args), name=f"rank {child.number}"
         )
         try:
-            _within(ANSWER_S, process.start)
+            _start_within(answer_s, process)
             pid = process.pid
             assert pid is not None
             if pid < 0:  # mesh.gc_freeze
                 _forget(process)
-                raise OSError(
-                    -pid, f"no process can be started: {os.strerror(-pid)}: raise pids.max or ulimit -u"
-                )
+                raise OSError(-pid, f"{NO_PROCESS}: {os.strerror(-pid)}: {RAISE_LIMIT}")
+        except BrokenPipeError as error:  # the fork had failed before the forkserver was told what to run
+            child.close()
+            raise OSError(f"{NO_PROCESS}: the forkserver has hung up: {RAISE_LIMIT}") from error
         except BaseException:
             child.close()
             raise
@@ -160,9 +182,10 @@ class Children:
         while True:
             left_s = REVIVE_S if until is None else max(0.0, min(REVIVE_S, until - time.monotonic()))
             ready = multiprocessing.connection.wait([*self.running, *others], left_s)
+            if time.monotonic() - self._looked >= REVIVE_S:
+                self._look_at_forkserver(ready)
             if ready or (until is not None and time.monotonic() >= until):
                 break
-            _revive()
         ended = [self._bury(sentinel) for sentinel in ready if isinstance(sentinel, int)]
         return ended, [other for other in others if other in ready]
 
@@ -189,6 +212,22 @@ class Children:
             exits += self.wait_all(None)
         return exits
 
+    def _look_at_forkserver(self, ready: Sequence[object]) -> None:
+        """Let it go on if it was stopped; kill it if it still does not tell that a process has ended.
+
+        Looks are counted, not seconds: the launcher may have been stopped, too.
+        """
+        self._looked = time.monotonic()
+        _revive()
+        hidden = [
+            sentinel
+            for sentinel, (_, process) in self.running.items()
+            if sentinel not in ready and _state(process.pid) in ENDED
+        ]
+        self._unreported = {sentinel: self._unreported.get(sentinel, 0) + 1 for sentinel in hidden}
+        if max(self._unreported.values(), default=0) >= MAX_UNREPORTED:
+            _kill_forkserver()
+
     def _bury(self, sentinel: int) -> Exit:
         child, process = self.running.pop(sentinel)
         process.join()
@@ -208,39 +247,82 @@ class Children:
                     os.kill(process.pid, number)  # too young for a session of its own
 
 
-def _within(seconds: float, function: Callable[[], object]) -> None:
-    """Call ``function``, which the forkserver may keep waiting, and see meanwhile to the forkserver."""
+def _start_within(seconds: float, process: ForkServerProcess) -> None:
+    """Start ``process``, for which the forkserver may keep us waiting, and see meanwhile to the forkserver.
+
+    One that is started later is killed at once.
+    """
     errors: list[BaseException] = []
+    started, given_up = threading.Event(), threading.Event()
 
     def run() -> None:
         try:
-            function()
+            process.start()
+            started.set()
+            if given_up.is_set():
+                _kill_late(process)
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="instep start of a rank", daemon=True)
     thread.start()
     until = time.monotonic() + seconds
-    while thread.is_alive():
-        thread.join(REVIVE_S)
+    while thread.is_alive() and time.monotonic() <= until:
+        thread.join(min(REVIVE_S, seconds))
         if thread.is_alive():
             _revive()
-        if time.monotonic() > until:
-            raise TimeoutError(f"the forkserver has started no process within {seconds:g} s")
+    if thread.is_alive():
+        given_up.set()
+        if started.is_set():  # either side sees that of the other
+            _kill_late(process)
+        raise TimeoutError(f"the forkserver has started no process within {seconds:g} s")
     if errors:
         raise errors[0]
 
 
+def _kill_late(process: ForkServerProcess) -> None:
+    if process.pid is not None and process.pid > 0:  # mesh.gc_freeze
+        process.kill()
+
+
 def _revive() -> None:
     """Let the forkserver go on if it was stopped; a stop of the command itself stops this, too."""
-    pid = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
-    with contextlib.suppress(OSError):  # it has ended, or there is no /proc
-        if pid and Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T":
-            print(
-                f"the forkserver (pid {pid}) was stopped: it goes on, as no rank starts or ends without it",
-                file=sys.stderr,
-            )
+    pid = _forkserver_pid()
+    if pid is not None and _state(pid) == "T":
+        print(
+            f"the forkserver (pid {pid}) was stopped: it goes on, as no rank starts or ends without it",
+            file=sys.stderr,
+        )
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def _kill_forkserver() -> None:
+    """End it, and all that it has started."""
+    pid = _forkserver_pid()
+    if pid is not None and _forkserver_state() not in ENDED:
+        print(
+            f"the forkserver (pid {pid}) does not tell that a process has ended: it is killed, with all ranks",
+            file=sys.stderr,
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _forkserver_pid() -> int | None:
+    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+
+
+def _forkserver_state() -> str:
+    return _state(_forkserver_pid())
+
+
+def _state(pid: int | None) -> str:
+    """The kernel's letter for process ``pid``, "" if there is none; "?" where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "" if Path("/proc/self/stat").exists() else "?"
 
 
 def _forget(process: ForkServerProcess) -> None:

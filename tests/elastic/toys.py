@@ -302,7 +302,7 @@ def waits_for_dead_spares(toy: Toy, phase: str) -> None:
     path = toy.script.directory / SAID
     spares_die(toy, phase)
     if (toy.step, toy.assignment.rank, phase) == (2, 1, "exchange"):
-        while not path.exists() or path.read_text().count("a spare") < 3:
+        while not path.exists() or path.read_text().count(" spare") < 3:
             select.select([], [], [], PAUSE_S)
 
 

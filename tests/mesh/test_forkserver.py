@@ -1,4 +1,4 @@
-"""What happens to the forkserver must not happen to the ranks: a fork that fails, a stop."""
+"""What happens to the forkserver must not happen to the ranks: a fork that fails, a stop, and silence."""
 
 from __future__ import annotations
 
@@ -7,55 +7,88 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
+# torch, which takes seconds to load, is nothing that these ranks need.
+BEGIN = """
 import multiprocessing.forkserver, os, signal, sys, time
+from instep.mesh import launch
 from instep.mesh.launch import Children, surroundings, warm
 from instep.mesh.rank_process import Child
+
+launch.PRELOAD, launch.REVIVE_S = ("instep.mesh.launch",), 0.05
 
 def rank():
     signal.pause()
 
-def short():
-    pass
+def start(number, **options):
+    return children.start(Child(number, 1, surroundings(1, {})), rank, **options)
 
+def stop():
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)
+    return server
+
+def wait_in_slices():
+    while not (ended := children.wait(0.01)[0]):
+        pass
+    return [(end.rank, end.code) for end in ended]
+"""
+SURVIVES = """
 if __name__ == "__main__":
     warm("tests.mesh.second_fork_fails")
     children = Children()
-    def start(number, target):
-        return children.start(Child(number, 1, surroundings(1, {})), target)
-    first = start(0, rank)
+    first = start(0)
     try:
-        start(1, rank)
+        start(1)
     except OSError as error:
-        print(type(error).__name__, error)
+        print(str(error).removeprefix("[Errno 11] ").split(":")[::2])
     print("alive", children.wait(0)[0], list(child.number for child, _ in children.running.values()))
-    server = multiprocessing.forkserver._forkserver._forkserver_pid
-    os.kill(server, signal.SIGSTOP)
-    start(2, rank)
+    stop()
+    start(2)
     print("started")
-    os.kill(server, signal.SIGSTOP)
+    stop()
     os.kill(first, signal.SIGKILL)
-    print("ended", [(end.rank, end.code) for end in children.wait(None)[0]])
-    os.kill(server, signal.SIGSTOP)
+    print("ended", wait_in_slices())
+    stop()
     print("stopped", [(end.rank, end.code) for end in children.stop(0)])
+"""
+SILENT = """
+if __name__ == "__main__":
+    launch._revive = lambda: None  # SIGCONT does not help
+    warm()
+    children = Children()
+    first = start(0)
+    start(1)
+    stop()
+    try:
+        start(2, answer_s=0.1)
+    except TimeoutError as error:
+        print(error)
+    os.kill(first, signal.SIGKILL)
+    print(sorted(wait_in_slices() + [(end.rank, end.code) for end in children.wait_all(None)]))
+    start(3)  # by another forkserver
+    print("number", next(iter(children.running.values()))[0].number, flush=True)
+    stop()
+    os.kill(os.getpid(), signal.SIGKILL)  # the forkserver and its rank hold stdout for as long as they live
 """
 
 
-def test_ranks_outlive_a_fork_that_fails_and_a_forkserver_that_is_stopped(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def said_by(script: str, path: Path) -> subprocess.CompletedProcess[str]:
+    path.write_text(BEGIN + script)
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, script, tmp_path],
+    return subprocess.run(
+        [sys.executable, path],
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
     )
+
+
+def test_ranks_outlive_a_fork_that_fails_and_a_forkserver_that_is_stopped(tmp_path: Path) -> None:
+    done = said_by(SURVIVES, tmp_path / "script.py")
     lines = [
-        "BlockingIOError [Errno 11] no process can be started: Resource temporarily unavailable: "
-        "raise pids.max or ulimit -u",
+        "['no process can be started', ' raise pids.max or ulimit -u']",
         "alive [] [0]",
         "started",
         "ended [(0, -9)]",
@@ -64,3 +97,10 @@ def test_ranks_outlive_a_fork_that_fails_and_a_forkserver_that_is_stopped(tmp_pa
     assert done.stdout.splitlines() == lines, done.stderr
     assert done.returncode == 0
     assert done.stderr.count("was stopped: it goes on") == 3
+
+
+def test_a_forkserver_that_tells_nothing_is_replaced_and_ends_with_its_launcher(tmp_path: Path) -> None:
+    done = said_by(SILENT, tmp_path / "script.py")
+    lines = ["the forkserver has started no process within 0.1 s", "[(0, 255), (1, 255)]", "number 3"]
+    assert done.stdout.splitlines() == lines, done.stderr
+    assert "does not tell that a process has ended: it is killed, with all ranks" in done.stderr
