@@ -239,12 +239,13 @@ def _sizes(draw: random.Random) -> tuple[int, ...]:
 
 
 def _placement(draw: random.Random, whole: Program) -> Placement:
-    # Threads promise nothing with random numbers, nor under autocast, which casts weights for each use.
+    # Threads promise nothing with random numbers, nor under autocast: one that leaves it drops the casts of
+    # all, and a weight that is cast anew has another node of the graph, whose gradient is rounded by itself.
     threads = not whole.draws and "autocast" not in whole.words
     form = _weighted(draw, {form: odds for form, odds in FORMS.items() if form != "threads" or threads})
     world = 1 if form == "threads" else draw.choice((1, 2, 2, 3, 3, 4, 5, 6))
     by = "thread"
-    if world > 1 and (whole.draws or draw.random() < 0.1):
+    if world > 1 and (not threads or draw.random() < 0.1):
         by, world = "process", min(world, 4)
     backend = draw.choice(("gloo", "shm"))
     return Placement(

@@ -302,7 +302,7 @@ def _kill_forkserver() -> None:
     pid = _forkserver_pid()
     if pid is not None and _forkserver_state() not in ENDED:
         print(
-            f"the forkserver (pid {pid}) does not tell that a process has ended: it is killed, with all ranks",
+            f"the forkserver (pid {pid}) does not tell that a process has ended: killed, with all ranks",
             file=sys.stderr,
         )
         with contextlib.suppress(ProcessLookupError):

@@ -238,12 +238,12 @@ class Reduction(ABC):
         self.gradients.came(i, final=self._declared)
         if self._last:
             self.place[i].ready_ns = time.monotonic_ns()
+        bucket = self.place[i]
+        if not bucket.is_open:
+            raise self._late(i)
         expected = self._expected[i] or self._first_guess(i)
         if expected is None or self._counts[i] < expected or not self._overlaps:
             return
-        bucket = self.place[i]
-        if not bucket.is_open:
-            raise self._late(i, expected)
         if self._counts[i] == expected:
             bucket.pending -= 1
             if bucket.pending == 0:
@@ -323,13 +323,14 @@ class Reduction(ABC):
                 self._unsteady.add(i)
                 self._expected[i] = None
 
-    def _late(self, i: int, expected: int) -> Desync:
+    def _late(self, i: int) -> Desync:
         self._unsteady.add(i)
         self._expected[i] = None
+        number = self._counts[i]
         return Desync(
-            f"rank {self.group.global_rank}: parameter {self.names[i]!r} received gradient number "
-            f"{self._counts[i]} of this backward after its bucket had left; so far there were {expected} per "
-            f"backward. If the model uses it a varying number of times, {self.late_fix}"
+            f"rank {self.group.global_rank}: parameter {self.names[i]!r} received gradient number {number} "
+            f"of this backward after its bucket had left; so far there were {number - 1} per backward. "
+            f"If the model uses it a varying number of times, {self.late_fix}"
         )
 
     def _report_unused(self) -> None:

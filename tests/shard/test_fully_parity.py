@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
+from instep.step.micro_batches import MicroBatch
 from tests.parity import filled, world_of_one
-from tests.replicate.nets import PLAIN, Segments, requires_input
+from tests.replicate.nets import PLAIN, WIDTH, Segments, data, requires_input
 from tests.shard.trained import (
     FUSED,
     Run,
@@ -105,6 +108,35 @@ def test_several_backwards_in_a_micro_batch_need_to_be_told_and_say_so(mesh: Mes
 def test_a_reentrant_checkpoint_used_several_times_is_whole_when_it_is_sent(mesh: Mesh, stage: int) -> None:
     again = Run(lambda: Segments(reentrant=True), requires_input, SGD, LOOP, num_leaves=5)
     assert_bits_of_one(mesh, again, stage=stage)
+
+
+class Recomputed(nn.Module):
+    """Two units, of which one is in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers[1](checkpoint(self.layers[0], x, use_reentrant=True).tanh())
+        return found
+
+
+def penalised(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+    loss = model(data(micro_batch, step).requires_grad_()).square().mean()
+    (loss + sum(p.square().sum() for p in model.parameters())).backward()  # autograd begins with the last
+
+
+@world(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_that_is_used_in_a_reentrant_checkpoint_and_outside_is_not_sent_half(
+    mesh: Mesh, stage: int
+) -> None:
+    """One gradient comes from outside, and ends the wait for its unit; that of the checkpoint comes later."""
+    both = Run(Recomputed, penalised, SGD, LOOP, num_leaves=2)
+    with pytest.raises(Desync, match=r"received gradient number 2 of this backward.*pass overlap=False"):
+        train_fully(both, mesh, stage=stage)
+    assert_bits_of_one(mesh, both, stage=stage, overlap=False)
 
 
 @world(3, backend="shm")
