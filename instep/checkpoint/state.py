@@ -29,7 +29,7 @@ from instep.checkpoint.manifest import Json, require_json
 from instep.checkpoint.tensors import Layout
 from instep.errors import CheckpointRejected
 from instep.mesh.process_group import Group, alone
-from instep.ordered.hash import Entry, bare, persistent_buffers
+from instep.ordered.hash import Entry, persistent_buffers
 from instep.ordered.homes import DividedOptimizer, Home, ParameterShard, Wrapped, home, homes, offered
 from instep.ordered.shards import MODEL, OPTIMIZER, Order, Shard, owned
 from instep.ordered.stored import Source
@@ -103,8 +103,6 @@ class TrainingState:
         is with every shard of it.
 
         Raises:
-            ValueError: a parameter is cut and not contiguous, so that a piece of its memory is none of its
-                elements in order.
             TypeError: the state dict has something that is no tensor.
         """
         return [*self.hashed(), *self._beside(), *self._options()]
@@ -292,11 +290,6 @@ class TrainingState:
         self, name: str, x: ParameterShard, value: Tensor, order: Order, slices: Sequence[int]
     ) -> Shard:
         """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
-        if not x.is_in_order:
-            raise ValueError(
-                f"{bare(name)!r} is cut, and not contiguous: make the parameter with .contiguous() before "
-                "sharding"
-            )
         shape = tuple(x.parameter.shape)
         return Shard(name, shape, value.dtype, x.first, x.last, value, self._holders(slices), order)
 

@@ -19,52 +19,56 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.mesh.process_group import Group
+from instep.ordered.shards import elements
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
-    """What one rank holds of a parameter: elements ``first`` to ``last`` in the order of memory.
+    """What one rank holds of a parameter: elements ``first`` to ``last`` (exclusive) in logical order.
 
-    ``tensor`` is what the local optimizer steps: a view of the memory that counts between steps, in the
-    parameter's shape and strides where it is all of it, else flat. ``strides`` are those of all of the
-    parameter, where its memory cannot tell at all times.
+    ``tensor`` is what the local optimizer steps, and a plain one's parameter itself: in the parameter's shape
+    where it is all of it, else flat.
     """
 
     parameter: Tensor
     first: int
     last: int
     tensor: Tensor
-    strides: tuple[int, ...] | None = None
 
     @property
     def is_whole(self) -> bool:
         return self.last - self.first == self.parameter.numel()
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether these elements follow on each other in logical order too."""
-        strides = self.strides or self.parameter.stride()
-        return (
-            self.is_whole or torch.empty_strided(self.parameter.shape, strides, device="meta").is_contiguous()
-        )
-
     def part_of(self, x: Tensor) -> Tensor:
-        """The same elements of ``x``, which has the parameter's shape: a view where it is laid out alike."""
-        x = with_strides(x, self.strides or self.parameter.stride())
-        return x if self.is_whole else in_memory_order(x)[self.first : self.last]
+        """The same elements of ``x``, which has the parameter's shape, laid out as ``tensor``: a view where
+        they are.
+
+        Fused optimizers read weight, gradient and moments in the order of memory, and compare no strides.
+        """
+        x = x.detach().resolve_conj().resolve_neg()
+        return with_strides(x, self.tensor.stride()) if self.is_whole else elements(x, self.first, self.last)
 
 
 def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """``x`` with these strides; itself, if it has them."""
-    x = x.detach().resolve_conj().resolve_neg()
     if x.stride() == strides:
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def in_memory_order(x: Tensor) -> Tensor:
-    """The memory of a dense ``x`` as one row, (numel,)."""
-    return x.as_strided((x.numel(),), (1,))
+def dense_strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of ``x`` without gaps between its elements, in the same order of memory."""
+    return torch.empty_like(x, device="meta").stride()
+
+
+def in_order(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether with ``strides`` the elements stand in memory in logical order, without gaps."""
+    return torch.empty_strided(shape, strides, device="meta").is_contiguous()
+
+
+def strides_in_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """``strides`` if they are ``in_order``, else those of a contiguous tensor."""
+    return strides if in_order(shape, strides) else torch.empty(shape, device="meta").stride()
 
 
 class Home(Protocol):

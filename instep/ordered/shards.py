@@ -115,12 +115,40 @@ def elements(x: Tensor, start: int, stop: int) -> Tensor:
     """Elements ``start`` to ``stop`` of ``x`` in logical order, flat: a view if it is contiguous."""
     if x.is_contiguous():
         return x.view(-1)[start:stop]
+    return torch.cat([x.new_empty(0), *(part.reshape(-1) for part in _parts(x, start, stop))])
+
+
+def put_elements(x: Tensor, start: int, values: Tensor) -> None:
+    """The elements of ``x`` from ``start`` on, in logical order, become ``values``, which are flat."""
+    parts = list(_parts(x, start, start + values.numel()))
+    for part, own in zip(parts, values.split([part.numel() for part in parts]), strict=True):
+        part.copy_(own.view(part.shape))
+
+
+def _parts(x: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Views of ``x`` that are its elements ``start`` to ``stop``, in logical order: a few per dimension.
+
+    | . . . . |
+    | . . a a |      a, c: parts of a row, which is cut in the same way
+    | b b b b |      b: whole rows, in one view
+    | c . . . |
+    """
     if start == stop:
-        return x.new_empty(0)
+        return
+    if x.is_contiguous():
+        yield x.view(-1)[start:stop]
+        return
     row = x.numel() // len(x)
-    first, last = start // row, (stop - 1) // row
-    start, stop = start - first * row, stop - first * row
-    return elements(x[first], start, stop) if first == last else x[first : last + 1].reshape(-1)[start:stop]
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # none, and both ends in one
+        yield from _parts(x[last], start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _parts(x[first - 1], start - (first - 1) * row, row)
+    if first < last:
+        yield x[first:last]
+    if last * row < stop:
+        yield from _parts(x[last], 0, stop - last * row)
 
 
 class Row(NamedTuple):

@@ -10,6 +10,16 @@ One copy: ranks that can reach into each other's memory need not have the weight
 rank's flat memory, each updates its slice of it in place, and nothing has to travel:
 
     one memory    | old 0 | old 1 |    all have come, each updates its slice    | new 0 | new 1 |    all go on
+
+Order. A piece of a parameter is a range of its elements in logical order, as in hashes, norms and files. So a
+parameter that is cut, and whose memory has another order (channels_last, transposed), cannot live in flat
+memory and keep its strides, which the bits of forward depend on. It lives beside it, and its place there is
+for the exchange: its owners take their pieces from it before an update, and after it all copy the new values
+into it. What is not cut keeps its order in flat memory too.
+
+A fused optimizer rounds what is left of a tensor after the last whole vector in another way, and in another
+order these are other elements. So where there is such a rest, a parameter in another order is not cut
+(``uncuttable``).
 """
 
 from __future__ import annotations
@@ -23,9 +33,11 @@ from torch import Tensor
 from instep.comm import direct
 from instep.comm.messages import Messages
 from instep.memory import align_bytes
+from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered import homes
 from instep.ordered.homes import ParameterShard
+from instep.ordered.shards import put_elements
 from instep.shard.layout import FlatLayout, LayoutRule
 
 
@@ -88,6 +100,12 @@ class FlatParameters:
         """Those of ``parameter`` where all of it lies in memory."""
         return parameter.stride()
 
+    def strides_in_flat(self, number: int) -> tuple[int, ...]:
+        """Those of a parameter, by its number, in the flat space: in logical order, where it is cut."""
+        parameter = self.parameters[number]
+        own = self.strides_of(parameter)
+        return homes.strides_in_order(parameter.shape, own) if self.layout.is_cut(number) else own
+
     def gradient_of(self, held: ParameterShard) -> Tensor | None:
         """What ``held.tensor`` is to be stepped with, in its dtype and shape; None for a step without it."""
         gradient = held.parameter.grad
@@ -97,9 +115,15 @@ class FlatParameters:
         """A parameter whose memory other code has replaced, if there is one."""
         return None
 
+    def collect(self) -> None:
+        """An update follows: ``held`` are to have the values that the parameters have."""
+
     def share(self, operation: str) -> bool:
         """The own pieces are new; whether the others' are here only after a barrier. Collective."""
         return False
+
+    def distribute(self) -> None:
+        """All pieces are here, after ``share``: the parameters are to have their values."""
 
     def let_go(self) -> None:
         """The optimizer that made this space is closed."""
@@ -108,9 +132,10 @@ class FlatParameters:
 class WholeParameters(FlatParameters):
     """``parameters`` of one dtype and device, whole on every rank, in flat memory laid out by ``rule``.
 
-    At construction, collective: the parameters move into it, with the values that they have on the group's
-    first rank; with ``one_copy`` into memory of that rank. ``share`` after each update of ``held``. ``moved``
-    tells whose memory is another by now. ``let_go`` gives every rank a copy of its own again.
+    At construction, collective: the parameters move into it, or beside it (see above), with the values that
+    they have on the group's first rank; with ``one_copy`` into memory of that rank. ``collect`` before each
+    update of ``held``, ``share`` and ``distribute`` after it. ``moved`` tells whose memory is another by now.
+    ``let_go`` gives every rank a copy of its own again.
     """
 
     def __init__(
@@ -129,15 +154,17 @@ class WholeParameters(FlatParameters):
         self._itemsize = first.dtype.itemsize
         align = align_bytes(first.device)
         granule = max(align // first.dtype.itemsize, 16)
-        self.layout = rule([p.numel() for p in parameters], group.size, granule)
+        whole = uncuttable([p.shape for p in parameters], list(map(homes.dense_strides, parameters)), granule)
+        self.layout = rule([p.numel() for p in parameters], group.size, granule, whole)
         self.one_copy = one_copy and group.size > 1
-        self.flat = self._allocate(align, first)  # (W * slice_length,)
-        for parameter, offset in zip(parameters, self.layout.offsets, strict=True):
-            self._move(parameter, offset)
+        self.flat = self._allocate(self.layout.num_elements, align, first)  # (W * slice_length,)
+        self._beside: dict[int, Tensor] = {}  # by number of the parameter, its place in flat memory
+        self._move(granule, align)
         if self.one_copy:
             group.barrier("the first values of the parameters")
         else:
             group.broadcast(self.flat.view(torch.uint8), "the first values of the parameters")
+            self.distribute()
         self.others = None if self.one_copy else self._expose()
         self._places = [(p.data_ptr(), p.shape, p.stride()) for p in parameters]
         self.held = [self._hold(*piece) for piece in self._own_pieces()]
@@ -148,7 +175,10 @@ class WholeParameters(FlatParameters):
 
     @property
     def num_others_bytes(self) -> int:
-        return self.flat.nbytes - self.own_bytes if self.one_copy else 0
+        if not self.one_copy:
+            return 0
+        beside = sum(x.nbytes for x in self._beside.values()) if self.group.rank else 0
+        return self.flat.nbytes - self.own_bytes + beside
 
     @property
     def bytes_to_share(self) -> int:
@@ -160,13 +190,28 @@ class WholeParameters(FlatParameters):
                 return parameter
         return None
 
+    def collect(self) -> None:
+        for held in self._held_beside:
+            held.tensor.copy_(held.part_of(held.parameter))
+
+    def distribute(self) -> None:
+        if not self.one_copy:
+            for number, values in self._beside.items():
+                self.parameters[number].data.copy_(
+                    values
+                )  # as elsewhere, not a change of what was not stepped
+
     def share(self, operation: str) -> bool:
         """This rank's slice is new: give it to all, and take theirs.
 
         Written to other ranks' memory it is theirs only after a barrier, and must not be before one: until
         then they may still compute with the old values.
         """
-        if self.one_copy or self.group.size == 1:
+        if self.one_copy:
+            for held in self._held_beside:
+                put_elements(held.parameter.data, held.first, held.tensor.detach().view(-1))
+            return bool(self._beside)
+        if self.group.size == 1:
             return False
         length = self.layout.slice_length
         parts = self.flat.view(torch.uint8).split(self.own_bytes)
@@ -190,9 +235,15 @@ class WholeParameters(FlatParameters):
             if parameter.data_ptr() == address:  # a plain optimizer of every rank would step the one copy
                 parameter.data = parameter.detach().clone()
 
-    def _allocate(self, align: int, first: Tensor) -> Tensor:
-        """Memory for all of the layout, zeroed: the padding travels too."""
-        group, nbytes = self.group, self.layout.num_elements * self._itemsize
+    @property
+    def _held_beside(self) -> list[ParameterShard]:
+        """The own pieces of parameters that do not live in flat memory."""
+        beside = {id(self.parameters[number]) for number in self._beside}
+        return [held for held in self.held if id(held.parameter) in beside]
+
+    def _allocate(self, num_elements: int, align: int, first: Tensor) -> Tensor:
+        """Memory, the same for all ranks with ``one_copy``; zeroed, for the padding travels too."""
+        group, nbytes = self.group, num_elements * self._itemsize
         if self.one_copy:
             mine = group.allocate(nbytes if group.rank == 0 else align, align, first.device)
             shown = group.expose([mine.elements(first.dtype)], "the mapping of the one copy")
@@ -202,13 +253,30 @@ class WholeParameters(FlatParameters):
         flat = segment.elements(first.dtype)
         return flat if segment.fd is not None else flat.zero_()
 
-    def _move(self, parameter: Tensor, offset: int) -> None:
-        """``parameter`` moves to ``offset``, with its values and, if it is dense, its strides."""
-        strides = torch.empty_like(parameter, device="meta").stride()
-        view = self.flat[offset : offset + parameter.numel()].as_strided(parameter.shape, strides)
-        if not self.one_copy or self.group.rank == 0:
-            view.copy_(parameter.detach())
-        parameter.data = view
+    def _move(self, granule: int, align: int) -> None:
+        """The parameters move, with their values and order in memory, without gaps."""
+        beside: list[tuple[int, tuple[int, ...]]] = []
+        for number, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
+            strides = in_flat = homes.dense_strides(parameter)
+            if self.layout.is_cut(number):
+                in_flat = homes.strides_in_order(parameter.shape, strides)
+            view = self.flat[offset : offset + parameter.numel()].as_strided(parameter.shape, in_flat)
+            if not self.one_copy or self.group.rank == 0:
+                view.copy_(parameter.detach())
+            if in_flat == strides:
+                parameter.data = view
+            else:
+                self._beside[number] = view
+                beside.append((number, strides))
+        if not beside:
+            return
+        lengths = [round_up(self.parameters[number].numel(), granule) for number, _ in beside]
+        memory = self._allocate(sum(lengths), align, self.parameters[0])
+        for (number, strides), part in zip(beside, memory.split(lengths), strict=True):
+            there = part.as_strided(self.parameters[number].shape, strides)
+            if not self.one_copy or self.group.rank == 0:
+                there.copy_(self.parameters[number].detach())
+            self.parameters[number].data = there
 
     def _expose(self) -> list[Tensor] | None:
         """The same memory of the other ranks, the next one first; None where it cannot be reached."""
@@ -226,6 +294,18 @@ class WholeParameters(FlatParameters):
         if last - first == parameter.numel():
             return ParameterShard(parameter, first, last, parameter.detach())
         return ParameterShard(parameter, first, last, self.flat[offset : offset + last - first])
+
+
+def uncuttable(
+    shapes: Sequence[torch.Size], strides: Sequence[tuple[int, ...]], granule: int
+) -> frozenset[int]:
+    """The numbers of parameters that must not be cut: in another order than the logical one, and no multiple
+    of ``granule`` elements, which is one of a vector."""
+    return frozenset(
+        i
+        for i, (shape, own) in enumerate(zip(shapes, strides, strict=True))
+        if shape.numel() % granule and not homes.in_order(shape, own)
+    )
 
 
 class Stage2Parameters(WholeParameters):
@@ -306,6 +386,12 @@ class ShardedParameters:
         space = self._space_of.get(id(parameter))
         return parameter.stride() if space is None else space.strides_of(parameter)
 
+    def collect(self) -> None:
+        """The own pieces have the values that the parameters have."""
+        with torch.no_grad():
+            for space in self.spaces:
+                space.collect()
+
     def set_gradients(self) -> None:
         """Every piece gets the gradient that its space has for it."""
         for held in self.held.values():
@@ -326,6 +412,8 @@ class ShardedParameters:
         written = [space.share(operation) for space in self.spaces]
         if any(written):
             self._group.barrier(operation)
+        for space in self.spaces:
+            space.distribute()
 
     def let_go(self) -> None:
         """End the spaces that were made for this optimizer; homes outlive it."""

@@ -260,7 +260,7 @@ class Gathers:
             f"the masters of unit {unit.name!r}", partial(self._fetch, unit, parts, self._stream.computed())
         )
         work.wait()
-        return unit.views_in(flat)
+        return unit.values_in(flat)
 
     def recover(self) -> None:
         """Go on after a gather that failed, unless a rank was lost."""
@@ -269,6 +269,7 @@ class Gathers:
 
     def _fetch(self, unit: Unit, parts: Sequence[Tensor] | None, computed: object) -> None:
         """Fill ``parts``, by default the memory of the unit, of which no view outlives this."""
+        to_show = parts is None
         parts = unit.parts() if parts is None else parts
         size = sum(part.numel() * part.itemsize for part in parts)
         recorder = self._recorder
@@ -278,6 +279,8 @@ class Gathers:
             torch.no_grad(),
         ):
             self._source.fetch(unit.number, parts, f"the gather of unit {unit.name!r}")
+            if to_show:
+                unit.arrange()
 
 
 def is_inside_transform() -> bool:

@@ -30,7 +30,8 @@ from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered import homes
-from instep.ordered.homes import DividedOptimizer, in_memory_order
+from instep.ordered.homes import DividedOptimizer
+from instep.ordered.shards import elements
 from instep.shard import checks
 from instep.shard.checks import (
     class_name,
@@ -272,7 +273,7 @@ class ShardedOptimizer(Optimizer):
         """This rank's pieces with their ranges, without communication: views, as in a plain state dict.
 
         ``{"sharded": {"rank", "world_size"}, "pieces": [{"parameter", "first", "last", "state"}, ...],
-        "param_groups": [...]}``; ranges count elements in the order of memory.
+        "param_groups": [...]}``; ranges count elements in logical order.
         """
         self._status.require_sound()
         return format_sharded(self._shards.held, self._inner, self.param_groups, self.group)
@@ -307,9 +308,9 @@ class ShardedOptimizer(Optimizer):
             after(self)
 
     def pieces(self) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-        """What this rank holds of the weights: parameter, first, last, and a flat view of these elements.
+        """What this rank holds of the weights: parameter, first, last, and these elements, flat, to be read.
 
-        ``first`` and ``last`` (exclusive) count the parameter's elements in the order of memory. All ranks'
+        ``first`` and ``last`` (exclusive) count the parameter's elements in logical order. All ranks'
         pieces together are every trainable parameter, once: an average of the weights that each rank keeps
         for its own pieces costs a W-th of a whole one.
 
@@ -318,8 +319,14 @@ class ShardedOptimizer(Optimizer):
                     mean.lerp_(new, 0.01)
         """
         self._status.require_sound()
+        self._shards.collect()
         for held in self._shards.held.values():
-            yield held.parameter, held.first, held.last, in_memory_order(held.tensor.detach())
+            yield (
+                held.parameter,
+                held.first,
+                held.last,
+                elements(held.tensor.detach(), 0, held.tensor.numel()),
+            )
 
     def close(self) -> None:
         """Give the group back; the parameters are free for another optimizer. Also happens when collected."""
@@ -429,6 +436,7 @@ def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Sequence[d
     for group, own in zip(groups, local.param_groups, strict=True):
         own.update(group_options(group))
     try:
+        shards.collect()
         shards.set_gradients()
         with torch.no_grad():
             local.step()

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep.memory import as_bytes
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.mesh.rank_process import as_told
-from instep.ordered.homes import ParameterShard, in_memory_order, with_strides
+from instep.ordered.homes import ParameterShard
+from instep.ordered.shards import put_elements
 from instep.shard.checks import group_options, options_text
 from instep.shard.flat_parameters import ShardedParameters
 
@@ -96,7 +98,7 @@ def gather_state(
         if rank == group.rank:
             for part, x in zip(parts, tensors, strict=True):
                 if x is not None:
-                    part[: x.numel() * x.itemsize].copy_(in_memory_order(x).view(torch.uint8))
+                    part[: x.nbytes].copy_(as_bytes(x))
         if message.numel():
             group.broadcast(message, f"the optimizer state of rank {group.ranks[rank]}", root=rank)
         for entry, part in zip(row["entries"], parts, strict=True):
@@ -108,17 +110,16 @@ def gather_state(
 def _describe(
     held: Mapping[int, ParameterShard], local: Optimizer
 ) -> tuple[list[dict[str, Any]], list[Tensor | None], TypeError | None]:
-    """What this rank has, as JSON, and its tensors, dense."""
+    """What this rank has, as JSON, and its tensors."""
     headers: list[dict[str, Any]] = []
     tensors: list[Tensor | None] = []
     for number, piece in held.items():
         for key, value in local.state.get(piece.tensor, {}).items():
             entry = {"parameter": number, "first": piece.first, "last": piece.last, "key": key, "nbytes": 0}
             if isinstance(value, Tensor):
-                moment = value.shape == piece.tensor.shape
-                value = with_strides(value, piece.tensor.stride()) if moment else value.detach().contiguous()
+                value = value.detach()
                 entry |= {
-                    "moment": moment,
+                    "moment": value.shape == piece.tensor.shape,
                     "nbytes": value.numel() * value.itemsize,
                     "shape": list(value.shape),
                     "dtype": str(value.dtype).removeprefix("torch."),
@@ -157,7 +158,7 @@ def _place(
         return
     if key not in state:
         state[key] = torch.empty_strided(parameter.shape, strides, dtype=values.dtype, device=device)
-    in_memory_order(state[key])[entry["first"] : entry["last"]].copy_(values)
+    put_elements(state[key], entry["first"], values)
 
 
 def part_of(value: Any, name: str, held: ParameterShard, *, cut: bool) -> Any:

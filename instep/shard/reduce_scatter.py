@@ -114,7 +114,7 @@ class SlicedBucket(Bundle):
         self._offsets = {
             id(p): offset for p, offset in zip(self.space.parameters, layout.offsets, strict=True)
         }
-        self._strides = [self.space.strides_of(p) for p in self.space.parameters]
+        self._strides = [self.space.strides_in_flat(i) for i in range(len(self.slots))]
 
     @staticmethod
     def of(
@@ -159,9 +159,7 @@ class SlicedBucket(Bundle):
         flat = self.reduced[self.range_of(held)]
         if self._factor == 2:
             flat = torch.view_as_complex(flat.view(-1, 2))
-        if not held.is_whole:
-            return flat
-        return flat.as_strided(held.parameter.shape, self.space.strides_of(held.parameter))
+        return flat.as_strided(held.tensor.shape, held.tensor.stride()) if held.is_whole else flat
 
     def keep(self, number: int) -> Tensor:
         """Memory for partial sum ``number``."""

@@ -19,7 +19,6 @@ may count what is saved, and what it keeps of a unit holds the memory.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -140,8 +139,7 @@ class SavedWeights:
                 "are not gathered, and show NaN: call the module that they belong to, or make all that uses "
                 "them one unit, with fully_shard(..., units=[...])"
             )
-        begin = x.storage_offset() * x.itemsize // unit.flat.itemsize
-        i = max(bisect_right(unit.layout.offsets, begin) - 1, 0)
+        i = unit.shown_at(x.storage_offset() * x.itemsize // unit.flat.itemsize)
         return Weight(
             weakref.ref(self),
             unit.number,

@@ -9,6 +9,10 @@ The gathered memory is a buffer that the unit takes and gives back (``buffer_poo
 views of it when it shall go, an output, a cache, the graph of a second derivative, then it stays theirs, for
 as long as they live, and no unit takes it again: memory that was freed is never read.
 
+What is cut lies in the slices in logical order (``flat_parameters``). A parameter whose own memory has
+another one (channels_last, transposed) shows its values in a part of the buffer behind the slices then, to
+which they are copied when they have come.
+
 Parameters stay the same objects; ``p.data`` says which of the two they show. That does not count as a change
 of ``p`` (``Tensor._version``): what was saved may be used when its values are back.
 """
@@ -23,10 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from instep.memory import align_bytes
+from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
+from instep.ordered import homes
 from instep.ordered.homes import ParameterShard
 from instep.shard.buffer_pool import BufferPool
-from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
+from instep.shard.flat_parameters import FlatParameters, Stage2Parameters, uncuttable
 from instep.shard.layout import cut
 from instep.shard.partition import UnitMembers
 from instep.shard.sliced import UnitReader, sliced_class, without_dispatch
@@ -83,8 +89,8 @@ class Unit(FlatParameters):
         self.changed: str | None = None  # the name of a parameter that was written to while it was shown
         self._storages = {} if storages is None else storages
         self._buffers = BufferPool() if buffers is None else buffers
-        self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         self._shapes = [p.shape for p in self.parameters]
+        self._strides = [homes.dense_strides(p) for p in self.parameters]
         with torch.inference_mode(False), torch.no_grad():
             self._allocate(target, compute)
             self.held = self._hold()
@@ -140,8 +146,10 @@ class Unit(FlatParameters):
         """Take memory for all weights."""
         buffer = self._buffers.take(self._nbytes, self.slice.device)
         with torch.inference_mode(False), torch.no_grad():
-            self.flat = buffer.view(self._compute)
+            self.flat = buffer[: self.layout.num_elements * self._compute.itemsize].view(self._compute)
             self._views = self.views_in(self.flat)
+            for i, offset in self._behind.items():
+                self._views[i] = self._view_behind(buffer, i, offset)
         self.storage = self.flat.untyped_storage()
         self._storages[self.storage._cdata] = self
         self._num_own = _num_users(self.storage)
@@ -150,6 +158,15 @@ class Unit(FlatParameters):
     def parts(self) -> list[Tensor]:
         """The slice of every rank, in the gathered memory."""
         return list(self.flat.split(self.layout.slice_length))
+
+    def arrange(self) -> None:
+        """All slices have come: give those parameters their values that are not shown where they came."""
+        for i in self._behind:
+            self._views[i].copy_(self._in(self.flat, i))
+
+    def shown_at(self, offset: int) -> int:
+        """The number of the parameter whose values are shown at ``offset``, in elements of the memory."""
+        return max((begin, i) for begin, i in self._shown if begin <= offset)[1]
 
     def show(self) -> None:
         """The gathered weights are what the parameters are."""
@@ -181,6 +198,8 @@ class Unit(FlatParameters):
     def keep_written(self) -> None:
         """What was written to the gathered weights is what this rank's masters are."""
         self.slice.copy_(self.parts()[self.group.rank])
+        for i in self._behind:
+            self.keep(i, self._views[i])
         self._versions = self._count_writes()
         self.generation += 1
 
@@ -229,10 +248,11 @@ class Unit(FlatParameters):
 
     def views_in(self, flat: Tensor) -> list[Tensor]:
         """The parameters in ``flat``, which is laid out as the unit is."""
-        found = []
-        for shape, strides, offset in zip(self._shapes, self._strides, self.layout.offsets, strict=True):
-            found.append(flat[offset : offset + shape.numel()].as_strided(shape, strides))
-        return found
+        return [self._in(flat, i) for i in range(len(self.parameters))]
+
+    def values_in(self, flat: Tensor) -> list[Tensor]:
+        """The parameters in ``flat`` in their own order of memory: copies, where that is another one."""
+        return list(map(homes.with_strides, self.views_in(flat), self._strides))
 
     def keep(self, i: int, values: Tensor) -> None:
         """Parameter i has ``values``, whole: keep what is this rank's."""
@@ -240,6 +260,15 @@ class Unit(FlatParameters):
         for held in self.held:
             if held.parameter is self.parameters[i]:
                 held.tensor.copy_(held.part_of(values))
+
+    def _in(self, flat: Tensor, i: int) -> Tensor:
+        offset, shape = self.layout.offsets[i], self._shapes[i]
+        return flat[offset : offset + shape.numel()].as_strided(shape, self._in_slices[i])
+
+    def _view_behind(self, buffer: Tensor, i: int, offset: int) -> Tensor:
+        size, shape = self._compute.itemsize, self._shapes[i]
+        part = buffer[offset * size : (offset + shape.numel()) * size].view(self._compute)
+        return part.as_strided(shape, self._strides[i])
 
     def _point(self, values: list[Tensor]) -> None:
         """The parameters show ``values``."""
@@ -259,10 +288,18 @@ class Unit(FlatParameters):
     def _allocate(self, device: torch.device, compute: torch.dtype) -> None:
         align = align_bytes(device)
         granule = max(align // min(self.dtype.itemsize, compute.itemsize), 16)
-        self.layout = cut([shape.numel() for shape in self._shapes], self.group.size, granule)
+        whole = uncuttable(self._shapes, self._strides, granule)
+        self.layout = cut([shape.numel() for shape in self._shapes], self.group.size, granule, whole)
+        self._in_slices = [self.strides_in_flat(i) for i in range(len(self.parameters))]
         segment = self.group.allocate(self.layout.slice_length * self.dtype.itemsize, align, device)
         self.slice = segment.elements(self.dtype).zero_()  # (slice_length,); the padding travels too
-        self._nbytes, self._compute = self.layout.num_elements * compute.itemsize, compute
+        self._behind: dict[int, int] = {}  # by number of the parameter, where it is shown behind the slices
+        end = self.layout.num_elements
+        for i, shape in enumerate(self._shapes):
+            if self._in_slices[i] != self._strides[i]:
+                self._behind[i], end = end, round_up(end + shape.numel(), granule)
+        self._shown = [(self._behind.get(i, offset), i) for i, offset in enumerate(self.layout.offsets)]
+        self._nbytes, self._compute = end * compute.itemsize, compute
         self._without_buffer()
         self._nan = torch.full((), torch.nan, dtype=compute, device=device)
         self._storages[self._nan.untyped_storage()._cdata] = self
@@ -277,11 +314,11 @@ class Unit(FlatParameters):
         begin = self.group.rank * self.layout.slice_length
         held = []
         for x in self.layout.pieces(self.group.rank):
-            shape, strides = self._shapes[x.parameter], self._strides[x.parameter]
+            shape = self._shapes[x.parameter]
             tensor = self.slice[x.offset - begin : x.offset - begin + x.last - x.first]
             if x.last - x.first == shape.numel():
-                tensor = tensor.as_strided(shape, strides)
-            held.append(ParameterShard(self.parameters[x.parameter], x.first, x.last, tensor, strides))
+                tensor = tensor.as_strided(shape, self._in_slices[x.parameter])
+            held.append(ParameterShard(self.parameters[x.parameter], x.first, x.last, tensor))
         return held
 
     def _adopt(self) -> None:

@@ -48,7 +48,7 @@ class Away(FlatParameters):
             values = p.detach().flatten()[piece.first : piece.last].clone()
             if piece.last - piece.first == p.numel():
                 values = values.view(p.shape)
-            self.held.append(ParameterShard(p, piece.first, piece.last, values, p.stride()))
+            self.held.append(ParameterShard(p, piece.first, piece.last, values))
         for p in given:
             p.data = torch.full((), float("nan")).expand(p.shape)
         homes.settle(self)
