@@ -103,4 +103,4 @@ def test_a_forkserver_that_tells_nothing_is_replaced_and_ends_with_its_launcher(
     done = said_by(SILENT, tmp_path / "script.py")
     lines = ["the forkserver has started no process within 0.1 s", "[(0, 255), (1, 255)]", "number 3"]
     assert done.stdout.splitlines() == lines, done.stderr
-    assert "does not tell that a process has ended: it is killed, with all ranks" in done.stderr
+    assert "does not tell that a process has ended: killed, with all ranks" in done.stderr
