@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,9 +84,10 @@ class ShardedOptimizer(Optimizer):
 
     After it: all ranks have the same weights, for the elementwise classes of torch.optim the bits that
     ``optimizer_cls`` itself gives. In float32 and float64 all implementations give them however a tensor is
-    cut (torch 2.13, AVX-512). In bfloat16 fused Adam, AdamW and Adagrad do; with several threads per rank
-    the loops of SGD, RMSprop and ASGD round some elements in another way, and fused SGD with momentum
-    differs from run to run even without sharding.
+    cut (torch 2.13, AVX-512), and in bfloat16 and float16 those with one thread. With several threads per
+    rank, loops (all but ``fused=True``) would round some elements of these in another way, depending on where
+    a tensor is cut: so they make the update on one thread, for any number of ranks, and give the bits that
+    ``optimizer_cls`` has on one thread. Fused SGD with momentum differs there from run to run by itself.
 
     Memory per rank of Adam in float32: 8 + 8 / W bytes per parameter instead of 16.
 
@@ -431,6 +433,25 @@ def _release(group: Group, parameters: list[Tensor]) -> None:
     group.close()
 
 
+@contextmanager
+def _rounded_alike(local: Optimizer) -> Iterator[None]:
+    """Inside, no bits depend on how ``local``'s tensors are cut among several threads: there is one.
+
+    At the end of each thread's part, torch's kernels round some numbers of two bytes in another way than in
+    vectors, and where these ends are depends on how long a tensor is. Fused ones round all alike.
+    """
+    threads = torch.get_num_threads()
+    loops = (group for group in local.param_groups if not group.get("fused"))
+    if threads == 1 or not any(x.itemsize == 2 and x.is_cpu for group in loops for x in group["params"]):
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     """``local`` steps the pieces of ``shards``, with the options that ``groups`` have now."""
     for group, own in zip(groups, local.param_groups, strict=True):
@@ -438,7 +459,7 @@ def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Sequence[d
     try:
         shards.collect()
         shards.set_gradients()
-        with torch.no_grad():
+        with torch.no_grad(), _rounded_alike(local):
             local.step()
     finally:
         shards.drop_gradients()

@@ -88,6 +88,39 @@ def test_elementwise_optimizers_are_cut_and_keep_their_bits(mesh: Mesh, dtype: t
             assert_as_plain(mesh, kind, options, dtype=dtype)
 
 
+HALF: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (SGD, {"lr": 0.1, "foreach": True}),
+    (RMSprop, {"momentum": 0.9, "centered": True}),
+    (ASGD, {}),
+    (Adam, {"weight_decay": 0.01}),
+    (AdamW, {"fused": True}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@world(2)
+def test_in_half_precision_threads_do_not_cut_where_ranks_do(mesh: Mesh, dtype: torch.dtype) -> None:
+    """Two threads cut tensors of more than 32768 elements, whole ones in other places than slices of them."""
+    before = torch.get_num_threads()
+    try:
+        for kind, options in HALF:
+            after = []
+            for ranks, threads in ((mesh, 2), (world_of_one(), 2), (None, 1)):
+                torch.set_num_threads(threads)
+                given = parameters(((102437,), (37, 4099)), dtype)
+                optimizer = kind(given, **options)
+                if ranks is not None:
+                    optimizer = ShardedOptimizer(given, kind, ranks, **options)
+                steps(optimizer, given, 3)
+                assert torch.get_num_threads() == threads
+                after.append([p.detach() for p in given])
+            for other in after[1:]:
+                assert_same(after[0], other, kind.__name__)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_elementwise_optimizers_of_one_rank_keep_their_bits() -> None:
     for kind, options in CUT:
         assert_as_plain(world_of_one(), kind, options)
