@@ -181,6 +181,10 @@ class Questions:
         self._asked.finished.wait(self.patience_s)
         return answers[0] if answers else None
 
+    def close(self) -> None:
+        """Let the thread end, when it has its answer; the next question starts another one."""
+        self._lane.close(wait=False)
+
 
 class StatusStore:
     """The last status of every global rank, in ``store`` under ``name``. Without a store it stays empty.
@@ -192,11 +196,11 @@ class StatusStore:
     """
 
     def __init__(self, store: Store | None = None, name: str = "", rank: int = 0) -> None:
-        self._store = store
-        self._name = name
-        self.questions = Questions(rank)
-        if store is not None:
-            self._name += f"/{store.add(f'instep/status/{name}/made by {rank}', 1)}"
+        self.questions = Questions(rank, PATIENCE_S)
+        made = store and self.questions.ask(lambda: store.add(f"instep/status/{name}/made by {rank}", 1))
+        self.questions.close()
+        self._store = store if made else None
+        self._name = f"{name}/{made}"
 
     def post(self, row: StatusRow) -> None:
         """Let all ranks read where ``row.rank`` stands."""

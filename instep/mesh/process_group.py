@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.errors import PeerLost
 from instep.memory import Segment, allocate
 from instep.mesh import device
-from instep.mesh.debug_server import StatusStore
+from instep.mesh.debug_server import Questions, StatusStore
 from instep.mesh.hang_report import FlightRecorder, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.work import Lane, Work
@@ -83,10 +83,32 @@ def from_store(
         members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
         key = f"instep/groups/{name}/{members}"
         # The store outlives groups and meshes: never the same keys twice.
-        own = dist.PrefixStore(f"{key}/{store.add(f'{key}/rank {rank}', 1)}", store)
+        own = dist.PrefixStore(f"{key}/{_count(store, f'{key}/rank {rank}', rank, timeout_s)}", store)
         return device.make_group(own, ranks.index(rank), ranks, backend_timeout(timeout_s), backends)
 
     return make
+
+
+def _count(store: Store, key: str, rank: int, timeout_s: float) -> int:
+    """Add one to ``key``. A ``TCPStore`` whose host is gone would keep the caller until TCP gives up."""
+
+    def add() -> int | Exception:
+        try:
+            return store.add(key, 1)
+        except Exception as error:
+            return error
+
+    questions = Questions(rank, backend_timeout(timeout_s).total_seconds())
+    number = questions.ask(add)
+    questions.close()
+    if number is None:
+        raise dist.DistStoreError(
+            f"rank {rank}: no answer from the store within {questions.patience_s:g} s ({key}): rank 0 or its "
+            "host has ended, or the network to it is cut"
+        )
+    if isinstance(number, Exception):
+        raise number
+    return number
 
 
 def registered_groups(

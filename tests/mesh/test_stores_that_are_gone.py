@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh import peers
+from instep.mesh import debug_server, peers, process_group
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, StatusRow
 from instep.mesh.peers import Peer, Peers, own_peer
@@ -109,3 +109,21 @@ def test_a_store_that_comes_back_is_used_again(store):
     assert row.operation == OPERATION
     board.post(StatusRow(0, AFTER, OPERATION, 1))
     assert getattr(board.read(0), "status", "") == AFTER
+
+
+def test_a_group_is_made_by_the_deadline_or_the_error_names_the_rank_and_the_store(store):
+    store.cut.set()
+    began = time.monotonic()
+    with pytest.raises(
+        dist.DistStoreError, match=r"rank 1: no answer from the store within 2\.011 s \(instep/groups/dp"
+    ):
+        process_group.from_store(store, 1, 0.01, config="cpu:gloo")("dp", [0, 1])
+    assert time.monotonic() - began < 10
+
+
+def test_a_status_store_that_is_gone_when_it_is_made_stays_empty(store, monkeypatch):
+    monkeypatch.setattr(debug_server, "PATIENCE_S", 0.01)
+    store.cut.set()
+    board = StatusStore(store, "dp/0")
+    board.post(StatusRow(0, IN, OPERATION, 1))
+    assert board.read(0) is None
