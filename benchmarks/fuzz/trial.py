@@ -28,6 +28,7 @@ import instep
 from benchmarks.fuzz.layers import build, inputs, leaves
 from benchmarks.fuzz.programs import REPLICATED, Placement, Program, placements, program
 from instep.mesh.mesh import Mesh
+from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
 from instep.shard.shard_groups import shard_group_of
 from instep.step.micro_batches import MicroBatch
@@ -174,6 +175,7 @@ def leaf(program: Program, model: Any, micro_batch: MicroBatch, step: int) -> No
 def by_hand(program: Program) -> State:
     """The state after all steps without the library."""
     module = build(program)
+    align([*module.parameters(), *module.buffers()])  # as at wrapping: kernels round by where a weight lies
     optimizer = plain(program, module)
     scheduler = ExponentialLR(optimizer, 0.7) if program.scheduled else None
     keys = LeafKeys(module, 0, [torch.default_generator])
