@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("steps", name) for name in ("communication table", "compute table", "environment")),
         *(("timeline", name) for name in ("parts table", "account table", "cost table", "environment")),
         ("fuzz", "fuzz"),
+        *(("soak", name) for name in ("soak", "kills")),
         *(("advice", name) for name in ("gains table", "lines table", "environment")),
         *(("shard", f"{name} table") for name in ("update", "weights", "memory", "fits")),
         *(("link", name) for name in ("link table", "hosts table", "environment")),
