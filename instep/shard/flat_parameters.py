@@ -197,9 +197,8 @@ class WholeParameters(FlatParameters):
     def distribute(self) -> None:
         if not self.one_copy:
             for number, values in self._beside.items():
-                self.parameters[number].data.copy_(
-                    values
-                )  # as elsewhere, not a change of what was not stepped
+                # ``data``, because what was not stepped has not changed for autograd.
+                self.parameters[number].data.copy_(values)
 
     def share(self, operation: str) -> bool:
         """This rank's slice is new: give it to all, and take theirs.
