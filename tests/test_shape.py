@@ -151,6 +151,7 @@ ONE_USER = {
     "instep/replicate/thread_pool.py",
     "instep/run/status.py",
     "instep/shard/gather.py",
+    "instep/shard/one_copy.py",
     "instep/shard/optimizer_state.py",
     "instep/shard/optimizer_status.py",
     "instep/shard/reduce_scatter.py",

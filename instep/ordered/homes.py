@@ -93,7 +93,7 @@ class Home(Protocol):
 
     @property
     def num_others_bytes(self) -> int:
-        """Of memory that this rank has mapped, what other ranks count."""
+        """Of memory that this rank has mapped, what other ranks count, or what it has mapped twice."""
 
     @property
     def gathered(self) -> list[Tensor]:

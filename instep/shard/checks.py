@@ -42,6 +42,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from instep.mesh.process_group import Group
 from instep.ordered import homes
 from instep.ordered.alignment import sharing
+from instep.ordered.replicas import compare_replicas
+from instep.ordered.shards import MODEL, Shard
 from instep.shard.layout import LayoutRule, cut, keep_whole
 
 # These classes themselves: a subclass may do anything.
@@ -56,6 +58,11 @@ REFUSED: dict[type[Optimizer], str] = {
 
 SHARED = (
     "share memory, and sharding would separate them: make them one Parameter, or give each values of its own"
+)
+WRITTEN = "they were written to since the last step, and not alike on all ranks"
+WRITE_ALIKE = (
+    "With one_copy=True, as with replicas, every rank has to write the same to the weights between the same "
+    "two steps: undo it, or load a checkpoint on all ranks"
 )
 
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its optimizer
@@ -184,6 +191,17 @@ def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> 
                     f"{_called(i, k, p)} has a sparse gradient: make the embedding with sparse=False, or "
                     "give its parameters to a torch.optim.SparseAdam beside this optimizer"
                 )
+
+
+def require_same_weights(groups: Sequence[Mapping[str, Any]], step: int, group: Group) -> None:
+    """Raise ``ReplicasDiffer``, on all ranks, unless the trainable weights have the same bits. Collective."""
+    every = tuple(range(group.size))
+    shards = []
+    for i, options in enumerate(groups):
+        names = options.get("param_names") or [f"{k} of group {i}" for k in range(len(options["params"]))]
+        trainable = [(name, p) for name, p in zip(names, options["params"], strict=True) if p.requires_grad]
+        shards += [Shard.whole(f"{MODEL}{name}", p, every) for name, p in trainable]
+    compare_replicas(shards, step, group, (WRITTEN, WRITE_ALIKE))
 
 
 def moved_error(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> ValueError:

@@ -6,8 +6,8 @@
 Where ranks can reach into each other's memory (backend "shm"), each writes its slice into the memory of all
 others. Else each sends it to them: S bytes of parameters, W ranks, S (W-1)/W bytes per rank in one step.
 
-One copy: ranks that can reach into each other's memory need not have the weights W times. All use the first
-rank's flat memory, each updates its slice of it in place, and nothing has to travel:
+One copy: ranks that can reach into each other's memory need not have the weights W times. All use the same
+flat memory, each updates its slice of it in place, and nothing has to travel (``one_copy``):
 
     one memory    | old 0 | old 1 |    all have come, each updates its slice    | new 0 | new 1 |    all go on
 
@@ -24,8 +24,9 @@ order these are other elements. So where there is such a rest, a parameter in an
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from instep.ordered import homes
 from instep.ordered.homes import ParameterShard
 from instep.ordered.shards import put_elements
 from instep.shard.layout import FlatLayout, LayoutRule
+from instep.shard.one_copy import OneCopy
 
 
 class FlatParameters:
@@ -48,7 +50,7 @@ class FlatParameters:
     ``share`` after. Pieces of frozen parameters may be among them, and are not stepped.
 
     ``resident``      every rank has all values between steps; else others read this rank's pieces
-    ``one_copy``      all ranks have the same memory: what one writes there all read
+    ``one_copy``      all ranks have the same memory, and read what optimizers write there
 
     ``parameters``    in the order of ``layout``, ``names`` beside them for errors ("" where none is known)
     ``group``         the ranks of the slices
@@ -80,7 +82,7 @@ class FlatParameters:
 
     @property
     def num_others_bytes(self) -> int:
-        """Of memory that this rank has mapped, what other ranks count."""
+        """Of memory that this rank has mapped, what other ranks count, or what it has mapped twice."""
         return 0
 
     @property
@@ -95,6 +97,17 @@ class FlatParameters:
     def loaded(self) -> None:
         """``held`` have new values, as on all ranks."""
         self.share("weights that were loaded")
+
+    def values_of(self, held: ParameterShard) -> Tensor:
+        """What this rank's program reads of ``held`` between steps."""
+        return held.tensor
+
+    def edits(self) -> int:
+        """A number for what this rank's program has written to memory that ``publish`` brings to others."""
+        return 0
+
+    def publish(self) -> None:
+        """All ranks have come to the step: they get what this one has written to its slice."""
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         """Those of ``parameter`` where all of it lies in memory."""
@@ -129,13 +142,27 @@ class FlatParameters:
         """The optimizer that made this space is closed."""
 
 
+class Beside(NamedTuple):
+    """A parameter that lies beside flat memory, as optimizers of all ranks see it: its values, and its place
+    in flat memory, in logical order."""
+
+    values: Tensor
+    place: Tensor
+
+
 class WholeParameters(FlatParameters):
     """``parameters`` of one dtype and device, whole on every rank, in flat memory laid out by ``rule``.
 
     At construction, collective: the parameters move into it, or beside it (see above), with the values that
-    they have on the group's first rank; with ``one_copy`` into memory of that rank. ``collect`` before each
+    they have on the group's first rank; with ``one_copy`` into memory that all have. ``collect`` before each
     update of ``held``, ``share`` and ``distribute`` after it. ``moved`` tells whose memory is another by now.
     ``let_go`` gives every rank a copy of its own again.
+
+    ``flat`` is what parameters lie in, ``stepped`` what optimizers step: with one copy the same memory, but
+    that what this rank writes to ``flat`` is its own until the step. What lies beside is behind the slices,
+    and with one copy of it too:
+
+        | slice 0 | slice 1 | beside |
     """
 
     def __init__(
@@ -157,9 +184,13 @@ class WholeParameters(FlatParameters):
         whole = uncuttable([p.shape for p in parameters], list(map(homes.dense_strides, parameters)), granule)
         self.layout = rule([p.numel() for p in parameters], group.size, granule, whole)
         self.one_copy = one_copy and group.size > 1
-        self.flat = self._allocate(self.layout.num_elements, align, first)  # (W * slice_length,)
-        self._beside: dict[int, Tensor] = {}  # by number of the parameter, its place in flat memory
-        self._move(granule, align)
+        self._copy: OneCopy | None = None
+        behind, num_elements = self._places_behind(granule)
+        memory, stepped = self._allocate(num_elements, align, first)
+        self.flat, self.stepped = (x[: self.layout.num_elements] for x in (memory, stepped))
+        self._beside: dict[int, Beside] = {}  # by number of the parameter
+        for number in range(len(parameters)):
+            self._move(number, behind.get(number), memory, stepped)
         if self.one_copy:
             group.barrier("the first values of the parameters")
         else:
@@ -177,12 +208,25 @@ class WholeParameters(FlatParameters):
     def num_others_bytes(self) -> int:
         if not self.one_copy:
             return 0
-        beside = sum(x.nbytes for x in self._beside.values()) if self.group.rank else 0
-        return self.flat.nbytes - self.own_bytes + beside
+        times = 2 if self.held else 1  # ``held`` lie in ``stepped``
+        mapped = self.flat.untyped_storage().nbytes()
+        beside = mapped - self.flat.nbytes if self.group.rank == 0 else 0  # which the first rank counts
+        return times * mapped - self.own_bytes - beside
 
     @property
     def bytes_to_share(self) -> int:
         return 0 if self.one_copy else self.own_bytes * (self.group.size - 1)
+
+    def values_of(self, held: ParameterShard) -> Tensor:
+        return held.part_of(held.parameter)
+
+    def edits(self) -> int:
+        return 0 if self._copy is None else self._copy.digest()
+
+    def publish(self) -> None:
+        if self._copy is not None:
+            begin = self.group.rank * self.own_bytes
+            self._copy.publish(begin, begin + self.own_bytes)
 
     def moved(self) -> Tensor | None:
         for parameter, place in zip(self.parameters, self._places, strict=True):
@@ -191,14 +235,14 @@ class WholeParameters(FlatParameters):
         return None
 
     def collect(self) -> None:
-        for held in self._held_beside:
+        for held, _ in self._held_beside:
             held.tensor.copy_(held.part_of(held.parameter))
 
     def distribute(self) -> None:
         if not self.one_copy:
-            for number, values in self._beside.items():
-                # ``data``, because what was not stepped has not changed for autograd.
-                self.parameters[number].data.copy_(values)
+            for beside in self._beside.values():
+                # Not the parameter, because what was not stepped has not changed for autograd.
+                beside.values.copy_(beside.place)
 
     def share(self, operation: str) -> bool:
         """This rank's slice is new: give it to all, and take theirs.
@@ -206,9 +250,10 @@ class WholeParameters(FlatParameters):
         Written to other ranks' memory it is theirs only after a barrier, and must not be before one: until
         then they may still compute with the old values.
         """
-        if self.one_copy:
-            for held in self._held_beside:
-                put_elements(held.parameter.data, held.first, held.tensor.detach().view(-1))
+        if self._copy is not None:
+            self._copy.drop()
+            for held, beside in self._held_beside:
+                put_elements(beside.values, held.first, held.tensor.detach())
             return bool(self._beside)
         if self.group.size == 1:
             return False
@@ -235,47 +280,48 @@ class WholeParameters(FlatParameters):
                 parameter.data = parameter.detach().clone()
 
     @property
-    def _held_beside(self) -> list[ParameterShard]:
+    def _held_beside(self) -> list[tuple[ParameterShard, Beside]]:
         """The own pieces of parameters that do not live in flat memory."""
-        beside = {id(self.parameters[number]) for number in self._beside}
-        return [held for held in self.held if id(held.parameter) in beside]
+        beside = {id(self.parameters[number]): there for number, there in self._beside.items()}
+        return [(held, beside[id(held.parameter)]) for held in self.held if id(held.parameter) in beside]
 
-    def _allocate(self, num_elements: int, align: int, first: Tensor) -> Tensor:
-        """Memory, the same for all ranks with ``one_copy``; zeroed, for the padding travels too."""
-        group, nbytes = self.group, num_elements * self._itemsize
+    def _places_behind(self, granule: int) -> tuple[dict[int, int], int]:
+        """Where, by number of the parameter, those begin that lie behind the slices, and where they end."""
+        places, end = {}, self.layout.num_elements
+        for number, p in enumerate(self.parameters):
+            if self.layout.is_cut(number) and not homes.in_order(p.shape, homes.dense_strides(p)):
+                places[number] = end
+                end += round_up(p.numel(), granule)
+        return places, end
+
+    def _allocate(self, num_elements: int, align: int, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory, zeroed, for the padding travels too: what parameters lie in, and what optimizers step."""
+        nbytes = num_elements * self._itemsize
         if self.one_copy:
-            mine = group.allocate(nbytes if group.rank == 0 else align, align, first.device)
-            shown = group.expose([mine.elements(first.dtype)], "the mapping of the one copy")
-            assert shown is not None, "checked before: checks.require_one_copy"
-            return shown[0][0]
-        segment = group.allocate(nbytes, align, first.device)
+            self._copy = OneCopy(nbytes, self.group)
+            with torch.inference_mode(False):
+                memories = self._copy.private, self._copy.shared
+                private, shared = (x[:nbytes].view(first.dtype) for x in memories)
+                return private, shared
+        segment = self.group.allocate(nbytes, align, first.device)
         flat = segment.elements(first.dtype)
-        return flat if segment.fd is not None else flat.zero_()
+        flat = flat if segment.fd is not None else flat.zero_()
+        return flat, flat
 
-    def _move(self, granule: int, align: int) -> None:
-        """The parameters move, with their values and order in memory, without gaps."""
-        beside: list[tuple[int, tuple[int, ...]]] = []
-        for number, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
-            strides = in_flat = homes.dense_strides(parameter)
-            if self.layout.is_cut(number):
-                in_flat = homes.strides_in_order(parameter.shape, strides)
-            view = self.flat[offset : offset + parameter.numel()].as_strided(parameter.shape, in_flat)
-            if not self.one_copy or self.group.rank == 0:
+    def _move(self, number: int, behind: int | None, memory: Tensor, stepped: Tensor) -> None:
+        """A parameter moves, with its values and order in memory, without gaps: into its place in flat
+        memory, or to element ``behind``."""
+        parameter, offset = self.parameters[number], self.layout.offsets[number]
+        shape, strides = parameter.shape, homes.dense_strides(parameter)
+        begin = offset if behind is None else behind
+        views = [_view(stepped, begin, shape, strides)]
+        if behind is not None:
+            views.append(_view(stepped, offset, shape, homes.strides_in_order(shape, strides)))
+            self._beside[number] = Beside(*views)
+        if not self.one_copy or self.group.rank == 0:
+            for view in views:
                 view.copy_(parameter.detach())
-            if in_flat == strides:
-                parameter.data = view
-            else:
-                self._beside[number] = view
-                beside.append((number, strides))
-        if not beside:
-            return
-        lengths = [round_up(self.parameters[number].numel(), granule) for number, _ in beside]
-        memory = self._allocate(sum(lengths), align, self.parameters[0])
-        for (number, strides), part in zip(beside, memory.split(lengths), strict=True):
-            there = part.as_strided(self.parameters[number].shape, strides)
-            if not self.one_copy or self.group.rank == 0:
-                there.copy_(self.parameters[number].detach())
-            self.parameters[number].data = there
+        parameter.data = _view(memory, begin, shape, strides)
 
     def _expose(self) -> list[Tensor] | None:
         """The same memory of the other ranks, the next one first; None where it cannot be reached."""
@@ -290,9 +336,16 @@ class WholeParameters(FlatParameters):
         return [(self.parameters[x.parameter], x.first, x.last, x.offset) for x in pieces]
 
     def _hold(self, parameter: Tensor, first: int, last: int, offset: int) -> ParameterShard:
-        if last - first == parameter.numel():
+        if last - first < parameter.numel():
+            return ParameterShard(parameter, first, last, self.stepped[offset : offset + last - first])
+        if self._copy is None:
             return ParameterShard(parameter, first, last, parameter.detach())
-        return ParameterShard(parameter, first, last, self.flat[offset : offset + last - first])
+        whole = _view(self.stepped, offset, parameter.shape, parameter.stride())
+        return ParameterShard(parameter, first, last, whole)
+
+
+def _view(flat: Tensor, offset: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    return flat[offset : offset + shape.numel()].as_strided(shape, strides)
 
 
 def uncuttable(
@@ -375,6 +428,20 @@ class ShardedParameters:
     def others_read(self) -> bool:
         """Whether other ranks compute with, or gather, what this rank updates: not before all have come."""
         return self._group.size > 1 and any(space.one_copy or not space.resident for space in self.spaces)
+
+    def edits(self) -> int:
+        """A number for what this rank's program has written to memory that ranks have once; 0 for nothing."""
+        found = [space.edits() for space in self.spaces]
+        return zlib.crc32(repr(found).encode()) if any(found) else 0
+
+    def publish(self) -> None:
+        """All ranks have come to the step: what each has written to its slices is theirs."""
+        for space in self.spaces:
+            space.publish()
+
+    def values_of(self, held: ParameterShard) -> Tensor:
+        """What this rank's program reads of ``held`` between steps."""
+        return self._space_of[id(held.parameter)].values_of(held)
 
     def moved(self) -> Tensor | None:
         """A parameter whose memory is not here any more, if there is one."""

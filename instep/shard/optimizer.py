@@ -77,7 +77,7 @@ class ShardedOptimizer(Optimizer):
 
     In ``step``: the gradients, which have to be reduced already (``DataParallel`` does) and are full on all
     ranks, are used in place. Each rank's ``optimizer_cls`` steps the pieces of parameters in its slice, with
-    the groups' options of this moment. One message of 24 bytes per rank tells whether that went well
+    the groups' options of this moment. One message of 32 bytes per rank tells whether that went well
     everywhere; then the new weights travel: S (W-1)/W bytes per rank in one step, or, where ranks share
     memory (backend "shm"), as many written to the other ranks' memory and a barrier. World size 1 does
     none of this.
@@ -104,11 +104,12 @@ class ShardedOptimizer(Optimizer):
     ``one_copy=True``, with backend "shm" on CPU: the weights are the same memory on all ranks, and the host
     has them once, whatever W is: with Adam 4 + 8 bytes per parameter in all, the padding of flat memory (at
     most 16 KB for a large parameter), and 4 W for gradients. Each rank updates its slice in place and nothing
-    travels; a second message of 24 bytes, before the update, makes sure that no rank computes with the old
+    travels; a second message of 32 bytes, before the update, makes sure that no rank computes with the old
     weights any more, and that all make the same step: what is found there leaves weights and moments as they
-    were. Buffers stay each rank's own; ``DataParallel`` may wrap the module before or after. A weight that is
-    changed outside of ``step`` changes for all ranks: load values that are the same everywhere, and let
-    no rank train on while another one loads. ``close`` gives each rank weights of its own again.
+    were. Buffers stay each rank's own; ``DataParallel`` may wrap the module before or after. What a program
+    writes to the weights outside of ``step`` is this rank's own, in pages that are copied for it, until the
+    next step: as with replicas, all ranks have to write the same, and it counts once. ``close`` gives each
+    rank weights of its own again.
 
     Parameters of a module that ``fully_shard`` has divided stay where they are: the optimizer steps the
     slices that are there already, with the gradients that are there, and has to get all of its parameters.
@@ -194,6 +195,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: a parameter was unfrozen, or its memory replaced, since construction.
             Desync: another rank raised, or has other options or gradients. Where weights or moments were
                 changed already, every further step raises until a state is loaded.
+            ReplicasDiffer: weights that ranks have once were written to otherwise on one of them; on all.
             PeerLost: a rank did not come.
         """
         self._status.require_sound()
@@ -208,7 +210,7 @@ class ShardedOptimizer(Optimizer):
             raised = error
         if self._shards.others_read:
             with self.recorder.span(PARAMETER_UPDATE, lane="host"):
-                self._status.vote(vote(outcome, self.param_groups), raised)
+                self._meet(outcome, raised)
         if outcome == READY:
             outcome, raised = self._attempt_update()
         if self.group.size > 1:
@@ -321,14 +323,9 @@ class ShardedOptimizer(Optimizer):
                     mean.lerp_(new, 0.01)
         """
         self._status.require_sound()
-        self._shards.collect()
         for held in self._shards.held.values():
-            yield (
-                held.parameter,
-                held.first,
-                held.last,
-                elements(held.tensor.detach(), 0, held.tensor.numel()),
-            )
+            values = self._shards.values_of(held).detach()
+            yield held.parameter, held.first, held.last, elements(values, 0, values.numel())
 
     def close(self) -> None:
         """Give the group back; the parameters are free for another optimizer. Also happens when collected."""
@@ -408,6 +405,14 @@ class ShardedOptimizer(Optimizer):
         checks.require_usable(self.param_groups, set(map(id, self._shards.owned)))
         if (parameter := self._shards.moved()) is not None:
             raise checks.moved_error(self.param_groups, parameter)
+
+    def _meet(self, outcome: int, raised: BaseException | None) -> None:
+        """All ranks have come to the same step, and hold the same weights, or all raise."""
+        votes = self._status.vote(vote(outcome, self.param_groups, self._shards.edits()), raised)
+        if len({x.edits for x in votes}) > 1:
+            with self._status.together():
+                checks.require_same_weights(self.param_groups, self._status.steps, self.group)
+        self._shards.publish()
 
     def _attempt_update(self) -> tuple[int, BaseException | None]:
         """How it went, and what it raised."""

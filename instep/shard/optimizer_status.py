@@ -62,8 +62,8 @@ class OptimizerStatus:
             self.give_up(lost)
             raise
 
-    def vote(self, mine: Vote, raised: BaseException | None) -> None:
-        """Return on all ranks, if all make the same step and none has ``raised``; else raise on all.
+    def vote(self, mine: Vote, raised: BaseException | None) -> list[Vote]:
+        """What each rank has said, if all make the same step and none has ``raised``; else raise on all.
 
         A barrier too: when it returns, all ranks have come. Collective.
         """
@@ -79,6 +79,7 @@ class OptimizerStatus:
             after = BROKEN if changed(votes) else "nothing was changed"
             error = Desync(f"step {self.steps} of the sharded optimizer: {found}; {after}")
             raise raised or (as_told(error) if failed(votes) else error)
+        return votes
 
     def give_up(self, lost: PeerLost) -> None:
         """Close: what the group still owes would be paired with what follows."""
@@ -90,12 +91,14 @@ class OptimizerStatus:
 class Vote:
     """What a rank tells the others of its step; numbers of 64 bits.
 
-    ``presence`` and ``options`` stand for the parameters that had a gradient and the options of the groups.
+    ``presence`` and ``options`` stand for the parameters that had a gradient and the options of the groups,
+    ``edits`` for what its program has written to weights that ranks have once.
     """
 
     outcome: int
     presence: int
     options: int
+    edits: int = 0
 
 
 def short(data: bytes) -> int:
@@ -103,15 +106,15 @@ def short(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def vote(outcome: int, groups: Sequence[Mapping[str, Any]]) -> Vote:
+def vote(outcome: int, groups: Sequence[Mapping[str, Any]], edits: int = 0) -> Vote:
     """That of this rank, with these parameter groups."""
     presence = bytes(p.grad is not None for group in groups for p in group["params"])
-    return Vote(outcome, short(presence), short("; ".join(map(options_text, groups)).encode()))
+    return Vote(outcome, short(presence), short("; ".join(map(options_text, groups)).encode()), edits)
 
 
 def collect(mine: Vote, group: Group, operation: str) -> list[Vote]:
-    """The votes of all ranks, once all are there. Collective: W steps of 24 bytes at most."""
-    row = torch.tensor([mine.outcome, mine.presence, mine.options], dtype=torch.int64, device="cpu")
+    """The votes of all ranks, once all are there. Collective: W steps of 32 bytes at most."""
+    row = torch.tensor([*vars(mine).values()], dtype=torch.int64, device="cpu")
     out = torch.empty(group.size * row.numel(), dtype=torch.int64, device="cpu")
     group.all_gather(out, row, operation)
     return [Vote(*values) for values in out.view(group.size, -1).tolist()]

@@ -136,13 +136,6 @@ class DividedOptimizerState(Replicated):
 
     is_sharded = True
 
-    def begin(self) -> None:
-        """As in ``Replicated``; of one copy only its owner writes it."""
-        group = self._sharded.group
-        if group.rank == 0 or not self.config.parallel.one_copy:
-            super().begin()
-        group.barrier("the first values of the parameters")
-
     def update(self) -> None:
         """As in ``Replicated``; who has updated its part waits for the others' parts."""
         self.heartbeat.enter("exchange")

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 
 import instep
 from instep.checkpoint.state import TrainingState
+from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.ordered.hash import SharedHash
 from tests.parity import filled, numbers, world_of_one
@@ -46,16 +47,21 @@ class Mixed(nn.Module):
         return self.out(torch.tanh(self.mix(x)))
 
 
-def make(mesh: Mesh, stage: int, module: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+def make(
+    mesh: Mesh, stage: int, module: nn.Module | None = None, *, one_copy: bool = False
+) -> tuple[Any, Any]:
     """A model and its optimizer: in stage 0 replicated, else in slices."""
     module = filled(Mixed()) if module is None else module
     if stage < 2:
         model: Any = instep.DataParallel(module, process_group=mesh)
     else:
-        model = instep.fully_shard(module, mesh, stage=stage)
+        model = instep.fully_shard(module, mesh, stage=stage, one_copy=one_copy)
     if stage == 0:
         return model, AdamW(model.parameters(), **OPTIONS)
-    return model, instep.ShardedOptimizer(model.parameters(), AdamW, mesh, **OPTIONS, **options)
+    made = instep.ShardedOptimizer(
+        model.parameters(), AdamW, mesh, one_copy=one_copy and stage == 1, **OPTIONS
+    )
+    return model, made
 
 
 def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
@@ -169,32 +175,58 @@ def test_ranks_that_share_one_copy_take_the_same_steps(
     mesh: Mesh, expected: Uninterrupted, stage: int
 ) -> None:
     norms, states, _ = expected
-    if stage == 1:
-        model, optimizer = make(mesh, stage, one_copy=True)
-    else:
-        model = instep.fully_shard(filled(Mixed()), mesh, stage=2, one_copy=True)
-        optimizer = instep.ShardedOptimizer(model.parameters(), AdamW, mesh, **OPTIONS)
+    model, optimizer = make(mesh, stage, one_copy=True)
     assert train(model, optimizer, 0, 2) == norms[:2]
     assert_same(state_of(model, optimizer), states[1], "one copy")
     mesh.world.group.barrier("the end of the test")
     close(optimizer, model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@world(2)
-def test_what_is_written_to_weights_between_steps_is_stepped(mesh: Mesh, stage: int) -> None:
-    def states(mesh: Mesh, stage: int) -> dict[str, Any]:
-        model, optimizer = make(mesh, stage)
-        train(model, optimizer, 0, 1)
+def halved_between_steps(mesh: Mesh, stage: int, *, one_copy: bool = False) -> dict[str, Any]:
+    """The state of a training whose program writes to the weights after the first and the second step."""
+    model, optimizer = make(mesh, stage, one_copy=one_copy)
+    for step in range(2):
+        train(model, optimizer, step, step + 1)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.5)
-        train(model, optimizer, 1, 2)
-        found = state_of(model, optimizer)
-        close(optimizer, model)
-        return found
+    found = state_of(model, optimizer)
+    mesh.world.group.barrier("the end of the test")
+    close(optimizer, model)
+    return found
 
-    assert_same(states(mesh, stage), states(world_of_one(), 0), "weights that were halved")
+
+@pytest.mark.parametrize("stage", STAGES)
+@world(2)
+def test_what_is_written_to_weights_between_steps_is_stepped(mesh: Mesh, stage: int) -> None:
+    found = halved_between_steps(mesh, stage)
+    assert_same(found, halved_between_steps(world_of_one(), 0), "weights that were halved")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@world(3, backend="shm")
+def test_what_is_written_to_one_copy_of_weights_counts_once(mesh: Mesh, stage: int) -> None:
+    found = halved_between_steps(mesh, stage, one_copy=True)
+    assert_same(found, halved_between_steps(world_of_one(), 0), "weights that were halved")
+
+
+@world(2, backend="shm")
+def test_what_one_rank_writes_to_one_copy_no_other_reads(mesh: Mesh) -> None:
+    model, optimizer = make(mesh, 1, one_copy=True)
+    train(model, optimizer, 0, 1)
+    before = copied(state_of(model, optimizer)["model"])
+    if mesh.rank == 0:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+    mesh.world.group.barrier("the writing of rank 0")
+    if mesh.rank == 1:
+        assert_same(copied(dict(model.module.state_dict())), before, "weights of rank 1")
+    for p, first, last, values in optimizer.pieces():
+        assert torch.equal(values, p.detach().flatten()[first:last])
+    with pytest.raises(ReplicasDiffer, match=r"features\.0\.weight"):
+        train(model, optimizer, 1, 2)
+    close(optimizer, model)
 
 
 @world(2)

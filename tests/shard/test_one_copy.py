@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW
 
 import instep
-from instep.errors import Desync, PeerLost
+from instep.errors import Desync, PeerLost, ReplicasDiffer
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
@@ -25,13 +27,14 @@ from instep.mesh.rank_process import RankFailed
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shard.flat_parameters import WholeParameters
+from instep.shard.fully import fully_shard
 from instep.shard.layout import cut
 from instep.shard.optimizer import ShardedOptimizer
-from tests.parity import filled, world_of_one
+from tests.parity import filled, numbers, world_of_one
 from tests.shard.given import parameters, set_gradients, steps
 from tests.shard.test_bad_use import LOOP, expected, undeclared
 from tests.shard.test_parity import DROPOUT, ODD, RUNS
-from tests.shard.trained import Wide, assert_bits_of_plain, assert_same
+from tests.shard.trained import WIDTH, Wide, assert_bits_of_plain, assert_same
 from tests.world import world
 
 MB = 1 << 20
@@ -93,16 +96,155 @@ def test_data_parallel_of_any_strategy_may_wrap_before_or_after(
     model.close()
 
 
+def mul(given: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for p in given:
+            p.mul_(0.9)
+
+
+def clamp_the_data(given: list[nn.Parameter]) -> None:
+    """As in a Wasserstein GAN; autograd counts no version."""
+    for p in given:
+        p.data.mul_(1.5).clamp_(-1.0, 1.0)
+
+
+def write_an_array(given: list[nn.Parameter]) -> None:
+    for p in given:
+        p.detach().numpy()[...] *= 2
+
+
+def swap_in_an_average(given: list[nn.Parameter]) -> None:
+    """To evaluate with it; then the weights come back."""
+    with torch.no_grad():
+        kept = [p.clone() for p in given]
+        for p in given:
+            p.mul_(0.5)
+        for p, x in zip(given, kept, strict=True):
+            p.copy_(x)
+
+
+def one_row(given: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        given[0][3].neg_()
+
+
+EDITS = [mul, clamp_the_data, write_an_array, swap_in_an_average, one_row]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@world(3, backend="shm")
+def test_what_all_ranks_write_to_the_weights_counts_once(
+    mesh: Mesh, edit: Callable[[list[nn.Parameter]], None]
+) -> None:
+    """Before the first step, between two, between backward and step, and after the last one."""
+    ours, wanted = parameters(), parameters()
+    optimizer, plain = one_copy(ours, mesh), AdamW(wanted)
+    for given, stepping in ((ours, optimizer), (wanted, plain)):
+        edit(given)
+        for step in range(2):
+            steps(stepping, given, 1, first=step)
+            edit(given)
+            set_gradients(given, step + 2)
+            edit(given)
+            stepping.step()
+        edit(given)
+        stepping.zero_grad()
+    assert_same([p.detach() for p in ours], [p.detach() for p in wanted], "weights")
+    optimizer.close()
+    assert_same([p.detach() for p in ours], [p.detach() for p in wanted], "weights")
+
+
+@pytest.mark.parametrize("edit", EDITS)
 @world(2, backend="shm")
-def test_what_one_rank_writes_the_other_reads_until_it_is_closed(mesh: Mesh) -> None:
+def test_what_all_ranks_write_counts_once_where_gradients_are_in_slices(
+    mesh: Mesh, edit: Callable[[list[nn.Parameter]], None]
+) -> None:
+    """Stage 2, and the replica that ``DataParallel`` trains with the same edits."""
+    modules = [filled(Wide()) for _ in range(2)]
+    models = (
+        fully_shard(modules[0], mesh, stage=2, one_copy=True),
+        DataParallel(modules[1], process_group=mesh),
+    )
+    optimizers = (
+        ShardedOptimizer(modules[0].parameters(), SGD, mesh, **LOOP),
+        SGD(modules[1].parameters(), **LOOP),
+    )
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for step in range(2):
+            edit(list(model.parameters()))
+            model(numbers(4, WIDTH, key=f"{step} on rank {mesh.rank}")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        edit(list(model.parameters()))
+    assert_same(modules[0].state_dict(), modules[1].state_dict(), "weights")
+    for ending in (optimizers[0], *models):
+        ending.close()
+
+
+@world(2, backend="shm")
+def test_a_rank_that_writes_before_the_others_have_computed_does_not_change_their_weights(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    if mesh.rank == 0:
+        mul(ours)
+    meet(mesh)
+    if mesh.rank == 1:
+        assert_same([p.detach() for p in ours], [p.detach() for p in parameters()], "weights")
+        mul(ours)
+    wanted = parameters()
+    mul(wanted)
+    steps(optimizer, ours, 1)
+    steps(AdamW(wanted), wanted, 1)
+    assert_same([p.detach() for p in ours], [p.detach() for p in wanted], "weights")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@world(2, backend="shm")
+def test_weights_that_are_not_written_to_alike_raise_by_name_and_nothing_is_changed(
+    mesh: Mesh, alone: bool
+) -> None:
+    ours = parameters()
+    named = [(f"layer.{i}", p) for i, p in enumerate(ours)]
+    optimizer = ShardedOptimizer(named, AdamW, mesh, one_copy=True)
+    before = ours[3].detach().clone()
+    if mesh.rank == 1 or not alone:
+        ours[3].data.add_(1.0 + mesh.rank)
+    set_gradients(ours, 0)
+    with pytest.raises(
+        ReplicasDiffer, match=r"after step 0 .*'layer\.3': they were written to since"
+    ) as caught:
+        optimizer.step()
+    assert caught.value.parameters == ("layer.3",)
+    ours[3].data.copy_(before)
+    steps(optimizer, ours, 2)
+    assert_same([p.detach() for p in ours], plain_values(2), "weights")
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_pages_that_were_written_to_are_given_back_in_the_step(mesh: Mesh) -> None:
+    ours = parameters()
+    optimizer = one_copy(ours, mesh)
+    shards = optimizer.shards
+    assert not shards.edits()
+    mul(ours)
+    assert shards.edits()
+    assert_same(
+        [x for *_, x in optimizer.pieces()],
+        [x.part_of(x.parameter).flatten() for x in shards.held.values()],
+        "pieces",
+    )
+    steps(optimizer, ours, 1)
+    assert not shards.edits()
+    optimizer.close()
+
+
+@world(2, backend="shm")
+def test_weights_are_each_rank_s_own_when_it_is_closed(mesh: Mesh) -> None:
     ours = parameters()
     optimizer = one_copy(ours, mesh)
     assert all(p.data_ptr() % 64 == 0 for p in ours)
-    if mesh.rank == 1:
-        with torch.no_grad():
-            ours[0].fill_(3.0)
-    meet(mesh)
-    assert bool((ours[0] == 3.0).all())
     optimizer.close()
     with torch.no_grad():
         ours[0].fill_(float(mesh.rank))
@@ -240,11 +382,13 @@ def test_a_group_that_is_added_is_one_copy_too(mesh: Mesh) -> None:
     ours = parameters()
     optimizer = one_copy(ours[:3], mesh)
     optimizer.add_param_group({"params": ours[3:]})
-    if mesh.rank == 0:
-        with torch.no_grad():
-            ours[3].fill_(5.0)
-    meet(mesh)
-    assert bool((ours[3] == 5.0).all())
+    assert [space.one_copy for space in optimizer.shards.spaces] == [True, True]
+    mul(ours)
+    steps(optimizer, ours, 1)
+    wanted = parameters()
+    mul(wanted)
+    steps(AdamW(wanted), wanted, 1)
+    assert_same([p.detach() for p in ours], [p.detach() for p in wanted], "weights")
     optimizer.close()
 
 
@@ -365,10 +509,10 @@ class Late(WholeParameters):
 
     noticed: threading.Event
 
-    def _move(self, parameter: Tensor, offset: int) -> None:
+    def _move(self, *args: Any) -> None:
         if self.group.rank == 0:
             assert not self.noticed.wait(0.1), "a rank has gone on without them"
-        super()._move(parameter, offset)
+        super()._move(*args)
 
 
 @world(2, backend="shm")

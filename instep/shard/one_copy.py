@@ -1,0 +1,104 @@
+"""One copy of memory for all ranks of a host, where what a rank writes is its own until the next step.
+
+A program that trains with DDP may write to the weights on every rank: ``p.mul_(0.9)``, ``p.data.clamp_()``,
+an average of the weights put in for a while. Were the weights one memory, W ranks would multiply W times. So
+every rank maps the memory twice:
+
+    shared     optimizers step this: what one writes all read
+    private    parameters lie here: a page that is written to becomes this rank's own (MAP_PRIVATE)
+
+    private, rank 0    | page 0 | page 1'| page 2'|     rank 0 has written to pages 1 and 2,
+    shared             | page 0 | page 1 | page 2 |     of which others still read the old ones
+    private, rank 1    | page 0 | page 1'| page 2'|     rank 1 has written the same
+
+In the step, when all have come, each rank copies its slice of what it has written to ``shared``; when all
+have stepped, each gives its own pages back. A page that was not written to is read from ``shared``, on Linux
+as it is there at that moment. Only pages that were written to take memory twice, up to the step.
+
+Which pages those are the kernel tells, however they were written to: 8 bytes to be read per page.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.mesh.axes import round_up
+from instep.mesh.memory_file import MemoryFile
+from instep.mesh.process_group import Group
+from instep.ordered.replicas import gather
+
+PAGE = mmap.PAGESIZE
+ENTRY_BYTES = 8
+# Of an entry of /proc/self/pagemap: there is a page, in memory or swapped out; and it is one of a file.
+PRESENT, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+MAPPING = "the mapping of the one copy"
+SAMPLE_BYTES = 64  # of a page that was written to
+
+
+class OneCopy:
+    """``nbytes`` of zeros, and the rest of a page, which the ranks of ``group``, all of one host, have once.
+
+    At construction, collective: the first rank makes the memory, all map it. In a step: ``digest`` is for the
+    others to compare; when all have come, ``publish``; when all have stepped, ``drop``.
+    """
+
+    def __init__(self, nbytes: int, group: Group) -> None:
+        length = round_up(max(nbytes, 1), PAGE)
+        mine = MemoryFile.create(length) if group.rank == 0 else None
+        try:
+            told = [] if mine is None else [mine.pid, mine.fd, mine.inode]
+            pid, number, inode = gather(group, told, MAPPING)[group.ranks[0]]
+            fd = MemoryFile(pid, number, inode).open()
+            try:
+                shared = mmap.mmap(fd, length)
+                self._pages = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE)
+            finally:
+                os.close(fd)
+            group.barrier(MAPPING)
+        finally:
+            if mine is not None:
+                mine.close()
+        self.shared, self.private = _tensor(shared), _tensor(self._pages)
+        self._own = np.arange(0)  # pages that ``digest`` has found
+
+    def digest(self) -> int:
+        """What this rank has written since ``drop``, as a number: which pages, and some of each; or 0."""
+        self._own = self._written()
+        if not len(self._own):
+            return 0
+        sample = self.private.numpy().reshape(-1, PAGE)[self._own, :SAMPLE_BYTES]
+        return 1 << 32 | zlib.crc32(sample.tobytes(), zlib.crc32(self._own.tobytes()))
+
+    def publish(self, first: int, last: int) -> None:
+        """Bytes ``first`` to ``last`` (exclusive) all ranks have as this one, where ``digest`` found any."""
+        if len(self._own):
+            self.shared[first:last].copy_(self.private[first:last])
+
+    def drop(self) -> None:
+        """What ``digest`` has found is forgotten: this rank reads what all have."""
+        if len(self._own):
+            self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def _written(self) -> Any:
+        """The numbers of the pages that are this rank's own; all, where the kernel does not tell."""
+        num_pages = len(self._pages) // PAGE
+        with suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(self.private.data_ptr() // PAGE * ENTRY_BYTES)
+            data = pagemap.read(num_pages * ENTRY_BYTES)
+            if len(data) == num_pages * ENTRY_BYTES:
+                entries = np.frombuffer(data, dtype=np.uint64)
+                return np.flatnonzero((entries & PRESENT != 0) & (entries & OF_FILE == 0))
+        return np.arange(num_pages)
+
+
+def _tensor(memory: mmap.mmap) -> Tensor:
+    with torch.inference_mode(False):  # it outlives what it is made in
+        return torch.frombuffer(memory, dtype=torch.uint8)
