@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 
 class Hook:
@@ -22,8 +23,13 @@ class Hook:
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self.function = function
 
-    @torch._disable_dynamo
     def __call__(self, *args: Any) -> Any:
+        if is_dynamo_compiling():  # asked first, because a function that is hidden takes ten times as long
+            return self._hidden(*args)
+        return None if self.function is None else self.function(*args)
+
+    @torch._disable_dynamo
+    def _hidden(self, *args: Any) -> Any:
         return None if self.function is None else self.function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
