@@ -53,6 +53,7 @@ PURE = (
     "instep.mesh.launch_environment",
     "instep.mesh.memory_file",
     "instep.mesh.process_memory",
+    "instep.mesh.process_state",
     "instep.comm.binomial_tree",
     "instep.comm.cost",
     "instep.comm.messages",

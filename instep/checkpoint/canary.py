@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from instep.errors import ContractBroken
 from instep.mesh.device import generators
 from instep.mesh.process_group import Group
-from instep.ordered.generators import seed_generator
+from instep.ordered.generators import seed_generator, state_of
 from instep.ordered.hash import Described, described, whole_sha256
 from instep.ordered.keys import derive
 from instep.shard.partition import UnitMembers, partition
@@ -127,7 +127,7 @@ def _fill_buffers(model: nn.Module) -> None:
 def _drawing(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, the default generators draw from ``seed``; then they go on where they were."""
     used = generators(device)
-    before = [generator.get_state() for generator in used]
+    before = [state_of(generator) for generator in used]
     try:
         for generator in used:
             seed_generator(generator, derive(seed, "canary"))

@@ -28,10 +28,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.mesh.memory_file import MemoryFile
+from instep.mesh.process_state import look
 from instep.mesh.rank_process import Child, Exit, RankFailed, read_record, root_cause, run_child
 from instep.mesh.signals import STOP_SIGNALS, handled
 
@@ -49,7 +49,6 @@ REVIVE_S = 1.0  # between two looks at the forkserver
 MAX_UNREPORTED = 5  # looks at a process that has ended, of which the forkserver has not told
 LONGEST_PATH = 60  # of a directory, so that a socket in a directory in it fits into 104 characters
 HELD = "/proc/self/fd/"
-ENDED = ("", "Z", "X")  # states of a process that runs no more
 NO_PROCESS, RAISE_LIMIT = "no process can be started", "raise pids.max or ulimit -u"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -152,7 +151,7 @@ class Children:
             OSError: there can be no more processes; those that run go on.
             TimeoutError: the forkserver gives no answer within ``answer_s``.
         """
-        if _forkserver_state() in ENDED:
+        if _has_ended(_forkserver_pid()):
             _ensure_forkserver()
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
         process = self.context.Process(
@@ -222,7 +221,7 @@ class Children:
         hidden = [
             sentinel
             for sentinel, (_, process) in self.running.items()
-            if sentinel not in ready and _state(process.pid) in ENDED
+            if sentinel not in ready and _has_ended(process.pid)
         ]
         self._unreported = {sentinel: self._unreported.get(sentinel, 0) + 1 for sentinel in hidden}
         if max(self._unreported.values(), default=0) >= MAX_UNREPORTED:
@@ -288,7 +287,7 @@ def _kill_late(process: ForkServerProcess) -> None:
 def _revive() -> None:
     """Let the forkserver go on if it was stopped; a stop of the command itself stops this, too."""
     pid = _forkserver_pid()
-    if pid is not None and _state(pid) == "T":
+    if pid is not None and (found := look(pid)) is not None and found[0] == "T":
         print(
             f"the forkserver (pid {pid}) was stopped: it goes on, as no rank starts or ends without it",
             file=sys.stderr,
@@ -300,29 +299,24 @@ def _revive() -> None:
 def _kill_forkserver() -> None:
     """End it, and all that it has started."""
     pid = _forkserver_pid()
-    if pid is not None and _forkserver_state() not in ENDED:
+    if pid is not None and not _has_ended(pid):
         print(
             f"the forkserver (pid {pid}) does not tell that a process has ended: killed, with all ranks",
             file=sys.stderr,
         )
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # another launcher's
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # or the next start would still ask it
 
 
 def _forkserver_pid() -> int | None:
     return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
 
 
-def _forkserver_state() -> str:
-    return _state(_forkserver_pid())
-
-
-def _state(pid: int | None) -> str:
-    """The kernel's letter for process ``pid``, "" if there is none; "?" where there is no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "" if Path("/proc/self/stat").exists() else "?"
+def _has_ended(pid: int | None) -> bool:
+    """Whether there is no process ``pid`` that runs; where there is no /proc, none is seen to have ended."""
+    return pid is None or (look(pid) is None and look(os.getpid()) is not None)
 
 
 def _forget(process: ForkServerProcess) -> None:

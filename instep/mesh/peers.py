@@ -20,6 +20,7 @@ from instep.errors import PeerLost
 from instep.mesh import debug_server, device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, FlightRecorder, StatusRow, status_table
+from instep.mesh.process_state import look
 
 SLICE_S = 0.05  # within which a death is noticed
 POST_S = 0.2  # a wait that lasts as long is told the others
@@ -72,7 +73,7 @@ def statuses_of(pids: Mapping[int, int]) -> list[StatusRow]:
 
     Takes half a second where one of them gives no answer, though it is not stopped.
     """
-    me, seen = own_peer(0), {rank: _look(pid) for rank, pid in pids.items()}
+    me, seen = own_peer(0), {rank: look(pid) for rank, pid in pids.items()}
     found = {rank: (STATES.get(look[0], look[0]), look[1]) for rank, look in seen.items() if look}
     peers = [
         replace(me, rank=rank, pid=pids[rank], start_time=start_time, flight=debug_server.LATEST)
@@ -84,31 +85,15 @@ def statuses_of(pids: Mapping[int, int]) -> list[StatusRow]:
     return [replace(answers.get(rank) or StatusRow(rank), rank=rank, state=states[rank]) for rank in pids]
 
 
-def _look(pid: int) -> tuple[str, int] | None:
-    """State and start time of process ``pid``, or None if it is gone or a zombie."""
-    try:
-        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        stat = os.read(file, 1024)
-    except OSError:  # it has ended just now
-        return None
-    finally:
-        os.close(file)
-    state, *fields = stat.rpartition(b")")[2].split()
-    return None if state in b"ZX" else (state.decode(), int(fields[18]))
-
-
 def is_stopped(pid: int) -> bool:
     """Whether the kernel does not run process ``pid``: SIGSTOP, or a debugger."""
-    found = _look(pid)
+    found = look(pid)
     return found is not None and STATES.get(found[0]) == "stopped"
 
 
 def _start_time(pid: int) -> int | None:
     """When process ``pid`` began, or None if it is gone or a zombie."""
-    found = _look(pid)
+    found = look(pid)
     return found[1] if found else None
 
 
@@ -157,7 +142,7 @@ class Peers:
 
     def _seen(self) -> dict[int, str]:
         """The kernel's letter for the state of each rank of this host; "" of one that is gone."""
-        seen = {peer.rank: (_look(peer.pid), peer) for peer in self._near}
+        seen = {peer.rank: (look(peer.pid), peer) for peer in self._near}
         return {
             rank: look[0] if look and look[1] == peer.start_time else ""
             for rank, (look, peer) in seen.items()
@@ -258,7 +243,7 @@ class Peers:
     def _state(self, peer: Peer) -> str:
         if peer not in self._near:
             return "elsewhere"
-        found = _look(peer.pid)
+        found = look(peer.pid)
         return STATES.get(found[0], found[0]) if found and found[1] == peer.start_time else "gone"
 
     def _lost(

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from instep.ordered.attributes import own_attributes
+
+_asking = threading.Lock()  # of ``state_of``
 WIDTH = 100  # so many things of each container are looked at, because it may be a data set
 
 
@@ -27,6 +31,16 @@ def seed_generator(generator: torch.Generator, key: int) -> None:
     about 116 pairs share a stream, which harms nothing.
     """
     generator.manual_seed((key ^ key >> 32) & 0xFFFFFFFF if generator.device.type == "cpu" else key >> 1)
+
+
+def state_of(generator: torch.Generator) -> Tensor:
+    """The state of ``generator``, also while other threads ask for it.
+
+    torch holds a mutex of the generator while it makes the tensor; where that sets off the garbage collector,
+    another thread may come to run, and wait for the mutex with the interpreter's lock in its hands.
+    """
+    with _asking:
+        return generator.get_state()
 
 
 class KeyedGenerator(NamedTuple):
@@ -54,12 +68,11 @@ def same_state(one: Any, other: Any) -> bool:
 def generators_of(module: nn.Module) -> list[KeyedGenerator]:
     """Those that ``module`` and its submodules keep as attributes, or in containers, each once."""
     found: dict[int, KeyedGenerator] = {}
-    for prefix, owner in module.named_modules():
-        for key, value in vars(owner).items():
-            for number, x in enumerate(_within(value)):
-                kind = _kind(x)
-                if kind is not None and id(x) not in found:
-                    found[id(x)] = kind(f"module.{prefix}.{key}.{number}", x)
+    for prefix, key, value in own_attributes(module):
+        for number, x in enumerate(_within(value)):
+            kind = _kind(x)
+            if kind is not None and id(x) not in found:
+                found[id(x)] = kind(f"module.{prefix}.{key}.{number}", x)
     return list(found.values())
 
 
@@ -88,7 +101,7 @@ def _torch(name: str, generator: torch.Generator) -> KeyedGenerator:
     def key(key: int) -> None:
         seed_generator(generator, key)
 
-    return KeyedGenerator(name, generator.get_state, key, generator.set_state)
+    return KeyedGenerator(name, lambda: state_of(generator), key, generator.set_state)
 
 
 def _python(name: str, generator: Any) -> KeyedGenerator:

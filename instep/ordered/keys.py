@@ -23,7 +23,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.generators import KeyedGenerator, generators_of, global_generators, seed_generator
+from instep.ordered.generators import (
+    KeyedGenerator,
+    generators_of,
+    global_generators,
+    seed_generator,
+    state_of,
+)
 from instep.ordered.hook import Hook
 
 WHOLE_MODEL = 0  # blocks are numbered from 1
@@ -92,7 +98,7 @@ class LeafKeys:
     @contextmanager
     def leaf(self, step: int, leaf: int) -> Iterator[None]:
         """Inside, what generators give depends on (seed, step, leaf, block) alone. Within ``step``."""
-        before = [generator.get_state() for generator in self._generators]
+        before = [state_of(generator) for generator in self._generators]
         self._leaf = (step, leaf)
         self.enter(WHOLE_MODEL)
         for other in self._others:

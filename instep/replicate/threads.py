@@ -51,7 +51,7 @@ from instep.mesh.device import generators
 from instep.mesh.process_group import alone
 from instep.ordered.alignment import align
 from instep.ordered.buckets import make_buckets
-from instep.ordered.generators import generators_of, global_generators, same_state
+from instep.ordered.generators import generators_of, global_generators, same_state, state_of
 from instep.ordered.homes import Wrapped
 from instep.ordered.tree import adds, rank_major
 from instep.replicate.flat import Flat
@@ -560,11 +560,11 @@ def without_random_numbers(module: nn.Module, device: torch.device) -> Iterator[
                 f"{name or 'the module'!r} is {type(part).__name__} with dropout in training mode, and "
                 f"threads share torch's random generator: {WAYS_OUT}"
             )
-    before = [generator.get_state() for generator in generators(device)]
+    before = [state_of(generator) for generator in generators(device)]
     others = [*global_generators(), *generators_of(module)]
     states = [generator.save() for generator in others]
     yield
-    after = [generator.get_state() for generator in generators(device)]
+    after = [state_of(generator) for generator in generators(device)]
     drawn = [] if all(map(torch.equal, before, after)) else ["torch's random generator"]
     drawn += [x.name for x, state in zip(others, states, strict=True) if not same_state(x.save(), state)]
     if drawn:

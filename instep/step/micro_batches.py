@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.join import warn_of_default_threads
+from instep.ordered.attributes import own_attributes
 from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
 from instep.step.unregistered import UnregisteredWeights
 
-PLAIN = frozenset(vars(nn.Module()))  # what every module has; ``training`` is the user's to set
 LOOKED_AT = 2  # the second micro-batch: sizes that are remembered, flags of a first call have settled
 
 State = tuple[Tensor | None, int]  # a buffer and its version
@@ -217,9 +217,8 @@ class Counters:
     def _numbers(self) -> dict[str, Any]:
         return {
             f"{prefix}.{key}".lstrip("."): value
-            for prefix, module in self.module.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, int | float) and key not in PLAIN and value == value
+            for prefix, key, value in own_attributes(self.module)
+            if isinstance(value, int | float) and value == value
         }
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from instep.ordered.attributes import own_attributes
 from instep.step.optimizer_guard import entries_of, refuse
 
 DEPTH = 4  # containers within containers that are looked into
 WIDTH = 1000  # so many things of each, because a container may be a data set
-NN_MODULE = frozenset(vars(nn.Module()))  # what every module has: its hooks, its parameters, ...
 
 
 class UnregisteredWeights:
@@ -32,11 +32,9 @@ class UnregisteredWeights:
     def __init__(self, module: nn.Module) -> None:
         found = {id(x): None for x in [*module.parameters(), *module.modules()]}
         self._weights: list[tuple[str, Tensor]] = []
-        for prefix, owner in module.named_modules():
-            for key, value in vars(owner).items():
-                if key not in NN_MODULE:
-                    name = f"{prefix}.{key}".lstrip(".")
-                    self._weights += [(name, x) for x in _trainable(value, found, DEPTH)]
+        for prefix, key, value in own_attributes(module):
+            name = f"{prefix}.{key}".lstrip(".")
+            self._weights += [(name, x) for x in _trainable(value, found, DEPTH)]
 
     def begin(self) -> None:
         """A declared step begins."""

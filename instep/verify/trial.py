@@ -35,7 +35,7 @@ from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import wire_dtype
-from instep.ordered.generators import seed_generator
+from instep.ordered.generators import seed_generator, state_of
 from instep.ordered.hash import block_digests
 from instep.ordered.keys import derive
 from instep.step import optimizer_guard
@@ -295,7 +295,7 @@ class RestoreOnExit:
         self.backward = subject.backward
         self.module = self.backward.module
         self.reducer = self.backward.reducer
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._generators = [(generator, state_of(generator)) for generator in generators]
         self._modules = [(m, m.training, dict(m._buffers)) for m in self.module.modules()]
         self._values = _with_copies([*(value.tensor for value in subject.values), *subject.memory])
         self._buffers = _with_copies(self.module.buffers())

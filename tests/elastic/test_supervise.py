@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -91,14 +92,19 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = descriptors()
     scene = Scene(tmp_path)
     yield scene
-    assert descriptors() <= before
+    assert descriptors() - before == set()
     assert list(temporary.iterdir()) == []
     assert not [line["pid"] for line in scene.lines("built") if is_alive(line["pid"])]
 
 
-def descriptors() -> int:
+def descriptors() -> set[str]:
+    """What this process has open."""
     gc.collect()  # the garbage of other tests has some, too
-    return len(os.listdir("/proc/self/fd"))
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the directory, or another thread's
+            found.add(f"{number}: {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
 
 
 def test_a_run_that_nothing_disturbs(scene: Scene) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+import threading
+import zlib
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.generators import generators_of, global_generators
+from instep.ordered.generators import generators_of, global_generators, state_of
 from instep.ordered.keys import LeafKeys
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
@@ -163,3 +166,32 @@ def test_a_counter_that_forward_counts_up_is_named_once() -> None:
     quiet = DataParallel(filled(Counts(always=False)))
     declared_gradients(quiet)
     quiet.close()
+
+
+class Slow:
+    """In a cycle with itself; lets other threads run when the collector finds it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        zlib.crc32(bytes(1 << 20))  # without the interpreter's lock
+
+
+def test_threads_may_ask_one_generator_for_its_state_while_garbage_is_collected() -> None:
+    def ask() -> None:
+        for _ in range(200):
+            Slow()
+            state_of(torch.default_generator)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+    before = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    finally:
+        gc.set_threshold(*before)
+    assert not any(thread.is_alive() for thread in threads)

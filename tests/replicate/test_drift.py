@@ -102,6 +102,7 @@ def test_a_layer_that_is_reset_on_one_rank_is_named_in_the_next_exchange(
         for _ in range(steps):
             loop.step()
         if mesh.rank == ODD:
+            torch.manual_seed(1)  # threads share the generator, which may be where it was for the layer
             loop.module[2].reset_parameters()
         with told(loop, steps, "2.weight", "2.bias"):
             loop.step()
@@ -263,6 +264,7 @@ def test_frozen_parameters_and_buffers_may_be_each_rank_s_own(mesh: Mesh) -> Non
 def test_without_the_comparison_ranks_go_on(mesh: Mesh) -> None:
     with looping(mesh, "bucketed", check_replicas=False) as loop:
         if mesh.rank == ODD:
+            torch.manual_seed(1)  # threads share the generator, which may be where it was for the layer
             loop.module[2].reset_parameters()
         loop.step()
         loop.step()

@@ -1,0 +1,21 @@
+"""What the kernel says of a process of this host. Pure."""
+
+from __future__ import annotations
+
+import os
+
+
+def look(pid: int) -> tuple[str, int] | None:
+    """State and start time of process ``pid``, or None if it is gone or a zombie, or there is no /proc."""
+    try:
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        stat = os.read(file, 1024)
+    except OSError:  # it has ended just now
+        return None
+    finally:
+        os.close(file)
+    state, *fields = stat.rpartition(b")")[2].split()
+    return None if state in b"ZX" else (state.decode(), int(fields[18]))
