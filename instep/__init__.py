@@ -12,6 +12,7 @@ from instep import errors
 
 if TYPE_CHECKING:
     from instep.checkpoint.shorthand import load, save
+    from instep.mesh.evaluation import gather, mean
     from instep.mesh.join import init
     from instep.mesh.mesh import get
     from instep.ordered.norm import clip_grad_norm_
@@ -34,9 +35,11 @@ __all__ = [
     "errors",
     "full_state_dict",
     "fully_shard",
+    "gather",
     "get",
     "init",
     "load",
+    "mean",
     "save",
     "trace",
 ]
@@ -49,9 +52,11 @@ _HOMES = {
     "clip_grad_norm_": "instep.ordered.norm",
     "full_state_dict": "instep.shard.fully",
     "fully_shard": "instep.shard.fully",
+    "gather": "instep.mesh.evaluation",
     "get": "instep.mesh.mesh",
     "init": "instep.mesh.join",
     "load": "instep.checkpoint.shorthand",
+    "mean": "instep.mesh.evaluation",
     "save": "instep.checkpoint.shorthand",
     "trace": "instep.timeline.trace",
 }

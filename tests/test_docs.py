@@ -31,6 +31,7 @@ PLAIN = [("README", "Use", ""), ("use", "The plain loop", "")]
 SAVED = [("README", "Use", BEGUN), ("checkpoint", "Checkpoint", BEGUN), ("shard", "Shard", "")]
 DECLARED = [*SAVED, ("use", "The declared loop", BEGUN)]
 OTHERS = [
+    ("use", "What you print and evaluate", BEGUN),
     ("timeline", "In a loop of your own", BEGUN),
     ("verify", "Your model", BEGUN),
     ("strategies", "Two older forms", "instep.init()\n"),
@@ -66,6 +67,7 @@ def program() -> dict[str, Any]:
         "x": x,
         "y": y,
         "loader": [(x[:4], y[:4]), (x[4:8], y[4:8])],
+        "held_out": [(x[i], y[i], i) for i in torch.arange(12).split(5)],
         "order": torch.randperm(len(x)),
     }
 

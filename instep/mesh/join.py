@@ -300,23 +300,26 @@ def find_ranks(
         ) from error
 
 
-def _find(process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> tuple[Group, Recorder]:
-    if process_group is None:
-        process_group = mesh_for_replicas()
-    if isinstance(process_group, Mesh):
-        axis = process_group.whole if process_group.is_view else process_group.data
-        return axis.duplicate(), process_group.recorder
-    timeout_s = timeout_s or TIMEOUT_S
-    if process_group is None and (started := _unjoined()) is not None:
+def ranks_meant(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
+    """The mesh or group that ``process_group`` means; None: this process alone. Raises as ``find_ranks``."""
+    meant = process_group or mesh_for_replicas()
+    if meant is None and (started := _unjoined()) is not None:
         raise ValueError(
             f"this process is rank {started.rank} of {started.world_size} ({started.source}), but joined no "
             "group: call instep.init() first, or every rank would train a model of its own"
         )
-    if process_group is None and not dist.is_initialized():
+    return meant or (dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _find(process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> tuple[Group, Recorder]:
+    meant = ranks_meant(process_group)
+    if isinstance(meant, Mesh):
+        axis = meant.whole if meant.is_view else meant.data
+        return axis.duplicate(), meant.recorder
+    timeout_s = timeout_s or TIMEOUT_S
+    if meant is None:
         return Group(None, [0], 0, timeout_s), Recorder(0)
-    pg = process_group or dist.group.WORLD
-    assert pg is not None
-    return _duplicate(pg, timeout_s), Recorder(dist.get_rank())
+    return _duplicate(meant, timeout_s), Recorder(dist.get_rank())
 
 
 def _duplicate(pg: ProcessGroup, timeout_s: float) -> Group:

@@ -132,6 +132,24 @@ class Mesh:
         """The one axis of a view ``mesh[axis]``; else all the ranks of the world."""
         return self.world if self._focus is None else self.along[self._focus]
 
+    @property
+    def size(self) -> int:
+        """The number of ranks: of the world, or of the one axis of a view ``mesh[axis]``."""
+        return self.whole.size
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the world."""
+        return self.axes.world_size
+
+    def __repr__(self) -> str:
+        used = [name for name in self.axes.names if self.axes.size(name) > 1] or ["dp"]
+        names = used if self._focus is None else [self._focus]
+        sizes = " * ".join(f"{name}({self.axes.size(name)})" for name in names)
+        place = ", ".join(f"{name}={self.coordinates[name]}" for name in names)
+        ranks = f"{self.size} {'rank' if self.size == 1 else 'ranks'}"
+        return f"<mesh {sizes} = {ranks} on {self.device}; this is rank {self.rank}, {place}>"
+
     @cached_property
     def coordinates(self) -> dict[str, int]:
         """This rank's place on every axis."""

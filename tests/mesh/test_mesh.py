@@ -30,6 +30,14 @@ def members(axis: Axis, rank: int) -> list[int]:
 
 
 @world(4, dp=2, pp=2)
+def test_a_mesh_tells_its_ranks_and_its_place(mesh):
+    pp, dp = divmod(mesh.rank, 2)
+    assert repr(mesh) == f"<mesh pp(2) * dp(2) = 4 ranks on cpu; this is rank {mesh.rank}, pp={pp}, dp={dp}>"
+    assert repr(mesh["dp"]) == f"<mesh dp(2) = 2 ranks on cpu; this is rank {mesh.rank}, dp={dp}>"
+    assert (mesh.size, mesh["pp"].size, mesh["pp"].world_size, mesh["tp"].size) == (4, 2, 4, 1)
+
+
+@world(4, dp=2, pp=2)
 def test_two_by_two(mesh):
     pp, dp = divmod(mesh.rank, 2)  # dp is faster, so its groups are neighbours
     assert mesh.coordinates == {"pp": pp, "dp": dp, "shard": 0, "tp": 0}

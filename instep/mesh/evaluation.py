@@ -1,0 +1,203 @@
+"""What a user prints and evaluates, over all ranks: the mean of values, and rows, each sample's once.
+
+A rank's own loss is that of its own micro-batches, so it changes with the number of ranks, though the
+training does not. What is told here does not change: a sum is exact before it is rounded, so it has no order,
+and rows are put in the order of their samples, so it does not matter which rank has had which.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from instep.memory import as_bytes
+from instep.mesh.agree import all_or_none, all_tell, require_same_lines
+from instep.mesh.join import find_ranks, ranks_meant
+from instep.mesh.mesh import Mesh
+from instep.mesh.process_group import Group, alone
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    Ranks = Mesh | ProcessGroup | None
+
+Values = float | Tensor | Iterable[Any]
+"""A number, a tensor of any shape, or some of these, one after the other."""
+
+LIMIT_BYTES = 1 << 40  # of the rows of a rank: memory is the limit
+_groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()  # the groups made for groups without a mesh
+
+
+def mean(values: Values, weights: Values | None = None, *, process_group: Ranks = None) -> float:
+    """The mean of the values that all ranks pass: each as many as it has, or none. Collective.
+
+    The sum is exact, and rounded once to float64: the same bits for every number of ranks, if the values are.
+
+        losses = []
+        for micro_batch in model.micro_batches(8):
+            loss = loss_function(model(x[micro_batch.index]), y[micro_batch.index])
+            loss.backward()
+            losses.append(loss.detach())
+        print(instep.mean(losses))                       # of all micro-batches, whichever rank had them
+
+        instep.mean(loss, weights=len(batch))            # batches of several sizes: each sample counts once
+
+    Args:
+        values: a number, a tensor of any shape and device, or a list of these.
+        weights: of each value, in the same form; or one number for all of them. By default all count alike.
+        process_group: as for ``DataParallel``: a ``Mesh`` or a process group; by default the registered mesh,
+            else torch's default group, else this process alone.
+
+    Returns:
+        A Python float; nan or inf if a value is; nan if there is none, or all weights are zero.
+
+    Raises:
+        ValueError: on all ranks: there are not as many weights as values, or a weight is negative.
+        PeerLost: a rank did not come.
+
+    Costs two small all-gathers: of the values only the exact sum is sent, some numbers of 8 bytes.
+    """
+    group = _group(process_group)
+
+    def sums() -> list[list[float]]:
+        numbers = _numbers(values)
+        counts = _weights(weights, len(numbers))
+        return [_exact_parts([x * n for x, n in zip(numbers, counts, strict=True)]), _exact_parts(counts)]
+
+    _, everyone = all_tell(group, "instep.mean", sums, lambda both: json.dumps(both).encode())
+    found = [json.loads(its) for its in everyone]
+    total, count = (_sum([part for its in found for part in its[i]]) for i in (0, 1))
+    return total / count if count else math.nan
+
+
+def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, process_group: Ranks = None) -> Any:
+    """The rows that all ranks pass, on every rank. Collective.
+
+        for x, i in loader:                              # the data set also gives the number of the sample
+            predictions.append(model(x))
+            samples.append(i)
+        predictions = instep.gather(torch.cat(predictions), index=torch.cat(samples))
+
+    Args:
+        tensors: of shape (num_rows, ...) each, on any device. Ranks may have different numbers of rows, or
+            none; dtype and what follows in the shape are the same on all. A number, shape (), is one row.
+        index: (num_rows,) integers: the samples that the rows belong to. The result is in their order, each
+            sample once: a ``DistributedSampler`` repeats some, so that all ranks have as many. Without it
+            the rows are in the order of the ranks.
+        process_group: as for ``mean``.
+
+    Returns:
+        For one tensor, that of shape (rows of all ranks, ...), without a graph, on its device; for several a
+        tuple of them.
+
+    Raises:
+        ValueError: on all ranks: numbers of rows differ between tensors and index, or ranks differ in what
+            they pass.
+        PeerLost: a rank did not come.
+    """
+    group = _group(process_group)
+    rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]
+    order = None if index is None else torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
+    all_or_none(group, "instep.gather", lambda: _check(rows, order))
+    kinds = [f"tensor {i} of {x.dtype} and shape {('rows', *x.shape[1:])}" for i, x in enumerate(rows)]
+    kinds.append("an index" if order is not None else "no index")
+    require_same_lines(group, "what they gather", kinds, fix=". Pass tensors of one kind on every rank")
+    whole = [_rows_of_all(x, group) for x in rows]
+    if order is not None:
+        chosen = _each_once(_rows_of_all(order, group))
+        whole = [x[chosen.to(x.device)] for x in whole]
+    return whole[0] if len(whole) == 1 else tuple(whole)
+
+
+def _group(process_group: Ranks) -> Group:
+    """A group for the thread that trains, which waits for every exchange. Without a mesh, made once."""
+    ranks = ranks_meant(process_group)
+    if ranks is None:
+        return alone()
+    if isinstance(ranks, Mesh):
+        return (ranks.whole if ranks.is_view else ranks.data).group
+    if ranks not in _groups:
+        _groups[ranks] = find_ranks(ranks, what="instep.mean or instep.gather")[0]
+    return _groups[ranks]
+
+
+def _numbers(values: Values) -> list[float]:
+    if isinstance(values, Tensor):
+        found: list[float] = values.detach().to("cpu", torch.float64).reshape(-1).tolist()
+        return found
+    if isinstance(values, Iterable):
+        return [x for value in values for x in _numbers(value)]
+    return [float(values)]
+
+
+def _weights(weights: Values | None, num_values: int) -> list[float]:
+    if weights is None:
+        return [1.0] * num_values
+    found = _numbers(weights)
+    if len(found) == 1:
+        found *= num_values
+    if len(found) != num_values:
+        raise ValueError(
+            f"instep.mean: expected as many weights as values, got {len(found)} for {num_values}: "
+            "pass one for each, or one number for all"
+        )
+    if any(x < 0 for x in found):
+        raise ValueError(
+            f"instep.mean: expected weights of 0 or more, got {min(found)}: pass numbers of items"
+        )
+    return found
+
+
+def _exact_parts(numbers: list[float]) -> list[float]:
+    """A few numbers whose sum is that of ``numbers``, exactly; one that is not finite if that is not."""
+    parts: list[float] = []
+    while part := _sum(numbers + [-x for x in parts]):
+        parts.append(part)
+        if not math.isfinite(part):
+            break
+    return parts
+
+
+def _sum(numbers: list[float]) -> float:
+    """Rounded once."""
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers)
+    try:
+        return math.fsum(numbers)
+    except OverflowError:  # fsum raises where + gives inf
+        return math.inf
+
+
+def _check(tensors: Sequence[Tensor], index: Tensor | None) -> None:
+    if not tensors:
+        raise ValueError("instep.gather: expected a tensor, got none: pass what to gather")
+    lengths = [len(x) for x in tensors] + ([] if index is None else [len(index)])
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"instep.gather: expected as many rows in each tensor{'' if index is None else ' and in index'}, "
+            f"got {', '.join(map(str, lengths))}: pass a row for each sample"
+        )
+
+
+def _rows_of_all(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, in group order, on the device of ``x``."""
+    mine = as_bytes(x.cpu()).numpy().tobytes()
+    data = bytearray().join(group.all_gather_bytes(mine, "instep.gather", limit=LIMIT_BYTES))
+    if not data:  # which cannot be viewed
+        return x.clone()
+    return torch.frombuffer(data, dtype=x.dtype).view(-1, *x.shape[1:]).to(x.device)
+
+
+def _each_once(index: Tensor) -> Tensor:
+    """Positions of the rows to keep: by sample, the first of each."""
+    order = index.argsort(stable=True)
+    ordered = index[order]
+    is_first = torch.ones(len(order), dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return order[is_first]
