@@ -54,7 +54,18 @@ class _State:
 
     profiled_as: str
     failed: BaseException | None = None
+    closed: BaseException | None = None  # what stands for a failure, once the lane is closed
     running: threading.Lock = field(default_factory=threading.Lock)
+
+    def fail(self, error: BaseException) -> None:
+        self.failed = error
+        if self.closed is not None:  # by another thread, perhaps at this moment: each looks after it has set
+            self.failed = self.closed
+
+    def close(self, error: BaseException) -> None:
+        self.closed = error
+        if self.failed is not None:
+            self.failed = error
 
 
 Item = tuple[Work, Callable[[], None], _State]
@@ -140,13 +151,14 @@ class Lane:
         if self._thread is None:
             thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
             thread.start()  # which raises where the system has no room for another one
-            self._thread = thread
+            self._thread, self._state.closed = thread, None
             weakref.finalize(self, self._queue.put, None)
 
     def close(self, *, wait: bool = True) -> None:
         """End the thread after what is queued; without ``wait`` whenever that may be.
 
-        A lane that has failed stays so, and forgets with what: the error's traceback holds what it worked on.
+        A lane that has failed stays so, and forgets with what, also if it fails while it ends: the error's
+        traceback holds what it worked on.
         """
         if self._thread is not None:
             self._queue.put(None)
@@ -155,8 +167,7 @@ class Lane:
                 self._thread.join()
             self._thread = None
         self._last = None
-        if self._state.failed is not None:
-            self._state.failed = RuntimeError(f"{self.name!r} has failed, and is closed")
+        self._state.close(RuntimeError(f"{self.name!r} has failed, and is closed"))
 
 
 def _run(work: Work, function: Callable[[], None], state: _State) -> None:
@@ -167,9 +178,11 @@ def _run(work: Work, function: Callable[[], None], state: _State) -> None:
             with _told_to_profiler(state.profiled_as, work, state):
                 function()
         except Exception as raised:
-            error = state.failed = raised
+            error = raised
+            state.fail(raised)
         except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
-            error, state.failed = raised, RuntimeError(f"{work.operation} was interrupted: {raised!r}")
+            error = raised
+            state.fail(RuntimeError(f"{work.operation} was interrupted: {raised!r}"))
     work.end(error)  # last: a thread that waited finds the lane failed, and can reset it
     del work, function, state, error  # the error's traceback has this frame, and all of these hold the error
 

@@ -111,6 +111,7 @@ ANYWHERE = {
 BELOW_RUN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
 ENVIRONMENT_READERS = {"instep/mesh/launch.py", "instep/mesh/rank_process.py", "instep/mesh/join.py"}
 ENVIRONMENT_WRITERS = {
+    "instep/cli/main.py",  # takes out what a notebook has put there
     "instep/mesh/rank_process.py",
     "instep/mesh/launch.py",
     "instep/mesh/join.py",

@@ -178,6 +178,22 @@ def test_a_closed_lane_ends_its_thread_after_what_is_queued_and_can_be_used_agai
     assert done == ["last", "again"]
 
 
+def test_what_fails_while_its_lane_is_closed_is_forgotten_with_all_that_it_worked_on():
+    lane, gate = Lane("a test's"), Gate()
+
+    def work() -> None:
+        gate()
+        raise LookupError
+
+    thread = new_thread(lambda: lane.submit("a search", work))
+    lane.close(wait=False)
+    gate.open()
+    thread.join()
+    assert type(lane.failed) is RuntimeError and lane.failed.__traceback__ is None
+    lane.submit("again", nothing)
+    assert lane.failed is not None  # as after any failure
+
+
 def test_a_lane_that_can_get_no_thread_says_so_and_can_still_be_drained_and_closed(threaded, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command that ``args`` (by default those of the process) name; return its exit code."""
     args = sys.argv[1:] if args is None else args
     hear_stop_signals()
+    # That of the notebook that has started us, which matplotlib, used for files alone, would refuse.
+    os.environ.pop("MPLBACKEND", None)
     word, rest = (args[0], args[1:]) if args else ("--help", ())
     if word in ("-h", "--help"):
         print(usage())

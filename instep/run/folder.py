@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -126,7 +127,7 @@ def _directory(config: Claim, launch: str) -> Path:
     """Where the run is to be recorded: a directory that can be written to."""
     if config.run_dir is None:
         if config.resume:
-            raise ValueError("--resume needs --run-dir: which run shall go on?")
+            raise ValueError(f"--resume needs --run-dir: which run shall go on? {_newest_run()}".rstrip())
         return _make(RUNS / (time.strftime("train-%Y%m%d-%H%M%S") + f"-{launch}" * bool(launch)), fresh=True)
     if config.resume and not config.run_dir.exists():
         raise ValueError(f"{config.run_dir} does not exist, so there is no run to resume: look at --run-dir")
@@ -134,6 +135,12 @@ def _directory(config: Claim, launch: str) -> Path:
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(f"run directory {path} cannot be written to: pass another --run-dir")
     return path
+
+
+def _newest_run() -> str:
+    """Words that name it, if there is one."""
+    configs = [(config.stat().st_mtime, config.parent) for config in RUNS.glob(f"*/{CONFIG}")]
+    return f"The newest is --run-dir {shlex.quote(str(max(configs)[1]))}" if configs else ""
 
 
 def _require_free(config: Claim, path: Path) -> None:

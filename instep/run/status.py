@@ -26,7 +26,7 @@ def run_status(
     return {
         "name": path.absolute().name,
         "state": _state(path, config, summary, metrics, notes) if is_run else "recorded",
-        "command": f"instep train --config {shlex.quote(str(path / CONFIG))}" if is_run else "",
+        "command": _again(path) if is_run else "",
         "versions": _versions(tapes),
         "summary": {name: value for name, value in summary.items() if not isinstance(value, list | dict)},
         "strategy": setting and setting.strategy,
@@ -35,6 +35,12 @@ def run_status(
         "threads": setting and setting.threads,
         "config": config,
     }
+
+
+def _again(path: Path) -> str:
+    """The command that makes the run at ``path`` once more, beside it."""
+    config, beside = path / CONFIG, path.with_name(f"{path.absolute().name}-again")
+    return f"instep train --config {shlex.quote(str(config))} --run-dir {shlex.quote(str(beside))}"
 
 
 def last_part(starts: Sequence[Fields], metrics: Sequence[Fields], steps: Sequence[int]) -> list[int]:

@@ -90,17 +90,12 @@ def show(
         ("loss", loss),
         ("speed", speed if summary.get("step_ms_median") else "not measured: these ranks have made no step"),
         *insight,
+        ("more", f"{path / SUMMARY}; instep report {shlex.quote(str(path))}"),
         ("state", f"sha256 {summary['state_sha256']}"),
     ]
     with suppress(BrokenPipeError):
         sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows))
         sys.stdout.flush()
-
-
-def show_again(summary: Mapping[str, Any], path: Path, *, loss_unit: str = "") -> None:
-    """The result of a run that had been finished before, and where all of it is."""
-    more = f"{path / SUMMARY}; instep report {shlex.quote(str(path))}"
-    show(summary, path, [("more", more)], loss_unit=loss_unit)
 
 
 def finished(step: int, steps: int) -> str:

@@ -16,6 +16,18 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 CONFIG = "config.toml"  # in a run directory
+# What others call settings, where the letters are too far apart to tell.
+USUAL = {
+    "batch_size": "batch.global_size",
+    "block_size": "model.context",
+    "epochs": "steps",
+    "gradient_clipping": "optim.clip",
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "n_embd": "model.width",
+    "num_processes": "ranks",
+    "output_dir": "run_dir",
+}
 
 T = TypeVar("T")
 
@@ -73,7 +85,8 @@ def _merge(topic: Any, table: dict[str, Any], prefix: str, names: list[str]) -> 
     for key, value in table.items():
         name = f"{prefix}{key}"
         if key not in hints:
-            close = difflib.get_close_matches(name, [*hints, *names], n=1)
+            usual = [USUAL[key]] if USUAL.get(key) in names else []
+            close = usual or difflib.get_close_matches(name, [*hints, *names], n=1)
             raise ValueError(f"unknown key {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
         current = getattr(topic, key)
         if not is_dataclass(current):

@@ -219,7 +219,7 @@ class Generation:
 
     def _show_again(self) -> None:
         figures = jsonl.read_object(self.path / SUMMARY)
-        summary.show_again(figures, self.path, loss_unit=self.trainer.recipe.loss_unit)
+        summary.show(figures, self.path, loss_unit=self.trainer.recipe.loss_unit)
 
     def _loggers(self, display: Display, written: int) -> Loggers:
         config, rank = self.trainer.config, self.trainer.mesh.rank

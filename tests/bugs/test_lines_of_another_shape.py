@@ -64,7 +64,7 @@ def resumed(path: Path) -> None:
 def shown_again(path: Path) -> None:
     told = read_object(path / SUMMARY)
     if not summary.SHOWN.problem(told):
-        summary.show_again(told, path)
+        summary.show(told, path)
 
 
 def compared(path: Path) -> None:

@@ -29,7 +29,7 @@ def config(run_dir: Path | None, *, resume: bool = False) -> Config:
 
 def a_run(path: Path, *workers: Peer) -> Path:
     """A directory that a run has begun in."""
-    path.mkdir()
+    path.mkdir(parents=True)
     begin(path, config(path), workers)
     return path
 
@@ -90,8 +90,13 @@ def test_a_run_is_resumed_in_the_directory_that_it_has(tmp_path):
         assert held.path == path and tree(path) == before
 
 
-def test_to_resume_one_must_say_where():
-    with pytest.raises(ValueError, match=r"^--resume needs --run-dir"):
+def test_to_resume_one_must_say_where_and_the_newest_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^--resume needs --run-dir: which run shall go on\?$"):
+        claimed(config(None, resume=True))
+    for age, name in enumerate(["train-2", "train-1"]):
+        os.utime(a_run(tmp_path / "runs" / name) / CONFIG, (100 - age, 100 - age))
+    with pytest.raises(ValueError, match=r"go on\? The newest is --run-dir runs/train-2$"):
         claimed(config(None, resume=True))
 
 
@@ -252,7 +257,7 @@ def test_a_directory_that_was_removed_or_replaced_is_noticed_and_left_alone(tmp_
         path.rename(tmp_path / "b")
         with pytest.raises(OSError, match="removed or replaced while it was in use"):
             held.require_in_place()
-        path.mkdir()
+        path.mkdir(parents=True)
         with pytest.raises(OSError, match="removed or replaced"):
             held.require_in_place()
     assert path.exists()  # it is another command's

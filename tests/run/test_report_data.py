@@ -88,6 +88,7 @@ def test_a_finished_run_has_every_section_and_nothing_to_note(tmp_path):
     assert (run["state"], run["notes"], run["world_size"], run["threads"]) == ("finished", [], 3, 1)
     assert (run["name"], run["strategy"], run["backend"]) == (tmp_path.name, "bucketed", "gloo")
     assert run["summary"]["tokens_per_s"] == 9.5 and run["command"].startswith("instep train --config ")
+    assert run["command"].endswith("-again")
     assert report["slow"]["rank"] == 2 and report["slow"]["excess_ms"] == pytest.approx(9)
     assert report["advice"][0]["cause"] == "slow rank" and "try" in report["advice"][0]
     wall = 2 * DATA + 27 + 2 * FLIGHT + UPDATE + HOST

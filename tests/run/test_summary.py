@@ -3,7 +3,7 @@
 import pytest
 
 from instep.run.folder import SUMMARY
-from instep.run.summary import figures, finished, show, show_again, where
+from instep.run.summary import figures, finished, show, where
 
 LOSSES = [5.5, 5.0, 4.0, 3.0, 2.5, 2.0]
 
@@ -70,6 +70,7 @@ def test_what_is_shown_is_the_summary(tmp_path, capsys):
         "steps  6 on 2 rank(s), flat",
         "loss   5.600 nats per byte held out, from 5.600 (training 2.000)",
         "speed  10,000 tokens/s, 10 ms a step (median), 10.0% of it exposed communication",
+        f"more   {tmp_path / SUMMARY}; instep report {tmp_path}",
         "state  sha256 abc",
     ]
 
@@ -101,13 +102,16 @@ def test_ranks_that_have_made_no_step_have_no_speed_and_none_of_others(tmp_path,
     assert said[3] == "speed  not measured: these ranks have made no step"
 
 
-def test_what_had_been_finished_says_so_how_to_go_on_and_where_its_results_are(tmp_path, capsys):
-    assert finished(30, 30).startswith("this run is finished: step 30 of 30 was done already")
-    assert "--steps 60 --accept-contract" in finished(30, 30)
-    show_again({**figures([START, *map(line, range(1, 7))], 0, 100), **PART}, tmp_path / "a run")
+def test_the_lines_end_with_where_the_rest_is_and_the_hash(tmp_path, capsys):
+    show({**figures([START, *map(line, range(1, 7))], 0, 100), **PART}, tmp_path / "a run")
     said = capsys.readouterr().out.splitlines()
     assert said[-2] == f"more   {tmp_path / 'a run' / SUMMARY}; instep report '{tmp_path / 'a run'}'"
     assert said[-1] == "state  sha256 abc"
+
+
+def test_a_run_that_had_been_finished_says_so_and_how_to_go_on():
+    assert finished(30, 30).startswith("this run is finished: step 30 of 30 was done already")
+    assert "--steps 60 --accept-contract" in finished(30, 30)
 
 
 def test_threads_are_not_called_ranks():
