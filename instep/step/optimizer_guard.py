@@ -165,12 +165,13 @@ class GuardedParameter:
 
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
-_refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use its gradient
+_refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
 
 
 def refuse(tensor: Tensor, reason: str) -> None:
-    """No optimizer may step ``tensor``, which no wrapper reduces, as long as it has a gradient."""
-    _refused[tensor] = reason
+    """No optimizer may step ``tensor``, which no wrapper reduces, with the gradient that it has."""
+    assert tensor.grad is not None
+    _refused[tensor] = weakref.ref(tensor.grad), reason
 
 
 def entries_of(parameters: Sequence[Tensor]) -> list[GuardedParameter]:
@@ -253,7 +254,9 @@ def _watched(optimizer: Optimizer) -> list[tuple[Tensor, GuardedParameter]]:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer) if _refused else ():
         if parameter.grad is not None and parameter in _refused:
-            raise RuntimeError(f"optimizer.step(): {_refused[parameter]}")
+            gradient, reason = _refused[parameter]
+            if parameter.grad is gradient():
+                raise RuntimeError(f"optimizer.step(): {reason}")
     watched = _watched(optimizer)
     for parameter, entry in watched:
         problem = entry.no_gradient()

@@ -145,6 +145,9 @@ def test_no_optimizer_steps_a_weight_that_is_not_registered_and_has_a_gradient()
         assert torch.equal(scales[0], torch.ones(3))
         scales[0].grad = None
         torch.optim.SGD(scales, 0.1).step()
+        scales[0].sum().backward()  # one that the program makes by itself is its own affair
+        torch.optim.SGD(scales, 0.1).step()
+        assert torch.equal(scales[0], torch.full((3,), 0.9))
         wrapper.close()
 
 
