@@ -13,9 +13,9 @@ import ctypes
 import faulthandler
 import json
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
-import select
 import signal
 import sys
 import threading
@@ -209,7 +209,7 @@ def end_with_parent() -> None:
 
 def _watch_parent(parent: int, pidfd: int) -> None:
     if os.getppid() == parent:  # else it ended before there was a descriptor, which then may be a stranger's
-        select.select([pidfd], [], [])
+        multiprocessing.connection.wait([pidfd])  # not select, which knows descriptors below 1024 only
     with contextlib.suppress(OSError):
         os.write(2, f"instep: pid {os.getpid()} ends: its launcher (pid {parent}) has ended\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,9 +16,13 @@ from instep.mesh import join
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30
+MORE_THAN_SELECT_KNOWS = 1100
 RANK = """
-import os, signal
+import os, resource, signal, sys
 from instep.mesh.rank_process import end_with_parent
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(int(sys.argv[1]))]
 end_with_parent()
 end_with_parent()
 print(os.getpid(), flush=True)
@@ -26,9 +30,10 @@ signal.pause()
 """
 
 
-def test_a_process_whose_parent_is_killed_is_killed_and_says_why() -> None:
+@pytest.mark.parametrize("num_open", [0, MORE_THAN_SELECT_KNOWS])
+def test_a_process_whose_parent_is_killed_is_killed_and_says_why(num_open: int) -> None:
     launcher = subprocess.Popen(
-        ["sh", "-c", '"$0" -c "$1" & wait', sys.executable, RANK],
+        ["sh", "-c", '"$0" -c "$1" "$2" & wait', sys.executable, RANK, str(num_open)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
