@@ -259,7 +259,13 @@ def _listen(host: str, port: int, *, one_host: bool) -> socket.socket | None:
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     """What ``host`` stands for, those of IPv4 first, which every rank can reach."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ValueError(
+            f"expected a name or an address of rank 0's host, got {host!r} ({error.strerror}): set "
+            "MASTER_ADDR to one that every rank can look up"
+        ) from error
     return sorted((family, address) for family, _, _, _, address in found)  # AF_INET is below AF_INET6
 
 

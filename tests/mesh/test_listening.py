@@ -97,3 +97,12 @@ def test_a_port_that_is_taken_is_left_to_torch_which_may_know_who_has_it() -> No
     with closing(join._listen("127.0.0.1", 0, one_host=True)) as taken, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert join._listen("127.0.0.1", taken.getsockname()[1], one_host=True) is None
+
+
+def test_a_host_that_cannot_be_looked_up_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ValueError, match=r"got 'nowhere' \(Name or service not known\): set MASTER_ADDR"):
+        join._listen("nowhere", 0, one_host=False)
