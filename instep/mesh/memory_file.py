@@ -13,17 +13,20 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+NAME = "instep"  # as /proc shows it
+
 
 @dataclass(frozen=True)
 class MemoryFile:
     """Descriptor ``fd`` of process ``pid``. It may be sent to other processes, which ``open`` it.
 
-    A number may come to stand for another file when it is free again; ``inode`` tells the two apart.
+    A number may come to stand for another file when it is free again; ``inode`` tells the two apart, unless
+    it is None.
     """
 
     pid: int
     fd: int
-    inode: int
+    inode: int | None
 
     @staticmethod
     def create(num_bytes: int = 0) -> MemoryFile:
@@ -32,7 +35,7 @@ class MemoryFile:
         Raises:
             OSError: no descriptor is left, or no memory.
         """
-        fd = os.memfd_create("instep", os.MFD_CLOEXEC)
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             if num_bytes:
                 os.posix_fallocate(fd, 0, num_bytes)  # not only made longer: no SIGBUS where memory is short
@@ -49,15 +52,31 @@ class MemoryFile:
     def open(self) -> int:
         """A descriptor of this process, to read and write, with a position and locks of its own.
 
+        The numbers may come from a store to which others can write, so they are believed only where they lead
+        to memory that a process of this user has made here: never to a file, nor to a stranger's memory.
+
         Raises:
-            OSError: process ``pid`` does not hold it any more, or is another user's.
+            OSError: process ``pid`` does not hold it any more, or is another user's or of another host.
         """
+        _require_memory(self.path)  # before it is opened: a pipe would wait, a device might act
         own = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(own).st_ino != self.inode:
+        try:
+            _require_memory(Path(f"/proc/self/fd/{own}"))
+            found = os.fstat(own)
+            if found.st_uid != os.geteuid():
+                raise OSError(f"descriptor {self.fd} of process {self.pid} is memory of user {found.st_uid}")
+            if self.inode not in (None, found.st_ino):
+                raise OSError(f"descriptor {self.fd} of process {self.pid} is not the memory that it was")
+        except BaseException:
             os.close(own)
-            raise FileNotFoundError(f"descriptor {self.fd} of process {self.pid} is not the file that it was")
+            raise
         return own
 
     def close(self) -> None:
         """Let it go; processes that have opened it keep it."""
         os.close(self.fd)
+
+
+def _require_memory(place: Path) -> None:
+    if not os.readlink(place).startswith(f"/memfd:{NAME}"):
+        raise OSError("it is no memory of instep's")

@@ -24,6 +24,7 @@ import mmap
 import os
 import zlib
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -54,9 +55,10 @@ class OneCopy:
         length = round_up(max(nbytes, 1), PAGE)
         mine = MemoryFile.create(length) if group.rank == 0 else None
         try:
-            told = [] if mine is None else [mine.pid, mine.fd, mine.inode]
-            pid, number, inode = gather(group, told, MAPPING)[group.ranks[0]]
-            fd = MemoryFile(pid, number, inode).open()
+            told = None if mine is None else asdict(mine)
+            of_first = gather(group, told, MAPPING)[group.ranks[0]]
+            assert of_first is not None
+            fd = MemoryFile(**of_first).open()
             try:
                 shared = mmap.mmap(fd, length)
                 self._pages = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE)

@@ -1,9 +1,7 @@
-"""Nameless memory that other processes of the host can map.
+"""Memory files (``mesh.memory_file``) as memory that other processes of the host can map.
 
-``memfd_create`` gives a file that lives in memory and has no name: when the last process that holds it ends,
-however it ends, the memory is gone, and nothing is ever left behind in ``/dev/shm``. Other processes open it
-by the number of its descriptor, through ``/proc/PID/fd/NUMBER``, which only works for processes of the same
-user on the same host: to have opened it is the proof of both.
+When the last process that holds one ends, however it ends, the memory is gone, and nothing is ever left
+behind in ``/dev/shm``. To have opened one is the proof that its maker is of the same user, on the same host.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from instep.mesh.memory_file import MemoryFile
 from instep.shm.futex import Words
-
-NAME = "instep"  # of the memory, in /proc
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Mapping:
 def create(nbytes: int) -> Mapping:
     """New memory, zeroed; pages are taken when they are first written to."""
     try:
-        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        file = MemoryFile.create()
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
@@ -57,42 +54,27 @@ def create(nbytes: int) -> Mapping:
             errno.EMFILE, "no descriptor is left for shared memory: raise ulimit -n, or use larger buckets"
         ) from error
     try:
-        os.ftruncate(fd, nbytes)
-        memory = _map(fd, nbytes)
+        os.ftruncate(file.fd, nbytes)
+        memory = _map(file.fd, nbytes)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    weakref.finalize(memory, os.close, fd)
-    return Mapping(memory, fd, os.fstat(fd).st_ino)
+    weakref.finalize(memory, file.close)
+    return Mapping(memory, file.fd, os.fstat(file.fd).st_ino)
 
 
 def attach(pid: int, fd: int, inode: int | None = None) -> Mapping:
     """The memory that process ``pid`` holds as its descriptor ``fd``, and that had this ``inode``.
 
-    The two numbers may come from a store to which others can write, so they are believed only where they lead
-    to memory that a process of this user has made by ``create``: never to a file, nor to a stranger's memory.
-
     Raises:
         OSError: it is not there, or is other memory by now, or belongs to another user or host.
     """
-    place = f"/proc/{pid}/fd/{fd}"
-    _require_memory(place)  # before it is opened: a pipe would wait, a device might act
-    own = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    own = MemoryFile(pid, fd, inode).open()
     try:
-        _require_memory(f"/proc/self/fd/{own}")
         status = os.fstat(own)
-        if status.st_uid != os.geteuid():
-            raise OSError(f"descriptor {fd} of process {pid} is memory of user {status.st_uid}")
-        if inode not in (None, status.st_ino):
-            raise OSError(f"descriptor {fd} of process {pid} is not the memory that it was")
         return Mapping(_map(own, status.st_size), -1, status.st_ino)
     finally:
         os.close(own)
-
-
-def _require_memory(place: str) -> None:
-    if not os.readlink(place).startswith(f"/memfd:{NAME}"):
-        raise OSError("it is no memory of instep's")
 
 
 def inode(pid: int, fd: int) -> int | None:

@@ -60,9 +60,7 @@ def test_each_opening_has_a_position_and_locks_of_its_own(file: MemoryFile) -> N
 
 def test_a_number_that_has_come_to_stand_for_another_file_is_refused(file: MemoryFile) -> None:
     stale = MemoryFile(file.pid, file.fd, file.inode + 1)
-    with pytest.raises(
-        FileNotFoundError, match=f"descriptor {file.fd} of process {file.pid} is not the file"
-    ):
+    with pytest.raises(OSError, match=f"descriptor {file.fd} of process {file.pid} is not the memory"):
         stale.open()
 
 
