@@ -33,14 +33,18 @@ class Segment:
             return self.tensor.view(dtype)
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of ``x`` in logical order, (nbytes,): its own memory where it is contiguous, else a copy.
+def flat(x: Tensor) -> Tensor:
+    """The memory of a contiguous ``x`` in one row, (numel,).
 
-    A dimension of length 1 may have any stride, after ``contiguous`` too, and torch views only stride 1 as
-    bytes: so it is set.
+    A dimension of length 1 may have any stride in a contiguous tensor, and torch views only stride 1 in
+    another dtype: so it is set.
     """
-    x = x.detach().contiguous()
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    return x.as_strided((x.numel(),), (1,))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of ``x`` in logical order, (nbytes,): its own memory where it is contiguous, else a copy."""
+    return flat(x.detach().contiguous()).view(torch.uint8)
 
 
 def align_bytes(device: torch.device) -> int:

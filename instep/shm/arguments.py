@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.memory import flat
 from instep.shm.call import DTYPES
 
 
@@ -33,14 +34,9 @@ def require_writable(x: Tensor) -> None:
         raise ValueError(f"shape {tuple(x.shape)} is expanded, strides {x.stride()}: pass x.contiguous()")
 
 
-def flat(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor in one row; a dimension of length 1 may have had any stride."""
-    return x.as_strided((x.numel(),), (1,))
-
-
 def flat_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes."""
-    return flat(x).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    """The memory of a contiguous tensor as bytes, (nbytes,)."""
+    return flat(x).view(torch.uint8)
 
 
 def is_plain(x: Tensor) -> bool:

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.memory import Segment
+from instep.memory import Segment, flat
 from instep.mesh.hang_report import FlightRecorder
 from instep.mesh.peers import Peer
 from instep.shm import collectives
 from instep.shm.arguments import (
     check,
     dtype_name,
-    flat,
     on_flat,
     plain,
     require_list,
