@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 LATEST = -1  # instead of the number of a recorder: the one that has begun an operation last
-PATIENCE_S = 1.0  # at most, for a store that the world met in; a tenth of the deadline, where that is less
+PATIENCE_S = 1.0  # at most, for a store that the world met in
 ANSWER_S = 0.5  # for all answers together; a thread that may run answers within milliseconds
 _QUESTION_BYTES = 16
 T = TypeVar("T")
@@ -151,6 +151,11 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, group = _CREDENTIALS.unpack(data)
     return pid, user, group
+
+
+def patience_s(timeout_s: float) -> float:
+    """For an answer of a store, on the way to an error of an operation that may take ``timeout_s``."""
+    return min(PATIENCE_S, timeout_s / 10)
 
 
 class Questions:

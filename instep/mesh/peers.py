@@ -74,7 +74,7 @@ def statuses_of(pids: Mapping[int, int]) -> list[StatusRow]:
     Takes half a second where one of them gives no answer, though it is not stopped.
     """
     me, seen = own_peer(0), {rank: look(pid) for rank, pid in pids.items()}
-    found = {rank: (STATES.get(look[0], look[0]), look[1]) for rank, look in seen.items() if look}
+    found = {rank: (STATES.get(now[0], now[0]), now[1]) for rank, now in seen.items() if now}
     peers = [
         replace(me, rank=rank, pid=pids[rank], start_time=start_time, flight=debug_server.LATEST)
         for rank, (state, start_time) in found.items()
@@ -134,7 +134,7 @@ class Peers:
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._timeout_s = seconds
-        self.status_store.questions.patience_s = min(debug_server.PATIENCE_S, seconds / 10)
+        self.status_store.questions.patience_s = debug_server.patience_s(seconds)
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
@@ -144,8 +144,7 @@ class Peers:
         """The kernel's letter for the state of each rank of this host; "" of one that is gone."""
         seen = {peer.rank: (look(peer.pid), peer) for peer in self._near}
         return {
-            rank: look[0] if look and look[1] == peer.start_time else ""
-            for rank, (look, peer) in seen.items()
+            rank: now[0] if now and now[1] == peer.start_time else "" for rank, (now, peer) in seen.items()
         }
 
     def wait(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh.debug_server import PATIENCE_S, Questions
+from instep.mesh.debug_server import Questions, patience_s
 from instep.mesh.hang_report import FlightRecorder, printable
 from instep.mesh.peers import Peer, is_alive, own_peer
 from instep.shm import segment
@@ -95,7 +95,7 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
     store.set(_here(rank), json.dumps({"token": shared.token.hex() if shared else "", "problem": problem}))
     if rank == 0:
         store.set(VERDICT, json.dumps(_judge(store, shared, ranks, timeout_s)))
-    _wait(store, [VERDICT], ranks, timeout_s)
+    _wait(store, [VERDICT], ranks[rank], ranks, timeout_s)
     verdict = json.loads(store.get(VERDICT))
     if verdict["absent"]:
         raise _absent(verdict["absent"], timeout_s)
@@ -115,7 +115,7 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
 def _open(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> tuple[GroupSegment | None, str]:
     """Make the segment or map it, or say why not."""
     if rank != 0:
-        _wait(store, [SEGMENT], ranks, timeout_s)
+        _wait(store, [SEGMENT], ranks[rank], ranks, timeout_s)
         where = json.loads(store.get(SEGMENT))
     try:
         if not available():
@@ -140,7 +140,7 @@ def _judge(
 ) -> dict[str, Any]:
     """Rank 0 reads what all have seen: who did not come, or why they cannot share a segment."""
     try:
-        _wait(store, [_here(rank) for rank in range(len(ranks))], ranks, timeout_s)
+        _wait(store, [_here(rank) for rank in range(len(ranks))], ranks[0], ranks, timeout_s)
     except PeerLost as lost:
         return {"absent": lost.ranks, "problem": ""}
     problem = ""
@@ -153,14 +153,15 @@ def _judge(
     return {"absent": [], "problem": problem}
 
 
-def _wait(store: Store, keys: Sequence[str], ranks: Sequence[int], timeout_s: float) -> None:
-    """Wait until ``keys`` are there; else name the ranks that have not been here."""
+def _wait(store: Store, keys: Sequence[str], rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    """Global rank ``rank`` waits until ``keys`` are there; else name the ranks that have not been here."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
         others = [(i, other) for i, other in enumerate(ranks) if i]
-        who = Questions(rank=ranks[0], patience_s=min(PATIENCE_S, timeout_s / 10))
-        late = who.ask(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
+        questions = Questions(rank, patience_s(timeout_s))
+        late = questions.ask(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
+        questions.close()
         if keys[0] == SEGMENT or not late:
             late = [ranks[0]]
         raise _absent(late, timeout_s) from error

@@ -91,7 +91,7 @@ def test_the_error_of_a_wait_comes_at_its_deadline_whether_or_not_the_store_answ
 def test_who_met_in_a_lost_store_is_not_asked_of_it(store):
     began = time.monotonic()
     with pytest.raises(PeerLost, match="rank 0 did not come"):
-        handshake._wait(store, ["verdict"], [0, 1, 2], 0.1)
+        handshake._wait(store, ["verdict"], 1, [0, 1, 2], 0.1)
     assert time.monotonic() - began < 5
 
 
