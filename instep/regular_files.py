@@ -28,7 +28,7 @@ MODE = 0o666  # less the user's umask
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = MODE) -> int:
     """A descriptor of the regular file ``path``, as by ``os.open``; also the ``opener`` of ``open``.
 
     Raises:
