@@ -58,7 +58,8 @@ def overview_lines(figures: ProfileFigures, rank: int) -> Iterator[str]:
     for name, seconds in parts.items():
         yield f"  {name:<16}{_ms(seconds / num_steps):>10} ms{_percent(seconds, total.wall):>8}"
     yield (
-        f"  utilisation {total.utilisation:.1%}; {total.overlap_share:.1%} of communication ran under compute"
+        f"  utilisation {total.utilisation:.1%}: {total.kernel_share:.1%} compute and "
+        f"{total.communication_share:.1%} communication, of which {total.overlap_share:.1%} ran under compute"
     )
 
 

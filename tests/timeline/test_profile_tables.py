@@ -67,6 +67,8 @@ def test_the_report_of_a_profile_is_printed_and_nothing_is_written(tmp_path: Pat
         ("0.125", "12.5%"),
         ("0.325", "32.5%"),
     ]
+    shares = "67.5%: 52.5% compute and 27.5% communication, of which 45.5% ran under compute"
+    assert lines[5] == f"  utilisation {shares}"
     assert any(line.split()[:3] == ["1", "gemm", "3"] for line in lines)
     assert os.listdir(tmp_path) == ["gpu.json"]
     assert main([str(write(tmp_path / "cpu.json", CPU))]) == DONE
