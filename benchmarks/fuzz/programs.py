@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+# What becomes of a trial (``trial.attempt``).
+SAME, REFUSED, MISMATCH, CRASH, HANG, INVALID = "same", "refused", "mismatch", "crash", "hang", "invalid"
+FINDINGS = (MISMATCH, CRASH, HANG)
+
 # What a layer computes (``layers.LAYERS``), and how often it is drawn.
 KINDS: Mapping[str, int] = {
     "linear": 6,

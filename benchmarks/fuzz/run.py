@@ -31,7 +31,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.fuzz.programs import KINDS, placements, program
+from benchmarks.fuzz.programs import (
+    CRASH,
+    FINDINGS,
+    HANG,
+    KINDS,
+    REFUSED,
+    SAME,
+    placements,
+    program,
+)
 from instep.bench import tables
 
 HERE = Path(__file__).parent
@@ -40,8 +49,6 @@ COMMAND = "python benchmarks/fuzz/run.py"
 PLACEMENTS = 4  # of a model
 PATIENCE_S = 300.0  # for an answer; a trial has deadlines of its own
 SHRINKS = 16  # times that a finding is tried with fewer layers
-SAME, REFUSED, CRASH, HANG, INVALID = "same", "refused", "crash", "hang", "invalid"
-FINDINGS = ("mismatch", CRASH, HANG)
 
 Task = tuple[int, int | None, tuple[int, ...] | None]
 """Model, placement (None: one process against plain torch), and the layers that stay (None: all)."""
@@ -137,9 +144,11 @@ class Campaign:
         if program(self.seed, model).words & self.without:
             return
         found = self._trial(worker, model, None)
-        self.programs += 1
+        with self._lock:
+            self.programs += 1
+            if found["kind"] == SAME:
+                self.kinds.update(program(self.seed, model).kinds)
         if found["kind"] == SAME:
-            self.kinds.update(program(self.seed, model).kinds)
             for number in range(self.num_placements):
                 if time.monotonic() < self.until:
                     self._trial(worker, model, number)

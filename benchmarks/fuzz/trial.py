@@ -26,7 +26,19 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
 from benchmarks.fuzz.layers import build, inputs, leaves
-from benchmarks.fuzz.programs import REPLICATED, Placement, Program, placements, program
+from benchmarks.fuzz.programs import (
+    CRASH,
+    HANG,
+    INVALID,
+    MISMATCH,
+    REFUSED,
+    REPLICATED,
+    SAME,
+    Placement,
+    Program,
+    placements,
+    program,
+)
 from instep.mesh.mesh import Mesh
 from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
@@ -35,8 +47,6 @@ from instep.step.micro_batches import MicroBatch
 from tests.parity import _tree_sum, wide, world_of_one
 from tests.world import world
 
-SAME, REFUSED, MISMATCH, CRASH, HANG, INVALID = "same", "refused", "mismatch", "crash", "hang", "invalid"
-FINDINGS = (MISMATCH, CRASH, HANG)
 IN_WORDS = (ValueError, TypeError, RuntimeError, NotImplementedError, instep.errors.InstepError)
 OURS = f"{Path(instep.__file__).parent}/"
 PATIENCE_S = 20.0  # of a rank that waits for another

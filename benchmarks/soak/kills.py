@@ -25,6 +25,7 @@ from benchmarks.faults.command import Live, run
 from benchmarks.faults.judge import Found
 from benchmarks.faults.kills import recoveries
 from instep.bench import tables
+from instep.cli.exit_codes import PREEMPTED
 from instep.run.folder import FAULTS
 from instep.run.jsonl import read_lines
 
@@ -34,7 +35,6 @@ COMMAND = "python -m benchmarks.soak.kills"
 MODEL = ["--model.layers", "4", "--model.width", "320", "--model.context", "16"]
 BATCH = ["--batch.global-size", "4", "--batch.micro-size", "1"]
 RUN = ["--steps", "1000000", *MODEL, *BATCH, "--checkpoint.every", "0", "--eval.windows", "4"]
-STOPPED = 75  # the exit code after SIGTERM
 QUICK = 6
 SHOWN = 1500  # characters of what a run says that failed
 HEADINGS = {
@@ -184,8 +184,9 @@ def soak(layout: Layout) -> dict[str, Any]:
     wrong = [f"{layout.name}: {problem}" for problem in grown(rows)]
     wrong += [f"{layout.name}: {problem}" for problem in ended.notes.values()]
     wrong += [f"{layout.name}: left behind: {', '.join(ended.left)}"] if ended.left else []
-    if ended.code != STOPPED:
-        wrong.append(f"{layout.name}: expected exit code {STOPPED}, got {ended.code}: {ended.said[-SHOWN:]}")
+    if ended.code != PREEMPTED:
+        problem = f"expected exit code {PREEMPTED}, got {ended.code}: {ended.said[-SHOWN:]}"
+        wrong.append(f"{layout.name}: {problem}")
     return {
         "layout": layout.name,
         "kills": len(ended.moments),
