@@ -41,7 +41,8 @@ ENTRY_BYTES = 8
 # Of an entry of /proc/self/pagemap: there is a page, in memory or swapped out; and it is one of a file.
 PRESENT, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 MAPPING = "the mapping of the one copy"
-SAMPLE_BYTES = 64  # of a page that was written to
+MAX_WHOLE = 4096  # pages that are read wholly by ``digest``; of more it reads ``SAMPLE_BYTES`` each
+SAMPLE_BYTES = 64
 
 
 class OneCopy:
@@ -70,14 +71,21 @@ class OneCopy:
                 mine.close()
         self.shared, self.private = _tensor(shared), _tensor(self._pages)
         self._own = np.arange(0)  # pages that ``digest`` has found
+        self._num_digests = 0
 
     def digest(self) -> int:
-        """What this rank has written since ``drop``, as a number: which pages, and some of each; or 0."""
+        """What this rank has written since ``drop``, as a number: which pages, and what is on them; or 0.
+
+        Where a program writes to many pages it does so in every step: another part of each is read each time.
+        """
         self._own = self._written()
+        length = PAGE if len(self._own) <= MAX_WHOLE else SAMPLE_BYTES
+        begin = self._num_digests * length % PAGE
+        self._num_digests += 1  # on all ranks alike, whether or not they have written
         if not len(self._own):
             return 0
-        sample = self.private.numpy().reshape(-1, PAGE)[self._own, :SAMPLE_BYTES]
-        return 1 << 32 | zlib.crc32(sample.tobytes(), zlib.crc32(self._own.tobytes()))
+        read = self.private.numpy().reshape(-1, PAGE)[self._own, begin : begin + length]
+        return 1 << 32 | zlib.crc32(read.tobytes(), zlib.crc32(self._own.tobytes()))
 
     def publish(self, first: int, last: int) -> None:
         """Bytes ``first`` to ``last`` (exclusive) all ranks have as this one, where ``digest`` found any."""

@@ -26,6 +26,7 @@ from instep.mesh.process_memory import resident_memory
 from instep.mesh.rank_process import RankFailed
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
+from instep.shard import one_copy as private_pages
 from instep.shard.flat_parameters import WholeParameters
 from instep.shard.fully import fully_shard
 from instep.shard.layout import cut
@@ -196,6 +197,30 @@ def test_a_rank_that_writes_before_the_others_have_computed_does_not_change_thei
     steps(optimizer, ours, 1)
     steps(AdamW(wanted), wanted, 1)
     assert_same([p.detach() for p in ours], [p.detach() for p in wanted], "weights")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("max_whole", [private_pages.MAX_WHOLE, 0])
+def test_one_number_that_a_rank_writes_otherwise_is_seen_wherever_on_a_page_it_is(
+    max_whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_pages, "MAX_WHOLE", max_whole)  # ranks are threads
+    write_otherwise(num_steps=1 if max_whole else private_pages.PAGE // private_pages.SAMPLE_BYTES)
+
+
+@world(2, backend="shm")
+def write_otherwise(mesh: Mesh, num_steps: int) -> None:
+    p = nn.Parameter(torch.zeros(private_pages.PAGE // 4))
+    optimizer = ShardedOptimizer([("p", p)], SGD, mesh, one_copy=True, lr=0.1)
+
+    def train() -> None:
+        for _ in range(num_steps):
+            p.data[100] = 1.0 + mesh.rank
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+
+    with pytest.raises(ReplicasDiffer, match="'p': they were written to since the last step"):
+        train()
     optimizer.close()
 
 
