@@ -43,7 +43,7 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
-FROZEN = "instep.mesh.gc_freeze"  # the last
+SET_UP = "instep.mesh.forkserver"  # the last
 ANSWER_S = 120.0  # for the forkserver, which may still be loading torch, to start a process
 REVIVE_S = 1.0  # between two looks at the forkserver
 MAX_UNREPORTED = 5  # looks at a process that has ended, of which the forkserver has not told
@@ -52,6 +52,7 @@ HELD = "/proc/self/fd/"
 NO_PROCESS, RAISE_LIMIT = "no process can be started", "raise pids.max or ulimit -u"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
+_held: list[int] = []  # the descriptor of the forkserver's socket
 # Starting the forkserver borrows this process's signal handler and environment for a moment.
 _starting = threading.Lock()
 
@@ -112,7 +113,7 @@ def warm(*modules: str) -> None:
 
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
-    multiprocessing.set_forkserver_preload([*PRELOAD, *modules, FROZEN])
+    multiprocessing.set_forkserver_preload([*PRELOAD, *modules, SET_UP])
     _ensure_forkserver()
 
 
@@ -161,7 +162,7 @@ class Children:
             _start_within(answer_s, process)
             pid = process.pid
             assert pid is not None
-            if pid < 0:  # mesh.gc_freeze
+            if pid < 0:  # mesh.forkserver
                 _forget(process)
                 raise OSError(-pid, f"{NO_PROCESS}: {os.strerror(-pid)}: {RAISE_LIMIT}")
         except BrokenPipeError as error:  # the fork had failed before the forkserver was told what to run
@@ -280,7 +281,7 @@ def _start_within(seconds: float, process: ForkServerProcess) -> None:
 
 
 def _kill_late(process: ForkServerProcess) -> None:
-    if process.pid is not None and process.pid > 0:  # mesh.gc_freeze
+    if process.pid is not None and process.pid > 0:  # mesh.forkserver
         process.kill()
 
 
@@ -417,8 +418,10 @@ def _hold_address() -> None:
             "any user of this host sends to it (CVE-2022-42919): use Python 3.11.1 or later"
         )
     if not address.startswith(HELD):
-        held = os.open(address, os.O_PATH | os.O_CLOEXEC)
-        server._forkserver_address = f"{HELD}{held}"  # type: ignore[attr-defined]
+        for old in _held:
+            os.close(old)
+        _held[:] = [os.open(address, os.O_PATH | os.O_CLOEXEC)]
+        server._forkserver_address = f"{HELD}{_held[0]}"  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -357,3 +357,23 @@ def test_a_forkserver_that_was_there_and_that_anybody_can_reach_is_refused(
     monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: None)
     with pytest.raises(RuntimeError, match=r"CVE-2022-42919\): use Python 3\.11\.1 or later"):
         launching.warm()
+
+
+def test_one_descriptor_of_a_socket_is_held_however_many_forkservers_there_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_held", held := [])
+    there = SimpleNamespace()
+    monkeypatch.setattr(multiprocessing.forkserver, "_forkserver", there)
+    for name in ("first", "second"):
+        path = tmp_path / name
+        path.touch()
+        there._forkserver_address = str(path)
+        for _ in range(2):  # of one that is there already nothing is opened anew
+            launching._hold_address()
+        (fd,) = held
+        assert there._forkserver_address == f"/proc/self/fd/{fd}"
+        assert os.readlink(there._forkserver_address) == str(path)
+    links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    assert str(tmp_path / "first") not in [os.readlink(link) for link in links if os.path.islink(link)]
+    os.close(fd)
