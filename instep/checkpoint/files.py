@@ -24,8 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from instep.regular_files import create, try_lock
-from instep.regular_files import open_regular as open_file
+from instep.regular_files import create, open_regular, try_lock
 
 PLAIN_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 STEP_NAME = re.compile(r"step-([0-9]{8})")
@@ -212,9 +211,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """Open for reading what must be a regular file: a link is not followed, a pipe is not waited for."""
-    fd = open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
+    fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(fd, "rb") as file, naming(path):
         yield file
 
@@ -222,7 +221,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 def sha256(path: Path) -> str:
     """SHA-256 of a file's bytes in hexadecimal, read in chunks of 1 MiB."""
     digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with opened(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

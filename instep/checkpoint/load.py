@@ -97,7 +97,7 @@ def _verify_together(path: Path, group: Group, *, published: bool) -> Manifest:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint in directory ``path``, believed only as far as its own hash goes."""
     file_path = path / manifest.MANIFEST_FILE
-    with _reading(file_path), files.open_regular(file_path) as file:
+    with _reading(file_path), files.opened(file_path) as file:
         data = file.read(manifest.MAX_BYTES + 1)
     return manifest.parse(data, file_path)
 
@@ -130,7 +130,7 @@ def verify(path: Path, share: int = 0, num_shares: int = 1) -> Manifest:
 
 
 def _measure_file(path: Path, record: FileRecord) -> None:
-    with _reading(path), files.open_regular(path) as file:
+    with _reading(path), files.opened(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != record.bytes:
         raise CheckpointRejected(
@@ -231,7 +231,7 @@ class FileReader:
         bare = name.removeprefix(self.kind)
         target = out.view(-1).view(torch.uint8).numpy().data
         try:
-            with files.open_regular(self.path) as file:
+            with files.opened(self.path) as file:
                 at = self._starts[bare] + first * out.itemsize
                 while target:
                     count = os.preadv(file.fileno(), [target], at)

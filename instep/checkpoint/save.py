@@ -357,7 +357,7 @@ def _digests(rank: int) -> str:
 
 
 def _heard(path: Path, rank: int) -> Mapping[str, FileRecord]:
-    with files.open_regular(path) as file:
+    with files.opened(path) as file:
         said = parse_json(file.read(SAID_BYTES), SAID_BYTES)
     if said["problem"]:
         raise OSError(0, f"rank {rank} cannot write: {said['problem']}", str(path.parent))
@@ -365,7 +365,7 @@ def _heard(path: Path, rank: int) -> Mapping[str, FileRecord]:
 
 
 def _read(path: Path) -> bytes:
-    with files.open_regular(path) as file:
+    with files.opened(path) as file:
         data = file.read(MESSAGE_BYTES + 1)
     if len(data) > MESSAGE_BYTES:
         raise CheckpointRejected(f"{path}: expected at most {MESSAGE_BYTES} bytes: take more ranks")

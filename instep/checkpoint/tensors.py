@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from instep import memory
-from instep.checkpoint.files import open_regular
+from instep.checkpoint.files import opened
 from instep.checkpoint.manifest import parse_json
 from instep.errors import CheckpointRejected
 from instep.ordered.shards import Shape
@@ -147,7 +147,7 @@ def contents(path: Path) -> Contents:
 
 
 def bounded_header(path: Path) -> bytes:
-    with open_regular(path) as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
