@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 from torch.autograd import profiler
 
-from instep.errors import PeerLost
+from instep.errors import PeerLost, let_go
 
 
 class Work:
     """One thing under way: not begun, running, done, or failed with ``error``."""
 
-    def __init__(self, operation: str) -> None:
-        self.operation = operation
+    def __init__(self, operation: str, awaited: bool = True) -> None:
+        self.operation, self.awaited = operation, awaited
         self.error: BaseException | None = None
         self.finished = threading.Event()
 
@@ -97,12 +97,15 @@ class Lane:
         """What the first failed function raised, until ``reset``."""
         return self._state.failed
 
-    def submit(self, operation: str, function: Callable[[], None]) -> Work:
-        """Queue ``function``; it begins when everything before it has ended."""
+    def submit(self, operation: str, function: Callable[[], None], *, awaited: bool = True) -> Work:
+        """Queue ``function``; it begins when everything before it has ended.
+
+        Not ``awaited``: no thread will wait for it, so what it raises fails the lane, without a traceback.
+        """
         with self._lock:
             if not self.inline:
                 self._begin()
-            work = self._last = Work(operation)
+            work = self._last = Work(operation, awaited)
             if not self.inline:
                 with _told_to_profiler("hand over", work, self._state):
                     self._queue.put((work, function, self._state))
@@ -179,7 +182,9 @@ def _run(work: Work, function: Callable[[], None], state: _State) -> None:
                 function()
         except Exception as raised:
             error = raised
-            state.fail(raised)
+            if not work.awaited:
+                let_go(error)  # its frames hold the works that it went through, and these hold the error
+            state.fail(error)
         except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
             error = raised
             state.fail(RuntimeError(f"{work.operation} was interrupted: {raised!r}"))

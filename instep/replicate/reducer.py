@@ -96,7 +96,8 @@ class Reducer(Reduction):
         following = next((bucket for bucket in self.buckets if not bucket.launched), None)
         if following is not None and self.group.size > 1:
             header = self._header(following, plan, 1)
-            self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
+            name, exchange = "leaving a step", self.exchange
+            self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
         self.exchanges += 1
         self.given_up = True
         self.gradients.drop()

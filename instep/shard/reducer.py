@@ -202,7 +202,8 @@ class SliceReducer(Reduction):
         if self.group.size > 1 and len(self._works) < self._num_exchanges:
             turn, index = divmod(len(self._works), len(self.buckets))
             header = self._header(self.buckets[index], plan, 1, turn)
-            self.lane.submit("leaving a step", lambda: self.exchange.leave(header, "leaving a step"))
+            name, exchange = "leaving a step", self.exchange
+            self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
         self._works = []  # one that has failed holds all that it worked on
         self.exchanges += 1
         self.given_up = True
