@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, StatusRow
 from instep.work import Lane, Work
@@ -171,24 +171,49 @@ class Questions:
 
     def ask(self, question: Callable[[], T]) -> T | None:
         """What the store answers; None where it fails, or takes longer than it may."""
-        if self._asked is not None and not self._asked.done():
-            return None
+        with suppress(Exception):
+            return self.answer(question)
+        return None
+
+    def answer(self, question: Callable[[], T]) -> T:
+        """What the store answers.
+
+        Raises:
+            TimeoutError: it takes longer than it may, or has not answered what was asked before.
+            RuntimeError: no thread can be started.
+            what ``question`` raises.
+        """
         answers: list[T] = []
+        errors: list[Exception] = []
 
         def run() -> None:
-            with suppress(Exception):
+            try:
                 answers.append(question())
+            except Exception as error:
+                errors.append(error)
 
-        try:
+        if self._asked is None or self._asked.done():
             self._asked = self._lane.submit("a question to a store", run)
-        except RuntimeError:  # no thread can be started
-            return None
-        self._asked.finished.wait(self.patience_s)
-        return answers[0] if answers else None
+            if self._asked.finished.wait(self.patience_s):
+                return answers.pop() if answers else _raise(errors)
+        raise TimeoutError(f"no answer from the store within {self.patience_s:g} s")
 
     def close(self) -> None:
         """Let the thread end, when it has its answer; the next question starts another one."""
         self._lane.close(wait=False)
+
+
+def ask_once(rank: int, patience_s: float, question: Callable[[], T]) -> T:
+    """``Questions.answer`` to one question, of which the thread ends with it."""
+    questions = Questions(rank, patience_s)
+    try:
+        return questions.answer(question)
+    finally:
+        questions.close()
+
+
+def _raise(errors: list[Exception]) -> NoReturn:
+    raise errors.pop()  # a list that kept it would hold, by its traceback, all that the question held
 
 
 class StatusStore:

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Event = torch.cuda.Event
+T = TypeVar("T")
 # Backends that stand above this file, by the module that registers them: found by name, as others' would be.
 OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
@@ -132,6 +133,19 @@ def done_within(work: Waitable, seconds: float, *, on_gpu: bool) -> bool:
             return False
         time.sleep(POLL_S)
     return work.wait()
+
+
+def as_here(function: Callable[[], T]) -> Callable[[], T]:
+    """``function`` for another thread, on the GPU that is the current one of this thread."""
+    if not torch.cuda.is_initialized():
+        return function
+    index = torch.cuda.current_device()
+
+    def run() -> T:
+        torch.cuda.set_device(index)
+        return function()
+
+    return run
 
 
 def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:

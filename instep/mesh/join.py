@@ -18,10 +18,17 @@ from instep.events import Recorder
 from instep.mesh import device
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
-from instep.mesh.debug_server import StatusStore
+from instep.mesh.debug_server import StatusStore, ask_once
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
-from instep.mesh.process_group import Group, backend_timeout, default_store, from_store
+from instep.mesh.process_group import (
+    MAKING,
+    Group,
+    backend_timeout,
+    default_store,
+    from_store,
+    rendezvous,
+)
 from instep.mesh.process_memory import keep_freed_memory
 from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
 
@@ -65,6 +72,7 @@ def init(
 
     Raises:
         ValueError: the environment is half set, or the axes do not multiply to the world size.
+        PeerLost: a rank did not come within ``timeout_s``, or the way to it is cut.
     """
     started = detect(os.environ)
     if dist.is_initialized():
@@ -125,7 +133,7 @@ def meet(
 
     Raises:
         ValueError: the axes do not multiply to the world size.
-        PeerLost, torch.distributed.DistError: a rank did not come within ``timeout_s``.
+        PeerLost: a rank did not come within ``timeout_s``.
     """
     resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
     num_local = world_size if num_local is None else num_local
@@ -177,24 +185,44 @@ def _register(mesh: Mesh) -> Mesh:
 
 def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:
     """Make torch's default group of the world that ``started`` describes."""
-    timeout = timedelta(seconds=timeout_s)
     store: Store
     if started.store_file is not None:
         store = dist.FileStore(started.store_file, started.world_size)
     else:
-        store = _tcp_store(started, timeout)
-    # A world that is restarted, or joined again, must not read what its predecessor wrote.
-    again = store.add(f"instep/joined/{started.restart_count}/rank {started.rank}", 1)
-    store = dist.PrefixStore(f"instep/world/{started.restart_count}/{again}", store)
+        store = _reach_store(started, timeout_s)
     if started.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=started.rank,
-        world_size=started.world_size,
-        timeout=backend_timeout(timeout_s),
-    )
+
+    def construct(own: Store) -> None:
+        dist.init_process_group(
+            backend,
+            store=own,
+            rank=started.rank,
+            world_size=started.world_size,
+            timeout=backend_timeout(timeout_s),
+        )
+
+    # A world that is restarted, or joined again, must not read what its predecessor wrote.
+    name = f"world/{started.restart_count}"
+    rendezvous(store, name, range(started.world_size), started.rank, timeout_s, construct)
+
+
+def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
+    """The store of a world that meets by network, by the deadline."""
+    limit_s = backend_timeout(timeout_s).total_seconds()
+    try:
+        return ask_once(started.rank, limit_s, lambda: _tcp_store(started, timedelta(seconds=timeout_s)))
+    except (dist.DistNetworkError, TimeoutError) as error:
+        if started.rank == 0 and started.source != "torchrun":
+            raise  # it is the store: its port is taken, say
+        raise PeerLost(
+            f"rank {started.rank} of {started.world_size} does not reach the store at {started.master_addr} "
+            f"port {started.master_port}, where {'torchrun' if started.source == 'torchrun' else 'rank 0'} "
+            "holds it: look whether it runs there and whether the network lets this host through, or raise "
+            f"timeout_s ({timeout_s:g} s). It was told: {str(error).splitlines()[0][:200]}",
+            ranks=() if started.source == "torchrun" else (0,),
+            operation="joining the world",
+        ) from error
 
 
 def warn_of_default_threads() -> None:
@@ -229,6 +257,7 @@ def _tcp_store(started: LaunchEnvironment, timeout: timedelta) -> Store:
         started.world_size,
         is_master=is_master,
         timeout=timeout,
+        wait_for_workers=False,  # the rendezvous waits, and says who has not come
         multi_tenant=True,  # a world that is joined again may find the store of the last one
         master_listen_fd=None if listener is None else listener.detach(),
     )
@@ -297,12 +326,12 @@ def find_ranks(
     """
     try:
         return _find(process_group, timeout_s)
-    except (dist.DistError, PeerLost) as error:
+    except (dist.DistError, PeerLost) as error:  # the former from a maker of others
         raise PeerLost(
             f"{what} makes a group of its ranks, and one of them never came: do it on every rank, as often "
-            f"and in the same order. The store said: {error}",
+            f"and in the same order: {error}",
             ranks=getattr(error, "ranks", ()),
-            operation="the making of a group",
+            operation=MAKING,
         ) from error
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.errors import PeerLost
 from instep.memory import Segment, allocate
 from instep.mesh import device
-from instep.mesh.debug_server import Questions, StatusStore
+from instep.mesh.debug_server import PATIENCE_S, StatusStore, ask_once, patience_s
 from instep.mesh.hang_report import FlightRecorder, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.work import Lane, Work
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
+T = TypeVar("T")
+MAKING = "the making of a group"
 
 # Lost groups, with the operations that they still owe. gloo's destructor waits for these, and its abort
 # leaves them pending for ever; they end when the peers' connections do, or at the backend's own deadline.
@@ -80,35 +83,90 @@ def from_store(
 
     def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
         _sweep()
-        members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-        key = f"instep/groups/{name}/{members}"
-        # The store outlives groups and meshes: never the same keys twice.
-        own = dist.PrefixStore(f"{key}/{_count(store, f'{key}/rank {rank}', rank, timeout_s)}", store)
-        return device.make_group(own, ranks.index(rank), ranks, backend_timeout(timeout_s), backends)
+
+        def construct(own: Store) -> ProcessGroup:
+            return device.make_group(own, ranks.index(rank), ranks, backend_timeout(timeout_s), backends)
+
+        return rendezvous(store, name, ranks, rank, timeout_s, construct)
 
     return make
 
 
-def _count(store: Store, key: str, rank: int, timeout_s: float) -> int:
-    """Add one to ``key``. A ``TCPStore`` whose host is gone would keep the caller until TCP gives up."""
+def rendezvous(
+    store: Store, name: str, ranks: Sequence[int], rank: int, timeout_s: float, make: Callable[[Store], T]
+) -> T:
+    """``make(store)``, in which all ``ranks`` wait for each other, under keys that no group had before.
 
-    def add() -> int | Exception:
-        try:
-            return store.add(key, 1)
-        except Exception as error:
-            return error
+    Backends ask the store in native code while they are constructed, and a ``TCPStore`` whose host is gone,
+    or behind a cut network, keeps its caller until TCP gives up, after a quarter of an hour. So ``make`` runs
+    in a thread that is left alone at the deadline. Each rank first counts its own rendezvous in the store,
+    which says afterwards who came. Collective over ``ranks``, of which each makes as many of a ``name``.
 
-    questions = Questions(rank, backend_timeout(timeout_s).total_seconds())
-    number = questions.ask(add)
-    questions.close()
-    if number is None:
-        raise dist.DistStoreError(
-            f"rank {rank}: no answer from the store within {questions.patience_s:g} s ({key}): rank 0 or its "
-            "host has ended, or the network to it is cut"
+    Raises:
+        PeerLost: not all came, or they do not reach the store or each other.
+    """
+    members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    key = f"instep/groups/{name}/{members}"
+    number = 0
+
+    def meet() -> T:
+        nonlocal number
+        number = store.add(f"{key}/rank {rank}", 1)
+        return make(dist.PrefixStore(f"{key}/{number}", store))
+
+    began = time.monotonic()
+    limit_s = backend_timeout(timeout_s).total_seconds() + PATIENCE_S  # the backend's own error comes first
+    try:
+        return ask_once(rank, limit_s, device.as_here(meet))
+    except (RuntimeError, TimeoutError) as error:
+        if isinstance(error, PeerLost) or not _is_of_network(error):
+            raise
+        counts = {other: f"{key}/rank {other}" for other in ranks}
+        late = _late(store, counts, number, rank, timeout_s)
+        told = str(error).splitlines()[0][:200]
+        raise PeerLost(
+            f"rank {rank} waited {time.monotonic() - began:.1f} s in the making of group {name!r} of ranks "
+            f"{', '.join(map(str, ranks))}, {_why(late, timeout_s)}. It was told: {told}",
+            ranks=late or (),
+            operation=MAKING,
+        ) from error
+
+
+def _is_of_network(error: Exception) -> bool:
+    """Whether it may be due to other ranks, or to the way to them; gloo has no type of its own for those."""
+    return isinstance(error, dist.DistError | TimeoutError) or "connectFullMesh" in str(error)
+
+
+def _late(store: Store, counts: dict[int, str], number: int, rank: int, timeout_s: float) -> list[int] | None:
+    """The ranks that have not come to rendezvous ``number``; None where the store does not say."""
+    if not number:
+        return None
+    try:
+        return ask_once(
+            rank,
+            patience_s(timeout_s),
+            lambda: [i for i, key in counts.items() if store.add(key, 0) < number],
         )
-    if isinstance(number, Exception):
-        raise number
-    return number
+    except (RuntimeError, TimeoutError):
+        return None
+
+
+def _why(late: list[int] | None, timeout_s: float) -> str:
+    """What ``late`` means, and what to do."""
+    if late is None:
+        return (
+            "and the store gives no answer: rank 0 or its host has ended, or the network to it is cut: look "
+            "there, then start again"
+        )
+    if late:
+        return (
+            f"and never came: rank {', '.join(map(str, late))}. Look whether it lives and its host can be "
+            f"reached, make groups on every rank alike, or raise timeout_s ({timeout_s:g} s)"
+        )
+    return (
+        "to which all came, but not all reach each other: look at the network between their hosts, a "
+        "firewall, GLOO_SOCKET_IFNAME"
+    )
 
 
 def registered_groups(
@@ -120,14 +178,18 @@ def registered_groups(
     """
 
     def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
-        mine = None
-        for members in partitions[name]:
-            pg = dist.new_group(
-                list(members), timeout=backend_timeout(timeout_s), group_desc=f"instep {name}"
-            )
-            mine = pg if rank in members else mine
-        assert mine is not None
-        return mine
+        def construct(_: Store) -> ProcessGroup:
+            mine = None
+            for members in partitions[name]:
+                pg = dist.new_group(
+                    list(members), timeout=backend_timeout(timeout_s), group_desc=f"instep {name}"
+                )
+                mine = pg if rank in members else mine
+            assert mine is not None
+            return mine
+
+        whole = range(dist.get_world_size())
+        return rendezvous(default_store(), f"registered/{name}", whole, rank, timeout_s, construct)
 
     return make
 

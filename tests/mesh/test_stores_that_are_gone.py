@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +24,22 @@ OPERATION = "the exchange of bucket 2"
 
 
 class Cut(dist.Store):
-    """``inner`` until it is ``cut``: then every call waits until the network is ``mended``."""
+    """``inner`` until it is ``cut``: then every call waits until the network is ``mended``.
+
+    ``left`` are the calls until it is cut by itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = dist.HashStore()
+        self.left = math.inf
         self.cut = threading.Event()
         self.mended = threading.Event()
 
     def _through(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        if self.cut.is_set():
+        if self.cut.is_set() or self.left <= 0:
             self.mended.wait()
+        self.left -= 1
         return call(*arguments)
 
     def set(self, key: str, value: str) -> None:
@@ -51,7 +58,7 @@ class Cut(dist.Store):
         return answer
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=1)) -> None:
-        self.cut.set()
+        self._through(self.cut.set)
         raise dist.DistStoreError("wait timeout after 100ms")
 
 
@@ -111,14 +118,43 @@ def test_a_store_that_comes_back_is_used_again(store):
     assert getattr(board.read(0), "status", "") == AFTER
 
 
-def test_a_group_is_made_by_the_deadline_or_the_error_names_the_rank_and_the_store(store):
-    store.cut.set()
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("calls", [0, 1], ids=["before", "inside"])
+def test_a_group_that_is_cut_off_while_it_is_made_ends_by_the_deadline(store, monkeypatch, backend, calls):
+    monkeypatch.setattr(process_group, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
+    monkeypatch.setattr(process_group, "PATIENCE_S", 0.1)
+    store.left = calls
     began = time.monotonic()
     with pytest.raises(
-        dist.DistStoreError, match=r"rank 1: no answer from the store within 2\.011 s \(instep/groups/dp"
-    ):
-        process_group.from_store(store, 1, 0.01, config="cpu:gloo")("dp", [0, 1])
+        PeerLost,
+        match=r"rank 1 waited 0\.\d s in the making of group 'dp' of ranks 0, 1, and the store gives "
+        "no answer: rank 0 or its host has ended, or the network to it is cut: look there",
+    ) as lost:
+        process_group.from_store(store, 1, 0.2, config=f"cpu:{backend}")("dp", [0, 1])
     assert time.monotonic() - began < 10
+    assert lost.value.operation == process_group.MAKING
+
+
+def test_the_rank_that_did_not_come_to_the_making_of_a_group_is_named(monkeypatch):
+    monkeypatch.setattr(process_group, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
+    store = dist.HashStore()
+
+    def come(rank: int, timeout_s: float) -> None:
+        process_group.from_store(store, rank, timeout_s, config="cpu:gloo")("dp", [0, 1, 2])
+
+    def come_too() -> None:
+        with suppress(PeerLost):
+            come(0, 1.0)
+
+    other = threading.Thread(target=come_too)
+    other.start()
+    with pytest.raises(
+        PeerLost,
+        match=r"of ranks 0, 1, 2, and never came: rank 2\. .* raise timeout_s \(0.5 s\)\. It was told: ",
+    ) as lost:
+        come(1, 0.5)
+    other.join()
+    assert lost.value.ranks == (2,)
 
 
 def test_a_status_store_that_is_gone_when_it_is_made_stays_empty(store, monkeypatch):
