@@ -16,8 +16,11 @@ after a wait has become long; an ordinary step writes nothing.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import itertools
 import os
+import signal
 import socket
 import struct
 import threading
@@ -45,6 +48,7 @@ T = TypeVar("T")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 _making = threading.Lock()
+_unanswered: list[Work] = []
 _server: _DebugServer | None = None
 
 
@@ -196,6 +200,7 @@ class Questions:
             self._asked = self._lane.submit("a question to a store", run)
             if self._asked.finished.wait(self.patience_s):
                 return answers.pop() if answers else _raise(errors)
+            _unanswered.append(self._asked)
         raise TimeoutError(f"no answer from the store within {self.patience_s:g} s")
 
     def close(self) -> None:
@@ -210,6 +215,19 @@ def ask_once(rank: int, patience_s: float, question: Callable[[], T]) -> T:
         return questions.answer(question)
     finally:
         questions.close()
+
+
+@atexit.register
+def _keep_exit_code() -> None:
+    """Let a question that is answered while the interpreter goes not turn the exit code into that of SIGABRT.
+
+    A thread that comes back from native code then is ended by force, which C++ answers with ``abort``. It
+    cannot be woken before, nor be kept from coming back; but it can sleep, as many seconds as the signal's
+    number says, while the main thread ends. An abort of the main thread's own is as much later.
+    """
+    if any(not asked.done() for asked in _unanswered):
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _raise(errors: list[Exception]) -> NoReturn:

@@ -15,9 +15,11 @@ Bytes are what one rank sends, W ranks, x of S bytes: broadcast S, all_gather S(
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -45,8 +47,11 @@ MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
 T = TypeVar("T")
 MAKING = "the making of a group"
 
-# Lost groups, with the operations that they still owe. gloo's destructor waits for these, and its abort
-# leaves them pending for ever; they end when the peers' connections do, or at the backend's own deadline.
+HANGING_UP = 2**31 - 1  # the tag of a message that no rank sends
+EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
+# Groups that owe an operation, and those of them that were let go, with what they owe until it has ended:
+# gloo's destructor waits for it.
+_owing: weakref.WeakSet[Group] = weakref.WeakSet()
 _lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
 
 
@@ -195,9 +200,39 @@ def registered_groups(
 
 
 def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
-    """Let a group of ``from_store`` go without waiting for ``pending``, which no thread waits for."""
+    """Let a group of ``from_store`` go; ``pending``, which the group still owes, ends with an error."""
+    if pending:
+        _hang_up(pg)
     _lost.append((pg, pending))
     _sweep()
+
+
+def _hang_up(pg: ProcessGroup) -> None:
+    """Close the connections of gloo: all that waits for one of them fails then, which its abort does not do.
+
+    A message that is given up takes the connections to all ranks along ("Application timeout caused pair
+    closure", gloo/transport/tcp/unbound_buffer.cc). One on a connection that is closed already does not.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    for other in range(pg.size()):
+        if other != pg.rank() and not hasattr(pg, "expose"):
+            with suppress(RuntimeError):
+                pg.recv([nothing], other, HANGING_UP).wait(timedelta(milliseconds=1))
+
+
+@atexit.register
+def _end_what_is_owed() -> None:
+    """Let no thread wait inside gloo when the interpreter goes.
+
+    A thread that comes back from native code then is ended by force, which C++ answers with SIGABRT; and the
+    destructors would wait until the backend's deadline.
+    """
+    for group in list(_owing):
+        group.close()
+    until = time.monotonic() + EXIT_S
+    while _lost and time.monotonic() < until:
+        time.sleep(0.001)
+        _sweep()
 
 
 def _sweep() -> None:
@@ -307,7 +342,7 @@ class Group:
         """
         self.peers.given_up = True
         if self._lane is not None:
-            self._lane.close(wait=False)  # a thread that waits inside gloo ends at its deadline
+            self._lane.close(wait=False)
         if self._shared is not None:
             self._shared.shutdown()
         if self.pg is not None:
@@ -425,6 +460,7 @@ class Group:
             if self._flight is not None:
                 self._flight.end(failed=True)
                 self._owed.append(work)
+                _owing.add(self)
             raise
         if self._flight is not None:
             self._flight.end()
