@@ -275,7 +275,8 @@ class Variant:
             case "none" | "alone":
                 return TrainingLoop(shared, shared.copy())
             case "threads":
-                return TrainingLoop(shared, ThreadedReplicas(shared.copy(), world.size), shared.batches)
+                replicas = ThreadedReplicas(shared.copy(), world.size, alone=True)  # the other ranks are idle
+                return TrainingLoop(shared, replicas, shared.batches)
             case "wire":
                 return BareTransfer(shared, sum(p.nbytes for p in shared.module.parameters()))
             case "latency":

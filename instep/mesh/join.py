@@ -335,6 +335,25 @@ def find_ranks(
         ) from error
 
 
+def require_one_rank(what: str) -> None:
+    """Refuse ``what``, which reduces inside of one process, if that is one of several ranks.
+
+    Raises:
+        ValueError: it is, or was started as one.
+    """
+    meant = ranks_meant(None)
+    if isinstance(meant, Mesh):
+        num_ranks = (meant.whole if meant.is_view else meant.data).size
+    else:
+        num_ranks = 1 if meant is None else meant.size()
+    if num_ranks > 1:
+        raise ValueError(
+            f"{what} adds the gradients of this process alone, but it is one of {num_ranks} ranks, and each "
+            "would train a model of its own: use instep.DataParallel, with a rank for every thread, or start "
+            "one process; where only this rank is to train, pass alone=True"
+        )
+
+
 def ranks_meant(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
     """The mesh or group that ``process_group`` means; None: this process alone. Raises as ``find_ranks``."""
     meant = process_group or mesh_for_replicas()

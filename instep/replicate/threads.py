@@ -48,7 +48,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from instep.events import Recorder
 from instep.mesh.device import generators
-from instep.mesh.process_group import alone
+from instep.mesh.join import require_one_rank
+from instep.mesh.process_group import alone as group_of_one
 from instep.ordered.alignment import align
 from instep.ordered.buckets import make_buckets
 from instep.ordered.generators import generators_of, global_generators, same_state, state_of
@@ -89,16 +90,28 @@ class ThreadedReplicas(OwnNames):
         num_replicas: R, the number of threads; a batch with fewer rows uses fewer.
         recorder: receives "forward" and "backward" on the lanes "replica 0" and so on; on the caller's own,
             "replicas" while they compute, and "aggregate".
+        alone: whether it is meant that this process trains by itself where it is one of several ranks, with
+            which it exchanges nothing.
 
     Raises:
-        ValueError: at once, with R > 1, if an embedding rescales its weight in forward (``max_norm``); in
-            forward, if a replica draws random numbers (dropout in training mode): the threads share one
-            generator, so that the numbers would depend on timing.
+        ValueError: at once, if this process is one of several ranks and not ``alone``, or, with R > 1, if an
+            embedding rescales its weight in forward (``max_norm``); in forward, if a replica draws random
+            numbers (dropout in training mode): the threads share one generator, so that the numbers would
+            depend on timing.
     """
 
     __module__ = "instep"
 
-    def __init__(self, module: nn.Module, num_replicas: int, *, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        num_replicas: int,
+        *,
+        recorder: Recorder | None = None,
+        alone: bool = False,
+    ) -> None:
+        if not alone:
+            require_one_rank("ThreadedReplicas")
         super().__init__(module)
         if type(num_replicas) is not int or num_replicas < 1:
             raise ValueError(f"num_replicas: expected an int of at least 1, got {num_replicas!r}")
@@ -165,7 +178,7 @@ class ThreadedReplicas(OwnNames):
         first, *others = [[]] if self.threaded_step is None else self.threaded_step.buckets
         return Wrapped(
             module=self.module,
-            group=alone(),
+            group=group_of_one(),
             gradients=lambda: [bucket.home for bucket in first],
             scratch=lambda: [
                 *(x for bucket in first for x in bucket.spares),

@@ -252,7 +252,7 @@ def test_an_embedding_that_rescales_the_rows_that_it_looks_up(mesh: Mesh) -> Non
     with pytest.raises(ValueError, match=r"'0' has max_norm=0\.01, which rescales.*max_norm=None"):
         DataParallel(module(0.01))
     with pytest.raises(ValueError, match="max_norm"):
-        ThreadedReplicas(module(0.01), 2)
+        ThreadedReplicas(module(0.01), 2, alone=True)
     model = DataParallel(module(None))
     step(model, mesh.rank)
     sgd(model.module).step()

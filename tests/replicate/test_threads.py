@@ -17,13 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import instep
 from instep.events import Recorder
+from instep.mesh.launch import launch
+from instep.mesh.mesh import Mesh
 from instep.ordered.hash import Entry, state_entries
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.threads import Replica, ThreadedReplicas, tree_sum
 from instep.step.micro_batches import MicroBatch
 from tests.parity import Training, _tree_sum, assert_same_bits, bits_of_one, filled, momentum, numbers
 from tests.replicate.nets import OTHER, PLAIN, Dense, Segments, Tied, Twice, data, gpt, mean_square
+from tests.world import world
 
 WITHOUT_RANDOM = PLAIN | OTHER
 
@@ -476,3 +480,33 @@ def test_reentrant_checkpoints_work() -> None:
     for ours, expected in zip(gradients(module), gradients(alone), strict=True):
         torch.testing.assert_close(ours, expected)
     replicas.close()
+
+
+def refused() -> None:
+    """A rank of two, before it has joined, after torch alone has, and with a registered mesh."""
+    with pytest.raises(ValueError, match=r"rank \d of 2 .*: call instep.init\(\) first"):
+        ThreadedReplicas(filled(Dense()), 2)
+    mesh = instep.init(backend="gloo")
+    with pytest.raises(
+        ValueError, match=r"^ThreadedReplicas adds .* one of 2 ranks, .* use instep.DataParallel"
+    ):
+        ThreadedReplicas(filled(Dense()), 1)
+    instep.get.register_mesh(None)
+    with pytest.raises(ValueError, match=r"one of 2 ranks"):
+        ThreadedReplicas(filled(Dense()), 2)
+    ThreadedReplicas(filled(Dense()), 2, alone=True).close()
+    mesh.close()
+
+
+def test_a_rank_of_several_does_not_train_alone_without_a_word() -> None:
+    launch(refused, (), ranks=2)
+
+
+@world(2)
+def test_a_mesh_whose_batch_is_shared_out_refuses_threads(mesh: Mesh) -> None:
+    instep.get.register_mesh(mesh)
+    with pytest.raises(ValueError, match=r"one of 2 ranks"):
+        ThreadedReplicas(filled(Dense()), 2)
+    instep.get.register_mesh(mesh["pp"])
+    ThreadedReplicas(filled(Dense()), 2).close()
+    instep.get.register_mesh(None)
