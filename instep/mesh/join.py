@@ -229,16 +229,17 @@ def warn_of_default_threads() -> None:
     """Warn if operators have as many threads as there are cores, because nothing has set another number.
 
     Ranks that torchrun starts have one each where there are several, and all cores where there is one; with
-    other numbers kernels add in another order. ``init`` sets the number; here the user has made the group.
+    other numbers kernels add in another order. ``init`` sets the number; here the user has made the group, or
+    has none: a process that trains by itself may be compared with several ranks later, and nobody could then
+    see why the bits differ. Python shows it once in a process.
     """
     num_threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     is_set = registered_mesh() is not None or any(name in os.environ for name in THREADS)
     if is_set or num_threads == 1 or num_threads not in (cores, cores // 2):  # torch takes either by itself
         return
     warnings.warn(
-        f"this rank computes with {num_threads} threads, a number that follows from the machine, and "
-        "torchrun gives 1 to each of several ranks: the bits of a declared step depend on it. Call "
-        "instep.init(), or set OMP_NUM_THREADS (or torch.set_num_threads) alike for every number of ranks",
+        f"bits depend on the threads per rank: {num_threads} here, as the machine has cores, but 1 where "
+        "torchrun starts several ranks. Call instep.init(), or set OMP_NUM_THREADS for both",
         stacklevel=2,
     )
 

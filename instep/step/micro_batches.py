@@ -97,7 +97,7 @@ class DeclaredStep:
         plan = replace(reducer.assign(num_micro_batches), step=step)
         span = reducer.recorder.span
         with span("prepare", lane="host"):
-            self._check_start()
+            self._check_start(num_micro_batches)
             reducer.begin(plan, weakly(self._sum_of_weights))
         self._weight = 0
         own = plan.leaves[group.rank]
@@ -124,7 +124,7 @@ class DeclaredStep:
                 self.micro_batch = None
                 reducer.leave()
 
-    def _check_start(self) -> None:
+    def _check_start(self, num_micro_batches: int) -> None:
         if self.micro_batch is not None:
             self.micro_batch = None
             self.reducer.leave()
@@ -132,7 +132,8 @@ class DeclaredStep:
                 "micro_batches() began while the loop of another one was open, nested or left by keeping its "
                 "iterator: run one to its end, or close() the iterator, before the next one begins"
             )
-        if self._steps == 0 and self.reducer.group.rank == 0 and self._is_on_cpu:
+        # One micro-batch is one rank's in every placement.
+        if self._steps == 0 and num_micro_batches > 1 and self.reducer.group.rank == 0 and self._is_on_cpu:
             warn_of_default_threads()
         self._steps += 1
         self.registry.check()

@@ -38,10 +38,10 @@ def test_ranks_with_other_numbers_of_threads_are_named_once_on_rank_0(mesh: Mesh
         torch.set_num_threads(before)
 
 
-def declared_steps(num_steps: int) -> None:
+def declared_steps(num_steps: int, num_micro_batches: int = 2) -> None:
     model = DataParallel(filled(Dense()))
     for step in range(num_steps):
-        for micro_batch in model.micro_batches(2):
+        for micro_batch in model.micro_batches(num_micro_batches):
             mean_square(model, micro_batch, step)
         model.zero_grad()
     model.close()
@@ -58,7 +58,9 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_number_that_follows_from_the_machine_is_warned_of_in_the_first_declared_step(unset: None) -> None:
-    with pytest.warns(UserWarning, match=r"with 4 threads, .* torchrun gives 1 .* OMP_NUM_THREADS") as found:
+    with pytest.warns(
+        UserWarning, match=r"threads per rank: 4 here, .* 1 where torchrun .* OMP_NUM"
+    ) as found:
         declared_steps(3)
     assert len(found) == 1
 
@@ -69,3 +71,15 @@ def test_a_number_that_was_set_is_not(unset: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     declared_steps(1)
+
+
+def test_a_step_that_one_rank_makes_anywhere_is_not(unset: None) -> None:
+    declared_steps(1, num_micro_batches=1)
+
+
+def test_it_is_shown_once_in_a_process(unset: None) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.resetwarnings()  # as Python starts: warnings are no errors, and each is shown once
+        declared_steps(1)
+        declared_steps(1)
+    assert len(found) == 1
