@@ -26,7 +26,6 @@ from benchmarks.faults.command import Live, listening
 from benchmarks.faults.judge import NOBODY, SENTINEL, Expect, Found, samples, way
 from benchmarks.faults.matrix import GOES_ON, Row, Run, injected
 from instep.cli.exit_codes import PREEMPTED
-from instep.elastic.heartbeat import PATIENT
 from instep.recipes import text_config
 
 LAYOUTS = 16
@@ -174,8 +173,6 @@ def _inside(draw: random.Random, step: int, ranks: int, saved: bool) -> str:
         return injected(kind, rank=rank, step=step, phase=draw.choice(PHASES), seconds=draw.choice((0.3, 2)))
     if saved and draw.random() < 0.3:
         phase = draw.choice(SOMETIMES)
-        if kind == "hang" and phase in PATIENT:  # by design noticed at the deadline alone, after minutes
-            kind = "kill"
         step = -(-step // SAVED_EVERY) * SAVED_EVERY
         return injected(kind, rank=0 if phase in OF_RANK_0 else rank, step=step, phase=phase)
     phase = "join" if draw.random() < 0.1 else draw.choice(PHASES)

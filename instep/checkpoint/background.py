@@ -36,6 +36,7 @@ from instep.checkpoint.manifest import MAX_BYTES, Json, Manifest, canonical, par
 from instep.ordered.shards import Shard, State
 
 EXIT_GRACE_S = 10.0
+SLICE_S = 0.2  # of a wait, between two looks whether the save goes on
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,21 @@ class Saver:
     once per step, costs next to nothing. ``close`` waits for the one in flight. At the exit of an interpreter
     that did not close, what is in flight has ten seconds to become whole; then the process ends with code 1.
 
+    ``enter`` is told the phases that ``save`` enters: "gather" while ranks wait for each other, "save" when
+    each goes on by itself; ``beat`` that progress is made, by the thread, too, while ``save`` waits for it.
+
     Only one thread may use it.
     """
 
-    def __init__(self, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 300.0,
+        enter: Callable[[str], None] = lambda phase: None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self.timeout_s = timeout_s
+        self._enter, self._beat = enter, beat
         self.last: Path | None = None  # the newest checkpoint that was written and verified
         self._memory = _Memory()
         self._flight: _Flight | None = None
@@ -74,16 +85,21 @@ class Saver:
         waited = time.monotonic()
         saving.require_keep(keep)
         directory, step = Path(directory), draft.step
+        if state.group.size > 1:
+            self._enter("gather")
         plan = saving.plan(state, directory / files.step_name(step))
         final = plan.completed(draft)
         final = replace(final, extra=_frozen(final.extra))
-        if plan.exists and saving.already_saved(directory, final, plan, keep, state.group):
+        if plan.exists and saving.already_saved(directory, final, plan, keep, state.group, self._beat):
             self.last = directory / files.step_name(step)
         else:
-            copied = replace(plan, shards=self._memory.hold(plan.shards))
+            if state.group.size > 1:
+                self._enter("save")
+            copied = replace(plan, shards=self._memory.hold(plan.shards, self._beat))
 
-            def write(given_up: threading.Event) -> Path:
-                return saving.write(directory, final, copied, keep, saving.Wait(self.timeout_s, given_up))
+            def write(flight: _Flight) -> Path:
+                wait = saving.Wait(self.timeout_s, flight.given_up, flight.beat)
+                return saving.write(directory, final, copied, keep, wait)
 
             self._start(_Flight(directory, step, write))
         return Begun(waited - began, time.monotonic() - waited)
@@ -111,7 +127,7 @@ class Saver:
         flight = self._flight
         if flight is None:
             return
-        if not flight.wait(timeout_s):
+        if not flight.wait(timeout_s, self._beat):
             raise TimeoutError(
                 f"{flight.directory}: expected the save of step {flight.step} to end within "
                 f"{timeout_s:g} s, it still writes: the disk is too slow for this interval, or hangs"
@@ -128,8 +144,9 @@ class Saver:
 class _Flight:
     """One save under way."""
 
-    def __init__(self, directory: Path, step: int, write: Callable[[threading.Event], Path]) -> None:
+    def __init__(self, directory: Path, step: int, write: Callable[[_Flight], Path]) -> None:
         self.directory, self.step = directory, step
+        self.beats = 0
         self.given_up = threading.Event()
         self.path: Path | None = None
         self.error: BaseException | None = None
@@ -140,9 +157,18 @@ class _Flight:
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, at the latest after ``timeout_s``."""
-        self._thread.join(timeout_s)
+    def beat(self) -> None:
+        """Its thread makes progress."""
+        self.beats += 1
+
+    def wait(self, timeout_s: float, beat: Callable[[], None] = lambda: None) -> bool:
+        """Whether it has ended, at the latest after ``timeout_s``; ``beat`` is called where it goes on."""
+        until, seen = time.monotonic() + timeout_s, self.beats
+        while self._thread.is_alive() and (left := until - time.monotonic()) > 0:
+            self._thread.join(min(left, SLICE_S))
+            if self.beats != seen:
+                seen = self.beats
+                beat()
         return not self._thread.is_alive()
 
     def leave(self, grace_s: float) -> None:
@@ -157,7 +183,7 @@ class _Flight:
 
     def _fly(self) -> None:
         try:
-            self.path = self._write(self.given_up)
+            self.path = self._write(self)
         except BaseException as error:
             self.error = error
 
@@ -168,13 +194,15 @@ class _Memory:
     def __init__(self) -> None:
         self._segment = memory.allocate(0, tensors.ALIGN_BYTES)
 
-    def hold(self, shards: Sequence[Shard]) -> tuple[Shard, ...]:
-        """Copies of ``shards``; those of the call before are overwritten."""
+    def hold(self, shards: Sequence[Shard], beat: Callable[[], None]) -> tuple[Shard, ...]:
+        """Copies of ``shards``; those of the call before are overwritten. ``beat`` is called after each."""
         layout = [(tuple(x.tensor.shape), x.dtype) for x in shards]
         places = tensors.views(layout, self._reserve(tensors.room(layout)))
-        return tuple(
-            x._replace(tensor=place.copy_(x.tensor)) for x, place in zip(shards, places, strict=True)
-        )
+        copied = []
+        for x, place in zip(shards, places, strict=True):
+            copied.append(x._replace(tensor=place.copy_(x.tensor)))
+            beat()
+        return tuple(copied)
 
     def _reserve(self, nbytes: int) -> Tensor:
         if self._segment.tensor.numel() < nbytes:

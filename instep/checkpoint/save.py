@@ -232,15 +232,19 @@ class GivenUp(Exception):
 
 
 class Wait:
-    """For another rank, through the file system, until it is given up."""
+    """For another rank, through the file system, until it is given up; ``beat`` is called meanwhile, and while
+    this rank does its own part."""
 
-    def __init__(self, timeout_s: float, given_up: threading.Event) -> None:
-        self.timeout_s, self.given_up = timeout_s, given_up
+    def __init__(
+        self, timeout_s: float, given_up: threading.Event, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        self.timeout_s, self.given_up, self.beat = timeout_s, given_up, beat
 
     def until(self, there: Callable[[], bool], expected: str) -> None:
         """Return when it is ``there``; TimeoutError, or GivenUp, which say what was ``expected``."""
         end = time.monotonic() + self.timeout_s
         while not there():
+            self.beat()
             if self.given_up.wait(PAUSE_S) and not there():
                 raise GivenUp(expected)
             if time.monotonic() > end:
@@ -260,7 +264,7 @@ def write(directory: Path, draft: Manifest, plan: Plan, keep: int, wait: Wait) -
     if plan.rank:
         temporary = files.temporary(path, plan.token)
         wait.until(temporary.is_dir, f"{temporary}: expected rank 0 to make it")
-        _write_and_say(temporary, plan)
+        _write_and_say(temporary, plan, wait)
         return path
     # No directory is made here: one that was removed since the plan was made must not come back.
     files.publish(directory, path.name, lambda new: _write_first(new, draft, plan, wait), token=plan.token)
@@ -269,7 +273,14 @@ def write(directory: Path, draft: Manifest, plan: Plan, keep: int, wait: Wait) -
     return path
 
 
-def already_saved(directory: Path, draft: Manifest, plan: Plan, keep: int, group: Group) -> bool:
+def already_saved(
+    directory: Path,
+    draft: Manifest,
+    plan: Plan,
+    keep: int,
+    group: Group,
+    beat: Callable[[], None] = lambda: None,
+) -> bool:
     """Whether the checkpoint is there: this very state, or FileExistsError. Collective.
 
     One that does not verify is renamed. Older ones are deleted, as after a save.
@@ -278,7 +289,7 @@ def already_saved(directory: Path, draft: Manifest, plan: Plan, keep: int, group
     _, everyone = all_tell(
         group,
         "the hash of what was saved before",
-        lambda: own_digests(plan.shards),
+        lambda: own_digests(plan.shards, beat),
         bytes,
         errors=(CheckpointRejected,),
         limit=MESSAGE_BYTES,
@@ -297,7 +308,7 @@ def already_saved(directory: Path, draft: Manifest, plan: Plan, keep: int, group
 
 
 def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> None:
-    records, own = _write(path, plan)
+    records, own = _write(path, plan, wait)
     everyone = [own]
     for rank in range(1, plan.num_ranks):
         said, data = path / _said(rank), path / _digests(rank)
@@ -315,7 +326,7 @@ def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> None:
     files.write_file(path / MANIFEST_FILE, whole.to_bytes())
 
 
-def _write(path: Path, plan: Plan) -> tuple[dict[str, FileRecord], bytes]:
+def _write(path: Path, plan: Plan, wait: Wait) -> tuple[dict[str, FileRecord], bytes]:
     """This rank's files; their records, and the digests of its blocks."""
     records = {}
     for kind in (MODEL, OPTIMIZER):
@@ -327,14 +338,14 @@ def _write(path: Path, plan: Plan) -> tuple[dict[str, FileRecord], bytes]:
             file = path / file_of(kind, plan.rank, plan.num_ranks)
             tensors.write(file, named)
             records[file.name] = FileRecord(file.stat().st_size, files.sha256(file))
-    return records, own_digests(plan.shards)
+    return records, own_digests(plan.shards, wait.beat)
 
 
-def _write_and_say(path: Path, plan: Plan) -> None:
+def _write_and_say(path: Path, plan: Plan, wait: Wait) -> None:
     """As ``_write``, for the first rank to read; also what keeps this rank from it."""
     said: dict[str, Json] = {"files": {}, "problem": "it was interrupted"}
     try:
-        records, own = _write(path, plan)
+        records, own = _write(path, plan, wait)
         for name in records:
             files.sync(path / name)
         files.write_file(path / _digests(plan.rank), own)

@@ -2,8 +2,8 @@
 
 A heartbeat thread cannot tell whether a process makes progress: it beats on while the main thread loops, and
 it misses when a builtin holds the interpreter lock. So here the main thread itself beats, with two stores at
-each phase of a step, and the supervisor reads them without asking (``watchdog``). The same page has what the
-supervisor wants of all workers.
+each phase of a step, and within some, and the supervisor reads them without asking (``watchdog``). The same
+page has what the supervisor wants of all workers.
 
     page   | stop, regroup, over | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
 
@@ -43,8 +43,9 @@ PHASES = (
     "summary",
     "lost",
 )
-# Now and then these take much longer than ever before: a disk, the whole state.
-PATIENT = frozenset({"hash", "save"})
+# How long these take depends on the size of the state and on the disk. What is done in them beats from
+# inside, so here a time is that from one beat to the next.
+BEATING = frozenset({"hash", "save"})
 WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
@@ -58,7 +59,8 @@ _NUM_WORDS = _FIRST + MAX_WORKERS * _WIDTH
 
 @dataclass(frozen=True)
 class Position:
-    """Where a worker is: in ``phase`` for ``seconds``, with ``step`` optimizer steps done (-1: not begun)."""
+    """Where a worker is: in ``phase`` for ``seconds``, or so long after its last beat in it, with ``step``
+    optimizer steps done (-1: not begun)."""
 
     phase: str
     seconds: float
@@ -133,6 +135,10 @@ class HeartbeatPage:
         words[base + _SINCE] = now
         words[base + _PHASE] = phase
 
+    def beat(self, worker: int) -> None:
+        """``worker`` makes progress in its phase."""
+        self.enter(worker, self._words[_base(worker) + _PHASE])
+
     def excuse(self, worker: int) -> None:
         """``worker`` has been killed in its phase, which may take the next one as long."""
         base = _base(worker)
@@ -157,7 +163,8 @@ class HeartbeatPage:
         return Position(PHASES[phase], (time.monotonic_ns() - since) / 1e9, words[base + _STEP])
 
     def slowest_s(self, phase: str) -> float:
-        """The longest that any worker has spent in ``phase``, in seconds; 0 if none has left it yet."""
+        """The longest that any worker has spent in ``phase`` without a beat, in seconds; 0 if none has left
+        it yet."""
         at = _FIRST + _SLOWEST + PHASES.index(phase)
         return max(self._words[at : _FIRST + MAX_WORKERS * _WIDTH : _WIDTH].tolist(), default=0) / 1e9
 
@@ -188,6 +195,11 @@ class Heartbeat:
             self.page.enter(self.worker, _NUMBERS[phase])
         if self.on_enter is not None:
             self.on_enter(phase, self._step)
+
+    def beat(self) -> None:
+        """The main thread makes progress in its phase."""
+        if self.page is not None and threading.get_ident() == self._thread:
+            self.page.beat(self.worker)
 
     def set_step(self, step: int) -> None:
         """This worker has the state after ``step`` steps."""

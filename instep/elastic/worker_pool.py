@@ -10,6 +10,7 @@ supervisor's: here a worker is in the one that it was assigned to last.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -20,13 +21,14 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from instep.elastic.heartbeat import MAX_WORKERS, HeartbeatPage
+from instep.elastic.heartbeat import BEATING, MAX_WORKERS, HeartbeatPage
 from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, WorkerSpec
 from instep.elastic.watchdog import Reading
 from instep.mesh.hang_report import aligned
 from instep.mesh.launch import ANSWER_S, Children, surroundings
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import is_stopped
+from instep.mesh.process_state import io_counters, waits_for_device
 from instep.mesh.rank_process import STACKS_SIGNAL, Child, Exit
 
 HANDLE_S = 5.0  # for a descriptor to follow its message: of a busy machine, too
@@ -57,6 +59,8 @@ class Worker:
     stacks: str = ""  # of its threads, if it was asked for them before it was killed
     hung_up: bool = False
     _stopped_since: float | None = field(default=None, repr=False)
+    _io: bytes | None = field(default=None, repr=False)
+    _io_since: float = field(default=-math.inf, repr=False)
 
     @property
     def number(self) -> int:
@@ -97,8 +101,22 @@ class Worker:
         elif self._stopped_since is None:
             self._stopped_since = now
         stopped_s = 0.0 if self._stopped_since is None else now - self._stopped_since
-        left_behind = 0 < self.generation < generation and not self.ready
-        return Reading(self.page.position(self.slot), stopped_s, over_s if left_behind else 0.0)
+        left_behind_s = over_s if 0 < self.generation < generation and not self.ready else 0.0
+        position = self.page.position(self.slot)
+        if position.phase not in BEATING:
+            self._io = None
+            return Reading(position, stopped_s, left_behind_s)
+        idle_s = self._idle_s(now)
+        return Reading(position, stopped_s, left_behind_s, idle_s, waits_for_device(self.pid))
+
+    def _idle_s(self, now: float) -> float:
+        """For how long it has not been seen to read or write."""
+        before, self._io = self._io, io_counters(self.pid)
+        if before is None:
+            self._io_since = -math.inf
+        elif self._io != before:
+            self._io_since = now
+        return now - self._io_since
 
     def kill(self, why: str, *, ask: bool = True) -> None:
         """Kill it, ``why`` is told as its end; ``ask`` it first for its stacks, which nothing can hold up."""

@@ -44,6 +44,7 @@ Entry = tuple[str, Tensor]
 Described = tuple[str, str, Sequence[int], bytes]
 """An entry's name, dtype as torch writes it, shape, and the SHA-256 of each of its blocks in a row."""
 DIGEST_BYTES = 32
+BEAT_BLOCKS = 64  # 1 MiB of float32
 SHORT = 16  # hex digits of a hash that need not withstand an adversary
 CRC_DIGITS = 8  # hexadecimal
 Span = tuple[str, int, int, int]
@@ -158,14 +159,19 @@ class SharedHash:
     shards, as when the first step makes the moments. So the table is kept, and with each message comes a mark
     of what its rank owns: if one is another than when the table was made, all make it again.
 
-    ``enter`` is told the phases that this rank enters: "hash" and "gather".
+    ``enter`` is told the phases that this rank enters: "hash" and "gather"; ``beat`` that it goes on hashing.
 
     Raises:
         ValueError: in each call, on every rank, if what they own is not one whole state.
     """
 
-    def __init__(self, group: Group, enter: Callable[[str], None] = lambda phase: None) -> None:
-        self._group, self._enter = group, enter
+    def __init__(
+        self,
+        group: Group,
+        enter: Callable[[str], None] = lambda phase: None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._group, self._enter, self._beat = group, enter, beat
         self._marks: list[bytes] = []  # by rank, of what the table was made from
         self._layout: Sequence[tuple[object, ...]] = ()  # of what this rank owned when it was described
         self._described = self._mark = b""
@@ -176,7 +182,7 @@ class SharedHash:
     def digests(self, owned: Sequence[Shard], step: int) -> tuple[str, dict[str, str]]:
         """``state_digests`` of what all ranks own together. Collective."""
         mine = [shard for shard in owned if shard.order is not None]
-        told = self._told(mine, lambda: own_digests(mine))
+        told = self._told(mine, lambda: own_digests(mine, self._beat))
         return described_digests(_put_together(self._table, self._by_rank, told), step)
 
     def samples(self, owned: Sequence[Shard], step: int, every: int) -> list[Sampled]:
@@ -233,11 +239,20 @@ class SharedHash:
         return self._group.all_gather_bytes(mine, HASHES, limit=LIMIT_BYTES)
 
 
-def own_digests(owned: Iterable[Shard]) -> bytes:
-    """The digests of all blocks of what a rank owns that the state's hash is over, in a row."""
-    return b"".join(
-        digest for shard in owned if shard.order is not None for digest in block_digests(shard.tensor)
-    )
+def own_digests(owned: Iterable[Shard], beat: Callable[[], None] = lambda: None) -> bytes:
+    """The digests of all blocks of what a rank owns that the state's hash is over, in a row.
+
+    ``beat`` is called every ``BEAT_BLOCKS``: progress is made.
+    """
+    found = []
+    for shard in owned:
+        if shard.order is None:
+            continue
+        for number, digest in enumerate(block_digests(shard.tensor)):
+            if number % BEAT_BLOCKS == 0:
+                beat()
+            found.append(digest)
+    return b"".join(found)
 
 
 def shared_digests(

@@ -207,9 +207,9 @@ class RunWriter:
             self._figures(made, held_out)
         whole: StateDigests | None = None
         if self._ledger.is_whole(step, last=last):
-            training.heartbeat.enter("hash")
             with training.mesh.recorder.span("hash", lane="host"):
                 whole = training.state_digests()
+            training.heartbeat.enter("ledger")
         self._ledger.step(
             step,
             cursor=training.cursor,

@@ -32,6 +32,7 @@ from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.manifest import Json, Manifest, differences, parse_json
 from instep.checkpoint.send import DESCRIPTION_BYTES, send_shards
 from instep.checkpoint.state import merged, option_fields
+from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
 from instep.elastic.snapshot import (
     Snapshot,
@@ -280,9 +281,10 @@ class Checkpoints:
     state.
     """
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
+    def __init__(self, path: Path, timeout_s: float, heartbeat: Heartbeat | None = None) -> None:
         self.path = path
-        self._saver = Saver(timeout_s=timeout_s)
+        told = heartbeat or Heartbeat()
+        self._saver = Saver(timeout_s=timeout_s, enter=told.enter, beat=told.beat)
 
     def save(self, trainer: Trainer) -> None:
         """Begin to write the state, once what is being written is there. Collective where it is divided."""

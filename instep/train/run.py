@@ -87,7 +87,7 @@ def run_rank(recipe: Recipe) -> int:
         asked: list[str] = []
         listen_for_preemption(asked.append)
         trainer.wishes = {"stop": lambda: bool(asked)}
-        ending = Generation(trainer, path, Checkpoints(path, config.timeout_s)).run()
+        ending = Generation(trainer, path, Checkpoints(path, config.timeout_s, trainer.heartbeat)).run()
         on_first_rank(mesh.world.group, "looking for the run directory", look_again)
         trainer.leave()
         return EXIT_CODES[ending]

@@ -115,7 +115,8 @@ class Trainer:
         self.parallel = parallel(self.config, mesh, self.module, self.optimizer, self.heartbeat, self._bare)
         self.optimizer = self.parallel.optimizer
         self.state = TrainingState(self.parallel.model, self.optimizer, self.group)
-        self._hash = SharedHash(self.state.group, self.heartbeat.enter if self.state.is_divided else _ignore)
+        enter = self.heartbeat.enter if self.state.is_divided else _ignore
+        self._hash = SharedHash(self.state.group, enter, self.heartbeat.beat)
         self.timing = Timing(mesh.recorder, self.group.size)
 
     def _move(self, device: torch.device) -> None:
@@ -208,7 +209,10 @@ class Trainer:
 
     def state_digests(self) -> tuple[str, dict[str, str]]:
         """``state_sha256``, and the short hash of each tensor. Collective where the state is divided."""
-        return self._hash.digests(self.state.owned(self.state.hashed()), self.steps_done)
+        self.heartbeat.enter("hash")
+        found = self._hash.digests(self.state.owned(self.state.hashed()), self.steps_done)
+        self.heartbeat.enter("gather")  # others are told of it next, or wait for it
+        return found
 
     def sampled(self, every: int) -> list[Sampled]:
         """The blocks of the state whose turn it is, one in ``every``. Collective where it is divided."""

@@ -44,7 +44,7 @@ def work(spec: WorkerSpec, recipe: Recipe) -> None:
         "copy": lambda: memory.due(trainer),
     }
     trainer.prepare()  # a process that says that it is ready can do without a group all that it has to
-    checkpoints = Checkpoints(config.run_dir, config.timeout_s)
+    checkpoints = Checkpoints(config.run_dir, config.timeout_s, member.heartbeat)
     part = Generation(trainer, config.run_dir, checkpoints, memory)
     trainer.heartbeat.enter("built")
     why: dict[str, Any] = {}

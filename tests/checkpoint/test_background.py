@@ -183,7 +183,7 @@ def test_a_step_that_is_there_with_this_state_counts_as_saved(tmp_path: Path) ->
 def test_an_error_without_a_system_code_gets_the_step_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(shards: Any) -> bytes:
+    def broken(shards: Any, beat: Any) -> bytes:
         raise ValueError("no hash today")
 
     monkeypatch.setattr(saving, "own_digests", broken)
@@ -227,6 +227,27 @@ def test_closing_waits_no_longer_than_told_and_can_be_tried_again(
     saver.close(30)
     saver.close()
     assert whole_step(tmp_path) == 1
+
+
+def test_the_wait_for_the_save_before_beats_while_that_goes_on(tmp_path: Path, gate: threading.Event) -> None:
+    """A disk may need minutes for it; and a thread that hangs must not look as if it went on."""
+    beats: list[int] = []
+    flight = background._Flight(tmp_path, 1, lambda own: _beat_twice(own, gate))
+    flight.start()
+    while flight.beats < 1:
+        os.sched_yield()
+    assert not flight.wait(0.01, lambda: beats.append(1))
+    assert beats == []  # nothing has happened meanwhile
+    gate.set()
+    assert flight.wait(30, lambda: beats.append(1))
+    assert beats == [1]
+
+
+def _beat_twice(flight: background._Flight, gate: threading.Event) -> Path:
+    flight.beat()
+    gate.wait()
+    flight.beat()
+    return Path()
 
 
 def test_a_kill_at_any_operation_of_the_thread_leaves_a_whole_state(tmp_path: Path) -> None:

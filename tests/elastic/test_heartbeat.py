@@ -66,6 +66,25 @@ def test_the_slowest_visit_to_a_phase_is_remembered_for_all_workers(
     assert page.slowest_s("backward") == 0  # nobody has left it
 
 
+def test_a_beat_ends_a_silence_and_no_phase(page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0, 1, 5, 12, 13, 15, 99]).__next__
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now() * 10**9)
+    heartbeat, heard = Heartbeat(page, 3), []
+    heartbeat.on_enter = lambda phase, step: heard.append(phase)
+    page.reset(3)
+    heartbeat.enter("hash")  # at 1
+    heartbeat.beat()  # at 5
+    heartbeat.beat()  # at 12
+    assert page.position(3).seconds == 1
+    heartbeat.enter("ledger")  # at 15
+    assert page.slowest_s("hash") == 7
+    thread = threading.Thread(target=heartbeat.beat)
+    thread.start()
+    thread.join()
+    assert page.position(3).seconds == 99 - 15  # another thread's beat is none
+    assert heard == ["hash", "ledger"]
+
+
 def test_a_new_process_in_an_old_slot_has_not_begun(page: HeartbeatPage) -> None:
     page.enter(9, PHASES.index("update"))
     page.set_step(9, 4)

@@ -221,6 +221,24 @@ def test_a_rank_that_does_not_end_but_stands_still_is_ended(
         assert f"_{fault}" in stacks
 
 
+@pytest.mark.parametrize("phase", ["hash", "save"])
+def test_a_rank_that_hangs_where_work_beats_from_inside_is_ended_the_first_time(
+    scene: Scene, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(monkeypatch)
+    fault = f"hang:rank=1,step=2,phase={phase}"  # it is entered within the third step
+    assert scene.run(generations=2, faults=(fault,), extra=f"{phase}_once") == 0
+    ((rank, how),) = scene.failures()
+    assert rank == 1
+    assert how.startswith(f"made no progress in {phase} for ")
+
+
+def test_a_long_save_that_makes_progress_is_let_be(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient(monkeypatch)
+    assert scene.run(extra="save_for_long") == 0
+    assert scene.failures() == []
+
+
 def test_a_survivor_that_does_not_come_back_is_ended_too(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.elastic.heartbeat import PATIENT, PHASES, WAITING, Position
+from instep.elastic.heartbeat import BEATING, PHASES, WAITING, Position
 from instep.elastic.watchdog import CONFIRMED_S, FACTOR, LEAST_S, Reading, find_stuck, limit_s
 
 TIMEOUT_S = 60.0
@@ -56,6 +56,7 @@ def test_the_limit_is_between_five_seconds_and_the_deadline_of_all_waits(
 ) -> None:
     limit = limit_s(slowest_s, timeout_s)
     assert limit <= timeout_s
+    assert limit_s(slowest_s, timeout_s, beats=True) == min(timeout_s, max(LEAST_S, FACTOR * slowest_s))
     if slowest_s:
         assert limit == timeout_s or limit >= max(LEAST_S, FACTOR * slowest_s)
     else:
@@ -67,11 +68,26 @@ def test_longer_than_the_limit_and_nothing_else_is_stuck(
     phase: str, seconds: float, slowest_s: float
 ) -> None:
     is_stuck = bool(found(slowest_s, w0=at(phase, seconds)))
-    limit = TIMEOUT_S if phase in PATIENT else limit_s(slowest_s, TIMEOUT_S)
+    limit = limit_s(slowest_s, TIMEOUT_S, beats=phase in BEATING)
     assert is_stuck == (seconds > limit)
 
 
+@pytest.mark.parametrize("phase", sorted(BEATING))
+def test_where_work_beats_from_inside_the_first_silence_is_long_enough(phase: str) -> None:
+    assert found(0.0, w0=at(phase, 4.9), w1=at(phase, 5.1)) == {
+        1: f"made no progress in {phase} for 5.1 s (limit 5.0 s)"
+    }
+
+
+@pytest.mark.parametrize("phase", sorted(BEATING))
+def test_a_slow_disk_is_no_hang(phase: str) -> None:
+    assert found(0.0, w0=at(phase, 50.0, idle_s=0.3)) == {}  # it reads, or writes
+    assert found(0.0, w0=at(phase, 50.0, waits_for_device=True)) == {}  # for one sync of a whole file
+    assert list(found(0.0, w0=at(phase, 61.0, waits_for_device=True))) == [0]  # a disk that is gone
+    assert list(found(0.0, w0=at(phase, 50.0, idle_s=6.0))) == [0]
+
+
 def test_each_phase_is_measured_by_its_own_slowest() -> None:
-    slowest = {"save": 3.0, "forward": 0.2}
-    readings = {0: at("save", 10.0), 1: at("forward", 10.0)}
+    slowest = {"evaluate": 3.0, "forward": 0.2}
+    readings = {0: at("evaluate", 10.0), 1: at("forward", 10.0)}
     assert list(find_stuck(readings, slowest.__getitem__, TIMEOUT_S)) == [1]

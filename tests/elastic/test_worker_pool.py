@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from math import inf
 from multiprocessing import Pipe
+from pathlib import Path
 
-from instep.elastic.heartbeat import HeartbeatPage, Position
+from instep.elastic.heartbeat import PHASES, HeartbeatPage, Position
 from instep.elastic.watchdog import Reading
 from instep.elastic.worker_pool import Worker, progress_table
 from instep.mesh.rank_process import Child
@@ -29,3 +32,15 @@ def test_one_line_per_worker(page: HeartbeatPage) -> None:
         "0     123456  forward   30.1     12     stopped for 1.5 s",
         "-     13      built     0.0      -1",
     ]
+
+
+def test_a_worker_that_writes_in_a_phase_of_the_disk_is_not_idle(page: HeartbeatPage, tmp_path: Path) -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        worker = Worker(Child(0, 1, {}, page.file, page.file), os.getpid(), 0, ours, page, generation=1)
+        page.enter(0, PHASES.index("save"))
+        assert worker.read(1, 0.0).idle_s == inf  # nothing to compare with
+        (tmp_path / "file").write_bytes(b"x")
+        assert worker.read(1, 0.0).idle_s == 0.0
+        page.enter(0, PHASES.index("forward"))
+        assert worker.read(1, 0.0).idle_s == inf  # who computes and reads may be stuck all the same

@@ -236,6 +236,27 @@ def never_asks_again(toy: Toy, phase: str) -> None:
             select.select([], [], [], PAUSE_S)
 
 
+def hash_once(toy: Toy, phase: str) -> None:
+    """Rank 1 hashes its state after step 3; none ever has before."""
+    if (toy.assignment.rank, toy.step, phase) == (1, 3, "update"):
+        toy.channel.heartbeat.enter("hash")
+
+
+def save_once(toy: Toy, phase: str) -> None:
+    """Rank 1 saves its state after step 3; none ever has before."""
+    if (toy.assignment.rank, toy.step, phase) == (1, 3, "update"):
+        toy.channel.heartbeat.enter("save")
+
+
+def save_for_long(toy: Toy, phase: str) -> None:
+    """Rank 1 does so for a second, and makes progress."""
+    save_once(toy, phase)
+    if phase == "save":
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            toy.channel.heartbeat.beat()
+
+
 def grows_and_shrinks(toy: Toy, phase: str) -> None:
     """Nobody goes on from steps 3, 6 and 9 before the ranks have been asked to part."""
     generation = toy.assignment.generation

@@ -11,7 +11,15 @@ import torch
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.hash import TABLE, Entry, SharedHash, sampled_blocks, state_digests
+from instep.ordered.hash import (
+    BEAT_BLOCKS,
+    TABLE,
+    Entry,
+    SharedHash,
+    own_digests,
+    sampled_blocks,
+    state_digests,
+)
 from instep.ordered.shards import MODEL, OPTIMIZER, Shard, owned
 from tests.parity import numbers
 from tests.world import world
@@ -193,3 +201,10 @@ def test_whoever_waits_for_the_others_says_so(mesh: Mesh) -> None:
     together, x = SharedHash(mesh.world.group, phases.append), numbers(LENGTH, key="x")
     together.digests(pieces(x, 2, mesh.rank), 0)
     assert phases == ["gather", "hash", "gather"]
+
+
+def test_hashing_beats_from_inside_of_a_large_tensor() -> None:
+    beats: list[int] = []
+    x = torch.zeros(2 * BEAT_BLOCKS * BLOCK_ELEMENTS + 1)
+    own_digests([Shard.whole("x", x), Shard.whole("y", x, order=None)], lambda: beats.append(1))
+    assert len(beats) == 3
