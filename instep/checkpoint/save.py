@@ -232,8 +232,8 @@ class GivenUp(Exception):
 
 
 class Wait:
-    """For another rank, through the file system, until it is given up; ``beat`` is called meanwhile, and while
-    this rank does its own part."""
+    """For another rank, through the file system, until it is given up; ``beat`` is called meanwhile, and
+    while this rank does its own part."""
 
     def __init__(
         self, timeout_s: float, given_up: threading.Event, beat: Callable[[], None] = lambda: None

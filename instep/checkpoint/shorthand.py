@@ -125,7 +125,11 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
         return Resumed()
     extra = found.manifest.extra
     restore_found(found, state, everyone, source)
-    all_or_none(everyone, LOADING, lambda: _require_hash(found, state), errors=(CheckpointRejected,))
+    _, hashed = all_tell(
+        everyone, LOADING, lambda: _require_hash(found, state), str.encode, errors=(CheckpointRejected,)
+    )
+    if all(hashed):
+        state.settled()
     state.drop_others_moments()
     state.resume_at(extra.get("declared_steps", found.manifest.step))
     return Resumed(
@@ -232,13 +236,14 @@ def _require_shorthand(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _require_hash(found: Found, state: TrainingState) -> None:
-    """Raise unless ``state`` has become what was saved; of a part of it the hash is not known."""
+def _require_hash(found: Found, state: TrainingState) -> str:
+    """The hash of ``state``, or raise unless it has become what was saved; "" of a part, which has none."""
     if (state.optimizer is None) != (found.manifest.extra["optimizer"] is None):
-        return
+        return ""
     digest, _ = SharedHash(state.group).digests(state.owned(state.hashed()), found.manifest.step)
     if digest != found.manifest.state_sha256:
         raise CheckpointRejected(
             f"{found.path}: expected hash {found.manifest.state_sha256[:12]}..., got {digest[:12]}... "
             "after loading: the model or the optimizer changes what it is given; load into plain ones"
         )
+    return digest

@@ -211,6 +211,12 @@ class TrainingState:
         if self._wrapped is not None and self._wrapped.counter is not None:
             self._wrapped.counter.next_step = step
 
+    def settled(self) -> None:
+        """All ranks have compared the hash of this state. Of a divided one that is each shard once, and not
+        what several shard groups hold alike."""
+        if self._wrapped is not None and not self.is_divided:
+            self._wrapped.settled()
+
     def drop_others_moments(self) -> None:
         """Let go of moments that were loaded on a rank that has no use for them."""
         if self.optimizer is not None and self.everyone.rank not in self._steppers:

@@ -149,7 +149,8 @@ class Wrapped:
 
     ``gradients`` is the memory that reduced gradients lie in between steps, ``scratch`` what reducing them
     takes beside it. ``counter`` counts declared steps; None where no random numbers are keyed. ``steppers``
-    are the ranks of ``group`` that have the optimizer's state; None means all.
+    are the ranks of ``group`` that have the optimizer's state; None means all. ``settled`` is called on all
+    ranks when what they hold alike has been compared: what was written to it before is no edit of one alone.
     """
 
     module: nn.Module
@@ -158,6 +159,7 @@ class Wrapped:
     scratch: Callable[[], Iterable[Tensor]]
     counter: CountsSteps | None
     steppers: tuple[int, ...] | None = None
+    settled: Callable[[], None] = field(default=lambda: None)
 
 
 @dataclass(frozen=True)

@@ -402,6 +402,7 @@ class DataParallel(OwnNames):
                 *reducer.exchange.scratch,
             ],
             counter=self,
+            settled=lambda: reducer.watch.settled(),
         )
 
     def _check_open(self) -> None:

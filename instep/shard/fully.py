@@ -149,6 +149,7 @@ class FullySharded:
             gradients=lambda: [bucket.reduced for bucket in sharding.reducer.buckets],
             scratch=lambda: sharding.reducer.scratch,
             counter=sharding,
+            settled=lambda: sharding.reducer.watch.settled(),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

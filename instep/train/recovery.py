@@ -178,6 +178,7 @@ def _require_same(trainer: Trainer, root: int, did: str) -> None:
             f"rank {', '.join(map(str, odd))}: the state that rank {world.ranks[root]} {did} does not have "
             "its hash: look for broken memory"
         )
+    trainer.state.settled()  # else the first exchange would take what some ranks were given for an edit
 
 
 class Snapshots:
