@@ -5,7 +5,7 @@ it misses when a builtin holds the interpreter lock. So here the main thread its
 each phase of a step, and within some, and the supervisor reads them without asking (``watchdog``). The same
 page has what the supervisor wants of all workers.
 
-    page   | stop, regroup, over | fired faults | worker 0: phase, since, step, slowest | worker 1: ...
+    page   | stop, regroup, over, contract | fired faults | worker 0: phase, since, step, slowest | 1: ...
 
 Every word has one writer at a time (stop and a fired fault are only ever set), so there are no locks. The
 page is a file without a name, of the supervisor's; it ends with it.
@@ -50,7 +50,7 @@ WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "su
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 MAX_WORKERS, MAX_FAULTS = 256, 64
-_STOP, _REGROUP, _OVER, _FAULTS = 0, 1, 2, 3
+_STOP, _REGROUP, _OVER, _CONTRACT, _FAULTS = 0, 1, 2, 3, 4
 _PHASE, _SINCE, _STEP, _SLOWEST = 0, 1, 2, 3
 _WIDTH = _SLOWEST + len(PHASES)
 _FIRST = _FAULTS + MAX_FAULTS
@@ -110,6 +110,16 @@ class HeartbeatPage:
     @over.setter
     def over(self, generation: int) -> None:
         self._words[_OVER] = generation
+
+    @property
+    def contract(self) -> int:
+        """What the run's bits depend on, as a number; 0 as long as no group has agreed on it. A process that
+        has another number cannot take part."""
+        return self._words[_CONTRACT]
+
+    @contract.setter
+    def contract(self, number: int) -> None:
+        self._words[_CONTRACT] = number
 
     def fire(self, fault: int, after_ms: float = 0.0) -> bool:
         """Whether fault number ``fault`` has not been fired before; from now on it has."""

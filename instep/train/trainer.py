@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
 from instep.checkpoint.contract import require_same
+from instep.checkpoint.manifest import fingerprint
 from instep.checkpoint.state import TrainingState
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
@@ -91,10 +93,11 @@ class Trainer:
         Raises:
             what reading the data raises, or a first forward: better here than where others would be told.
         """
-        _ = self.recipe.training(self._open()).sha256
+        self.data = self._open()
+        _ = self.recipe.training(self.data).sha256
         if not torch.cuda.is_available():  # whose device is chosen with the group
+            self.contract = self.numerical()
             _ = self.canary
-            contract.describe(config={}, threads=1, device="cpu", module=self.module)
 
     def join(self, mesh: Mesh) -> None:
         """Take part in ``mesh``: compare, and wrap the model. Collective over it.
@@ -169,16 +172,25 @@ class Trainer:
         return self.steps_done * self.config.batch.global_size
 
     def numerical(self) -> dict[str, Any]:
-        """All that the bits of this run may depend on now; ``contract`` is what it was at ``join``."""
+        """All that the bits of this run may depend on now; ``contract`` is what it was at ``prepare``, or at
+        ``join``."""
         fields = {**numerical(self.config), "data.sha256": self.recipe.training(self.data).sha256}
         fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
         return contract.describe(
             config=fields,
             threads=torch.get_num_threads(),
-            device=str(self.mesh.device),
+            device=str(self.device),
             module=self.module,
             optimizer=self.optimizer,
         )
+
+    @property
+    def contract_number(self) -> int:
+        """Another one for another ``contract``, or for another ``canary``; 0 as long as that is not known."""
+        if "contract" not in self.__dict__:
+            return 0
+        known = f"{fingerprint(self.contract)} {self.canary}"
+        return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
 
     @cached_property
     def canary(self) -> str:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from instep.checkpoint.manifest import differences
 from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
-from instep.errors import Desync, InstepError, PeerLost, let_go
+from instep.errors import ContractBroken, Desync, InstepError, PeerLost, let_go
 from instep.mesh.join import meet
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
+from instep.run.writer import starts
 from instep.train.loop import Ending, Generation
 from instep.train.recipe import Recipe
 from instep.train.recovery import Checkpoints, Snapshots
@@ -44,6 +47,7 @@ def work(spec: WorkerSpec, recipe: Recipe) -> None:
         "copy": lambda: memory.due(trainer),
     }
     trainer.prepare()  # a process that says that it is ready can do without a group all that it has to
+    _require_contract(trainer, member.page.contract, config.run_dir)
     checkpoints = Checkpoints(config.run_dir, config.timeout_s, member.heartbeat)
     part = Generation(trainer, config.run_dir, checkpoints, memory)
     trainer.heartbeat.enter("built")
@@ -69,6 +73,8 @@ def _take_part(
 
     def agreed(source: str) -> None:
         times.update(agreed_ns=time.monotonic_ns(), source=source)
+        if assignment.rank == 0:
+            member.page.contract = trainer.contract_number
 
     def stepped() -> None:
         told = {
@@ -99,6 +105,24 @@ def _take_part(
         let_go(error)  # else it would hold what this rank is about to leave
         return Ending.REGROUP, {**where, **state, "error": text}
     return ending, where
+
+
+def _require_contract(trainer: Trainer, number: int, path: Path) -> None:
+    """ContractBroken unless this process would compute the bits of the run, whose ranks have agreed on
+    contract ``number``; 0: they have not yet, and will compare with this one.
+
+    Where they were told, when it has a seat, all of them would raise.
+    """
+    if number == 0 or trainer.contract_number in (0, number):
+        return
+    lines: list[str] = []
+    with suppress(OSError, ValueError):  # for words alone
+        run = starts(path)[-1:]
+        lines = differences(run[0]["numerical"], trainer.contract, ("in the run", "now")) if run else []
+    why = (
+        f"make these what they were: {'; '.join(lines)}" if lines else "from the same numbers: try its cores"
+    )
+    raise ContractBroken(f"it would compute other bits than the ranks of the run, and takes no part; {why}")
 
 
 def _join(trainer: Trainer, assignment: Assignment, member: ControlChannel) -> None:
