@@ -276,8 +276,8 @@ class ShardedOptimizer(Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's pieces with their ranges, without communication: views, as in a plain state dict.
 
-        ``{"sharded": {"rank", "world_size"}, "pieces": [{"parameter", "first", "last", "state"}, ...],
-        "param_groups": [...]}``; ranges count elements in logical order.
+        ``{"sharded": {"rank", "world_size", "order"}, "pieces": [{"parameter", "first", "last", "state"},
+        ...], "param_groups": [...]}``; ranges count elements in logical order, as ``order`` says.
         """
         self._status.require_sound()
         return format_sharded(self._shards.held, self._inner, self.param_groups, self.group)
@@ -289,7 +289,8 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             ValueError: on all ranks, and nothing is changed: it does not fit, it was cut for other ranks, or
-                the ranks pass different ones. After any other error every step raises until one is loaded.
+                in another order by an older version, or the ranks pass different ones. After any other error
+                every step raises until one is loaded.
         """
         self._status.require_open()
         state_dict = dict(state_dict)
