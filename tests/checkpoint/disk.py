@@ -38,6 +38,7 @@ class Disk:
         code: int = errno.ENOSPC,
         lasting: bool = False,
     ) -> None:
+        self.root = root
         self.fail_at = fail_at
         self.killed = killed
         self.code = code
@@ -61,8 +62,10 @@ class Disk:
 
     def _watched(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            number = len(self.story)
-            self.story.append((name, self._subject(name, args)))
+            subject, number = self._subject(name, args), len(self.story)
+            if not self._holds(subject):  # another thread's: of /proc, or a pipe
+                return operation(*args, **kwargs)
+            self.story.append((name, subject))
             if number == self.fail_at or (self.lasting and number > self.fail_at):
                 self._fail(name, operation, args, kwargs)
             if self.killed and number > self.fail_at:
@@ -72,6 +75,10 @@ class Disk:
             self._synced.add(os.fstat(args[0]).st_ino)
 
         return watched
+
+    def _holds(self, subject: str) -> bool:
+        """Whether ``subject`` lies on it; a name alone is in a directory that was opened before."""
+        return subject.startswith(str(self.root)) or (not subject.startswith("/") and ":[" not in subject)
 
     def _subject(self, name: str, args: tuple[Any, ...]) -> str:
         if name in ("fsync", "write"):
