@@ -2,8 +2,8 @@
 
 Whatever divides parameters settles them in a home, and code that needs to know where a parameter's elements
 are asks ``home``. Weak on both sides: it ends with the home. What wraps a module, or steps shards, says so
-itself by a method ``__instep_state__`` (``offered``); saving, hashing and counting call that, and never ask
-which class they have before them.
+itself by a method ``__instep_state__`` (``offered``), and for a plain optimizer the home of its parameters
+does; saving, hashing and counting call that, and never ask which class they have before them.
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ class Home(Protocol):
     def loaded(self) -> None:
         """``held`` have new values, as on all ranks."""
 
+    def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
+        """What a plain ``optimizer`` of these parameters would say of itself; None where it has it whole."""
+
 
 _homes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its home
 
@@ -180,6 +183,12 @@ class DividedOptimizer:
 
 
 def offered(x: object) -> Any:
-    """What ``x`` says of itself, ``Wrapped`` or ``DividedOptimizer``; None if it says nothing."""
+    """What ``x`` says of itself, or homes of its parameters do, ``Wrapped`` or ``DividedOptimizer``; None if
+    there is nothing to say."""
     method = getattr(type(x), "__instep_state__", None)
-    return None if method is None else method(x)
+    if method is not None:
+        return method(x)
+    if not isinstance(x, Optimizer):
+        return None
+    said = (there.divided(x) for there in homes(p for group in x.param_groups for p in group["params"]))
+    return next((found for found in said if found is not None), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.buckets import flat_real
-from instep.ordered.placeholder import Slices, slices_of
+from instep.ordered.placeholder import Slices, by_slices, slices_of
 
 # torch converts all that it is given before it adds: in pieces of 1 MB that stays in the cache, and takes a
 # seventh of the time. A device with many cores gets everything at once.
@@ -65,15 +65,8 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
 
 def _by_place(gradients: Iterable[Tensor]) -> tuple[list[Tensor], list[tuple[Slices, list[Tensor]]]]:
     """The gradients that are here, and of the others the placeholders, with who has the pieces."""
-    whole: list[Tensor] = []
-    divided: dict[int, tuple[Slices, list[Tensor]]] = {}
-    for gradient in gradients:
-        slices = slices_of(gradient)
-        if slices is None:
-            whole.append(gradient)
-        else:
-            divided.setdefault(id(slices), (slices, []))[1].append(gradient)
-    return whole, list(divided.values())
+    gradients = list(gradients)
+    return [x for x in gradients if slices_of(x) is None], by_slices(gradients)
 
 
 def clip_grad_norm_(

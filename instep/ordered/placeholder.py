@@ -1,16 +1,17 @@
 """What stands in ``.grad`` where a rank has only pieces of the gradient: it says that there is one, no more.
 
-"Is there a gradient?", its shape and dtype, and ``zero_grad()`` are what they always are. Who computes with
-it, writes to it, or sends it to other ranks gets an error that names the parameter: torch's own clipping, a
-``GradScaler``, ``all_reduce(p.grad)``, which would write where there is no memory. For whoever comes around
-that, its memory is one NaN; ``was_written`` tells, on a CPU, if it is filled.
+"Is there a gradient?" and its shape are what they always are, its dtype is that of the pieces.
+``zero_grad()`` discards it, also where zeros are asked for, and a ``GradScaler`` unscales the pieces. Who
+computes with it, writes to it, or sends it to other ranks gets an error that names the parameter: torch's own
+clipping, ``all_reduce(p.grad)``, which would write where there is no memory. For whoever comes around that,
+its memory is one NaN; ``was_written`` tells, on a CPU, if it is filled.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,12 @@ class Slices(Protocol):
     def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
         """Multiply this rank's pieces of these gradients."""
 
+    def unscale(self, placeholders: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        """As ``scale``; ``found_inf`` is 1 on all ranks if one has a piece that is not finite. Collective."""
+
+    def discard(self, placeholders: Sequence[Tensor]) -> None:
+        """Their parameters have no gradient any more."""
+
 
 class Placeholder(Tensor):
     """Stands for the gradient of the parameter called ``instep_name``, whose pieces ``instep_slices`` has."""
@@ -44,9 +51,14 @@ class Placeholder(Tensor):
     instep_name: str
     instep_slices: weakref.ref[Slices]
     instep_memory: Tensor  # ()
+    instep_dtype: torch.dtype  # of the pieces
     # Asked for in every step, here without a detour; nothing ever changes it.
     layout = torch.strided
     _version = 0
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.instep_dtype
 
     @classmethod
     def __torch_function__(
@@ -55,19 +67,22 @@ class Placeholder(Tensor):
         called = getattr(func, "__name__", str(func))
         if called == "__set__" and args[0] is args[1]:
             return None
+        if called == "requires_grad_" and args[1:] == (False,):  # zero_grad makes sure of it
+            return args[0]
         if called in ABOUT or called in CONVERSIONS or called == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 found = func(*args, **(kwargs or {}))
             if found is args[0] or not isinstance(found, Tensor):
                 return found
+        if called in DONE_BY_SLICE:
+            return DONE_BY_SLICE[called](*args, **(kwargs or {}))
         if called in ("__get__", "__set__"):
             called = f".{func.__self__.__name__}"
         name = next(repr(x.instep_name) for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
         raise RuntimeError(
             f"the gradient of {name} is in slices, one on each rank, and .grad only stands for it: {called} "
             "cannot use it. Clip with instep.clip_grad_norm_(model.parameters(), max_norm) instead of "
-            "torch's; discard gradients with zero_grad(); scale the loss instead of them, and compute in "
-            "bfloat16 where float16 would need a GradScaler"
+            "torch's; discard gradients with zero_grad(); scale the loss instead of them, or use a GradScaler"
         )
 
     def __repr__(self, **others: Any) -> str:  # type: ignore[override]
@@ -77,11 +92,49 @@ class Placeholder(Tensor):
         return format(repr(self), spec)
 
 
-def placeholder(like: Tensor, slices: Slices, name: str) -> Tensor:
-    """A gradient for the parameter ``like``, whose pieces ``slices`` has; it does not keep them alive."""
+def _discard(gradients: Tensor | Sequence[Tensor]) -> Tensor | None:
+    """``zero_``, of one or several; on a placeholder, the gradient is gone."""
+    found = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+    for slices, own in by_slices(found):
+        slices.discard(own)
+    for x in found:
+        if not isinstance(x, Placeholder):
+            x.zero_()
+    return gradients if isinstance(gradients, Tensor) else None
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    whole = [x for x in gradients if not isinstance(x, Placeholder)]
+    if whole:
+        torch._amp_foreach_non_finite_check_and_unscale_(whole, found_inf, inverse_scale)
+    for slices, own in by_slices(gradients):
+        slices.unscale(own, found_inf, inverse_scale)
+
+
+def by_slices(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
+    """The placeholders among ``gradients``, with who has their pieces."""
+    found: dict[int, tuple[Slices, list[Tensor]]] = {}
+    for x in gradients:
+        if (slices := slices_of(x)) is not None:
+            found.setdefault(id(slices), (slices, []))[1].append(x)
+    return list(found.values())
+
+
+# What ``zero_grad`` of modules and optimizers, and a ``GradScaler``, do with gradients.
+DONE_BY_SLICE: Mapping[str, Callable[..., Any]] = {
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "_foreach_zero_": _discard,
+    "zero_": _discard,
+}
+
+
+def placeholder(like: Tensor, slices: Slices, name: str, dtype: torch.dtype) -> Tensor:
+    """A gradient of ``dtype`` for the parameter ``like``, whose pieces ``slices`` has; it does not keep them
+    alive."""
     memory = torch.full((), math.nan, dtype=like.dtype, device=like.device)
     x = Tensor._make_subclass(Placeholder, memory.expand(like.shape))  # to autograd no view of anything
     x.instep_name, x.instep_slices, x.instep_memory = name, weakref.ref(slices), memory
+    x.instep_dtype = dtype
     return x
 
 

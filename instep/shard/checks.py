@@ -3,6 +3,7 @@
 Which classes. An elementwise optimizer computes each new element from the old one, its gradient and its
 moments alone, so a rank can update any part of a parameter. Others look at a whole parameter (Adafactor's
 factors are means over rows and columns, Muon makes a matrix orthogonal), and one that is not known here may.
+The same table says which plain optimizers can step what ``fully_shard`` has cut.
 
 Which parameters. Two sharded optimizers would move each other's memory away, so each claims its parameters.
 Claims are weak on both sides: one ends with the optimizer, or when it is closed.
@@ -100,6 +101,21 @@ def require_shardable(optimizer_cls: object, options: Mapping[str, Any]) -> None
         )
 
 
+def why_not_in_slices(optimizer_cls: type[Optimizer], options: Mapping[str, Any]) -> str | None:
+    """Why an optimizer with these ``options`` cannot step slices of parameters; None if it can."""
+    try:
+        require_shardable(optimizer_cls, options)
+    except ValueError as refused:
+        return str(refused)
+    if is_elementwise(optimizer_cls):
+        return None
+    looks = "looks" if optimizer_cls.__module__.startswith("torch.optim") else "may look"
+    return (
+        f"{optimizer_cls.__name__} {looks} at whole parameters, and fully_shard has cut these: use an "
+        "elementwise class such as torch.optim.AdamW, or leave fully_shard out"
+    )
+
+
 def require_new(parameters: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` unless each trainable one of ``parameters`` can get memory of its own."""
     if len(set(map(id, parameters))) < len(parameters):
@@ -133,11 +149,8 @@ def require_homes(parameters: Sequence[Tensor], optimizer_cls: type[Optimizer], 
     """Raise ``ValueError`` unless the spaces where ``parameters`` live already can be stepped as they are."""
     given = set(map(id, parameters))
     for space in homes.homes(parameters):
-        if not is_elementwise(optimizer_cls):
-            raise ValueError(
-                f"{optimizer_cls.__name__} looks at whole parameters, and fully_shard has cut these: use an "
-                "elementwise class such as torch.optim.AdamW, or leave fully_shard out"
-            )
+        if (problem := why_not_in_slices(optimizer_cls, {})) is not None:
+            raise ValueError(problem)
         if space.group.ranks != group.ranks:
             raise ValueError(
                 f"the parameters are divided among ranks {list(space.group.ranks)}, and the optimizer is for "

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from instep.comm import direct
 from instep.comm.messages import Messages
@@ -37,7 +38,7 @@ from instep.memory import align_bytes
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered import homes
-from instep.ordered.homes import ParameterShard
+from instep.ordered.homes import DividedOptimizer, ParameterShard
 from instep.ordered.shards import put_elements
 from instep.shard.layout import FlatLayout, LayoutRule
 from instep.shard.one_copy import OneCopy
@@ -69,6 +70,7 @@ class FlatParameters:
     parameters: list[Tensor]
     names: list[str]
     held: list[ParameterShard]
+    divide: Callable[[Optimizer], DividedOptimizer] | None = None  # the state of a plain optimizer
 
     @property
     def own_bytes(self) -> int:
@@ -140,6 +142,24 @@ class FlatParameters:
 
     def let_go(self) -> None:
         """The optimizer that made this space is closed."""
+
+    def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
+        """What a plain ``optimizer`` of these parameters would say of itself; None where it has it whole."""
+        return None if self.divide is None else self.divide(optimizer)
+
+
+class OwnParameters(FlatParameters):
+    """Parameters that no memory divides, beside others of an optimizer: each rank steps all of them."""
+
+    def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
+        self.parameters, self.names = list(parameters), [""] * len(parameters)
+        self.group = self.everyone = group
+        self.held = [ParameterShard(p, 0, p.numel(), p.detach()) for p in parameters]
+
+    def collect(self) -> None:
+        for held in self.held:
+            if held.tensor.data_ptr() != held.parameter.data_ptr():
+                held.tensor.data = held.parameter.data
 
 
 class Beside(NamedTuple):
@@ -376,14 +396,23 @@ class Stage2Parameters(WholeParameters):
 
 class ShardedParameters:
     """Trainable parameters of the groups of an optimizer: the flat spaces where some live already, and new
-    ``WholeParameters``, one per dtype and device, for all others.
+    ``WholeParameters``, laid out by ``rule``, one per dtype and device, for all others; without a ``rule``
+    these stay each rank's own.
 
     Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the own pieces by
     number, in that order; ``owned`` all parameters that are sharded.
     """
 
-    def __init__(self, group: Group, rule: LayoutRule, *, one_copy: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        rule: LayoutRule | None,
+        *,
+        one_copy: bool = False,
+        barrier: Callable[[str], None] | None = None,
+    ) -> None:
         self._group, self._rule = group, rule
+        self._barrier = barrier or group.barrier
         self.wants_one_copy = one_copy
         self.spaces: list[FlatParameters] = []
         self.held: dict[int, ParameterShard] = {}
@@ -403,10 +432,7 @@ class ShardedParameters:
             else:
                 by_kind.setdefault((p.dtype, p.device), []).append(p)
         with torch.no_grad():
-            made = [
-                WholeParameters(members, self._rule, self._group, one_copy=self.wants_one_copy)
-                for members in by_kind.values()
-            ]
+            made = [self._make(members) for members in by_kind.values()]
         self._made += made
         spaces = [*spaces_there.values(), *made]
         self.spaces += spaces
@@ -423,6 +449,11 @@ class ShardedParameters:
             [held[numbers[id(p)]].tensor for p in group["params"] if numbers[id(p)] in held]
             for group in groups[first_group:]
         ]
+
+    def _make(self, members: Sequence[Tensor]) -> FlatParameters:
+        if self._rule is None:
+            return OwnParameters(members, self._group)
+        return WholeParameters(members, self._rule, self._group, one_copy=self.wants_one_copy)
 
     @property
     def others_read(self) -> bool:
@@ -477,7 +508,7 @@ class ShardedParameters:
         """The own pieces are new: all ranks get them. No rank may compute with the old ones. Collective."""
         written = [space.share(operation) for space in self.spaces]
         if any(written):
-            self._group.barrier(operation)
+            self._barrier(operation)
         for space in self.spaces:
             space.distribute()
 

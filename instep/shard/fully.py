@@ -8,7 +8,7 @@ and beside it the largest units on their way. W are the ranks of ``process_group
 a mesh of ``instep.init(shard=ranks_per_host)``, whose hosts are replicas of each other.
 
     model = instep.fully_shard(model)
-    optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for micro_batch in model.micro_batches(G):
         loss_of(model, micro_batch).backward()
     instep.clip_grad_norm_(model.parameters(), 1.0)
@@ -33,7 +33,6 @@ from instep.events import Recorder
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.homes import Wrapped
-from instep.ordered.placeholder import slices_of
 from instep.shard.sharding import LocalOptions, Sharding, ShardingOptions
 from instep.step.micro_batches import MicroBatch
 from instep.verify.gradient_report import Report
@@ -54,10 +53,16 @@ class FullySharded:
 
     In backward, as soon as a unit's gradients are whole, each rank gets its slice of all ranks' and adds it
     to what it has; no rank ever has all of the reduced gradient. ``.grad`` then is a placeholder: it says
-    that there is a gradient, and code that computes with it, as torch's clipping does, gets an error.
-    ``ShardedOptimizer`` and ``instep.clip_grad_norm_`` know where it is, other optimizers are refused.
-    ``zero_grad()`` discards it, a second synchronised backward adds to it, and under ``no_sync`` gradients
+    that there is a gradient, and code that computes with it, as torch's clipping does, gets an error;
+    ``instep.clip_grad_norm_`` and ``GradScaler`` reach what it stands for. ``zero_grad()`` discards it, with
+    ``set_to_none=False`` too, a second synchronised backward adds to it, and under ``no_sync`` gradients
     are kept whole until the next synchronised backward.
+
+    Optimizers are torch's own, of the elementwise classes (AdamW, SGD, ...), made before or after: in
+    ``step``, which is collective, each rank steps its slices, with the bits that whole parameters would have.
+    ``optimizer.state`` and ``optimizer.state_dict()`` have the moments of these slices alone; ``instep.save``
+    keeps all, for any number of ranks, and so does ``state_dict()`` of a ``ShardedOptimizer``, which is made
+    after. Classes that look at whole parameters (Adafactor, Muon, one's own) are refused by name in ``step``.
 
     Buffers and frozen parameters are every rank's; in stage 3 frozen parameters are sharded too.
     """
@@ -92,7 +97,7 @@ class FullySharded:
         """Declare a step of ``num_leaves`` micro-batches and yield those that this rank computes.
 
         As ``DataParallel.micro_batches``, but ranks take turns: rank r computes r, r + W, r + 2W, ... After
-        the last iteration ``.grad`` says whether there is a gradient; ``ShardedOptimizer`` has its pieces.
+        the last iteration ``.grad`` says whether there is a gradient, whose pieces optimizers step with.
 
         Args:
             num_leaves: G, the number of micro-batches in the global batch; the bits depend on it.
@@ -113,14 +118,6 @@ class FullySharded:
     def sync_gradients(self) -> None:
         """Exchange what was accumulated since the last exchange; a second call does nothing. Collective."""
         self.sharding.backward.synchronise()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; a gradient in slices is None after it, and has no zeros to be filled with."""
-        module: Any = self
-        for parameter in module.parameters():
-            if parameter.grad is not None and slices_of(parameter.grad) is not None:
-                parameter.grad = None
-        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def materialise(self, init: Callable[[str, Tensor], None] | None = None, *, seed: int = 0) -> None:
         """Give values to parameters from the meta device, one unit after the other; stage 3.
@@ -212,7 +209,7 @@ def fully_shard(
 ) -> M:
     """Shard ``module`` over the ranks of a group, in place, and return it. Collective.
 
-    It becomes a ``FullySharded`` beside what it is; see there for ``.grad``. Optimizers are made after it.
+    It becomes a ``FullySharded`` beside what it is; see there for ``.grad`` and for optimizers.
 
     Args:
         module: whose parameters no other wrapper or sharded optimizer has.
@@ -220,8 +217,9 @@ def fully_shard(
             the module in slices, and the ``dp`` groups are replicas: only the reduced slices of gradients
             travel between them, once per step.
         stage: 2 or 3.
-        compute_dtype: of weights and gradients in forward and backward; the weights that the optimizer steps
-            stay float32, and are in slices in stage 2 too, where they are gathered once per backward.
+        compute_dtype: of weights and gradients in forward and backward, and of floating inputs of the module
+            and its units, which are cast; the weights that the optimizer steps stay float32, and are in
+            slices in stage 2 too, where they are gathered once per backward.
         reshard_after_forward: False keeps gathered weights until their gradients have come. Stage 3.
         units: submodules whose parameters are gathered and reduced together; by default every entry of an
             outermost ``ModuleList`` or ``Sequential``, and all the rest.
@@ -233,8 +231,7 @@ def fully_shard(
         timeout_s: deadline of every wait in seconds, where no mesh brings one.
 
     Raises:
-        ValueError: on all ranks; an argument is wrong, the ranks hold different models, or a parameter cannot
-            be sharded, or is already, or has an optimizer that was made before.
+        ValueError: on all ranks; an argument is wrong, models differ, or a parameter cannot be sharded.
         PeerLost: a rank did not come.
     """
     consider = partial(
@@ -293,7 +290,7 @@ def _require_plain(module: nn.Module) -> None:
     """Raise ``ValueError`` if ``module`` is sharded, or has attributes that would be hidden."""
     if isinstance(module, FullySharded):
         raise ValueError("the module is sharded already: close() it first, or shard a new one")
-    added = [name for name in vars(FullySharded) if not name.startswith("_") and name != "zero_grad"]
+    added = [name for name in vars(FullySharded) if not name.startswith("_")]
     taken = [name for name in added if hasattr(module, name)]
     if taken:
         raise ValueError(

@@ -16,16 +16,12 @@ arXiv 1910.02054, section 5.1 (optimizer state partitioning).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from instep.events import PARAMETER_UPDATE
 from instep.mesh.agree import all_or_none, require_same_lines
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
@@ -53,8 +49,9 @@ from instep.shard.optimizer_state import (
     local_state,
     saved_lines,
 )
-from instep.shard.optimizer_status import FAILED, FINE, READY, REFUSED, OptimizerStatus, vote
+from instep.shard.optimizer_status import OptimizerStatus
 from instep.shard.shard_groups import num_shard_groups, shard_group_of
+from instep.shard.update import ShardedUpdate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,6 +110,7 @@ class ShardedOptimizer(Optimizer):
 
     Parameters of a module that ``fully_shard`` has divided stay where they are: the optimizer steps the
     slices that are there already, with the gradients that are there, and has to get all of its parameters.
+    A plain ``optimizer_cls`` steps them too, and keeps its ``state_dict`` by slice (``fully_shard``).
 
     Args:
         params: as for ``optimizer_cls``: parameters, groups, or named parameters.
@@ -152,6 +150,7 @@ class ShardedOptimizer(Optimizer):
         letting_go.atexit = False  # the memory that it makes would be of no use
         release = weakref.finalize(self, _release, self.group, self._shards.owned)
         self._status = OptimizerStatus(self.group, release, letting_go)
+        self._update = ShardedUpdate(self._shards, self._status, self.recorder)
         try:
             all_or_none(self.group, MAKING, lambda: self._begin(params, kwargs), errors=(ValueError,))
             lines = [
@@ -198,34 +197,7 @@ class ShardedOptimizer(Optimizer):
             ReplicasDiffer: weights that ranks have once were written to otherwise on one of them; on all.
             PeerLost: a rank did not come.
         """
-        self._status.require_sound()
-        loss, raised, outcome = None, None, REFUSED
-        try:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._check()
-            outcome = READY
-        except BaseException as error:
-            raised = error
-        if self._shards.others_read:
-            with self.recorder.span(PARAMETER_UPDATE, lane="host"):
-                self._meet(outcome, raised)
-        if outcome == READY:
-            outcome, raised = self._attempt_update()
-        if self.group.size > 1:
-            self._exchange(outcome, raised)
-        elif raised is not None:
-            self._status.broken = ""  # as with the plain optimizer: a loop that catches it may go on
-            raise raised
-        else:
-            self._shards.share("the new weights")
-        stepped = [p for p in self._shards.owned if p.grad is not None]
-        if stepped:
-            increment_version(stepped)  # a graph from before the step must not use the new values
-        self._status.broken = ""
-        self._status.steps += 1
-        return loss
+        return self._update.make(self, self._inner, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``optimizer_cls``; gradients that are in slices are dropped, never set to zero."""
@@ -401,73 +373,7 @@ class ShardedOptimizer(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _check(self) -> None:
-        """Raise, before anything is changed, if this step cannot be made."""
-        checks.require_usable(self.param_groups, set(map(id, self._shards.owned)))
-        if (parameter := self._shards.moved()) is not None:
-            raise checks.moved_error(self.param_groups, parameter)
-
-    def _meet(self, outcome: int, raised: BaseException | None) -> None:
-        """All ranks have come to the same step, and hold the same weights, or all raise."""
-        votes = self._status.vote(vote(outcome, self.param_groups, self._shards.edits()), raised)
-        if len({x.edits for x in votes}) > 1:
-            with self._status.together():
-                checks.require_same_weights(self.param_groups, self._status.steps, self.group)
-        self._shards.publish()
-
-    def _attempt_update(self) -> tuple[int, BaseException | None]:
-        """How it went, and what it raised."""
-        self._status.broken = f"step {self._status.steps} was not completed"
-        try:
-            with self.recorder.span("update", lane="compute"):
-                _step_pieces(self._shards, self._inner, self.param_groups)
-        except BaseException as error:
-            return FAILED, error
-        return FINE, None
-
-    def _exchange(self, outcome: int, raised: BaseException | None) -> None:
-        """All ranks get the new values, or all raise."""
-        num_bytes = self._shards.bytes_to_share
-        with self.recorder.span(PARAMETER_UPDATE, lane="host", num_bytes=num_bytes):
-            self._status.vote(vote(outcome, self.param_groups), raised)
-            with self._status.together():
-                self._shards.share(f"the new weights of step {self._status.steps}")
-
 
 def _release(group: Group, parameters: list[Tensor]) -> None:
     checks.release(parameters)
     group.close()
-
-
-@contextmanager
-def _rounded_alike(local: Optimizer) -> Iterator[None]:
-    """Inside, no bits depend on how ``local``'s tensors are cut among several threads: there is one.
-
-    At the end of each thread's part, torch's kernels round some numbers of two bytes in another way than in
-    vectors, and where these ends are depends on how long a tensor is. Fused ones round all alike.
-    """
-    threads = torch.get_num_threads()
-    loops = (group for group in local.param_groups if not group.get("fused"))
-    if threads == 1 or not any(x.itemsize == 2 and x.is_cpu for group in loops for x in group["params"]):
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """``local`` steps the pieces of ``shards``, with the options that ``groups`` have now."""
-    for group, own in zip(groups, local.param_groups, strict=True):
-        own.update(group_options(group))
-    try:
-        shards.collect()
-        shards.set_gradients()
-        with torch.no_grad(), _rounded_alike(local):
-            local.step()
-    finally:
-        shards.drop_gradients()
-    for group, own in zip(groups, local.param_groups, strict=True):
-        group.update(group_options(own))  # some count or adapt there

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +21,33 @@ from instep.errors import Desync, PeerLost
 from instep.mesh.process_group import Group
 from instep.mesh.rank_process import as_told
 from instep.shard.checks import options_text
+from instep.work import Lane
 
 BROKEN = "the ranks' weights and moments are not of the same step any more: load both, or restart the run"
 FINE, REFUSED, FAILED, READY = 0, 1, 2, 3  # REFUSED, READY: before it had changed anything
 
 
 class OptimizerStatus:
-    """What has become of an optimizer of ``group``, which the calls of ``ends`` close.
+    """What has become of an optimizer of ``group``, called ``name``, which the calls of ``ends`` close.
 
     ``steps`` are those that it has made. ``broken`` says why its weights and moments are not those of one
-    step, "" if they are; it is set before they are written to, and cleared after.
+    step, "" if they are; it is set before they are written to, and cleared after. A group that others use
+    too is used in its turn: on ``lane``.
     """
 
-    def __init__(self, group: Group, *ends: weakref.finalize[Any, Any]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        *ends: weakref.finalize[Any, Any],
+        name: str = "ShardedOptimizer",
+        lane: Lane | None = None,
+    ) -> None:
         self.group = group
+        self.name = name
         self.steps = 0
         self.broken = ""
         self._ends = ends
+        self._lane = lane
         self._why_closed = ""
 
     def close(self) -> None:
@@ -45,13 +55,13 @@ class OptimizerStatus:
             end()
 
     def require_open(self) -> None:
-        if not self._ends[0].alive:
-            raise RuntimeError(f"this ShardedOptimizer is closed{self._why_closed}: make another one")
+        if self._why_closed or not all(end.alive for end in self._ends):
+            raise RuntimeError(f"this {self.name} is closed{self._why_closed}: make another one")
 
     def require_sound(self) -> None:
         self.require_open()
         if self.broken:
-            raise RuntimeError(f"this ShardedOptimizer cannot go on, because {self.broken}: {BROKEN}")
+            raise RuntimeError(f"this {self.name} cannot go on, because {self.broken}: {BROKEN}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -62,15 +72,26 @@ class OptimizerStatus:
             self.give_up(lost)
             raise
 
+    def run(self, operation: str, function: Callable[[], None]) -> None:
+        """Call ``function``, which uses the group. Collective."""
+        with self.together():
+            if self._lane is None:
+                function()
+            else:
+                self._lane.run(operation, function).wait()
+
+    def barrier(self, operation: str) -> None:
+        """Return when all ranks have come."""
+        self.run(operation, lambda: self.group.barrier(operation))
+
     def vote(self, mine: Vote, raised: BaseException | None) -> list[Vote]:
         """What each rank has said, if all make the same step and none has ``raised``; else raise on all.
 
         A barrier too: when it returns, all ranks have come. Collective.
         """
         try:
-            votes = collect(mine, self.group, f"the vote on step {self.steps}")
+            votes = self._collect(mine)
         except PeerLost as lost:
-            self.give_up(lost)
             if raised is None:
                 raise
             raise raised from lost
@@ -80,6 +101,12 @@ class OptimizerStatus:
             error = Desync(f"step {self.steps} of the sharded optimizer: {found}; {after}")
             raise raised or (as_told(error) if failed(votes) else error)
         return votes
+
+    def _collect(self, mine: Vote) -> list[Vote]:
+        found: list[Vote] = []
+        operation = f"the vote on step {self.steps}"
+        self.run(operation, lambda: found.extend(collect(mine, self.group, operation)))
+        return found
 
     def give_up(self, lost: PeerLost) -> None:
         """Close: what the group still owes would be paired with what follows."""

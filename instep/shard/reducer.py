@@ -25,17 +25,19 @@ from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.ordered.buckets import Bundle, Caps
-from instep.ordered.homes import ParameterShard
+from instep.ordered.homes import DividedOptimizer, ParameterShard
 from instep.ordered.hook import weakly
 from instep.ordered.norm import block_square_sums
 from instep.ordered.placeholder import placeholder, was_written
+from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.reduce_scatter import ReduceScatter, SlicedBucket, Staging
 from instep.shard.round_plan import Round, deal, plan_rounds
 from instep.shard.shard_groups import ShardRanks
+from instep.shard.sliced_optimizer import SlicedOptimizer, SteppingRanks, sliced_optimizer
 from instep.shard.unit import Divided
-from instep.step.reduction import Reduction, ReductionOptions, StepPlan
+from instep.step.reduction import Reduction, ReductionOptions, StepPlan, Update
 from instep.step.replica_watch import Replica
 from instep.work import Work
 
@@ -99,7 +101,8 @@ class SliceReducer(Reduction):
         self._rounds: tuple[Round, ...] = ()
         self._works: list[Work] = []  # of this reduction, one per unit and round
         self._placeholders = [
-            placeholder(p, self, name) for p, name in zip(self.parameters, self.names, strict=True)
+            placeholder(p, self, name, self._bucket(i).value_dtype)
+            for i, (p, name) in enumerate(zip(self.parameters, self.names, strict=True))
         ]
         self._carried: set[int] = set()  # parameters with a reduced gradient that the next one is added to
         self._put_aside: set[int] = set()  # of those, whose placeholder made way in this backward
@@ -109,6 +112,16 @@ class SliceReducer(Reduction):
         ]
         for space in self.spaces:
             space.gradient_source = weakly(self.gradient_of)
+            space.divide = weakly(self._divide)
+
+    def _sliced(self, optimizer: Optimizer) -> SlicedOptimizer:
+        ranks = self.ranks
+        among = SteppingRanks(ranks.shard_group, ranks.num_replicas, self.lane, self.recorder)
+        return sliced_optimizer(optimizer, among)
+
+    def _divide(self, optimizer: Optimizer) -> DividedOptimizer:
+        """The state of a plain ``optimizer`` of these parameters."""
+        return self._sliced(optimizer).describe()
 
     def _replicas(self) -> tuple[Callable[[], Sequence[Replica]], Sequence[Sequence[int]]]:
         """What this rank holds that others hold too, and which ranks hold the same."""
@@ -138,11 +151,11 @@ class SliceReducer(Reduction):
     def refusal(self, optimizer: Optimizer) -> str | None:
         if isinstance(optimizer, ShardedOptimizer):
             return None
-        kind = type(optimizer).__name__
-        return (
-            f"has its gradient in slices, one on each rank, which {kind} cannot read: use "
-            f"instep.ShardedOptimizer(model.parameters(), torch.optim.{kind}, ...), made after fully_shard"
-        )
+        problem = checks.why_not_in_slices(type(optimizer), optimizer.defaults)
+        return None if problem is None else f"has its gradient in slices, one on each rank: {problem}"
+
+    def update(self, optimizer: Optimizer) -> Update | None:
+        return None if isinstance(optimizer, ShardedOptimizer) else self._sliced(optimizer).step
 
     def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
         self._require_unmoved()
@@ -251,6 +264,24 @@ class SliceReducer(Reduction):
         """Multiply this rank's pieces of these gradients."""
         for piece in self._pieces(placeholders):
             piece.mul_(factor)
+
+    def unscale(self, placeholders: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        """As ``scale``, by a ``GradScaler``; ``found_inf`` is 1 on all ranks if a piece is not finite on one.
+        Collective: 4 bytes."""
+        if pieces := list(self._pieces(placeholders)):
+            torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inverse_scale)
+        group, own = self.ranks.shard_group, found_inf.detach().cpu().view(1)
+        found = own.new_empty(group.size)
+        operation = "the check of gradients for what is not finite"
+        self.lane.run(operation, lambda: group.all_gather(found, own, operation)).wait()
+        found_inf.fill_(float(found.max()))
+
+    def discard(self, placeholders: Sequence[Tensor]) -> None:
+        """The parameters of these gradients have none any more."""
+        gone = set(map(id, placeholders))
+        for i, stands_in in enumerate(self._placeholders):
+            if id(stands_in) in gone and self.parameters[i].grad is stands_in:
+                self.parameters[i].grad = None
 
     def _first_guess(self, i: int) -> int | None:
         """Once in a backward, as autograd has it: to wait for the end would need memory for all gradients."""

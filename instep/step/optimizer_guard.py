@@ -10,13 +10,17 @@ replicas drift apart without a word. Nothing in ``backward`` could tell. So ther
 
 Neither communicates: what the hook needs to know, the reducer has noted. It is one of the two places of
 process-wide state; the other is ``mesh/mesh.py``.
+
+Where gradients are in slices, an optimizer's own step could do nothing with them. There the reducer has
+another one to make in its place (``Reduction.update``), which the optimizer is given as its closure.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +168,8 @@ class GuardedParameter:
         return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
 
 
+Watched: TypeAlias = Sequence[tuple[Tensor, GuardedParameter]]
+
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 _refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
 
@@ -247,17 +253,21 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _watched(optimizer: Optimizer) -> list[tuple[Tensor, GuardedParameter]]:
+def _watched(optimizer: Optimizer) -> Watched:
     return [(p, entry) for p in _parameters(optimizer) if (entry := _entries.get(p)) is not None]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def require_reduced(optimizer: Optimizer) -> None:
+    """Raise ``RuntimeError`` if a gradient that ``optimizer`` would use was not exchanged."""
+    _require_reduced(optimizer, _watched(optimizer))
+
+
+def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
     for parameter in _parameters(optimizer) if _refused else ():
         if parameter.grad is not None and parameter in _refused:
             gradient, reason = _refused[parameter]
             if parameter.grad is gradient():
                 raise RuntimeError(f"optimizer.step(): {reason}")
-    watched = _watched(optimizer)
     for parameter, entry in watched:
         problem = entry.no_gradient()
         if problem is not None:
@@ -265,12 +275,25 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         problem = None if parameter.grad is None else entry.problem(parameter.grad)
         if problem is not None:
             raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    watched = _watched(optimizer)
+    _require_reduced(optimizer, watched)
     for _, entry in watched:
         problem = entry.refusal(optimizer)
         if problem is not None:
             raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
-    for reducer in _reducers(watched):
+    reducers = _reducers(watched)
+    for reducer in reducers:
         reducer.steps_now()
+    update = next((found for reducer in reducers if (found := reducer.update(optimizer)) is not None), None)
+    if update is None:
+        return None
+    # Hooks of the user's own come after this one, and may still change gradients: so it is the closure that
+    # makes the step, which an optimizer calls before all else.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return (args[0], partial(update, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -281,9 +304,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         reducer.stepped()
 
 
-def _reducers(watched: Sequence[tuple[Tensor, GuardedParameter]]) -> set[Reduction]:
+def _reducers(watched: Watched) -> list[Reduction]:
+    """Each once, in the order of the parameters, which is the same on all ranks."""
     found = (entry.reducer() for _, entry in watched)
-    return {reducer for reducer in found if reducer is not None}
+    return [reducer for reducer in dict.fromkeys(found) if reducer is not None]
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -17,7 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.work import Lane, Work
 
 SHOWN = 8  # unused parameters, in a message
+Closure: TypeAlias = Callable[[], Any]
+Update: TypeAlias = Callable[[Closure | None], Any]
+"""Makes a step, with the closure that the optimizer was given, and returns what that has returned."""
 
 
 class Strategy(Protocol):
@@ -182,6 +185,10 @@ class Reduction(ABC):
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` cannot use these gradients, or None."""
+        return None
+
+    def update(self, optimizer: Optimizer) -> Update | None:
+        """What makes a step of ``optimizer`` in the place of its own; None where its own can."""
         return None
 
     def backward_ended(self) -> None:  # noqa: B027 - most have nothing to do

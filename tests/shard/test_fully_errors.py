@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
@@ -59,28 +59,9 @@ def test_a_rank_whose_units_are_wrong_makes_all_raise(mesh: Mesh, stage: int) ->
         fully_shard(model, mesh, stage, units=[nn.Linear(3, 3)] if mesh.rank else None)
 
 
-@STAGES
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_plain_optimizer_is_refused_by_name(num_ranks: int, stage: int) -> None:
-    @world(num_ranks)
-    def body(mesh: Mesh) -> None:
-        model = fully_shard(filled(Wide()), mesh, stage)
-        optimizer = AdamW(model.parameters(), lr=0.1)
-        plain(mesh, model)
-        with pytest.raises(
-            RuntimeError,
-            match=r"parameter 'layers\.0\.weight' has its gradient in slices.*AdamW cannot read: use "
-            r"instep\.ShardedOptimizer\(model\.parameters\(\), torch\.optim\.AdamW",
-        ):
-            optimizer.step()
-        model.close()
-
-    body()
-
-
 @world(2)
 @STAGES
-def test_an_optimizer_that_was_made_before_is_refused_by_name(mesh: Mesh, stage: int) -> None:
+def test_a_sharded_optimizer_that_was_made_before_is_refused_by_name(mesh: Mesh, stage: int) -> None:
     module = filled(Wide())
     optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
     with pytest.raises(ValueError, match=r"'layers\.0\.weight' has a ShardedOptimizer already.*first"):

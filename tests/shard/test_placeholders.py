@@ -46,12 +46,6 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def unscale(model: nn.Module) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(SGD(model.parameters(), lr=0.1))
-
-
 USES: dict[str, Use] = {
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "clip_grad_norm_ by foreach": lambda model: nn.utils.clip_grad_norm_(
@@ -59,8 +53,6 @@ USES: dict[str, Use] = {
     ),
     "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "get_total_norm": lambda model: nn.utils.get_total_norm(gradients(model)),
-    "GradScaler": unscale,
-    "zero_grad of an optimizer": lambda model: SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False),
     "all_reduce": lambda model: [torch.distributed.all_reduce(x) for x in gradients(model)],
     "mul_": lambda model: [x.mul_(0.5) for x in gradients(model)],
     "mul_ of the last": lambda model: gradients(model)[-1].mul_(0.5),

@@ -1,0 +1,148 @@
+"""One step of an optimizer whose work is divided: each rank updates its slices, then all get the new weights.
+
+ready?     where others read this rank's slices, all come together before they are written to
+update     ``local``, an optimizer over this rank's pieces, steps them
+vote       did it go well on all ranks, and was it the same step? Then no rank uses the old weights any more
+share      the new slices travel to whoever keeps all of the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from instep.events import PARAMETER_UPDATE, Recorder
+from instep.shard import checks
+from instep.shard.checks import group_options
+from instep.shard.flat_parameters import ShardedParameters
+from instep.shard.optimizer_status import FAILED, FINE, READY, REFUSED, OptimizerStatus, vote
+from instep.step.optimizer_guard import require_reduced
+
+Groups = Sequence[dict[str, Any]]
+
+
+class ShardedUpdate:
+    """Makes steps of the pieces of ``shards``, on all ranks or on none."""
+
+    def __init__(self, shards: ShardedParameters, status: OptimizerStatus, recorder: Recorder) -> None:
+        self._shards, self._status, self._recorder = shards, status, recorder
+
+    def make(
+        self,
+        optimizer: Optimizer,
+        local: Optimizer,
+        closure: Callable[[], Any] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """``local`` steps its pieces of the parameters of ``optimizer``, with the options of its groups.
+
+        Returns what ``closure()``, called first, has returned. What ``check()`` raises on one rank makes all
+        raise, and nothing is changed. Collective.
+
+        Raises:
+            as ``ShardedOptimizer.step``.
+        """
+        self._status.require_sound()
+        loss, raised, outcome = None, None, REFUSED
+        groups = optimizer.param_groups
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                require_reduced(optimizer)
+            check()
+            self._check(groups)
+            outcome = READY
+        except BaseException as error:
+            raised = error
+        if self._shards.others_read:
+            with self._recorder.span(PARAMETER_UPDATE, lane="host"):
+                self._meet(outcome, raised, groups)
+        if outcome == READY:
+            outcome, raised = self._attempt(local, groups)
+        if self._status.group.size > 1:
+            self._exchange(outcome, raised, groups)
+        elif raised is not None:
+            self._status.broken = ""  # as with the plain optimizer: a loop that catches it may go on
+            raise raised
+        else:
+            self._shards.share("the new weights")
+        stepped = [p for p in self._shards.owned if p.grad is not None]
+        if stepped:
+            increment_version(stepped)  # a graph from before the step must not use the new values
+        self._status.broken = ""
+        self._status.steps += 1
+        return loss
+
+    def _check(self, groups: Groups) -> None:
+        """Raise, before anything is changed, if this step cannot be made."""
+        checks.require_usable(groups, set(map(id, self._shards.owned)))
+        if (parameter := self._shards.moved()) is not None:
+            raise checks.moved_error(groups, parameter)
+
+    def _meet(self, outcome: int, raised: BaseException | None, groups: Groups) -> None:
+        """All ranks have come to the same step, and hold the same weights, or all raise."""
+        votes = self._status.vote(vote(outcome, groups, self._shards.edits()), raised)
+        if len({x.edits for x in votes}) > 1:
+            self._status.run(
+                "the comparison of weights",
+                lambda: checks.require_same_weights(groups, self._status.steps, self._status.group),
+            )
+        self._shards.publish()
+
+    def _attempt(self, local: Optimizer, groups: Groups) -> tuple[int, BaseException | None]:
+        """How it went, and what it raised."""
+        self._status.broken = f"step {self._status.steps} was not completed"
+        try:
+            with self._recorder.span("update", lane="compute"):
+                _step_pieces(self._shards, local, groups)
+        except BaseException as error:
+            return FAILED, error
+        return FINE, None
+
+    def _exchange(self, outcome: int, raised: BaseException | None, groups: Groups) -> None:
+        """All ranks get the new values, or all raise."""
+        num_bytes = self._shards.bytes_to_share
+        with self._recorder.span(PARAMETER_UPDATE, lane="host", num_bytes=num_bytes):
+            self._status.vote(vote(outcome, groups), raised)
+            with self._status.together():
+                self._shards.share(f"the new weights of step {self._status.steps}")
+
+
+@contextmanager
+def _rounded_alike(local: Optimizer) -> Iterator[None]:
+    """Inside, no bits depend on how ``local``'s tensors are cut among several threads: there is one.
+
+    At the end of each thread's part, torch's kernels round some numbers of two bytes in another way than in
+    vectors, and where these ends are depends on how long a tensor is. Fused ones round all alike.
+    """
+    threads = torch.get_num_threads()
+    loops = (group for group in local.param_groups if not group.get("fused"))
+    if threads == 1 or not any(x.itemsize == 2 and x.is_cpu for group in loops for x in group["params"]):
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Groups) -> None:
+    """``local`` steps the pieces of ``shards``, with the options that ``groups`` have now."""
+    for group, own in zip(groups, local.param_groups, strict=True):
+        own.update(group_options(group))
+    try:
+        shards.collect()
+        shards.set_gradients()
+        with torch.no_grad(), _rounded_alike(local):
+            local.step()
+    finally:
+        shards.drop_gradients()
+    for group, own in zip(groups, local.param_groups, strict=True):
+        group.update(group_options(own))  # some count or adapt there
