@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from instep.errors import PeerLost
 from instep.mesh.agree import all_or_none, require_same_lines
@@ -20,7 +21,7 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered import homes
 from instep.ordered.alignment import align
-from instep.ordered.hook import weakly
+from instep.ordered.hook import Hook, weakly
 from instep.ordered.keys import LeafKeys
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
@@ -120,7 +121,7 @@ class Sharding:
             self.options, registry, kinds = self._compare(module, consider, local.units)
             spaces = self._make_spaces(module, local, kinds)
             align([*module.parameters(), *module.buffers()])  # what is not in them
-            self._reduce(module, registry, spaces, broadcast_buffers)
+            self._reduce(module, registry, kinds, spaces, broadcast_buffers)
         except BaseException:
             if self.stage3 is not None:
                 self.stage3.close(wait=False)
@@ -238,6 +239,7 @@ class Sharding:
         self,
         module: nn.Module,
         registry: ParameterRegistry,
+        kinds: Sequence[UnitMembers],
         spaces: Sequence[Divided],
         broadcast_buffers: bool,
     ) -> None:
@@ -264,6 +266,10 @@ class Sharding:
         self._declared = DeclaredStep(module, self.reducer, keys, registry)
         self.backward = Backward(self._declared, broadcast=broadcast_buffers)
         hooks = [*self.backward.hooks, *self.reducer.hooks]
+        if (dtype := self.options.compute_dtype) is not None:
+            cast = Hook(partial(_cast_inputs, dtype))
+            casts = dict.fromkeys([module, *(kind.module for kind in kinds)])
+            hooks += [m.register_forward_pre_hook(cast, prepend=True, with_kwargs=True) for m in casts]
         # The group for the weights is stage 3's to close: other ranks may still gather.
         groups = [g for g in self.ranks.groups if self.stage3 is None or g is not self.ranks.weights]
         self._unbind = weakref.finalize(self, _release, hooks, self.reducer.lane, groups)
@@ -271,6 +277,15 @@ class Sharding:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("the sharding of a module holds process groups and cannot be copied")
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Floating-point inputs of what computes in ``dtype`` have it, as in torch's ``MixedPrecisionPolicy``."""
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return tree_map_only(Tensor, cast, (args, kwargs))
 
 
 def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> ParameterRegistry:
