@@ -36,6 +36,7 @@ OTHERS = [
     ("verify", "Your model", BEGUN),
     ("strategies", "Two older forms", "instep.init()\n"),
 ]
+ALONE = ("strategies", "Threads", "")
 SHARED_MEMORY = ("shm", "Shared memory", "")
 
 
@@ -91,7 +92,7 @@ def weights_of(text: str, directory: Path, ranks: int) -> str:
 
 
 def test_every_example_is_tried_here():
-    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, SHARED_MEMORY)]
+    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, ALONE, SHARED_MEMORY)]
     assert sorted(tried) == sorted((page, heading) for page in PAGES for heading, _ in examples(page))
     fenced = sum(path.read_text().count("```python") for path in PAGES.values())
     assert len(tried) == fenced
@@ -121,6 +122,10 @@ def test_declared_steps_go_on_where_they_were_saved(place, tmp_path):
 @pytest.mark.parametrize("place", OTHERS)
 def test_an_example_of_a_page_runs(place, tmp_path):
     weights_of(example(*place), tmp_path, ranks=2)
+
+
+def test_threads_are_of_one_process(tmp_path):
+    assert weights_of(example(*ALONE), tmp_path, ranks=1) != weights_of("", tmp_path, ranks=1)
 
 
 def test_shared_memory_is_a_backend_of_torch(tmp_path):
