@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-VERSION = 5
+VERSION = 6
 BITS = 62  # presence bits per int64 word
 
 
@@ -42,6 +42,7 @@ class Header:
     declared_step: int = -1  # what the random numbers of a declared step are keyed by
     sampled: int = 0  # digest of some of what other ranks hold too (step/replica_watch.py)
     edited: int = 0  # and of which of it was written to since the last optimizer step
+    num_running: int = 0  # buffers whose running statistics follow (step/running_statistics.py)
 
 
 AGREED = (
@@ -55,6 +56,7 @@ AGREED = (
     "num_elements",
     "num_leaves",
     "num_carried",
+    "num_running",
 )
 NUM_FIELDS = len(fields(Header))
 WORDS = {
@@ -68,6 +70,7 @@ WORDS = {
     "num_elements": "has a bucket of elements:",
     "num_leaves": "expects micro-batches in the step:",
     "num_carried": "adds to gradients that were there before, of parameters of the unit:",
+    "num_running": "has running statistics to tell of, of buffers:",
 }
 
 
@@ -135,5 +138,6 @@ _FIX = {
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",
     "num_leaves": "micro_batches(G) must be given the same G on every rank",
     "num_carried": "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",
+    "num_running": "The norms of the module must track statistics on every rank, or on none",
     "version": "Install the same version of instep on every host",
 }

@@ -73,6 +73,7 @@ class Reducer(Reduction):
             self.strategy.finish()
             if not self._reordered:
                 self._reorder()
+        self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:
             for k, (slot, view) in enumerate(zip(bucket.slots, bucket.views(bucket.home), strict=True)):
@@ -98,6 +99,8 @@ class Reducer(Reduction):
             header = self._header(following, plan, 1)
             name, exchange = "leaving a step", self.exchange
             self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
+        elif following is None:
+            self._leave_afterwards()
         self.exchanges += 1
         self.given_up = True
         self.gradients.drop()

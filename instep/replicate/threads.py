@@ -37,7 +37,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,6 +54,7 @@ from instep.ordered.alignment import align
 from instep.ordered.buckets import make_buckets
 from instep.ordered.generators import generators_of, global_generators, same_state, state_of
 from instep.ordered.homes import Wrapped
+from instep.ordered.running import Changes, apply
 from instep.ordered.tree import adds, rank_major
 from instep.replicate.flat import Flat
 from instep.replicate.thread_pool import ThreadPool, ThreadSettings
@@ -62,6 +63,7 @@ from instep.step.gradients import Gradients
 from instep.step.micro_batches import MicroBatch, changed_buffer, require_no_gradients
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
 from instep.step.unregistered import UnregisteredWeights
+from instep.step.watched_norms import Recording, find_norms
 
 T = TypeVar("T")
 Body = Callable[[nn.Module, MicroBatch], T]
@@ -82,8 +84,9 @@ class ThreadedReplicas(OwnNames):
     several times may get a gradient that is rounded otherwise.) Hooks of a parameter run there once per
     micro-batch, as in ``DataParallel``.
 
-    What forward writes into buffers in place (running statistics, say) is kept from replica 0 and lost from
-    the others, as in torch. Forward hooks see the replicas. Gradients of gradients are not offered.
+    What the forward of a batch that is split writes into buffers in place (running statistics, say) is kept
+    from replica 0 and lost from the others, as in torch. Forward hooks see the replicas. Gradients of
+    gradients are not offered.
 
     Args:
         module: on the device where it shall train; all replicas compute there.
@@ -152,8 +155,9 @@ class ThreadedReplicas(OwnNames):
 
         Raises:
             ValueError: a rule of declared steps is broken: a gradient left over from before, a micro-batch
-                without backward, a buffer that forward changed, random numbers (also with R = 1), a
-                parameter with a post-accumulate hook, a backward in a thread that ``body`` has started.
+                without backward, a buffer that forward changed (but a norm's), random numbers (also with
+                R = 1), a parameter with a post-accumulate hook, a backward in a thread that ``body`` has
+                started.
         """
         if num_micro_batches < 1:
             raise ValueError(f"micro_batches({num_micro_batches}): expected at least one micro-batch")
@@ -163,7 +167,8 @@ class ThreadedReplicas(OwnNames):
         step = self.threaded_step
         step.begin(num_micro_batches)
         functions = [partial(step.compute, r, body) for r in range(self.num_replicas)]
-        with without_random_numbers(self.module, self._device), step.receives():
+        handed = handed_to_replicas(step.parameters, step.strays)
+        with without_random_numbers(self.module, self._device), handed:
             results = self._pool.run("micro-batches", functions, ThreadSettings(self._device))
         with self._pool.recorder.span("aggregate", lane="compute"):
             step.reduce()
@@ -238,13 +243,11 @@ class ThreadedStep:
         self.sparse: set[int] = set()  # parameters with sparse gradients
         self.strays: set[int] = set()  # parameters with a gradient that no replica has received
         self.hooks = [OrderedDict(x._backward_hooks or ()) for x in self.parameters]  # the user's
+        self.norms, self.running = find_norms(self.module)
+        self.measured: dict[int, Changes] = {}  # for running statistics, by micro-batch
         for buckets in self.buckets:
             for bucket in buckets:
                 bucket.begin(num_micro_batches, 0)
-
-    def receives(self) -> AbstractContextManager[None]:
-        """Inside, replicas receive what comes to the module's own parameters."""
-        return handed_to_replicas(self.parameters, self.strays)
 
     def compute(self, r: int, body: Body[T]) -> dict[int, T]:
         """Forward and backward of the micro-batches of replica ``r``; what ``body`` returns for each."""
@@ -253,12 +256,14 @@ class ThreadedStep:
             if hooks:
                 alias._backward_hooks = hooks
         gradients = Gradients(self.names, replica.parameters, ())
+        recording = Recording(self.norms, replica.modules)
         found = {}
         for index in self.indices[r]:
             micro_batch = MicroBatch(index, self.num_micro_batches)
-            with replica.receives():
+            with replica.receives(), recording.open(shown=True):
                 found[index] = body(replica.module, micro_batch)
             self._check(r, micro_batch, replica)
+            self.measured[index] = recording.changes()
             for bucket in self.buckets[r]:
                 buffer = bucket.counter.open()
                 gradients.land(bucket, buffer)
@@ -267,7 +272,7 @@ class ThreadedStep:
         return found
 
     def reduce(self) -> None:
-        """Add the roots of all replicas down the tree, and set ``.grad``.
+        """Add the roots of all replicas down the tree, set ``.grad``, and apply running statistics.
 
         Raises:
             ValueError: no micro-batch counts, or a gradient came past all replicas.
@@ -295,6 +300,7 @@ class ThreadedStep:
             for k, (slot, view) in enumerate(zip(home.slots, home.views(home.home), strict=True)):
                 if any(bucket.slots[k].present for bucket in same):
                     gradients.attach(slot, view, whole=True)
+        apply(self.running, self.measured)
 
     def _check(self, r: int, micro_batch: MicroBatch, replica: Replica) -> None:
         weight = micro_batch.checked_weight()

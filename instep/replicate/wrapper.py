@@ -286,8 +286,8 @@ class DataParallel(OwnNames):
             step: what the random numbers are keyed by; by default the declared steps so far.
 
         Raises:
-            ValueError: a rule of declared steps is broken (a buffer changed in forward, a micro-batch
-                without backward, a gradient left over from before).
+            ValueError: a rule of declared steps is broken (a buffer changed in forward by something else
+                than a norm, a micro-batch without backward, a gradient left over from before).
         """
         self._check_open()
         self._backward.step_mode = "declared"

@@ -197,6 +197,7 @@ class SliceReducer(Reduction):
         with self.recorder.span(GRADIENT_SYNC, lane="host"):
             for work in self._works:
                 work.wait()
+        self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:
             for k, slot in enumerate(bucket.slots):
@@ -217,6 +218,8 @@ class SliceReducer(Reduction):
             header = self._header(self.buckets[index], plan, 1, turn)
             name, exchange = "leaving a step", self.exchange
             self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
+        else:
+            self._leave_afterwards()
         self._works = []  # one that has failed holds all that it worked on
         self.exchanges += 1
         self.given_up = True

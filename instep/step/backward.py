@@ -83,6 +83,7 @@ class Backward:
             self.module.register_forward_pre_hook(Hook(weakly(self._forward_begins))),
             self.module.register_forward_hook(Hook(weakly(self._forward_ended))),
             *declared.keys.hooks,
+            declared.statistics.handles,
             *self._gradient_hooks,
         ]
 

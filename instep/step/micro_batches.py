@@ -23,6 +23,7 @@ from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
+from instep.step.running_statistics import RunningStatistics
 from instep.step.unregistered import UnregisteredWeights
 
 LOOKED_AT = 2  # the second micro-batch: sizes that are remembered, flags of a first call have settled
@@ -57,8 +58,8 @@ class DeclaredStep:
     """Runs the micro-batches of this rank, one step at a time.
 
     In a step: per micro-batch, the random generators are keyed, gradients gathered, and the rules checked
-    that placement independence rests on; after the last one, gradients are reduced and set. ``micro_batch``
-    is the open one.
+    that placement independence rests on; after the last one, gradients are reduced and set, and running
+    statistics applied. ``micro_batch`` is the open one.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DeclaredStep:
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
         self.counters = Counters(module)
+        self.statistics = RunningStatistics(module, reducer.group, reducer.lane)
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._weight = 0  # of the micro-batches that have had gradients
@@ -98,7 +100,10 @@ class DeclaredStep:
         span = reducer.recorder.span
         with span("prepare", lane="host"):
             self._check_start(num_micro_batches)
+            num_running = self.statistics.begin()
             reducer.begin(plan, weakly(self._sum_of_weights))
+            if num_running:
+                reducer.go_on_with(self.statistics, num_running)
         self._weight = 0
         own = plan.leaves[group.rank]
         micro_batch = None
@@ -110,7 +115,8 @@ class DeclaredStep:
                         self._weight_taken = None
                         before = self._buffer_states()
                         reducer.open_leaf(index, last=index == own[-1])
-                        with self.keys.leaf(step, index), self.counters.watched():
+                        watched = self.counters.watched(), self.statistics.leaf(index)
+                        with self.keys.leaf(step, index), watched[0], watched[1]:
                             yield micro_batch
                         self._check(micro_batch, before)
                         reducer.close_leaf()
@@ -119,6 +125,7 @@ class DeclaredStep:
                 self._check_statistics()
                 self.unregistered.end()
                 reducer.finish()
+                self.statistics.apply()
         finally:
             if self.micro_batch is micro_batch:  # not if another step has begun since
                 self.micro_batch = None
@@ -148,8 +155,9 @@ class DeclaredStep:
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "
-                    "declared step would depend on the placement. Use GroupNorm or LayerNorm, or plain "
-                    "backward outside of micro_batches()"
+                    "declared step would depend on the placement. Use BatchNorm, which normalises each "
+                    "micro-batch by itself, GroupNorm or LayerNorm, or plain backward outside of "
+                    "micro_batches()"
                 )
 
     @property
@@ -237,7 +245,8 @@ def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> 
 def changed_buffer(name: str) -> ValueError:
     """What to raise when forward has changed buffer ``name``."""
     return ValueError(
-        f"forward changed buffer {name!r} in a declared step: its values would depend on which rank had "
-        "which micro-batch. Put the layer into eval() mode, use track_running_stats=False, GroupNorm or "
-        "LayerNorm, or train with plain backward outside of micro_batches()"
+        f"forward changed buffer {name!r} in a declared step, and not by a norm that can be told apart (of "
+        "torch's classes, not compiled): its values would depend on which rank had which micro-batch. Change "
+        "it by F.batch_norm in a module that names it in running_statistics, keep it in eval() mode, use "
+        "GroupNorm or LayerNorm, or train with plain backward outside of micro_batches()"
     )

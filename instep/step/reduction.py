@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.errors import Desync, PeerLost
-from instep.events import Recorder, Span
+from instep.events import BATCH_NORM, Recorder, Span
 from instep.mesh.device import Stream
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, Caps
@@ -73,6 +73,16 @@ class ReductionOptions:
     ordered: bool = True
     unused: bool | None = None  # parameters without a gradient: True allows, None warns once, False raises
     check_replicas: bool = True  # whether ranks compare what they hold alike
+
+
+class Afterwards(Protocol):
+    """What ranks exchange once all gradients of a reduction have arrived, before any is set."""
+
+    def exchange(self) -> None:
+        """Collective, and the others are told if it cannot be done here."""
+
+    def leave(self) -> None:
+        """Let the others, who have come to ``exchange``, know that this rank will not."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,8 @@ class Reduction(ABC):
         self.local = [False] * len(self.names)
         self.plan: StepPlan | None = None
         self.leaf: int | None = None
+        self.afterwards: Afterwards | None = None  # of this reduction
+        self.num_running = 0
         self.observer: Callable[[int, Any], None] | None = None  # is shown each leaf in a bucket, whole
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
@@ -219,6 +231,7 @@ class Reduction(ABC):
             self.lane.reset()
         self.watch.begin()
         self.plan, self._declared = plan, plan.declared
+        self.afterwards, self.num_running = None, 0
         self._weight = weight
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
@@ -283,6 +296,23 @@ class Reduction(ABC):
         if self.ends_steps:
             self.recorder.stepped()
 
+    def go_on_with(self, afterwards: Afterwards, num_running: int) -> None:
+        """The gradients of this reduction are followed by statistics of so many buffers."""
+        self.afterwards, self.num_running = afterwards, num_running
+
+    def _exchange_afterwards(self) -> None:
+        """All gradients have arrived: what is exchanged besides?"""
+        afterwards, self.afterwards = self.afterwards, None
+        if afterwards is not None and self.group.size > 1:
+            with self.recorder.span(BATCH_NORM, lane="host"):
+                afterwards.exchange()
+
+    def _leave_afterwards(self) -> None:
+        """All gradients have been sent, and this rank gives up: the others may wait for what follows."""
+        afterwards, self.afterwards = self.afterwards, None
+        if afterwards is not None and self.group.size > 1:
+            afterwards.leave()
+
     def _watch_over(self, held: Callable[[], Sequence[Replica]], alike: Sequence[Sequence[int]]) -> None:
         """In each exchange, ranks compare what they hold; ``exchange`` is there by now."""
         self.watch = ReplicaWatch(self.group, held, alike if self.options.check_replicas else ())
@@ -316,6 +346,7 @@ class Reduction(ABC):
             declared_step=plan.step,
             sampled=self.watch.sampled,
             edited=self.watch.edited,
+            num_running=self.num_running,
         )
 
     def _learn(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +145,75 @@ def images(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
     model(x).square().mean().backward()
 
 
+class Residual(nn.Module):
+    """A residual net with batch norm, small: stem, one block with a shortcut, head."""
+
+    def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.block = nn.Sequential(
+            nn.Conv2d(4, 6, 3, padding=1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 3, padding=1, bias=False),
+            nn.BatchNorm2d(6, momentum=0.3),
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6))
+        self.out = nn.Linear(6, 3)
+        self.to(memory_format=memory_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.contiguous(memory_format=self.memory_format))
+        x = torch.relu(self.block(x) + self.shortcut(x))
+        return self.out(x.mean((2, 3)))
+
+
+class OwnNorm(nn.Module):
+    """A norm of one's own, that says which buffers hold its running statistics."""
+
+    running_statistics = ("mean", "variance", "num_forwards")
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("variance", torch.ones(num_features))
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 2
+        return F.batch_norm(x, self.mean, self.variance, training=self.training, momentum=0.2)
+
+
+class Norms(nn.Module):
+    """Running statistics of all kinds: averages, of instances, in bfloat16, of one's own, of another layout;
+    one norm is used twice, one is checkpointed, one sees forwards without gradients, one is in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.twice = nn.BatchNorm1d(WIDTH)
+        self.average = nn.BatchNorm1d(WIDTH, momentum=None, affine=False)
+        self.own = OwnNorm(WIDTH)
+        self.instances = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        self.transposed = nn.BatchNorm1d(3)
+        self.volume = nn.BatchNorm3d(2)
+        self.narrow = nn.BatchNorm1d(WIDTH, dtype=torch.bfloat16)
+        self.frozen = nn.BatchNorm1d(WIDTH).eval()
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average(x + 1)
+        x = self.twice(self.twice(self.first(x)) ** 2)  # (4, WIDTH)
+        x = x + checkpoint(self.average, x, use_reentrant=False)
+        x = self.frozen(x) + self.own(x)
+        x = x + self.instances(x.view(4, 2, 3)).view(4, WIDTH)
+        x = x + self.transposed(x.view(4, 2, 3).transpose(1, 2)).transpose(1, 2).reshape(4, WIDTH)
+        x = x + self.volume(x.view(4, 2, 3, 1, 1)).view(4, WIDTH)
+        return self.last(x + self.narrow(x.bfloat16()).float())
+
+
 class Mixed(nn.Module):
     """float32, float64, bfloat16 and complex parameters, one without elements, one without dimensions."""
 
@@ -207,6 +277,9 @@ PLAIN = {
     "no backward on some leaves": Training(Dense, nothing_on_some_leaves, num_leaves=7),
     "channels last": Training(Images, images, num_leaves=5),
     "channels last, fused": Training(Images, images, num_leaves=5, optimizer=fused),
+    "batch norm": Training(Residual, images, num_leaves=5),
+    "batch norm, channels last": Training(partial(Residual, torch.channels_last), images, num_leaves=7),
+    "norms of all kinds": Training(Norms, mean_square, num_leaves=5, num_steps=3),
     "five dtypes": Training(Mixed, mean_square, num_leaves=5, optimizer=sgd),
     "autocast": Training(Dense, autocast, num_leaves=5),
 }

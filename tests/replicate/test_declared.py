@@ -12,7 +12,7 @@ from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, data, mean_square
-from tests.replicate.replicas import equal_everywhere, failing_at, gradients
+from tests.replicate.replicas import failing_at, gradients
 from tests.world import world
 
 NUM_LEAVES = 4
@@ -36,19 +36,6 @@ def expected_gradients(num_leaves: int = NUM_LEAVES) -> list[torch.Tensor]:
 def assert_expected_gradients(model: DataParallel) -> None:
     for ours, expected in zip(gradients(model.module), expected_gradients(), strict=True):
         assert torch.equal(ours, expected)
-
-
-@world(2)
-def test_batch_norm_in_training_mode_is_refused_by_the_name_of_its_buffer(mesh: Mesh) -> None:
-    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-    model = DataParallel(filled(module), process_group=mesh)
-    with pytest.raises(ValueError, match=r"changed buffer '1.\w+'.*eval\(\) mode.*GroupNorm"):
-        step(model)
-    model.zero_grad()
-    module.eval()
-    step(model)
-    assert equal_everywhere(mesh, gradients(module))
-    model.close()
 
 
 def test_a_buffer_that_forward_replaces_is_noticed_too() -> None:

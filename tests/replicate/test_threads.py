@@ -421,7 +421,7 @@ def test_every_replica_computes_in_a_thread_of_its_own_in_the_state_of_the_calle
     replicas.close()
 
 
-def test_running_statistics_are_those_of_the_first_replica() -> None:
+def test_running_statistics_of_a_batch_that_is_split_are_those_of_the_first_replica() -> None:
     module, alone = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
     replicas = ThreadedReplicas(module, 2)
     for _ in range(2):
@@ -429,10 +429,20 @@ def test_running_statistics_are_those_of_the_first_replica() -> None:
         alone(batch(8)[:4])
     assert_same_bits([*module.named_buffers()], [*alone.named_buffers()])
     assert module.num_batches_tracked == 2
-    module.zero_grad()
+    replicas.close()
+
+
+def test_a_buffer_that_a_replica_changes_is_refused_by_name() -> None:
+    class Own(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            self.running_mean.add_(0.5)
+            return super().forward(x)
+
+    replicas = ThreadedReplicas(Own(6), 2)
     with pytest.raises(ValueError, match="forward changed buffer 'running_mean' in a declared step"):
         replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
-    assert_same_bits([*module.named_buffers()], [*alone.named_buffers()])
+    assert replicas.module.running_mean.tolist() == [0.0] * 6  # changed was a copy
+    assert replicas.module.num_batches_tracked == 0
     replicas.close()
 
 
