@@ -51,7 +51,7 @@ def initialize(module: nn.Module, seed: int) -> None:
     """Fill every parameter of ``module`` by its name, through the module's ``init_parameter``.
 
     Numbers are drawn on CPU for every device, each parameter whole; tied parameters once, by their first
-    name.
+    name. Running statistics of norms are as new.
     """
     model: InitializesByName = module  # type: ignore[assignment]
     for name, parameter in module.named_parameters():
@@ -61,6 +61,9 @@ def initialize(module: nn.Module, seed: int) -> None:
         model.init_parameter(name, filled, generator)
         with torch.no_grad():
             parameter.copy_(filled)
+    for part in module.modules():
+        if callable(reset := getattr(part, "reset_running_stats", None)):
+            reset()
 
 
 class LeafKeys:

@@ -31,6 +31,7 @@ from instep.replicate.gradient_hashes import GradientHashes, observe_gradients
 from instep.run.health import Health
 from instep.run.timing import Timing
 from instep.step.micro_batches import MicroBatch
+from instep.step.running_statistics import put_back_on_error
 from instep.train.losses import mean_loss, share
 from instep.train.nonfinite import give_up
 from instep.train.optimizers import forget, learning_rate, make_optimizer, set_learning_rate
@@ -242,15 +243,16 @@ class Trainer:
         self.timing.begin(self.steps_done)
         rate = learning_rate(config.optim, self.steps_done, config.steps)
         skipped = self.health.planned(self.steps_done)
-        losses, norm = ({}, 0.0) if skipped else self._gradients()
-        self.heartbeat.enter("loss")
-        wishes = {name: float(wish()) for name, wish in self.wishes.items()}
-        addends = {**wishes, **self.parallel.told(norm)}
-        with recorder.span(GLOBAL_LOSS, lane="host"):
-            told = share(losses, config.num_leaves, addends, self.group, self.timing.own)
-        self.timing.heard(told.figures)
-        norm = told.sums.get("norm", norm)
-        self._check_leaves()
+        with put_back_on_error(self.module):  # which leaves the state of the last step
+            losses, norm = ({}, 0.0) if skipped else self._gradients()
+            self.heartbeat.enter("loss")
+            wishes = {name: float(wish()) for name, wish in self.wishes.items()}
+            addends = {**wishes, **self.parallel.told(norm)}
+            with recorder.span(GLOBAL_LOSS, lane="host"):
+                told = share(losses, config.num_leaves, addends, self.group, self.timing.own)
+            self.timing.heard(told.figures)
+            norm = told.sums.get("norm", norm)
+            self._check_leaves()
         # From here to the count of the step nothing fails but the process: it is made, or it is not.
         skipped = skipped or self.health.judge(norm)
         self.heartbeat.enter("update")

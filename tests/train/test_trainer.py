@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from instep.elastic.faults import flip_bit
-from instep.errors import CheckpointRejected, Diverged, ReplicasDiffer
+from instep.errors import CheckpointRejected, Diverged, PeerLost, ReplicasDiffer
 from instep.mesh.mesh import Mesh
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
 from instep.recipes import text_config
 from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config
@@ -216,3 +219,48 @@ def test_the_same_process_takes_part_in_one_group_after_another(mesh: Mesh, data
     trainer.step()
     alone = trained(config(data), world_of_one(), 2)
     assert trainer.state_sha256() == alone.state_sha256()
+
+
+class NormedGPT(GPT):
+    """Its logits are normalised over the batch."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.norm = nn.BatchNorm1d(config.context, affine=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(super().forward(tokens))
+
+
+class Normed(TextRecipe):
+    """The tiny recipe with batch norm."""
+
+    def make_model(self) -> GPT:
+        return NormedGPT(GPTConfig(**asdict(self.config.model)))
+
+
+@world(2)
+def test_a_step_with_batch_norm_that_fails_before_its_update_is_repeated_with_the_same_bits(
+    mesh: Mesh, data: Path
+) -> None:
+    alone, trainer = Trainer(Normed(config(data)), world_of_one()), Trainer(Normed(config(data)), mesh)
+    begun(alone)
+    begun(trainer)
+    for _ in range(2):
+        alone.step()
+        trainer._check_leaves = _lose_a_rank  # type: ignore[method-assign]
+        with pytest.raises(PeerLost):
+            trainer.step()
+        del trainer._check_leaves
+        trainer.parallel.skip()
+        trainer.step()
+    assert alone.state_sha256() == trainer.state_sha256()
+    assert alone.module.norm.num_batches_tracked == 2 * trainer.config.num_leaves
+    begun(trainer)
+    assert trainer.module.norm.num_batches_tracked == 0
+    trainer.leave()
+    alone.leave()
+
+
+def _lose_a_rank() -> None:
+    raise PeerLost("rank 1 is gone")
