@@ -71,10 +71,11 @@ def init(
         outlive_launcher: whether a rank of torchrun or mpirun trains on when that is killed.
 
     Raises:
-        ValueError: the environment is half set, or the axes do not multiply to the world size.
+        ValueError: the environment is half set and there is no default group, or the axes do not multiply to
+            the world size.
         PeerLost: a rank did not come within ``timeout_s``, or the way to it is cut.
     """
-    started = detect(os.environ)
+    started = _environment()
     if dist.is_initialized():
         rank, world_size, joins = dist.get_rank(), dist.get_world_size(), False
     else:
@@ -159,10 +160,25 @@ def meet(
     return _register(mesh)
 
 
+def _environment() -> LaunchEnvironment:
+    """The launch environment; a half of one is no error in a process that has joined its world already.
+
+    Programs that spawn their ranks may set ``WORLD_SIZE`` there, and pass the rank as an argument.
+    """
+    try:
+        return detect(os.environ)
+    except ValueError:
+        if not dist.is_initialized():
+            raise
+        return LaunchEnvironment()
+
+
 def _unjoined() -> LaunchEnvironment | None:
     """The launch environment, if it is that of a world of several ranks which this process has not joined."""
+    if dist.is_initialized():
+        return None
     environment = detect(os.environ)
-    return environment if environment.world_size > 1 and not dist.is_initialized() else None
+    return environment if environment.world_size > 1 else None
 
 
 def _choose(
@@ -309,6 +325,14 @@ def _listening(family: socket.AddressFamily, address: Any) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def num_ranks() -> int:
+    """The number of ranks that ``find_ranks(None)`` would find."""
+    mesh = mesh_for_replicas()
+    if mesh is not None:
+        return mesh.whole.size if mesh.is_view else mesh.data.size
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def find_ranks(

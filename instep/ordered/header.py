@@ -43,11 +43,13 @@ class Header:
     sampled: int = 0  # digest of some of what other ranks hold too (step/replica_watch.py)
     edited: int = 0  # and of which of it was written to since the last optimizer step
     num_running: int = 0  # buffers whose running statistics follow (step/running_statistics.py)
+    hooked: int = 0  # 1: a communication hook of the user's reduces, instead of the exchange
 
 
 AGREED = (
     "version",
     "declared",
+    "hooked",
     "step",
     "exchange",
     "declared_step",
@@ -62,6 +64,7 @@ NUM_FIELDS = len(fields(Header))
 WORDS = {
     "version": "speaks header version",
     "declared": "is in a declared step (1) or not (0):",
+    "hooked": "reduces by a communication hook (1) or not (0):",
     "step": "has made optimizer steps:",
     "exchange": "has synchronised since then:",
     "declared_step": "declares step",
@@ -136,6 +139,7 @@ _FIX = {
     "round": "Every rank must run its loop over micro_batches(G) to the end",
     "bucket": "The same cause as a different number of synchronised backwards",
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",
+    "hooked": "Call register_comm_hook on every rank, before the first backward",
     "num_leaves": "micro_batches(G) must be given the same G on every rank",
     "num_carried": "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",
     "num_running": "The norms of the module must track statistics on every rank, or on none",

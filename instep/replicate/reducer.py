@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -13,8 +14,11 @@ from instep.events import GRADIENT_SYNC, Recorder
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, make_buckets
 from instep.ordered.exchange import OrderedAllReduce
+from instep.ordered.header import Header
 from instep.ordered.hook import weakly
+from instep.replicate.comm_hook import CommHook
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan
+from instep.step.replica_watch import ReplicaWatch
 from instep.work import Work
 
 
@@ -44,6 +48,7 @@ class Reducer(Reduction):
         )
         named = list(zip(self.names, self.parameters, strict=True))
         self._watch_over(lambda: named, [range(group.size)])
+        self.comm_hook: CommHook | None = None
         # Backward computes gradients in about the reverse of the order in which layers were registered.
         self._make_buckets(list(reversed(range(len(self.names)))))
 
@@ -53,6 +58,8 @@ class Reducer(Reduction):
 
     def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
         super().begin(plan, weight)
+        if self.comm_hook is not None:
+            self.comm_hook.begin()
         for bucket in self.buckets:
             bucket.begin(plan.num_leaves, self.gradients.num_attached(bucket))
         self.strategy.begin(self.buckets)
@@ -71,6 +78,8 @@ class Reducer(Reduction):
                 self._ready(bucket)
         with self.recorder.span(GRADIENT_SYNC, lane="host"):
             self.strategy.finish()
+            if self.comm_hook is not None:
+                self.comm_hook.finish(self.group)
             if not self._reordered:
                 self._reorder()
         self._exchange_afterwards()
@@ -85,6 +94,11 @@ class Reducer(Reduction):
         self.plan = None
         if self._next_order is not None:
             self._make_buckets(self._next_order)
+
+    def reduce_by(self, hook: CommHook) -> None:
+        """From now on ``hook`` reduces, and what ranks hold is not compared any more."""
+        self.comm_hook = hook
+        self.watch = ReplicaWatch(self.group, list, ())
 
     def leave(self) -> None:
         """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
@@ -156,12 +170,26 @@ class Reducer(Reduction):
         plan, computed = self.plan, self.stream.computed()
         header = self._header(bucket, plan, self._weight())
         bucket.launched = True
+        name = f"the exchange of bucket {bucket.index}"
+        if self.comm_hook is not None:
+            return self._hook(self.comm_hook, bucket, replace(header, hooked=1), name)
 
         def run() -> None:
             with self.stream.after(computed):
                 self.exchange.run(bucket, header, plan.leaves)
 
-        return self.lane.submit(f"the exchange of bucket {bucket.index}", run)
+        return self.lane.submit(name, run)
+
+    def _hook(self, hook: CommHook, bucket: Bucket, header: Header, name: str) -> Work:
+        """Let ``hook`` begin with ``bucket``, once all ranks have come to it."""
+
+        def meet() -> None:
+            self.exchange.meet(bucket, header, name)
+
+        met = self.lane.submit(name, meet)
+        met.wait()
+        hook.start(bucket, self.parameters, is_last=bucket is self.buckets[-1])
+        return met
 
     def _reorder(self) -> None:
         """Adopt the order in which rank 0 saw the gradients, once, for the steps to come."""

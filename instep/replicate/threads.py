@@ -57,8 +57,8 @@ from instep.ordered.homes import Wrapped
 from instep.ordered.running import Changes, apply
 from instep.ordered.tree import adds, rank_major
 from instep.replicate.flat import Flat
+from instep.replicate.own_names import OwnNames
 from instep.replicate.thread_pool import ThreadPool, ThreadSettings
-from instep.replicate.wrapper import OwnNames
 from instep.step.gradients import Gradients
 from instep.step.micro_batches import MicroBatch, changed_buffer, require_no_gradients
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only

@@ -7,22 +7,26 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from instep.mesh.agree import all_or_none, attempt
 from instep.mesh.clocks import measure
 from instep.mesh.device import generators, marks_for
-from instep.mesh.join import find_ranks
-from instep.mesh.mesh import Mesh
+from instep.mesh.join import find_ranks, num_ranks
+from instep.mesh.mesh import Mesh, registered_mesh
 from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
 from instep.ordered.buckets import Caps
 from instep.ordered.homes import Wrapped
 from instep.ordered.keys import LeafKeys
+from instep.replicate.comm_hook import CommHook, Hook, check
+from instep.replicate.own_names import OwnNames
 from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
 from instep.step import optimizer_guard
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-PREFIX = "module."  # what torch's wrappers write before every name in a state dict
 # Keywords of torch 2.13's DistributedDataParallel that instep has no use for.
 # Keyword -> (the value that asks for nothing, why it has no effect here).
 NO_EFFECT: dict[str, tuple[Any, str]] = {
@@ -61,27 +64,12 @@ REFUSED = {
     "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params",
     "mixed_precision": "use torch.autocast in the training loop; instep reduces in float32",
 }
-
-
-class OwnNames(nn.Module):
-    """A wrapper of ``module`` that shows its parameters and buffers under the module's own names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.register_load_state_dict_pre_hook(accept_own_names)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, under their own names."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, under their own names."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, without a prefix."""
-        return self.module.state_dict(*args, **kwargs)
+UNBOUND = (
+    "this model was loaded from a pickle, and has not been used through its DataParallel since, so that its "
+    "gradients are this rank's alone: call the wrapper, on every rank, and not its module"
+)
+# What a wrapper has by taking part in a group. A pickle leaves it out; it is made when it is first asked for.
+OF_ITS_GROUP = frozenset({"group", "recorder", "_reducer", "_declared", "_backward", "_unbind"})
 
 
 class DataParallel(OwnNames):
@@ -124,6 +112,7 @@ class DataParallel(OwnNames):
     Raises:
         ValueError: on all ranks; they hold different models, an embedding rescales its weight in forward
             (``max_norm``), or an argument is unknown on one of them.
+        RuntimeError: no parameter requires a gradient.
         PeerLost: a rank did not come.
     """
 
@@ -156,6 +145,7 @@ class DataParallel(OwnNames):
             raise ValueError("pass process_group or device_mesh, not both")
         if others.get("static_graph") and find_unused_parameters is False:
             find_unused_parameters = True
+        self._comm_hook: CommHook | None = None
         caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
         self._arguments = {
             "process_group": process_group,
@@ -204,14 +194,18 @@ class DataParallel(OwnNames):
             raise
         parameters = self._reducer.parameters
         optimizer_guard.take_over(parameters)
+        optimizer_guard.accept(self.module.parameters())
         self._reducer.exchange.offsets_ns = measure(self.group).offsets_ns
         device = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(device)
         keys = LeafKeys(self.module, self._seed, generators(device))
+        if self._comm_hook is not None:
+            self._reducer.reduce_by(self._comm_hook)
         self._declared = DeclaredStep(self.module, self._reducer, keys, registry)
         self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
         self._unbind = weakref.finalize(self, _release, self._backward.hooks, self._reducer.lane, self.group)
         optimizer_guard.watch(self._reducer, registry.frozen, self._unbind)
+        self._is_bound = True
 
     def _consider(self, others: Mapping[str, Any]) -> str:
         """Take the arguments over, if this rank can; the warning that is due for ``others``."""
@@ -230,6 +224,11 @@ class DataParallel(OwnNames):
             self.group, "the preparation of models", lambda: self._prepare(considered), errors=(ValueError,)
         )
         agree_on_structure(self.module, _shared_options(self._arguments), self.group)
+        if not prepared[0].trainable:
+            raise RuntimeError(
+                "no parameter of the module requires a gradient, so that there is nothing to exchange: use "
+                "the module as it is, or unfreeze what shall be trained, then wrap"
+            )
         compare_threads(self.module, self.group)
         return prepared
 
@@ -272,6 +271,8 @@ class DataParallel(OwnNames):
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_bound and torch.is_grad_enabled():
+            self._bind(None, self._arguments["timeout_s"])
         return self.module(*args, **kwargs)
 
     def micro_batches(self, num_micro_batches: int, *, step: int | None = None) -> Iterator[MicroBatch]:
@@ -290,6 +291,11 @@ class DataParallel(OwnNames):
                 than a norm, a micro-batch without backward, a gradient left over from before).
         """
         self._check_open()
+        if self._comm_hook is not None:
+            raise ValueError(
+                "micro_batches() with a communication hook: a declared step has the same bits on any number "
+                "of ranks, and the hook would replace the sum that gives them. Use the plain loop, or no hook"
+            )
         self._backward.step_mode = "declared"
         step = self.next_step if step is None else step
         yield from self._declared.run(num_micro_batches, step)
@@ -329,9 +335,36 @@ class DataParallel(OwnNames):
             )
         yield
 
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Refused: a hook that replaces the reduction would replace what instep is for."""
-        raise TypeError("register_comm_hook is not offered: choose a strategy, or ordered=False")
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """From now on ``hook(state, bucket)`` reduces each bucket of gradients, as in torch's DDP.
+
+        It is given a ``GradBucket`` with this rank's gradients and returns a future of what they become. The
+        hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` can be used. It replaces the ordered sum: its
+        rounding counts, and what the ranks then hold is not compared (``check_replicas``). A declared step,
+        which promises the same bits on any number of ranks, is refused. Call it on every rank, before the
+        first backward. Copies and pickles of the wrapper have no hook.
+
+        Raises:
+            TypeError, ValueError: it is no such hook.
+            RuntimeError: there is one already.
+        """
+        check(hook)
+        if self._comm_hook is not None:
+            raise RuntimeError("register_comm_hook can only be called once: this model has a hook already")
+        self._check_open()
+        self._comm_hook = CommHook(state, hook)
+        self._reducer.reduce_by(self._comm_hook)
+
+    def _set_static_graph(self) -> None:
+        """As ``static_graph=True``, which it has to come as early as; torch's DDP has it, too."""
+        if self._backward.step_mode is not None:
+            raise RuntimeError(
+                "_set_static_graph() should be called before training loop starts: pass static_graph=True "
+                "when the model is wrapped"
+            )
+        if self._arguments["find_unused_parameters"] is False:
+            self._arguments["find_unused_parameters"] = True
+            self._options = self._reducer.options = replace(self._options, unused=True)
 
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """Compare the distributed gradient with that of one process, on this model, strategy and batch.
@@ -382,10 +415,29 @@ class DataParallel(OwnNames):
         """A wrapper of a copy of the module, over the same ranks. Collective."""
         return DataParallel(copy.deepcopy(self.module, memo), **{**self._arguments, "init_sync": False})
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a DataParallel holds process groups and cannot be pickled: pickle model.module instead"
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to the group, which has to be one that is found without a name."""
+        group = self._process_group
+        if group is not None and group is not registered_mesh() and group is not dist.group.WORLD:
+            raise RuntimeError(
+                "a DataParallel can be pickled if it works over the registered mesh or torch's default "
+                "group, which is found again on loading: pickle model.module instead"
+            )
+        state = {name: value for name, value in self.__dict__.items() if name not in OF_ITS_GROUP}
+        arguments = {**self._arguments, "process_group": None, "device_mesh": None}
+        return {**state, "_arguments": arguments, "_comm_hook": None, "_is_bound": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """No rank is waited for: what belongs to the group is made when it is first used, by all ranks."""
+        super().__setstate__(state)
+        if num_ranks() > 1:
+            optimizer_guard.hold_back(self.module.parameters(), UNBOUND)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_ITS_GROUP and self.__dict__.get("_is_bound") is False:
+            self._bind(None, self._arguments["timeout_s"])
+            return self.__dict__[name]
+        return super().__getattr__(name)
 
     def close(self) -> None:
         """Remove the hooks, end the lane, give back the private group. Also happens when it is collected."""
@@ -460,17 +512,3 @@ def consume(keywords: Mapping[str, Any]) -> str:
         elif value is not None and value != NO_EFFECT[name][0]:
             idle.append(f"{name} ({NO_EFFECT[name][1]})")
     return f"without effect in instep: {'; '.join(idle)}" if idle else ""
-
-
-def accept_own_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before loading: give the entries of ``state`` the names that ``load_state_dict`` looks for.
-
-    They may have the module's own names, or those with ``module.`` before them, as other wrappers save
-    them. Decided for all together, because a module may itself have a part that is called ``module``.
-    """
-    module = wrapper.get_submodule("module")
-    names = list(module.state_dict(keep_vars=True))
-    own = [name for name in names if prefix + name in state]
-    prefixed = [name for name in names if prefix + PREFIX + name in state]
-    if len(own) >= len(prefixed):
-        state.update({prefix + PREFIX + name: state.pop(prefix + name) for name in own})

@@ -18,7 +18,7 @@ another one to make in its place (``Reduction.update``), which the optimizer is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -172,12 +172,25 @@ Watched: TypeAlias = Sequence[tuple[Tensor, GuardedParameter]]
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 _refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
+_held_back: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use any gradient of it
 
 
 def refuse(tensor: Tensor, reason: str) -> None:
     """No optimizer may step ``tensor``, which no wrapper reduces, with the gradient that it has."""
     assert tensor.grad is not None
     _refused[tensor] = weakref.ref(tensor.grad), reason
+
+
+def hold_back(tensors: Iterable[Tensor], reason: str) -> None:
+    """No optimizer may step any of ``tensors``, until ``accept``, as long as it has a gradient."""
+    for tensor in tensors:
+        _held_back[tensor] = reason
+
+
+def accept(tensors: Iterable[Tensor]) -> None:
+    """What ``hold_back`` has said of these is over."""
+    for tensor in tensors:
+        _held_back.pop(tensor, None)
 
 
 def entries_of(parameters: Sequence[Tensor]) -> list[GuardedParameter]:
@@ -268,6 +281,9 @@ def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
             gradient, reason = _refused[parameter]
             if parameter.grad is gradient():
                 raise RuntimeError(f"optimizer.step(): {reason}")
+    for parameter in _parameters(optimizer) if _held_back else ():
+        if parameter.grad is not None and parameter in _held_back:
+            raise RuntimeError(f"optimizer.step(): {_held_back[parameter]}")
     for parameter, entry in watched:
         problem = entry.no_gradient()
         if problem is not None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from instep.mesh.mesh import Mesh
+import instep
+from instep.mesh.mesh import Mesh, get, registered_mesh
 from instep.replicate.wrapper import NO_EFFECT, REFUSED, DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Mixed, Twice
@@ -308,12 +309,6 @@ def test_a_keyword_that_nobody_knows() -> None:
         DataParallel(nn.Linear(1, 1), bucket_cap_gb=1)
 
 
-def test_a_communication_hook_is_refused() -> None:
-    model = DataParallel(nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="choose a strategy"):
-        model.register_comm_hook(None, None)
-
-
 @world(2, by="process")
 def test_joining_uneven_inputs_points_to_micro_batches(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()))
@@ -371,6 +366,27 @@ def one_backward() -> nn.Module:
     module = filled(Dense())
     square(module, 0).backward()
     return module
+
+
+@world(2, by="process")
+def test_half_an_environment_is_no_error_where_a_default_group_is(mesh: Mesh) -> None:
+    """Programs that spawn their ranks set ``WORLD_SIZE`` and pass the rank as an argument."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INSTEP_STORE"):
+            patch.delenv(name, raising=False)
+        patch.setenv("WORLD_SIZE", "2")
+        before = registered_mesh()
+        get.register_mesh(None)
+        try:
+            model = DataParallel(filled(Dense()))
+            square(model, mesh.rank).backward()
+            assert_mean_gradients(mesh, model.module, square)
+            model.close()
+            joined = instep.init(backend="gloo")
+            assert (joined.rank, joined.axes.world_size) == (mesh.rank, 2)
+            joined.close()
+        finally:
+            get.register_mesh(before)
 
 
 def test_a_rank_that_has_joined_nothing_is_told_to(monkeypatch):

@@ -140,8 +140,3 @@ def test_a_copy_of_the_wrapper_is_a_wrapper_of_a_copy(mesh: Mesh) -> None:
     assert equal_everywhere(mesh, average.parameters())
     for wrapper in (model, twin, average.module):
         wrapper.close()
-
-
-def test_a_wrapper_cannot_be_pickled_and_says_so() -> None:
-    with pytest.raises(TypeError, match=r"pickle model.module instead"):
-        pickle.dumps(wrapped(Dense()))

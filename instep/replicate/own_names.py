@@ -1,0 +1,106 @@
+"""``OwnNames``: a wrapper whose parameters, buffers and parts have the names that they have in its module.
+
+torch's wrappers put ``module.`` before every name: in state dicts, in lists of parameters. Here a checkpoint
+has the names of the model, wrapped or not. All that takes a name has to know both, then: a program may have
+it from ``named_parameters()`` of this wrapper, or have been written for torch's.
+
+    named_parameters, named_buffers, state_dict     give the module's own names
+    named_modules                                   too; the wrapper and its module are both called ""
+    get_parameter, get_buffer, get_submodule        take own names, and those with ``module.``
+    load_state_dict, torch.func.functional_call     too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+PREFIX = "module."  # what torch's wrappers write before every name in a state dict
+
+
+class OwnNames(nn.Module):
+    """A wrapper of ``module`` that shows its parameters, buffers and parts under the module's own names.
+
+    ``functional_call`` finds its way by attributes, and sets those that it does not find. So parts and
+    tensors of the module are attributes of the wrapper, too; what else a module has is not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.register_load_state_dict_pre_hook(accept_own_names)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, under their own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own, under their own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper, then the module and its parts under their own names."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The part called ``target``: its own name, or with ``module.`` before it; "" is the wrapper."""
+        if target:
+            try:
+                return self.module.get_submodule(target)
+            except AttributeError:
+                pass
+        return super().get_submodule(target)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            kind = self._registered(name)
+            if kind is None:
+                raise
+            return kind[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = self._registered(name) if isinstance(value, Tensor) else None
+        if kind is None:
+            super().__setattr__(name, value)
+        else:
+            kind[name] = value
+
+    def _registered(self, name: str) -> dict[str, Any] | None:
+        """Where the module, and not this wrapper, has registered ``name``."""
+        own = self.__dict__
+        module = own.get("_modules", {}).get("module")
+        if module is None or name == "module" or name in own or hasattr(type(self), name):
+            return None
+        kinds = (module._parameters, module._buffers, module._modules)
+        return next((kind for kind in kinds if name in kind), None)
+
+
+def accept_own_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before loading: give the entries of ``state`` the names that ``load_state_dict`` looks for.
+
+    They may have the module's own names, or those with ``module.`` before them, as other wrappers save
+    them. Decided for all together, because a module may itself have a part that is called ``module``.
+    """
+    module = wrapper._modules["module"]
+    assert module is not None
+    names = list(module.state_dict(keep_vars=True))
+    own = [name for name in names if prefix + name in state]
+    prefixed = [name for name in names if prefix + PREFIX + name in state]
+    if len(own) >= len(prefixed):
+        state.update({prefix + PREFIX + name: state.pop(prefix + name) for name in own})
