@@ -68,7 +68,7 @@ class _State:
             self.failed = error
 
 
-Item = tuple[Work, Callable[[], None], _State]
+Item = tuple[Work, Callable[[], object], _State]
 
 
 class Lane:
@@ -97,7 +97,7 @@ class Lane:
         """What the first failed function raised, until ``reset``."""
         return self._state.failed
 
-    def submit(self, operation: str, function: Callable[[], None], *, awaited: bool = True) -> Work:
+    def submit(self, operation: str, function: Callable[[], object], *, awaited: bool = True) -> Work:
         """Queue ``function``; it begins when everything before it has ended.
 
         Not ``awaited``: no thread will wait for it, so what it raises fails the lane, without a traceback.
@@ -113,7 +113,7 @@ class Lane:
         _run(work, function, self._state)
         return work
 
-    def run(self, operation: str, function: Callable[[], None]) -> Work:
+    def run(self, operation: str, function: Callable[[], object]) -> Work:
         """Execute ``function`` here if nothing is queued, else in its turn; it has ended on return.
 
         Raises:
@@ -173,7 +173,7 @@ class Lane:
         self._state.close(RuntimeError(f"{self.name!r} has failed, and is closed"))
 
 
-def _run(work: Work, function: Callable[[], None], state: _State) -> None:
+def _run(work: Work, function: Callable[[], object], state: _State) -> None:
     """Call ``function``, or refuse to, and keep what it raised for the thread that waits."""
     error = state.failed
     if error is None:

@@ -368,7 +368,7 @@ class Group:
         """
         return self.pg is not None and self._shared is None
 
-    def run(self, function: Callable[[], None], operation: str) -> None:
+    def run(self, function: Callable[[], object], operation: str) -> None:
         """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
 
         It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
