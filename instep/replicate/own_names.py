@@ -12,11 +12,12 @@ it from ``named_parameters()`` of this wrapper, or have been written for torch's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+T = TypeVar("T")
 PREFIX = "module."  # what torch's wrappers write before every name in a state dict
 
 
@@ -58,12 +59,15 @@ class OwnNames(nn.Module):
 
     def get_submodule(self, target: str) -> nn.Module:
         """The part called ``target``: its own name, or with ``module.`` before it; "" is the wrapper."""
-        if target:
-            try:
-                return self.module.get_submodule(target)
-            except AttributeError:
-                pass
-        return super().get_submodule(target)
+        return _either(self.module.get_submodule, target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter called ``target``, in either way."""
+        return _either(self.module.get_parameter, target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """The buffer called ``target``, in either way."""
+        return _either(self.module.get_buffer, target)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,6 +93,16 @@ class OwnNames(nn.Module):
             return None
         kinds = (module._parameters, module._buffers, module._modules)
         return next((kind for kind in kinds if name in kind), None)
+
+
+def _either(get: Callable[[str], T], target: str) -> T:
+    """What ``get`` finds under ``target``, or else without the prefix that torch's wrappers put before it."""
+    try:
+        return get(target)
+    except AttributeError:
+        if not f"{target}.".startswith(PREFIX):
+            raise
+        return get(target[len(PREFIX) :])
 
 
 def accept_own_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

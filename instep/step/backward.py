@@ -118,7 +118,7 @@ class Backward:
         self._stop("forward")
         if not torch.is_grad_enabled():
             return
-        self.registry.check()
+        self.registry.check_forward()
         self._go_last()
         reached = partial(self._output_hook, self._mark())
         for tensor in _tensors(output):
@@ -159,6 +159,7 @@ class Backward:
             raise
 
     def _backward_begins(self) -> None:
+        self.registry.check()
         self._runs = True
         self._task = torch._C._current_graph_task_id()
         self._start("backward")

@@ -5,7 +5,7 @@ parameter that is unfrozen, training through ``model.module.encoder(x)``, a ``no
 followed by a synchronised backward: each leaves a local gradient in ``.grad``, the step goes through, and the
 replicas drift apart without a word. Nothing in ``backward`` could tell. So there are two looks:
 
-    forward      ``ParameterRegistry.check``: is every parameter that would be trained one that was wrapped?
+    backward     ``ParameterRegistry.check``: is every parameter that would be trained one that was wrapped?
     optimizer    one hook before every step looks the parameters up, and raises: was each gradient exchanged?
 
 Neither communicates: what the hook needs to know, the reducer has noted. It is one of the two places of
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 class ParameterRegistry:
     """The parameters that a model had when it was wrapped; one that came later has no hook and no bucket.
 
-    At construction they are written down. ``check`` compares, in about half a microsecond per submodule.
+    At construction they are written down. ``check`` compares, in about half a microsecond per submodule. So
+    does ``check_forward``, where ``torch.func.functional_call`` may show others, for the one call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -52,33 +53,51 @@ class ParameterRegistry:
         self.frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._remember()
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a parameter that was not there, or was frozen, would be trained now."""
+    def check_forward(self) -> None:
+        """Raise ``ValueError`` if a parameter that was frozen would be trained; align those that are new."""
+        self._check_frozen()
+        if not self._is_as_remembered():
+            _align_frozen(self._new())
+
+    def _check_frozen(self) -> None:
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise ValueError(
                     f"parameter {name!r} was frozen when the model was wrapped and is not now; its gradient "
                     "would stay on this rank: unfreeze first, then wrap"
                 )
-        if all(_ids(module) == ids for module, ids in self._modules):
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if a parameter that was not there, or was frozen, would be trained now."""
+        self._check_frozen()
+        if self._is_as_remembered():
             return
-        known = {id(p) for _, p in [*self.trainable, *self.frozen]}
-        new = [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
+        new = self._new()
         for name, parameter in new:
             if parameter.requires_grad:
                 raise ValueError(
                     f"parameter {name!r} was not there when the model was wrapped; its gradient would stay "
                     "on this rank: add or replace parameters first, then wrap (a state dict loaded with "
-                    "assign=True replaces them; torch.func.functional_call does for its call, so call "
-                    "submodules with it, not what is wrapped)"
+                    "assign=True replaces them)"
                 )
-        align(p for _, p in new if isinstance(p, nn.Parameter))  # not what functional_call shows for its call
+        _align_frozen(new)
         self.frozen += new
         self._remember()
+
+    def _new(self) -> list[tuple[str, nn.Parameter]]:
+        known = {id(p) for _, p in [*self.trainable, *self.frozen]}
+        return [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
+
+    def _is_as_remembered(self) -> bool:
+        return all(_ids(module) == ids for module, ids in self._modules)
 
     def _remember(self) -> None:
         # The modules are kept, so that no new one can have the id of an old one.
         self._modules = [(module, _ids(module)) for module in self.module.modules()]
+
+
+def _align_frozen(named: Iterable[tuple[str, Tensor]]) -> None:
+    align(p for _, p in named if isinstance(p, nn.Parameter) and not p.requires_grad)
 
 
 def require_read_only(module: nn.Module) -> None:

@@ -185,6 +185,7 @@ def test_trainable_ones_that_are_assigned_after_wrapping_are_refused() -> None:
     module.trained.load_state_dict(
         {name: x.clone() for name, x in module.trained.state_dict().items()}, assign=True
     )
+    loss = model(numbers(1, WIDTH, key="x")).sum()
     with pytest.raises(ValueError, match=r"'trained.weight' was not there .*assign=True"):
-        model(numbers(1, WIDTH, key="x"))
+        loss.backward()
     model.close()

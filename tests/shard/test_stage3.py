@@ -351,9 +351,6 @@ def test_vmap_and_functional_calls_see_the_weights(mesh: Mesh, keep: bool) -> No
 def test_stage_2_differentiates_as_it_is_told(mesh: Mesh) -> None:
     module, plain = built()
     model = fully_shard(module, mesh, 2)
-    for name, differentiate in DIFFERENTIATE.items():
-        if name != "grad by weights":
-            assert torch.equal(bits(differentiate(model, inputs())), bits(differentiate(plain, inputs())))
-    with pytest.raises(ValueError, match=r"'into\.weight' was not there.*functional_call.*submodules"):
-        with_own_weights(model, inputs())
+    for differentiate in DIFFERENTIATE.values():
+        assert torch.equal(bits(differentiate(model, inputs())), bits(differentiate(plain, inputs())))
     model.close()
