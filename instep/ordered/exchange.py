@@ -91,6 +91,19 @@ class OrderedAllReduce:
         self._record(headers, begun_ns)
         return headers
 
+    def compare_digests(self, header: Header, digests: bytes, name: str) -> list[bytes]:
+        """The ``digests`` of every rank, once all have come to compare some.
+
+        Raises:
+            Desync, PeerLost: as ``run``.
+        """
+        length = self.header_length
+        out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
+        self.group.all_gather(out, pack(replace(header, compares=1), (), length), name)
+        headers, _ = unpack(out.view(self.group.size, length), 0)
+        self._require_agreement(headers, name)
+        return self.group.all_gather_bytes(digests, name)
+
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
         length = self.header_length
@@ -121,15 +134,18 @@ class OrderedAllReduce:
         mine = pack(header, [slot.present for slot in bucket.slots], length)
         self.group.all_gather(out, mine, name)
         headers, presence = unpack(out.view(self.group.size, length), len(bucket.slots))
+        self._require_agreement(headers, name)
+        bucket.presence = presence
+        if self.compare is not None and header.bucket == header.round == 0:
+            self.compare(headers)
+        return headers
+
+    def _require_agreement(self, headers: Sequence[Header], name: str) -> None:
         problem = disagreement(headers, self.group.ranks)
         if problem is not None:
             # Who has left the step does not compare anything any more.
             notes = "" if any(h.left for h in headers) else self.group.gather_status_table(name)
             raise Desync(problem + notes)
-        bucket.presence = presence
-        if self.compare is not None and header.bucket == header.round == 0:
-            self.compare(headers)
-        return headers
 
     def _ordered(
         self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str

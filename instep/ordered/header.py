@@ -44,10 +44,12 @@ class Header:
     edited: int = 0  # and of which of it was written to since the last optimizer step
     num_running: int = 0  # buffers whose running statistics follow (step/running_statistics.py)
     hooked: int = 0  # 1: a communication hook of the user's reduces, instead of the exchange
+    compares: int = 0  # 1: no bucket follows, but digests of gradients that were set by hand
 
 
 AGREED = (
     "version",
+    "compares",
     "declared",
     "hooked",
     "step",
@@ -64,6 +66,7 @@ NUM_FIELDS = len(fields(Header))
 WORDS = {
     "version": "speaks header version",
     "declared": "is in a declared step (1) or not (0):",
+    "compares": "steps with gradients of its own (1) or exchanges them (0):",
     "hooked": "reduces by a communication hook (1) or not (0):",
     "step": "has made optimizer steps:",
     "exchange": "has synchronised since then:",
@@ -139,6 +142,7 @@ _FIX = {
     "round": "Every rank must run its loop over micro_batches(G) to the end",
     "bucket": "The same cause as a different number of synchronised backwards",
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",
+    "compares": "Set .grad by hand on every rank or on none, or call model.sync_gradients() on every rank",
     "hooked": "Call register_comm_hook on every rank, before the first backward",
     "num_leaves": "micro_batches(G) must be given the same G on every rank",
     "num_carried": "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",

@@ -134,6 +134,7 @@ class ParameterServer:
         self._exchange.compare = self._reducer.exchange.compare
         self._reducer.exchange = self._exchange
         self._reducer.ends_steps = False  # it ends when all have the weights
+        self._reducer.all_step = False
         self._pending = False  # the server has gradients that no step has used
         try:
             all_or_none(

@@ -6,10 +6,12 @@ followed by a synchronised backward: each leaves a local gradient in ``.grad``, 
 replicas drift apart without a word. Nothing in ``backward`` could tell. So there are two looks:
 
     backward     ``ParameterRegistry.check``: is every parameter that would be trained one that was wrapped?
-    optimizer    one hook before every step looks the parameters up, and raises: was each gradient exchanged?
+    optimizer    one hook before every step looks the parameters up: was each gradient exchanged?
 
-Neither communicates: what the hook needs to know, the reducer has noted. It is one of the two places of
-process-wide state; the other is ``mesh/mesh.py``.
+Neither communicates: what the hook needs to know, the reducer has noted. But a program may reduce gradients
+by itself, or set them to what it computes on every rank. So where some have come past every exchange, the
+ranks compare them, and all raise if they are not alike. The hook is one of the two places of process-wide
+state; the other is ``mesh/mesh.py``.
 
 Where gradients are in slices, an optimizer's own step could do nothing with them. There the reducer has
 another one to make in its place (``Reduction.update``), which the optimizer is given as its closure.
@@ -151,7 +153,7 @@ class GuardedParameter:
         return None
 
     def problem(self, gradient: Tensor) -> str | None:
-        """Why a step must not use ``gradient``, or None."""
+        """Why a step must not use ``gradient``, unless it is the same on all ranks; or None."""
         reducer = self.reducer()
         if reducer is None or (reducer.group.size == 1 and not reducer.sharded):
             return None
@@ -168,10 +170,16 @@ class GuardedParameter:
         if self.position is None:
             return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
         return (
-            "has a gradient, but nothing was exchanged since the last optimizer step: a .grad that is set by "
-            "hand is this rank's alone; run backward through the wrapped model, or call "
-            "model.sync_gradients() on every rank"
+            "has a gradient, but nothing was exchanged since the last optimizer step, and a .grad that is "
+            "set by hand is this rank's alone: set the same on all ranks, run backward through the wrapped "
+            "model, or call model.sync_gradients() on every rank"
         )
+
+    def is_alike(self) -> None:
+        """The gradient that ``problem`` has been told of is the same on all ranks."""
+        reducer = self.reducer()
+        if reducer is not None and self.position is not None:
+            reducer.local[self.position] = False
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` cannot step this parameter, or None."""
@@ -188,6 +196,8 @@ class GuardedParameter:
 
 
 Watched: TypeAlias = Sequence[tuple[Tensor, GuardedParameter]]
+Doubt: TypeAlias = tuple[GuardedParameter, Tensor, str]
+"""A parameter, its gradient that no exchange has seen, and why no step may use it where ranks differ."""
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 _refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
@@ -303,13 +313,17 @@ def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
     for parameter in _parameters(optimizer) if _held_back else ():
         if parameter.grad is not None and parameter in _held_back:
             raise RuntimeError(f"optimizer.step(): {_held_back[parameter]}")
+    doubts: dict[Reduction, list[Doubt]] = {}
     for parameter, entry in watched:
         problem = entry.no_gradient()
         if problem is not None:
             raise RuntimeError(f"optimizer.step() {problem}")
         problem = None if parameter.grad is None else entry.problem(parameter.grad)
-        if problem is not None:
-            raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+        reducer = entry.reducer()
+        if problem is not None and reducer is not None:
+            doubts.setdefault(reducer, []).append((entry, parameter.grad, problem))
+    for reducer, its in doubts.items():
+        _require_alike(reducer, its)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -329,6 +343,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # makes the step, which an optimizer calls before all else.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     return (args[0], partial(update, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def _require_alike(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
+    """Raise, on all ranks, unless they have the same gradients, which no exchange has seen. Collective."""
+    unlike: int | None = 0
+    if reducer.all_step and not reducer.sharded and doubts[0][0].is_alive:
+        unlike = reducer.first_unlike([(entry.name, gradient) for entry, gradient, _ in doubts])
+    if unlike is not None:
+        entry, _, problem = doubts[unlike]
+        raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
+    for entry, _, _ in doubts:
+        entry.is_alike()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -12,6 +12,7 @@ is an error, never a wrong sum.
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from instep.errors import Desync, PeerLost
 from instep.events import BATCH_NORM, Recorder, Span
+from instep.memory import as_bytes
 from instep.mesh.device import Stream
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, Caps
@@ -37,6 +39,7 @@ from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.work import Lane, Work
 
 SHOWN = 8  # unused parameters, in a message
+COMPARISON = "the comparison of gradients that no exchange has seen"
 Closure: TypeAlias = Callable[[], Any]
 Update: TypeAlias = Callable[[Closure | None], Any]
 """Makes a step, with the closure that the optimizer was given, and returns what that has returned."""
@@ -149,6 +152,7 @@ class Reduction(ABC):
         self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
         self.steps = 0  # optimizer steps so far
         self.ends_steps = True  # an optimizer's step ends what is recorded as a step
+        self.all_step = True  # every rank's optimizer makes the same step
         self.exchanges = 0  # reductions since the last one
         self.given_up = False  # the last one of them
         self._update: Span | None = None
@@ -279,6 +283,27 @@ class Reduction(ABC):
         self.leaf = None
         self._learn()
 
+    def first_unlike(self, gradients: Sequence[tuple[str, Tensor]]) -> int | None:
+        """The number of the first of ``gradients``, by name, that not all ranks have alike; None if all do.
+
+        For those that no exchange has seen, because a program has set or reduced them by itself. Collective.
+
+        Raises:
+            Desync, PeerLost: other ranks have none to compare.
+        """
+        mine = [hashlib.sha256(name.encode() + _bytes_of(gradient)).digest() for name, gradient in gradients]
+        header = self._header(self.bundles[0], StepPlan(False, 0, [()] * self.group.size), 0)
+        found: list[bytes] = []
+        self.lane.drain()
+        if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
+            self.lane.reset()
+        self.lane.submit(
+            COMPARISON,
+            lambda: found.extend(self.exchange.compare_digests(header, b"".join(mine), COMPARISON)),
+        ).wait()
+        unlike = (i for i in range(len(mine)) if len({its[32 * i : 32 * i + 32] for its in found}) > 1)
+        return next(unlike, None if len(set(found)) == 1 else 0)
+
     def steps_now(self) -> None:
         """An optimizer begins to use the gradients."""
         if self._update is not None:  # the last time it raised
@@ -390,6 +415,11 @@ class Reduction(ABC):
                 "alone. Pass find_unused_parameters=True if this is meant",
                 stacklevel=2,
             )
+
+
+def _bytes_of(gradient: Tensor) -> bytes:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return as_bytes(dense.resolve_conj().resolve_neg()).cpu().numpy().tobytes()
 
 
 def _describe_unused(buckets: Sequence[Bundle], names: Sequence[str], ranks: Sequence[int]) -> str:

@@ -57,7 +57,7 @@ def test_a_gradient_that_was_never_exchanged_is_still_refused(mesh: Mesh) -> Non
     with pytest.raises(RuntimeError, match="never exchanged"):
         optimizer.step()
     model.zero_grad()
-    model.module.layers[0].bias.grad = torch.ones(9)
+    model.module.layers[0].bias.grad = torch.full((9,), mesh.rank + 1.0)
     assert model.verify(rows_of(mesh.rank), square).ok
     with pytest.raises(RuntimeError, match=r"never exchanged|nothing was exchanged"):
         optimizer.step()
