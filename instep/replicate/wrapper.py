@@ -69,7 +69,7 @@ UNBOUND = (
     "gradients are this rank's alone: call the wrapper, on every rank, and not its module"
 )
 # What a wrapper has by taking part in a group. A pickle leaves it out; it is made when it is first asked for.
-OF_ITS_GROUP = frozenset({"group", "recorder", "_reducer", "_declared", "_backward", "_unbind"})
+OF_ITS_GROUP = frozenset({"group", "recorder", "_reducer", "_declared", "_backward", "_unbind", "_shared"})
 
 
 class DataParallel(OwnNames):
@@ -202,9 +202,9 @@ class DataParallel(OwnNames):
         if self._comm_hook is not None:
             self._reducer.reduce_by(self._comm_hook)
         self._declared = DeclaredStep(self.module, self._reducer, keys, registry)
-        self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
+        self._backward = Backward(self._declared, broadcast=self._broadcast_buffers, shared=self._shared)
         self._unbind = weakref.finalize(self, _release, self._backward.hooks, self._reducer.lane, self.group)
-        optimizer_guard.watch(self._reducer, registry.frozen, self._unbind)
+        optimizer_guard.watch(self._reducer, registry.frozen, self._unbind, weakref.ref(self))
         self._is_bound = True
 
     def _consider(self, others: Mapping[str, Any]) -> str:
@@ -223,7 +223,10 @@ class DataParallel(OwnNames):
         prepared = all_or_none(
             self.group, "the preparation of models", lambda: self._prepare(considered), errors=(ValueError,)
         )
-        agree_on_structure(self.module, _shared_options(self._arguments), self.group)
+        others = {id(p) for p in self._shared}
+        shared = [name for name, p in self.module.named_parameters() if id(p) in others]
+        options = {**_shared_options(self._arguments), "parameters of another wrapper": shared}
+        agree_on_structure(self.module, options, self.group)
         if not prepared[0].trainable:
             raise RuntimeError(
                 "no parameter of the module requires a gradient, so that there is nothing to exchange: use "
@@ -238,8 +241,13 @@ class DataParallel(OwnNames):
         registry = ParameterRegistry(self.module)
         if self.group.size > 1:
             require_read_only(self.module)
-        names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
-        optimizer_guard.require_takeable(parameters)
+        self._shared = optimizer_guard.left_to_others([p for _, p in registry.trainable], self.group)
+        others = set(map(id, self._shared))
+        names, parameters = [], list[Tensor]()
+        for name, parameter in registry.trainable:
+            if id(parameter) not in others:
+                names.append(name)
+                parameters.append(parameter)
         align([*self.module.parameters(), *self.module.buffers()])
         sparse = _sparse(self.module, parameters)
         return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
@@ -290,7 +298,7 @@ class DataParallel(OwnNames):
             ValueError: a rule of declared steps is broken (a buffer changed in forward by something else
                 than a norm, a micro-batch without backward, a gradient left over from before).
         """
-        self._check_open()
+        self._check_alone("micro_batches")
         if self._comm_hook is not None:
             raise ValueError(
                 "micro_batches() with a communication hook: a declared step has the same bits on any number "
@@ -398,7 +406,7 @@ class DataParallel(OwnNames):
             ValueError, TypeError, InstepError: a rank raised in its part; all do, and name it.
             PeerLost: a rank did not come.
         """
-        self._check_open()
+        self._check_alone("verify")
         parameters = self._reducer.parameters
         subject = Subject(
             model=self,
@@ -456,6 +464,14 @@ class DataParallel(OwnNames):
             counter=self,
             settled=lambda: reducer.watch.settled(),
         )
+
+    def _check_alone(self, method: str) -> None:
+        self._check_open()
+        if self._shared:
+            raise ValueError(
+                f"{method}() of a model that shares parameters with another DataParallel, which reduces "
+                "them: close() the other one, and wrap again, or wrap one module that has both"
+            )
 
     def _check_open(self) -> None:
         if not self._unbind.alive:

@@ -12,13 +12,21 @@ the outermost backward, and comes first. So a forward hook on the module leaves 
 what was true at that moment (the mark); the first one to fire queues the end. Where forward was bypassed, the
 first parameter hook does. An output that is a leaf of the graph gets no hook: a parameter that forward
 returns, or an input, outlives the forward, and would collect one each time.
+
+Two wrapped modules may share parameters, two heads of one encoder for instance. A gradient has one ``.grad``
+to lie in, so one wrapper reduces it: the one that was there first. The other, its *guest*, tells it of every
+backward and under which flag, and both exchange what they have:
+
+    first    encoder, head 1     reduces both
+    guest    encoder, head 2     reduces head 2; a backward of it is one of the first's, without head 1
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,10 +45,11 @@ NO_TASK = -1
 
 
 class Mark(NamedTuple):
-    """What was true when a forward ran: synchronisation on or off, the open micro-batch."""
+    """What was true when a forward ran: synchronisation on or off, the open micro-batch; and whose it was."""
 
     sync: bool
     micro_batch: int | None
+    origin: weakref.ref[Backward]
 
 
 class Backward:
@@ -57,8 +66,10 @@ class Backward:
 
     changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged", "_warned")
 
-    def __init__(self, declared: DeclaredStep, *, broadcast: bool) -> None:
+    def __init__(self, declared: DeclaredStep, *, broadcast: bool, shared: Sequence[Tensor] = ()) -> None:
         self.module = declared.module
+        self.shared = list(shared)  # of its parameters, what another wrapper reduces
+        self._owners = optimizer_guard.owners(self.shared)  # kept alive, as long as this is
         self.reducer = declared.reducer
         self.declared = declared
         self.registry = declared.registry
@@ -91,9 +102,10 @@ class Backward:
         """Exchange what ``.grad`` has accumulated, unless that is done. Collective."""
         if self.declared.micro_batch is not None:
             raise ValueError("sync_gradients() inside micro_batches(): the loop itself exchanges, at its end")
-        if not (self._exchanged and self.reducer.exchanges):
-            self._begin()
-            self._finish()
+        for each in (self, *self._hosts()):
+            if not (each._exchanged and each.reducer.exchanges):
+                each._begin(whole=each is self)
+                each._finish()
 
     def look_back(self) -> None:
         """If the last backward has raised, do now what the next forward would do about it."""
@@ -104,12 +116,19 @@ class Backward:
             if self.declared.micro_batch is None:
                 self.reducer.leave()
 
+    def _hosts(self) -> list[Backward]:
+        """Those of the wrappers that reduce what this one shares with them."""
+        if self.shared:
+            self._owners = optimizer_guard.owners(self.shared)
+        return [owner._backward for owner in self._owners]
+
     def _is_nested(self) -> bool:
         """Whether a backward inside this one runs now, as of a reentrant checkpoint."""
         return self._runs and torch._C._current_graph_task_id() != self._task
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        self.look_back()
+        for each in (self, *self._hosts()):
+            each.look_back()
         self._cancel("forward")  # of one that raised
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
             self._start("forward")
@@ -119,7 +138,8 @@ class Backward:
         if not torch.is_grad_enabled():
             return
         self.registry.check_forward()
-        self._go_last()
+        for each in (self, *self._hosts()):
+            each._go_last()
         reached = partial(self._output_hook, self._mark())
         for tensor in _tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -137,18 +157,20 @@ class Backward:
 
         That counts when a gradient comes: ``autograd.grad`` reaches outputs too, and accumulates none.
         """
-        if not self._runs:
-            self._backward_begins()
-        self._marks.append(mark)
+        self._reach(mark)
+
+    def _reach(self, mark: Mark) -> None:
+        for each in (self, *self._hosts()):
+            if not each._runs:
+                each._backward_begins()
+            each._marks.append(mark)
 
     def _gradient_came(self, i: int, parameter: Tensor) -> None:
         self._exchanged = False
         if not self._runs:  # forward was bypassed
-            self._backward_begins()
-            self._marks.append(self._mark())
+            self._reach(self._mark())
         try:
-            while self._marks:
-                self._obey(self._marks.pop())
+            self._obey_marks()
             self.declared.gradient_came()
             hooks = parameter._post_accumulate_grad_hooks
             # A hook that has returned something has left none, and torch is about to say so.
@@ -173,9 +195,24 @@ class Backward:
         if self.declared.micro_batch is None and self.reducer.plan is not None:
             self._finish()
 
+    def _obey_marks(self) -> None:
+        """Do what the marks say, in all that share parameters: on every rank the same ones exchange."""
+        while self._marks:
+            mark = self._marks.pop()
+            self._obey(mark)
+            origin = mark.origin()
+            for each in () if origin is None else (origin, *origin._hosts()):
+                each._obey_marks()
+
     def _obey(self, mark: Mark) -> None:
         """Begin the exchange if forward wanted one; check that this backward belongs to that forward."""
-        now = self._mark()
+        origin = mark.origin() or self
+        if origin is not self and self.declared.micro_batch is not None:
+            raise ValueError(
+                f"backward in {_name(self.declared.micro_batch.index)} of one DataParallel went into the "
+                "forward of another one that shares parameters: call the one whose step was declared"
+            )
+        now = origin._mark()
         if mark.micro_batch != now.micro_batch:
             raise ValueError(
                 f"backward in {_name(now.micro_batch)} went into the forward of {_name(mark.micro_batch)}: "
@@ -191,10 +228,13 @@ class Backward:
                 stacklevel=2,
             )
         if mark.sync and self.reducer.plan is None:
-            self._begin()
+            self._begin(whole=origin is self)
+        elif origin is self:
+            self.reducer.whole = True
 
-    def _begin(self) -> None:
+    def _begin(self, *, whole: bool) -> None:
         self.step_mode = "undeclared"
+        self.reducer.whole = whole
         size = self.reducer.group.size
         self.reducer.begin(StepPlan(False, size, [[r] for r in range(size)]), lambda: 1)
         self.reducer.open_leaf(self.reducer.group.rank, last=True)
@@ -215,7 +255,7 @@ class Backward:
 
     def _mark(self) -> Mark:
         micro_batch = self.declared.micro_batch
-        return Mark(self.sync, None if micro_batch is None else micro_batch.index)
+        return Mark(self.sync, None if micro_batch is None else micro_batch.index, weakref.ref(self))
 
     def _start(self, name: str) -> None:
         """A span begins: "forward" or "backward"."""

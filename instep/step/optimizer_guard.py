@@ -19,6 +19,7 @@ another one to make in its place (``Reduction.update``), which the optimizer is 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
 from instep.ordered.placeholder import slices_of
 
@@ -124,10 +126,16 @@ class GuardedParameter:
     """A parameter of a wrapped model: which wrapper reduces it, and the gradient that the last step left."""
 
     def __init__(
-        self, reducer: Reduction, name: str, position: int | None, release: Callable[[], object]
+        self,
+        reducer: Reduction,
+        name: str,
+        position: int | None,
+        release: Callable[[], object],
+        owner: Callable[[], object],
     ) -> None:
         self.reducer = weakref.ref(reducer)
         self.release = release
+        self.owner = owner
         self.name = name
         self.position = position  # None: frozen when it was wrapped
         self.reduced = False  # an exchange has ended since the last optimizer step
@@ -245,29 +253,60 @@ def forget(parameters: Sequence[Tensor]) -> None:
         _entries.pop(parameter, None)
 
 
-def require_takeable(parameters: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if another wrapper has to go on with the reduction of some of these parameters.
+def left_to_others(parameters: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Those of ``parameters`` that another wrapper goes on to reduce, because it has more than these.
 
-    It has more than these, which would be left alone, or it is ``fully_shard``, which reduces them already,
-    and to slices.
+    Which wrappers are alive must not depend on when each rank collects garbage.
+
+    Raises:
+        ValueError: a parameter is sharded by ``fully_shard``, or the other wrapper works over other ranks.
     """
-    mine = set(map(id, parameters))
-    for entry in entries_of(parameters):
-        other = entry.reducer()
-        if other is not None and other.sharded and entry.is_alive:
+    if any(entry.is_alive for entry in entries_of(parameters)):
+        gc.collect()
+    mine, left = set(map(id, parameters)), []
+    for parameter in parameters:
+        entry = _entries.get(parameter)
+        other = None if entry is None or not entry.is_alive else entry.reducer()
+        if entry is None or other is None:
+            continue
+        if other.sharded:
             raise ValueError(
                 f"parameter {entry.name!r} is sharded by fully_shard, which reduces its gradient: train with "
                 "the module as it is, or close() it before it is wrapped in something else"
             )
-        if other is not None and not mine.issuperset(map(id, other.parameters)):
+        if mine.issuperset(map(id, other.parameters)):
+            continue
+        if other.group.ranks != group.ranks:
             raise ValueError(
-                f"parameter {entry.name!r} belongs to another DataParallel, of a module that has more: wrap "
-                "one module with all of it, or close() the other wrapper first"
+                f"parameter {entry.name!r} belongs to another DataParallel, over ranks "
+                f"{other.group.ranks}, and cannot be reduced over {group.ranks} as well: close() it first"
             )
+        left.append(parameter)
+    return left
+
+
+def owners(parameters: Sequence[Tensor]) -> list[Any]:
+    """The wrappers that reduce ``parameters``, which were ``left_to_others``, each once.
+
+    Raises:
+        ValueError: one of them is closed.
+    """
+    found: dict[int, Any] = {}
+    for parameter in parameters:
+        entry = _entries.get(parameter)
+        owner = entry.owner() if entry is not None and entry.is_alive else None
+        if owner is None:
+            name = "" if entry is None else f" {entry.name!r}"
+            raise ValueError(
+                f"parameter{name} was reduced by another DataParallel of a module that has it too, which is "
+                "closed: wrap this module again"
+            )
+        found[id(owner)] = owner
+    return list(found.values())
 
 
 def take_over(parameters: Sequence[Tensor]) -> None:
-    """End the reduction of these parameters by another wrapper, which ``require_takeable`` allows.
+    """End the reduction of these parameters by another wrapper, which has no more than these.
 
     Two wrappers of one module would both reduce its gradients, each while the other writes them. So the
     newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
@@ -276,12 +315,23 @@ def take_over(parameters: Sequence[Tensor]) -> None:
         entry.release()
 
 
-def watch(reducer: Reduction, frozen: Sequence[tuple[str, Tensor]], release: Callable[[], object]) -> None:
-    """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction."""
+def watch(
+    reducer: Reduction,
+    frozen: Sequence[tuple[str, Tensor]],
+    release: Callable[[], object],
+    owner: Callable[[], object] = lambda: None,
+) -> None:
+    """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction.
+
+    ``owner()`` is the wrapper, as long as it lives.
+    """
     for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
-        _entries[parameter] = GuardedParameter(reducer, name, i, release)
+        _entries[parameter] = GuardedParameter(reducer, name, i, release, owner)
     for name, parameter in frozen:
-        _entries[parameter] = entry = GuardedParameter(reducer, name, None, release)
+        before = _entries.get(parameter)
+        if before is not None and before.is_alive and before.position is not None:
+            continue  # another wrapper reduces it, when it is not frozen
+        _entries[parameter] = entry = GuardedParameter(reducer, name, None, release, owner)
         entry.used(parameter.grad)  # left from before it was frozen: as good as the weights are
 
 

@@ -152,6 +152,7 @@ class Reduction(ABC):
         self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
         self.steps = 0  # optimizer steps so far
         self.ends_steps = True  # an optimizer's step ends what is recorded as a step
+        self.whole = True  # a forward of all parameters is behind it, not of another module that shares some
         self.all_step = True  # every rank's optimizer makes the same step
         self.exchanges = 0  # reductions since the last one
         self.given_up = False  # the last one of them
@@ -398,6 +399,8 @@ class Reduction(ABC):
 
     def _report_unused(self) -> None:
         """Warn once, or raise, about parameters that some rank had no gradient for, though it had others."""
+        if not self.whole:
+            return
         if self.options.unused or (self.options.unused is None and self._warned_unused):
             return
         unused = _describe_unused(self.bundles, self.names, self.group.ranks)
