@@ -368,10 +368,10 @@ def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
         problem = entry.no_gradient()
         if problem is not None:
             raise RuntimeError(f"optimizer.step() {problem}")
-        problem = None if parameter.grad is None else entry.problem(parameter.grad)
-        reducer = entry.reducer()
-        if problem is not None and reducer is not None:
-            doubts.setdefault(reducer, []).append((entry, parameter.grad, problem))
+        gradient, reducer = parameter.grad, entry.reducer()
+        problem = None if gradient is None else entry.problem(gradient)
+        if problem is not None and gradient is not None and reducer is not None:
+            doubts.setdefault(reducer, []).append((entry, gradient, problem))
     for reducer, its in doubts.items():
         _require_alike(reducer, its)
 
