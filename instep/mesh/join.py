@@ -71,8 +71,7 @@ def init(
         outlive_launcher: whether a rank of torchrun or mpirun trains on when that is killed.
 
     Raises:
-        ValueError: the environment is half set and there is no default group, or the axes do not multiply to
-            the world size.
+        ValueError: the environment is half set, with no default group; the axes do not multiply to its size.
         PeerLost: a rank did not come within ``timeout_s``, or the way to it is cut.
     """
     started = _environment()

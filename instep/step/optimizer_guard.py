@@ -209,7 +209,9 @@ Doubt: TypeAlias = tuple[GuardedParameter, Tensor, str]
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 _refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
-_held_back: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use any gradient of it
+_held_back: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # Tensor -> why no optimizer may use any gradient of it
 
 
 def refuse(tensor: Tensor, reason: str) -> None:
