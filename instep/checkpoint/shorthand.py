@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from instep.errors import CheckpointRejected
 from instep.mesh.agree import all_or_none, all_tell, raise_on_all
 from instep.mesh.process_group import Group, alone
 from instep.ordered.hash import SharedHash
+from instep.ordered.replicas import ranks_listed
 from instep.ordered.shards import Shard
 from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
 
@@ -109,7 +111,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
     saved. Without any checkpoint nothing is touched and ``step`` is 0. One that belongs neither to you nor to
     root nor to the owner of ``directory``, or that every user may write to, is passed over.
 
-    Any number of ranks loads what any other has saved, sharded or not.
+    Any number of ranks loads what any other has saved, sharded or not. Rank 0 warns where the newest
+    checkpoint was passed over, and where its own directory is empty and another rank's is not.
 
     Raises:
         CheckpointRejected: on all ranks; they have found different checkpoints, none verifies, or it is of
@@ -120,7 +123,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
     state = TrainingState(model, optimizer)
     everyone = state.everyone if state.everyone.pg is not None else alone()  # of a closed wrapper, too
     everyone.barrier(LOADING)  # no rank looks before the one that writes has returned from its save
-    found, source = _agree(everyone, lambda: _Looked.into(Path(directory), state.group))
+    found, source, doubts = _agree(everyone, lambda: _Looked.into(Path(directory), state.group))
     if found is None:
         return Resumed()
     extra = found.manifest.extra
@@ -132,6 +135,9 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
         state.settled()
     state.drop_others_moments()
     state.resume_at(extra.get("declared_steps", found.manifest.step))
+    if everyone.rank == 0:
+        for doubt in doubts:  # last of all: a filter may make it an error, on this rank alone
+            warnings.warn(doubt, stacklevel=2)
     return Resumed(
         step=found.manifest.step,
         data_cursor=found.manifest.data_cursor,
@@ -168,16 +174,17 @@ class _Looked:
         if self.found is None:
             return {"hash": None, "refused": False, "words": f"none in {self.directory}"}
         digest = hashlib.sha256(self.found.manifest.to_bytes()).hexdigest()
-        over = [f", passed over {reason[:REASON_CHARACTERS]}" for _, reason in self.found.rejected[:1]]
-        words = f"step {self.found.manifest.step} in {self.found.path}, manifest {digest[:12]}{''.join(over)}"
-        return {"hash": digest, "refused": False, "words": words}
+        where = f"step {self.found.manifest.step} in {self.found.path}"
+        over = [[str(path), reason[:REASON_CHARACTERS]] for path, reason in self.found.rejected[:1]]
+        words = f"{where}, manifest {digest[:12]}{''.join(f', passed over {reason}' for _, reason in over)}"
+        return {"hash": digest, "refused": False, "words": words, "where": where, "over": over}
 
 
-def _agree(group: Group, look: Callable[[], _Looked]) -> tuple[Found | None, Source | None]:
+def _agree(group: Group, look: Callable[[], _Looked]) -> tuple[Found | None, Source | None, list[str]]:
     """What all ranks of ``group`` load, and where it comes from, unless that is the files that were found.
 
-    Collective. CheckpointRejected on all ranks, with what each has found, unless all that have a checkpoint
-    have the same.
+    And in words, why this may not be what the user means. Collective. CheckpointRejected on all ranks, with
+    what each has found, unless all that have a checkpoint have the same.
     """
     mine, said = all_tell(group, LOADING, look, lambda its: json.dumps(its.to_json()).encode())
     told = [json.loads(data) for data in said]
@@ -192,8 +199,37 @@ def _agree(group: Group, look: Callable[[], _Looked]) -> tuple[Found | None, Sou
         )
         raise_on_all(group, CheckpointRejected(problem))
     if None not in hashes or set(hashes) == {None}:
-        return mine.found, None
-    return _send(group, hashes.index(next(filter(None, hashes))), mine.found)
+        return mine.found, None, _passed_over(group, told)
+    root = hashes.index(next(filter(None, hashes)))
+    return *_send(group, root, mine.found), _passed_over(group, told) + _empty_first(group, told, root)
+
+
+def _passed_over(group: Group, told: Sequence[Json]) -> list[str]:
+    """What to say where ranks do not load their newest checkpoint: a line for each that was refused."""
+    refused: dict[str, tuple[str, list[int]]] = {}
+    loaded = [(rank, its) for rank, its in zip(group.ranks, told, strict=True) if its["hash"] is not None]
+    for rank, its in loaded:
+        for path, reason in its["over"]:
+            refused.setdefault(path, (reason, []))[1].append(rank)
+    return [
+        f"instep.load went back to {loaded[0][1]['where']}: the newest checkpoint of "
+        f"{ranks_listed(tuple(ranks))} was refused, {reason}. The steps in between are trained again, and the "
+        "refused one is renamed to *.rejected-* when its step is saved again. To keep those steps, stop, and "
+        "restore it from a copy"
+        for reason, ranks in refused.values()
+    ]
+
+
+def _empty_first(group: Group, told: Sequence[Json], root: int) -> list[str]:
+    """What to say where rank 0, which writes, has no checkpoint, and another rank has."""
+    if not root:
+        return []
+    other = f"rank {group.ranks[root]}"
+    return [
+        f"rank {group.ranks[0]} has {told[0]['words']}, so all ranks resume from what {other} has: "
+        f"{told[root]['where']}. If that is left over from another run, stop, and remove it from the disk of "
+        f"{other}"
+    ]
 
 
 def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,7 @@ def test_a_rank_without_any_checkpoint_is_sent_what_the_others_have(
     expected = newest_hash(disks[0])
     for rank in {0, 1, 2} - set(has):
         shutil.rmtree(disks[rank])
+    stale = r"rank 0 has none in \S+disk-0, so all ranks resume from what rank 2 has: step 5 in \S+disk-2"
 
     @world(3, backend=backend)
     def body(mesh: Mesh) -> None:
@@ -123,7 +125,28 @@ def test_a_rank_without_any_checkpoint_is_sent_what_the_others_have(
         assert model.next_step == 5
         model.close()
 
-    body()
+    with pytest.warns(UserWarning, match=stale) if 0 not in has else nullcontext():
+        body()
+
+
+def test_a_damaged_checkpoint_on_one_disk_is_told_by_rank_zero_where_all_go_back(disks: list[Path]) -> None:
+    for disk in disks[:2]:
+        flip(disk)
+    leave_older(disks[2])
+
+    @world(3)
+    def body(mesh: Mesh) -> None:
+        model, _, optimizer = wrapped(mesh)
+        assert load(disks[mesh.rank], model, optimizer).step == 2
+        model.close()
+
+    with pytest.warns(UserWarning, match=r"went back to step 2 in \S+disk-0") as warned:
+        body()
+    lines = [str(warning.message) for warning in warned]
+    assert len(lines) == 2  # of rank 0 alone: each rank has a path of its own
+    for rank, line in enumerate(lines):
+        assert f"the newest checkpoint of rank {rank} was refused" in line
+        assert f"disk-{rank}/step-00000005/model.safetensors: expected sha256" in line
 
 
 def test_workers_of_a_server_need_neither_optimizer_nor_disk(disks: list[Path]) -> None:

@@ -199,9 +199,12 @@ def test_rejected_newer_checkpoints_are_reported(tmp_path: Path) -> None:
     model, _ = made(0)
     save(tmp_path, model, step=1)
     (save(tmp_path, model, step=2) / "manifest.json").unlink()
-    resumed = load(tmp_path, model)
+    with pytest.warns(UserWarning, match=r"instep.load went back to step 1 in \S+: ") as warned:
+        resumed = load(tmp_path, model)
     assert resumed.step == 1
     assert "step-00000002/manifest.json: cannot be read" in resumed.rejected[0]
+    assert resumed.rejected[0] in str(warned[0].message)
+    assert warned[0].filename == __file__
 
 
 def test_a_wrapped_model_goes_on_with_the_random_numbers_of_its_step(tmp_path: Path) -> None:
