@@ -213,9 +213,9 @@ def _passed_over(group: Group, told: Sequence[Json]) -> list[str]:
             refused.setdefault(path, (reason, []))[1].append(rank)
     return [
         f"instep.load went back to {loaded[0][1]['where']}: the newest checkpoint of "
-        f"{ranks_listed(tuple(ranks))} was refused, {reason}. The steps in between are trained again, and the "
-        "refused one is renamed to *.rejected-* when its step is saved again. To keep those steps, stop, and "
-        "restore it from a copy"
+        f"{ranks_listed(tuple(ranks))} was refused, {reason}. The steps in between are trained again, and "
+        "the refused one is renamed to *.rejected-* when its step is saved again. To keep those steps, stop, "
+        "and restore it from a copy"
         for reason, ranks in refused.values()
     ]
 
