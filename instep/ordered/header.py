@@ -119,6 +119,12 @@ def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
     return None
 
 
+def whereabouts(header: Header) -> str:
+    """Which step of the loop ``header`` is of, as errors say it."""
+    declared = f", in micro_batches(step={header.declared_step})" if header.declared else ""
+    return f"after {header.step} optimizer step{'s' * (header.step != 1)}{declared}"
+
+
 def in_doubt(headers: Sequence[Header], alike: Sequence[Sequence[int]]) -> bool:
     """Whether ranks that should hold the same, each of ``alike``, may hold different numbers."""
     return any(len({(headers[r].sampled, headers[r].edited) for r in ranks}) > 1 for ranks in alike)

@@ -28,12 +28,13 @@ Digests = dict[str, str]
 
 
 def compare_replicas(
-    shards: Sequence[Shard], step: int, group: Group, words: tuple[str, str] = ("", "")
+    shards: Sequence[Shard], step: int, group: Group, words: tuple[str, str] = ("", ""), when: str = ""
 ) -> str:
     """Compare what this rank holds after ``step`` steps with the same shards of other ranks of ``group``.
 
     The hash of what all hold, if all have the same. What one rank alone holds has no replica. Collective.
-    ``words`` are the cause and the fix, where more is known than that numbers have gone bad.
+    ``words`` are the cause and the fix, where more is known than that numbers have gone bad; ``when`` says
+    more than the step.
 
     Raises:
         ReplicasDiffer: on every rank, naming the odd ranks and what differs.
@@ -53,7 +54,7 @@ def compare_replicas(
         {group.ranks[i]: votes[group.ranks[i]].get(holders, {}) for i in map(int, holders.split(","))}
         for holders in dict.fromkeys(holders for its in votes.values() for holders in its)
     ]
-    error = _hold_different(alike, step, words)
+    error = _hold_different(alike, when or f"after step {step}", words)
     raise as_told(error) if group.rank else error
 
 
@@ -74,13 +75,13 @@ def digests(entries: Iterable[Entry]) -> Digests:
 
 
 def _hold_different(
-    alike: Sequence[Mapping[int, Digests]], step: int, words: tuple[str, str]
+    alike: Sequence[Mapping[int, Digests]], when: str, words: tuple[str, str]
 ) -> ReplicasDiffer:
     """``alike`` are the votes of ranks that should hold the same."""
     odd = together([one for votes in alike if (one := odd_one_out(votes)) is not None])
     if odd is None:
         return ReplicasDiffer(
-            f"after step {step} the ranks' hashes of their states differ, but nothing does when it is hashed "
+            f"{when} the ranks' hashes of their states differ, but nothing does when it is hashed "
             "once more: the memory or the arithmetic of one of the hosts is unreliable",
             ranks=tuple(rank for votes in alike for rank in votes),
         )
@@ -88,7 +89,7 @@ def _hold_different(
     verb = "hold" if len(odd.ranks) > 1 else "holds"
     cause = words[0] or "a bit has flipped in memory, or an update was computed otherwise"
     return ReplicasDiffer(
-        f"after step {step} {ranks_listed(odd.ranks)} {verb} {than} in {listed(odd.names)}: "
+        f"{when} {ranks_listed(odd.ranks)} {verb} {than} in {listed(odd.names)}: "
         f"{cause}. {words[1] or way_out(odd)}",
         ranks=odd.ranks,
         parameters=odd.names,

@@ -33,20 +33,23 @@ from torch import Tensor
 from instep.memory import as_bytes
 from instep.mesh.device import fetch
 from instep.mesh.process_group import Group
-from instep.ordered.header import Header, in_doubt
-from instep.ordered.replicas import compare_replicas
+from instep.ordered.header import Header, in_doubt, whereabouts
+from instep.ordered.replicas import compare_replicas, odd_one_out, ranks_listed, together
 from instep.ordered.shards import MODEL, Shard, elements
 
 AT_ONCE = 16  # parameters in a sample, at least
 PERIOD = 1024  # steps in which every element has its turn, of up to 16384 parameters
 LEAST_BYTES = 64  # of a parameter in a sample
-CAUSE = (
-    "they were changed on one rank alone (a state dict or an optimizer's state loaded, parameters reset, "
-    "weights or gradients edited, another learning rate), or an update was computed otherwise"
+WRITTEN = "(a state dict loaded, parameters reset, weights edited in place)"
+UPDATED = (
+    "the last optimizer step did not leave the same: on one rank alone another learning rate, an "
+    "optimizer's state loaded, gradients edited, or weights changed past autograd (.data); or an update "
+    "computed otherwise"
 )
-FIX = (
-    "Do on every rank what is done on one, and go on from a checkpoint of before. Where hosts compute "
-    "updates in different ways, DataParallel(check_replicas=False) trains without this comparison"
+FIX = "Do on every rank what is done on one, and go on from a checkpoint of before"
+UNWATCHED = (
+    ". Where hosts compute updates in different ways, DataParallel has check_replicas=False, which trains "
+    "without this comparison"
 )
 Replica = tuple[str, Tensor]
 """The name and the live memory of what other ranks hold, too."""
@@ -98,11 +101,24 @@ class ReplicaWatch:
         """Where ``headers`` cast doubt, compare all that is held. Collective.
 
         Raises:
-            ReplicasDiffer: on every rank, naming step, parameters and ranks.
+            ReplicasDiffer: on every rank, naming step, parameters and ranks, and which of these have written.
         """
         if self._is_on and in_doubt(headers, self._alike):
             shards = [Shard.whole(MODEL + name, x, self._mine) for name, x in self._held()]
-            compare_replicas(shards, self.steps, self._group, (CAUSE, FIX))
+            when = f"{whereabouts(headers[self._group.rank])},"
+            compare_replicas(shards, self.steps, self._group, self._words(headers), when)
+
+    def _words(self, headers: Sequence[Header]) -> tuple[str, str]:
+        """The cause and the fix: was it written to since the last optimizer step, or left so by that?"""
+        edited = dict(zip(self._group.ranks, (header.edited for header in headers), strict=True))
+        votes = [{self._group.ranks[r]: {"": str(headers[r].edited)} for r in ranks} for ranks in self._alike]
+        odd = together([one for its in votes if (one := odd_one_out(its)) is not None])
+        if odd is None:
+            return UPDATED, FIX + UNWATCHED
+        since = f"since the last optimizer step {WRITTEN}"
+        if writers := tuple(rank for rank in odd.ranks if edited[rank]):
+            return f"{ranks_listed(writers)} wrote to parameters {since}, and not as other ranks did", FIX
+        return f"{ranks_listed(odd.ranks)} did not write to parameters as the other ranks did {since}", FIX
 
     def _sample(self, steps: int) -> int:
         """The CRC-32 of what has its turn; of what a device has, that of the step before."""

@@ -78,17 +78,18 @@ def looping(mesh: Mesh, kind: str, *args: Any, **options: Any) -> Iterator[Loop]
 
 
 @contextmanager
-def told(loop: Loop, steps: int, *parameters: str) -> Iterator[None]:
-    """The block raises, on every rank the same."""
+def told(loop: Loop, steps: int, *parameters: str, written: bool = False) -> Iterator[None]:
+    """The block raises, on every rank the same; ``written``: since the last step, as it says."""
     with pytest.raises(ReplicasDiffer) as caught:
         yield
     assert caught.value.ranks == (ODD,)
     assert caught.value.parameters == (
         parameters or tuple(name for name, _ in loop.module.named_parameters())
     )
-    assert str(caught.value).startswith(
-        f"after step {steps} rank {ODD} holds other values than the other ranks"
-    )
+    when = f"after {steps} optimizer step{'' if steps == 1 else 's'}"
+    assert str(caught.value).startswith(when)
+    assert f", rank {ODD} holds other values than the other ranks in " in str(caught.value)
+    assert (f"rank {ODD} wrote to parameters" in str(caught.value)) == written
     assert "Do on every rank what is done on one" in str(caught.value)
 
 
@@ -104,7 +105,7 @@ def test_a_layer_that_is_reset_on_one_rank_is_named_in_the_next_exchange(
         if mesh.rank == ODD:
             torch.manual_seed(1)  # threads share the generator, which may be where it was for the layer
             loop.module[2].reset_parameters()
-        with told(loop, steps, "2.weight", "2.bias"):
+        with told(loop, steps, "2.weight", "2.bias", written=True):
             loop.step()
 
 
@@ -116,7 +117,7 @@ def test_a_state_dict_that_is_loaded_on_one_rank_is_named_in_the_next_exchange(m
         loop.step()
         if mesh.rank == ODD:
             loop.module.load_state_dict(before)
-        with told(loop, 1):
+        with told(loop, 1, written=True):
             loop.step()
 
 
@@ -178,7 +179,7 @@ def test_in_the_plain_loop_too(mesh: Mesh) -> None:
         if mesh.rank == ODD:
             with torch.no_grad():
                 loop.module[1].weight.add_(1)
-        with told(loop, 2, "1.weight"):
+        with told(loop, 2, "1.weight", written=True):
             loss(loop.model, mesh.rank).backward()
 
 
