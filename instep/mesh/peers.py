@@ -259,15 +259,18 @@ class Peers:
         if dead:
             names = _listed([describe(peer) for peer in self.table if peer.rank in dead], ", ")
             return PeerLost(
-                f"{names} died: {where}. If it ended without an error, it had fewer batches or left the loop "
-                "early: give every rank the same number, or use model.micro_batches(G)",
+                f"{names} died: {where}. If it raised, the cause stands in its own traceback; if it ended "
+                "without an error, it had fewer batches or left the loop early: give every rank the same "
+                "number, or use model.micro_batches(G)",
                 ranks=dead,
                 operation=operation,
             )
         if error is not None:
             reason = str(error).splitlines()[0][:200]
             return PeerLost(
-                f"a rank left {operation}: {where}, then the backend said: {reason}", operation=operation
+                f"a rank left {operation}: {where}, then the backend said: {reason}. The cause stands in the "
+                "traceback of a rank that has another error than PeerLost",
+                operation=operation,
             )
         rows = self.rows()
         if absent is None:

@@ -21,7 +21,8 @@ G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -29,12 +30,12 @@ from torch import Tensor
 
 from instep.comm import direct
 from instep.comm.messages import Messages
-from instep.errors import Desync
+from instep.errors import Desync, PeerLost
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
-from instep.ordered.header import Header, disagreement, header_length, pack, unpack
+from instep.ordered.header import Header, disagreement, header_length, pack, unpack, whereabouts
 from instep.ordered.tree import Sum, plan_sum
 
 
@@ -72,9 +73,10 @@ class OrderedAllReduce:
         """
         name = f"the exchange of bucket {header.bucket}"
         scale = mean_scale(self.meet(bucket, header, name))
-        with self.recorder.span(
+        span = self.recorder.span(
             "exchange", lane="communication", num_bytes=bucket.nbytes, bucket=header.bucket
-        ):
+        )
+        with _losing_in(header), span:
             if self.ordered:
                 self._ordered(bucket, header.num_leaves, leaves, scale, name)
             else:
@@ -87,7 +89,8 @@ class OrderedAllReduce:
             Desync, PeerLost, ReplicasDiffer: as ``run``.
         """
         begun_ns = time.monotonic_ns()
-        headers = self._agree(bucket, header, name)
+        with _losing_in(header):
+            headers = self._agree(bucket, header, name)
         self._record(headers, begun_ns)
         return headers
 
@@ -233,6 +236,17 @@ class OrderedAllReduce:
                 bucket.dtype
             )
         return self._scratch[kind][:num_elements]
+
+
+@contextmanager
+def _losing_in(header: Header) -> Iterator[None]:
+    """A ``PeerLost`` out of the block says in which step it came."""
+    try:
+        yield
+    except PeerLost as lost:
+        # The group keeps the error, and raises it again: it stays as it is.
+        message = f"{whereabouts(header)}: {lost}"
+        raise PeerLost(message, ranks=lost.ranks, operation=lost.operation) from lost
 
 
 def mean_scale(headers: Sequence[Header]) -> float:

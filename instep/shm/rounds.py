@@ -171,7 +171,10 @@ def gone(shared: GroupSegment, peers: Peers, rank: int, label: str) -> PeerLost:
         return PeerLost(f"{names} died: {where}", ranks=ranks, operation=label)
     how = f"failed: {shared.reason(rank)}"
     if shared.state(rank) == LEFT:
-        how = "left the group: if it ended without an error, give every rank the same number of calls"
+        how = (
+            "left the group. If it raised, the cause stands in its own traceback; if it ended without an "
+            "error, give every rank the same number of calls"
+        )
     return PeerLost(f"{where}, which {how}", ranks=[peers.table[rank].rank], operation=label)
 
 

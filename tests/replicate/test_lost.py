@@ -99,7 +99,9 @@ def test_a_rank_that_never_synchronises_is_found_by_the_deadline(mesh: Mesh, ran
     model = DataParallel(filled(Dense()), process_group=mesh)
     if mesh.rank == 0:
         began = time.monotonic()
-        with pytest.raises(PeerLost, match=r"rank 0 waited .* never came: rank 1") as failure:
+        with pytest.raises(
+            PeerLost, match=r"^after 0 optimizer steps: rank 0 waited .* never came: rank 1"
+        ) as failure:
             square(model, 0).backward()
         assert 0.4 < time.monotonic() - began < 30  # no other deadline is as short
         assert failure.value.operation == "the exchange of bucket 0"
@@ -108,6 +110,27 @@ def test_a_rank_that_never_synchronises_is_found_by_the_deadline(mesh: Mesh, ran
             square(model, 0).backward()
         rank_zero_has_noticed.set()
     assert rank_zero_has_noticed.wait(10)
+    model.close()
+
+
+@world(2, backend="shm")
+@pytest.mark.parametrize("declared", [False, True])
+def test_who_leaves_after_an_error_is_named_with_the_step_and_where_the_cause_stands(
+    mesh: Mesh, declared: bool
+) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = declared_step if declared else undeclared_step
+    run(model, mesh.rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    if mesh.rank == 0:
+        with pytest.raises(PeerLost, match=r"If it raised, the cause stands in its own traceback") as lost:
+            run(model, mesh.rank)
+        place = "after 1 optimizer step" + ", in micro_batches(step=1)" * declared
+        assert str(lost.value).startswith(
+            f"{place}: rank 0 waited in the exchange of bucket 0 for rank 1, which"
+        )
     model.close()
 
 
