@@ -56,6 +56,22 @@ class Confusing(nn.Module):
         self.module = nn.Linear(2, 2)
 
 
+def test_parts_are_found_by_their_own_names_and_by_those_of_other_wrappers() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = wrapped(module)
+    for prefix in ("", "module."):
+        assert model.get_submodule(prefix + "1") is module[1]
+        assert model.get_parameter(prefix + "0.weight") is module[0].weight
+        assert model.get_buffer(prefix + "1.running_mean") is module[1].running_mean
+    assert model.get_submodule("module") is module
+    assert model.get_submodule("") is model
+    with pytest.raises(AttributeError, match="no attribute `2`"):
+        model.get_parameter("2.weight")
+    confusing = Confusing()
+    assert wrapped(confusing).get_parameter("module.weight") is confusing.module.weight
+    assert wrapped(confusing).get_parameter("weight") is confusing.weight
+
+
 def test_names_are_the_module_s_own() -> None:
     module = Tied()
     model = wrapped(module)
