@@ -65,8 +65,12 @@ class Claimed:
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         """Lock the directory ``path``; ValueError names the process that has it locked."""
         self.path = path
-        self._fd = _lock(path, say)
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._fd = _lock(path, say)
+        except BaseException:
+            os.close(self._directory)
+            raise
 
     def require_in_place(self) -> None:
         """OSError if the directory was removed or replaced: the run's files are no longer where they were."""

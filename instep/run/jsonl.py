@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instep.regular_files import create_over, open_or_create, open_regular, require_in_place
+from instep.regular_files import create, open_or_create, open_regular, require_in_place
 from instep.run.shape import COUNT, TEXT, Shape
 
 TAIL_BYTES = 1 << 18
@@ -61,11 +62,16 @@ class JsonLines:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a half."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with os.fdopen(create_over(temporary), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    """Write a file so that a reader sees the old one or the new one, and no mixture of what two wrote."""
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(create(temporary), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def read_object(path: Path, notes: list[str] | None = None) -> Fields:

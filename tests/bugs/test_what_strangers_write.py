@@ -55,7 +55,7 @@ def draw(path: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    ".file.tmp": lambda path: replace_text(path.with_name("file"), "by the run"),
+    "file": lambda path: replace_text(path, "by the run"),
     "trace.json.gz": lambda path: write_traces(Timeline([]), path.parent, world_size=1),
     "picture.svg": draw,
     "picture.png": draw,

@@ -273,3 +273,13 @@ def test_a_link_to_a_directory_is_claimed_and_one_to_nothing_refused(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ValueError, match="is a link to nothing, expected a directory"):
         claimed(config(tmp_path / "nowhere"))
+
+
+def test_a_directory_that_cannot_be_opened_or_locked_leaves_no_descriptor(tmp_path, monkeypatch):
+    before = os.listdir("/proc/self/fd")
+    for name in ("_lock", "open"):
+        with monkeypatch.context() as patched:
+            patched.setattr(folder if name == "_lock" else os, name, lambda *args, **options: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                folder.Claimed(tmp_path, print)
+    assert os.listdir("/proc/self/fd") == before

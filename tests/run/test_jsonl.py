@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from instep.run.jsonl import OF_STEPS, JsonLines, read_last_lines, read_lines, read_object
+from instep.run.jsonl import OF_STEPS, JsonLines, read_last_lines, read_lines, read_object, replace_text
 from instep.run.ledger import LEDGER
 
 
@@ -120,3 +121,20 @@ def test_a_line_that_goes_to_a_file_which_is_gone_is_an_error(tmp_path, lost):
             lines.write(step=2)
         path.write_text("")  # of another run
     lines.close()
+
+
+def test_two_writers_of_one_file_do_not_meet_and_nothing_else_is_left(tmp_path, monkeypatch):
+    path, replace = tmp_path / "report.json", os.replace
+
+    def another_first(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        replace_text(path, "the other's")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", another_first)
+    replace_text(path, "ours")
+    assert path.read_text() == "ours"
+    monkeypatch.setattr(os, "replace", lambda source, target: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        replace_text(path, "half")
+    assert os.listdir(tmp_path) == ["report.json"]
