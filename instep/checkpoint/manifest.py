@@ -122,6 +122,11 @@ def parse_json(data: bytes, max_bytes: int) -> Json:
         return json.loads(data.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("expected JSON, got endless nesting") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"expected JSON, got something else from {where} on: damaged or cut off") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected text, got something else at byte {error.start}: damaged") from None
 
 
 def _require_few(data: bytes) -> None:

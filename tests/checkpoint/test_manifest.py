@@ -220,3 +220,25 @@ def test_canonical_json_does_not_depend_on_the_order_of_keys() -> None:
         == canonical({"a": [1.5, None], "b": 1})
         == b'{"a":[1.5,null],"b":1}'
     )
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            lambda data: data.replace(b'"', b"?", 3),
+            r"expected JSON, got something else from line 2, column 2 on",
+        ),
+        (
+            lambda data: data[: len(data) // 2],
+            r"expected JSON, got something else from line \d+, column \d+ on",
+        ),
+        (lambda data: data[:7] + b"\xff" + data[7:], "expected text, got something else at byte 7"),
+    ],
+)
+def test_what_is_no_json_is_refused_with_its_place_and_not_in_the_words_of_a_parser(damage, words) -> None:
+    with pytest.raises(CheckpointRejected, match=words) as caught:
+        parse(damage(MANIFEST.to_bytes()), Path("m.json"))
+    said = str(caught.value)
+    assert said.startswith("m.json: ") and "Expecting" not in said and "codec" not in said
+    assert said.endswith(": take another checkpoint, or restore this one from a copy")
