@@ -77,6 +77,11 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
     Raises:
         ValueError: there is no run.
     """
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: pass the directory of a run, or a file (.json, .json.gz) that "
+            "torch.profiler has written"
+        )
     if not (path / CONFIG).is_file() and not (path / FOLDER).is_dir():
         raise ValueError(
             f"{path}: expected the directory of a run, with its {CONFIG}, or of instep.trace(model, "

@@ -11,7 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from instep.timeline.profiler import KERNEL, OPERATOR, ProfileFigures, ProfileRecord, figures_of
+from instep.timeline.profiler import (
+    ANNOTATION,
+    KERNEL,
+    OPERATOR,
+    STEP_NAME,
+    ProfileFigures,
+    ProfileRecord,
+    figures_of,
+)
 
 ROWS = 20
 NAME_WIDTH = 60
@@ -34,6 +42,11 @@ def profile_lines(records: Sequence[ProfileRecord], rank: int) -> Iterator[str]:
     """
     figures = figures_of(records, rank)
     yield from overview_lines(figures, rank)
+    if not any(record.kind == ANNOTATION and STEP_NAME.match(record.name) for record in records):
+        yield (
+            "  the profile marks no steps, so all of it counts as one: make it with "
+            "torch.profiler.profile(schedule=...), and call its step() after each step"
+        )
     yield ""
     yield from _table("operator", operator_times(records))
     yield ""

@@ -293,7 +293,12 @@ def test_what_is_no_run_is_refused(tmp_path, what):
     elif what != "nothing":
         path.mkdir()
         (path / "x").write_text("") if what == "other files" else None
-    with pytest.raises(ValueError, match="expected the directory of a run"):
+    words = (
+        "does not exist: pass the directory of a run, or a file"
+        if what == "nothing"
+        else "expected the directory of a run"
+    )
+    with pytest.raises(ValueError, match=words):
         report_data(path)
 
 

@@ -71,8 +71,18 @@ def test_the_report_of_a_profile_is_printed_and_nothing_is_written(tmp_path: Pat
     assert lines[5] == f"  utilisation {shares}"
     assert any(line.split()[:3] == ["1", "gemm", "3"] for line in lines)
     assert os.listdir(tmp_path) == ["gpu.json"]
+    assert "marks no steps" not in "".join(lines)
     assert main([str(write(tmp_path / "cpu.json", CPU))]) == DONE
     assert "kernels: none, because no device was profiled" in capsys.readouterr().out
+
+
+def test_a_profile_without_steps_says_why_it_counts_as_one(tmp_path: Path, capsys) -> None:
+    assert main([str(write(tmp_path / "whole.json", [told("cpu_op", "linear", 0, 100)]))]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "profile of rank 0: 1 step on CPU, 0.100 ms each"
+    assert (
+        "marks no steps, so all of it counts as one: make it with torch.profiler.profile(schedule" in lines[6]
+    )
 
 
 def test_a_fifo_and_what_is_no_profile_are_refused_at_once(tmp_path: Path, capsys) -> None:
