@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 
 from instep.errors import CheckpointRejected, ContractBroken, InstepError
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_process import RankFailed, said
 
 DONE = 0
 FAILED = 1
@@ -56,7 +55,8 @@ def report_error(program: str, error: BaseException) -> int:
             sys.stderr.write(error.rank_traceback)
         else:
             traceback.print_exception(error)
-    line = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {_words(error)}"
+    is_interrupted = isinstance(error, KeyboardInterrupt)
+    line = f"interrupted {error}".rstrip() if is_interrupted else f"error: {_words(error)}"
     print(f"{program}: {line}", file=sys.stderr)
     return exit_code(error)
 
@@ -71,10 +71,7 @@ def _kind(error: BaseException) -> type:
 
 
 def _words(error: BaseException) -> str:
-    """``str(error)``, but what the operating system says without its number, and the launcher's where the
-    rank does not matter without the rank."""
+    """What ``error`` says, and of the launcher's, where the rank does not matter, what the rank's said."""
     if isinstance(error, RankFailed) and error.exit.error and issubclass(_kind(error), OF_NO_RANK):
-        return re.sub(r"^\[Errno \d+\] ", "", error.exit.error.message)
-    if isinstance(error, OSError) and error.strerror:
-        return ": ".join([*([str(error.filename)] if error.filename else []), error.strerror.lower()])
-    return str(error) or type(error).__name__
+        return error.exit.error.message
+    return said(error) or type(error).__name__

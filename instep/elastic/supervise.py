@@ -95,6 +95,9 @@ def supervise(work: Callable[..., object], args: tuple[Any, ...], options: Super
         supervisor = Supervisor(work, args, options, asked)
         try:
             return supervisor.run()
+        except KeyboardInterrupt as error:
+            done = max(supervisor.retries.step, supervisor.pool.step, 0)
+            raise KeyboardInterrupt(f"after step {done}") from error
         finally:
             supervisor.close()
 

@@ -37,12 +37,13 @@ RECORD_LIMIT_BYTES = 1 << 19
 # Errors that say that another rank failed.
 CONSEQUENCES = frozenset({"instep.errors.PeerLost"})
 HINTS = {
-    -signal.SIGKILL: "out of memory? the kernel's log (dmesg) says; try fewer ranks or smaller micro-batches",
+    -signal.SIGKILL: "out of memory? or did somebody kill it? The kernel's log (dmesg) says; if it was "
+    "memory, try fewer ranks or smaller micro-batches",
     -signal.SIGSEGV: "a crash in native code, the Python stack is on stderr",
     -signal.SIGBUS: "a crash in native code, or no space left in /dev/shm; the Python stack is on stderr",
     -signal.SIGABRT: "native code gave up, its message and the Python stack are on stderr",
     -signal.SIGILL: "native code was built for another CPU",
-    255: "which is also what is left when the forkserver itself is killed: out of memory?",
+    255: "which is also what is left when the forkserver itself is killed, for want of memory or by somebody",
 }
 
 # Their ranks end with them. A shell that sets RANK may end before the ranks that it has started, and Slurm
@@ -74,6 +75,14 @@ class Child:
         self.stacks.close()
 
 
+def said(error: BaseException) -> str:
+    """What ``error`` says; of one of the operating system the file first, and without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        file = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        return f"{file}{error.strerror[:1].lower()}{error.strerror[1:]}"
+    return str(error)
+
+
 def as_told(error: E) -> E:
     """``error``, marked as one that another rank has raised first, and reports."""
     error.told = True  # type: ignore[attr-defined]
@@ -103,7 +112,7 @@ class ErrorRecord:
         text = "".join(traceback.format_exception(kind, error, frames))
         return ErrorRecord(
             f"{module}{kind.__qualname__}",
-            str(error)[:MESSAGE_LIMIT],
+            said(error)[:MESSAGE_LIMIT],
             text[-TRACEBACK_LIMIT:],
             time.monotonic_ns(),
             bool(getattr(error, "told", False)),
@@ -269,7 +278,8 @@ def root_cause(exits: Sequence[Exit]) -> Exit | None:
 def describe_exit(failed: Exit) -> str:
     """How it ended, as errors and tables say it, with a hint where there is one."""
     if failed.error is not None:
-        return f"failed with {failed.error.type}: {failed.error.message}".removesuffix(": ")
+        kind = "" if failed.error.type == "OSError" else f" with {failed.error.type}"  # the message says more
+        return f"failed{kind}: {failed.error.message}".removesuffix(": ")
     text = f"exited with code {failed.code}"
     if failed.code < 0:
         names = {number.value: number.name for number in signal.Signals}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from instep.checkpoint.files import step_directories
 from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, supervise
 from instep.mesh.agree import on_first_rank, require_same_lines
@@ -57,7 +59,10 @@ def run(recipe: Recipe) -> int:
             say=_say,
             note=log.note,
         )
-        code = supervise(recipe.work, (replace(config, run_dir=claimed.path),), terms)
+        try:
+            code = supervise(recipe.work, (replace(config, run_dir=claimed.path),), terms)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(f"{error}, {_how_to_go_on(claimed.path)}") from error
         claimed.require_in_place()
         return code
 
@@ -132,6 +137,16 @@ def claim_together(
 
     name, resume = on_first_rank(group, "claiming the run directory", claim)
     return config.run_dir or folder.made_up(name), resume
+
+
+def _how_to_go_on(path: Path) -> str:
+    """What there is in ``path`` of a run that was interrupted, and the flags that go on with it."""
+    resume = f"--resume --run-dir {shlex.quote(str(path))}"
+    with suppress(OSError):
+        steps = [step for step, _ in step_directories(path / folder.CHECKPOINTS)]
+        if steps:
+            return f"with a checkpoint of step {steps[0]}: {resume} goes on from it"
+    return f"before its first checkpoint: {resume} begins again"
 
 
 class _FaultLog:

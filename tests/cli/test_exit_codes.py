@@ -48,6 +48,7 @@ def test_every_error_has_its_code(error, code):
         (FileExistsError("runs/a holds another run"), "error: runs/a holds another run"),
         (ValueError(), "error: ValueError"),
         (KeyboardInterrupt(), "interrupted"),
+        (KeyboardInterrupt("after step 3"), "interrupted after step 3"),
     ],
 )
 def test_what_a_user_can_act_on_is_one_line(error, line, capsys):
@@ -83,7 +84,7 @@ def failed(kind: str, message: str, code: int = 1) -> RankFailed:
         ("instep.errors.CheckpointRejected", REJECTED, "why"),
         ("instep.errors.ContractBroken", FAILED, "why"),
         ("instep.errors.PeerLost", FAILED, "rank 1 of 2 (pid 77) failed with instep.errors.PeerLost: why"),
-        ("OSError", FAILED, "rank 1 of 2 (pid 77) failed with OSError: why"),
+        ("OSError", FAILED, "rank 1 of 2 (pid 77) failed: why"),
     ],
 )
 def test_what_a_rank_raised_ends_the_command_as_if_it_were_raised_here(kind, code, line, capsys):
@@ -92,8 +93,9 @@ def test_what_a_rank_raised_ends_the_command_as_if_it_were_raised_here(kind, cod
 
 
 def test_a_rank_s_words_have_no_number_of_the_system_s(capsys):
-    report_error("instep train", failed("PermissionError", "[Errno 13] Permission denied: 'text'"))
-    assert capsys.readouterr().err == "instep train: error: Permission denied: 'text'\n"
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "Text")
+    report_error("instep train", failed("PermissionError", ErrorRecord.of(error).message))
+    assert capsys.readouterr().err == "instep train: error: Text: permission denied\n"
 
 
 @pytest.mark.parametrize("kind", ["KeyError", "somewhere.unheard.OfError"])
