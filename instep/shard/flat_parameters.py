@@ -30,6 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from instep.comm import direct
@@ -99,6 +100,7 @@ class FlatParameters:
     def loaded(self) -> None:
         """``held`` have new values, as on all ranks."""
         self.share("weights that were loaded")
+        increment_version(self.parameters)  # a graph from before must not use the new values
 
     def values_of(self, held: ParameterShard) -> Tensor:
         """What this rank's program reads of ``held`` between steps."""

@@ -70,7 +70,7 @@ class Weight(NamedTuple):
         if version != self.version:
             raise RuntimeError(
                 _changed(f"parameter {unit.names[self.parameter]!r}", version, self.version)
-                + "; an optimizer step between forward and backward does that"
+                + "; an optimizer step or a load between forward and backward does that"
             )
         owner.bring(unit)
         with torch.no_grad():

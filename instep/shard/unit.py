@@ -14,7 +14,7 @@ another one (channels_last, transposed) shows its values in a part of the buffer
 which they are copied when they have come.
 
 Parameters stay the same objects; ``p.data`` says which of the two they show. That does not count as a change
-of ``p`` (``Tensor._version``): what was saved may be used when its values are back.
+of ``p`` (``Tensor._version``): what was saved may be used when its values are back. A load does count.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Unit(FlatParameters):
         return False
 
     def loaded(self) -> None:
-        self.share("weights that were loaded")
+        super().loaded()
         self.materialised = True
 
     def open(self) -> None:
