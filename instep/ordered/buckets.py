@@ -136,6 +136,7 @@ class Slot:
     shape: torch.Size
     is_complex: bool = False
     present: bool = False  # some leaf of this step, on this rank, had a gradient
+    frozen: bool = False  # on this rank, when the bucket left
 
 
 @dataclass
@@ -153,6 +154,7 @@ class Bundle:
     is_open: bool = field(default=False, init=False)  # the open leaf has not been taken over
     ready_ns: int = field(default=0, init=False)  # when the last gradient came, of the open leaf
     presence: list[list[bool]] = field(default_factory=list, init=False)  # by rank, after an exchange
+    frozen: list[list[bool]] = field(default_factory=list, init=False)  # as ``presence``
 
     @property
     def num_elements(self) -> int:

@@ -134,11 +134,14 @@ class OrderedAllReduce:
     def _agree(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         length = self.header_length
         out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
-        mine = pack(header, [slot.present for slot in bucket.slots], length)
+        slots = bucket.slots
+        flags = [*(slot.present for slot in slots), *(slot.frozen for slot in slots)]
+        mine = pack(header, flags, length)
         self.group.all_gather(out, mine, name)
-        headers, presence = unpack(out.view(self.group.size, length), len(bucket.slots))
+        headers, by_rank = unpack(out.view(self.group.size, length), len(flags))
         self._require_agreement(headers, name)
-        bucket.presence = presence
+        bucket.presence = [row[: len(slots)] for row in by_rank]
+        bucket.frozen = [row[len(slots) :] for row in by_rank]
         if self.compare is not None and header.bucket == header.round == 0:
             self.compare(headers)
         return headers

@@ -5,7 +5,7 @@ with the wrong numbers, or hang. Every exchange therefore begins with an all-gat
 per rank. Since every rank sees all the records, all reach the same verdict, and on a bad one all
 ranks raise the same error before a single gradient has been sent.
 
-    | version | contract | steps | exchange | bucket | leaves | weight | times | left | round | presence ... |
+    | version | contract | steps | exchange | bucket | leaves | weight | times | left | round | flags ... |
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-VERSION = 6
-BITS = 62  # presence bits per int64 word
+VERSION = 7
+BITS = 62  # flags per int64 word
 
 
 @dataclass(frozen=True)
@@ -81,26 +81,26 @@ WORDS = {
 
 
 def header_length(num_parameters: int) -> int:
-    """Words of a header with ``num_parameters`` presence bits."""
-    return NUM_FIELDS + -(-num_parameters // BITS)
+    """Words of a header with the flags of ``num_parameters``, which has each a gradient, which is frozen."""
+    return NUM_FIELDS + -(-2 * num_parameters // BITS)
 
 
-def pack(header: Header, present: Sequence[bool], length: int) -> Tensor:
-    """(length,) int64: the header, then one bit per parameter of the bucket."""
+def pack(header: Header, flags: Sequence[bool], length: int) -> Tensor:
+    """(length,) int64: the header, then one bit per flag of the bucket's parameters."""
     words = [*vars(header).values()]  # in the order of the fields, 60 times as fast as astuple
-    for start in range(0, len(present), BITS):
-        words.append(sum(bit << i for i, bit in enumerate(present[start : start + BITS])))
+    for start in range(0, len(flags), BITS):
+        words.append(sum(bit << i for i, bit in enumerate(flags[start : start + BITS])))
     return torch.tensor(words + [0] * (length - len(words)), dtype=torch.int64, device="cpu")
 
 
-def unpack(rows: Tensor, num_parameters: int) -> tuple[list[Header], list[list[bool]]]:
-    """Headers and presence bits by rank, out of (W, length) words."""
-    headers, presence = [], []
+def unpack(rows: Tensor, num_flags: int) -> tuple[list[Header], list[list[bool]]]:
+    """Headers and flags by rank, out of (W, length) words."""
+    headers, flags = [], []
     for row in rows.tolist():
         headers.append(Header(*row[:NUM_FIELDS]))
         bits = row[NUM_FIELDS:]
-        presence.append([bool(bits[i // BITS] >> i % BITS & 1) for i in range(num_parameters)])
-    return headers, presence
+        flags.append([bool(bits[i // BITS] >> i % BITS & 1) for i in range(num_flags)])
+    return headers, flags
 
 
 def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:

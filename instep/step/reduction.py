@@ -18,7 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class ReductionOptions:
     strategy: type[Strategy]
     caps: Caps = 25
     ordered: bool = True
-    unused: bool | None = None  # parameters without a gradient: True allows, None warns once, False raises
+    unused: bool | None = None  # parameters without a gradient: True allows, None warns, False raises
     check_replicas: bool = True  # whether ranks compare what they hold alike
 
 
@@ -170,7 +170,7 @@ class Reduction(ABC):
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
         self.gradients = Gradients(self.names, self.parameters, sparse)
-        self._warned_unused = False
+        self._warned_unused: set[int] = set()  # parameters
 
     @property
     @abstractmethod
@@ -215,7 +215,7 @@ class Reduction(ABC):
         """From now on: no observer of leaves, no warning of unused parameters, no look at replicas."""
         self.observer = None
         self.watch = ReplicaWatch(self.group, list, ())
-        self._warned_unused = True
+        self._warned_unused = set(range(len(self.names)))
 
     def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
         """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave.
@@ -354,6 +354,9 @@ class Reduction(ABC):
     def _header(
         self, bucket: Bundle, plan: StepPlan, weight: int, round: int = 0, num_carried: int = 0
     ) -> Header:
+        """What this rank says of ``bucket`` as it leaves; its slots note what is frozen by then."""
+        for slot in bucket.slots:
+            slot.frozen = not self.parameters[slot.position].requires_grad
         return Header(
             version=VERSION,
             declared=int(plan.declared),
@@ -398,26 +401,43 @@ class Reduction(ABC):
         )
 
     def _report_unused(self) -> None:
-        """Warn once, or raise, about parameters that some rank had no gradient for, though it had others."""
-        if not self.whole:
+        """Raise, or warn once of each, where a rank that had gradients had none for some parameters.
+
+        Raises:
+            Desync: a rank had none because the parameter is frozen there, and others had one.
+            ValueError: unused parameters are forbidden.
+        """
+        if self.options.unused or not self.whole:
             return
-        if self.options.unused or (self.options.unused is None and self._warned_unused):
-            return
-        unused = _describe_unused(self.bundles, self.names, self.group.ranks)
-        if not unused:
-            return
-        message = f"no gradient came for {unused} in step {self.steps}"
-        if self.options.unused is False:
-            raise ValueError(
-                f"{message}, and find_unused_parameters=False forbids it: pass True or freeze them"
+        unused = _find_unused(self.bundles)
+        if alone := [x._replace(ranks=x.frozen) for x in unused if x.frozen]:
+            raise Desync(
+                f"frozen on some ranks alone (requires_grad=False): {self._describe(alone)}; in step "
+                f"{self.steps} other ranks had gradients for them, and the mean would lack a share: freeze "
+                "on every rank alike, or pass find_unused_parameters=True if this is meant"
             )
-        self._warned_unused = True
-        if self.group.rank == 0:
+        if unused and self.options.unused is False:
+            raise ValueError(
+                f"no gradient came for {self._describe(unused)} in step {self.steps}, and "
+                "find_unused_parameters=False forbids it: pass True or freeze them"
+            )
+        new = [x for x in unused if x.position not in self._warned_unused]
+        self._warned_unused.update(x.position for x in new)
+        if new and self.group.rank == 0:
             warnings.warn(
-                f"{message}: where other ranks had one, zero was averaged in; where none had, .grad was left "
-                "alone. Pass find_unused_parameters=True if this is meant",
+                f"no gradient came for {self._describe(new)} in step {self.steps}: where other ranks had "
+                "one, zero was averaged in; where none had, .grad was left alone. Pass "
+                "find_unused_parameters=True if this is meant",
                 stacklevel=2,
             )
+
+    def _describe(self, unused: Sequence[Unused]) -> str:
+        lines = []
+        for x in unused[:SHOWN]:
+            ranks = ", ".join(str(self.group.ranks[r]) for r in x.ranks)
+            lines.append(f"{self.names[x.position]!r} on {f'rank {ranks}' if x.on_some else 'any rank'}")
+        more = f"; and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
+        return "; ".join(lines) + more
 
 
 def _bytes_of(gradient: Tensor) -> bytes:
@@ -425,18 +445,30 @@ def _bytes_of(gradient: Tensor) -> bytes:
     return as_bytes(dense.resolve_conj().resolve_neg()).cpu().numpy().tobytes()
 
 
-def _describe_unused(buckets: Sequence[Bundle], names: Sequence[str], ranks: Sequence[int]) -> str:
-    """The parameters that some rank had no gradient for, or "". Call it after the exchange.
+class Unused(NamedTuple):
+    """A parameter that ``ranks`` of the group had no gradient for, though they had others."""
 
-    A rank that had none at all, because no micro-batch or no weight fell to it, is not counted.
+    position: int
+    ranks: list[int]
+    on_some: bool  # others had one
+    frozen: list[int]  # of ``ranks``, those that could not have one, though others had
+
+
+def _find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
+    """Call it after the exchange.
+
+    A rank that had no gradient at all, because no micro-batch or no weight fell to it, is not counted.
     """
-    busy = [r for r in range(len(ranks)) if any(any(bucket.presence[r]) for bucket in buckets)]
-    lines = []
+    ranks = range(len(buckets[0].presence)) if buckets else ()
+    busy = [r for r in ranks if any(any(bucket.presence[r]) for bucket in buckets)]
+    found = []
     for bucket in buckets:
+        if all(all(bucket.presence[r]) for r in busy):
+            continue
         for k, slot in enumerate(bucket.slots):
-            missing = [ranks[r] for r in busy if not bucket.presence[r][k]]
-            if missing:
-                where = "any rank" if len(missing) == len(busy) else f"rank {', '.join(map(str, missing))}"
-                lines.append(f"{names[slot.position]!r} on {where}")
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return "; ".join(lines[:SHOWN]) + more
+            without = [r for r in busy if not bucket.presence[r][k]]
+            if without:
+                on_some = len(without) < len(busy)
+                frozen = [r for r in without if on_some and bucket.frozen[r][k]]
+                found.append(Unused(slot.position, without, on_some, frozen))
+    return found

@@ -204,11 +204,12 @@ def test_an_unordered_rank_without_leaves_adds_nothing_of_an_earlier_step(mesh):
 
 
 @world(3)
-def test_everybody_learns_who_had_a_gradient_for_what(mesh):
+def test_everybody_learns_who_had_a_gradient_for_what_and_who_could_not(mesh):
     group, leaves = mesh.world.group, rank_major(3, 3)
     bucket = filled_bucket(group, {group.rank: torch.ones(NUM_ELEMENTS)}, 3)
     for k, slot in enumerate(bucket.slots):
         slot.present = k == group.rank or k == 3
+        slot.frozen = k == 2 and group.rank == 1
     OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES)).run(
         bucket, header_for(bucket, leaves, 1), leaves
     )
@@ -217,6 +218,7 @@ def test_everybody_learns_who_had_a_gradient_for_what(mesh):
         [False, True, False, True],
         [False, False, True, True],
     ]
+    assert bucket.frozen == [[False] * 4, [False, False, True, False], [False] * 4]
 
 
 def ready(group: Group) -> tuple[OrderedAllReduce, Bucket, Leaves, Tensor]:

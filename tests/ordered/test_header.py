@@ -31,7 +31,7 @@ headers = st.builds(Header, *[int64 for _ in fields(Header)])
 
 @given(st.lists(st.tuples(headers, st.lists(st.booleans(), max_size=200)), min_size=1, max_size=5))
 @settings(deadline=None)
-def test_headers_and_presence_bits_arrive_as_they_were_sent(sent):
+def test_headers_and_flags_arrive_as_they_were_sent(sent):
     width = max(len(present) for _, present in sent)
     length = header_length(width)
     rows = torch.stack([pack(header, present, length) for header, present in sent])
@@ -42,15 +42,15 @@ def test_headers_and_presence_bits_arrive_as_they_were_sent(sent):
         assert bits == present + [False] * (width - len(present))
 
 
-@pytest.mark.parametrize("num_parameters", [0, 1, 62, 63, 64, 124, 125, 1000])
-def test_no_presence_bit_is_lost_at_the_edge_of_a_word(num_parameters):
-    length = header_length(num_parameters)
-    for chosen in {0, num_parameters // 2, num_parameters - 1} & set(range(num_parameters)):
-        present = [i == chosen for i in range(num_parameters)]
-        _, (bits,) = unpack(pack(GOOD, present, length)[None], num_parameters)
-        assert bits == present
-    _, (bits,) = unpack(pack(GOOD, [True] * num_parameters, length)[None], num_parameters)
-    assert all(bits) and len(bits) == num_parameters
+@pytest.mark.parametrize("num_parameters", [0, 1, 31, 32, 62, 63, 64, 124, 125, 1000])
+def test_no_flag_is_lost_at_the_edge_of_a_word(num_parameters):
+    length, num_flags = header_length(num_parameters), 2 * num_parameters
+    for chosen in {0, num_parameters - 1, num_parameters, num_flags - 1} & set(range(num_flags)):
+        flags = [i == chosen for i in range(num_flags)]
+        _, (bits,) = unpack(pack(GOOD, flags, length)[None], num_flags)
+        assert bits == flags
+    _, (bits,) = unpack(pack(GOOD, [True] * num_flags, length)[None], num_flags)
+    assert all(bits) and len(bits) == num_flags
 
 
 def test_ranks_that_differ_only_in_what_is_their_own_agree():
