@@ -35,6 +35,7 @@ from instep.ordered.hash import SharedHash
 from instep.ordered.replicas import ranks_listed
 from instep.ordered.shards import Shard
 from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.step.optimizer_guard import require_between_steps
 
 LOADING = "the loading of a checkpoint"
 REASON_CHARACTERS = 1000  # of why a checkpoint was refused, as the other ranks are told
@@ -118,9 +119,11 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
         CheckpointRejected: on all ranks; they have found different checkpoints, none verifies, or it is of
             another model or optimizer, and nothing has been changed; or the model or the optimizer changes
             what it is given.
+        ValueError: the loop over ``micro_batches`` of a declared step is open.
         PeerLost: a rank did not come.
     """
     state = TrainingState(model, optimizer)
+    require_between_steps(list(state.module.parameters()), "instep.load")
     everyone = state.everyone if state.everyone.pg is not None else alone()  # of a closed wrapper, too
     everyone.barrier(LOADING)  # no rank looks before the one that writes has returned from its save
     found, source, doubts = _agree(everyone, lambda: _Looked.into(Path(directory), state.group))

@@ -9,7 +9,7 @@ optimizer.step()
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +72,7 @@ class DeclaredStep:
         self.unregistered = UnregisteredWeights(module)
         self.counters = Counters(module)
         self.statistics = RunningStatistics(module, reducer.group, reducer.lane)
+        self.written = WrittenWeights()
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._weight = 0  # of the micro-batches that have had gradients
@@ -119,6 +120,7 @@ class DeclaredStep:
                         with self.keys.leaf(step, index), watched[0], watched[1]:
                             yield micro_batch
                         self._check(micro_batch, before)
+                        self.written.ended(index)
                         reducer.close_leaf()
             micro_batch = self.micro_batch = None
             with span("finish", lane="host"):
@@ -146,6 +148,7 @@ class DeclaredStep:
         self.registry.check()
         require_no_gradients(self.reducer.names, self.reducer.parameters)
         self.unregistered.begin()
+        self.written.begin([*self.registry.trainable, *self.registry.frozen])
         # The kernel of batch norm writes its statistics without counting a version.
         buffers = [(name, x) for name, x in self.module.named_buffers() if x.is_floating_point()]
         self._statistics = [(name, x, x.detach().clone()) for name, x in buffers]
@@ -229,6 +232,49 @@ class Counters:
             for prefix, key, value in own_attributes(self.module)
             if isinstance(value, int | float) and value == value
         }
+
+
+class WrittenWeights:
+    """Weights that a program writes to inside a declared step, where the next micro-batch would find others.
+
+    Which micro-batches come after a write depends on which rank has them, so the bits would depend on the
+    placement. What is put back in the same micro-batch (weights moved aside for a second forward), and what
+    is the same after each (weights that forward clamps), depends on none. So what a rank's micro-batches
+    leave counts, one after the other; it is kept of those weights only whose version tells of a write.
+
+    In a step: ``begin`` with all weights, by name, then ``ended`` after each micro-batch of this rank.
+    """
+
+    def begin(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """A declared step begins."""
+        self._weights = [(name, p) for name, p in weights if not p.is_inference()]
+        self._versions = self._count()
+        self._left: dict[str, Tensor] = {}  # what the last micro-batch that wrote has left
+
+    def ended(self, index: int) -> None:
+        """Micro-batch ``index`` has ended.
+
+        Raises:
+            ValueError: it has left another value of a weight than the one before it, on this rank.
+        """
+        before, self._versions = self._versions, self._count()
+        if before == self._versions:
+            return
+        for (name, p), old, now in zip(self._weights, before, self._versions, strict=True):
+            if old != now:
+                self._look(name, p.detach().clone(), index)
+
+    def _look(self, name: str, value: Tensor, index: int) -> None:
+        if name in self._left and not torch.equal(self._left[name], value):
+            raise ValueError(
+                f"parameter {name!r} was written to in micro-batch {index}: what other micro-batches find "
+                "would depend on which rank has them. Write to weights outside of micro_batches(), or put "
+                "back what was there before the micro-batch ends"
+            )
+        self._left[name] = value
+
+    def _count(self) -> list[int]:
+        return [p._version for _, p in self._weights]
 
 
 def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> None:

@@ -249,6 +249,17 @@ def require_unwatched(parameters: Sequence[Tensor]) -> None:
             )
 
 
+def require_between_steps(parameters: Sequence[Tensor], what: str) -> None:
+    """Raise ``ValueError`` if ``what`` would change ``parameters`` inside of a loop over micro-batches."""
+    for entry in entries_of(parameters):
+        reducer = entry.reducer()
+        if reducer is not None and reducer.plan is not None and reducer.plan.declared:
+            raise ValueError(
+                f"{what} inside micro_batches(), which would change parameter {entry.name!r} for some of its "
+                "micro-batches: do it before the loop or after it (close() an iterator that was kept)"
+            )
+
+
 def forget(parameters: Sequence[Tensor]) -> None:
     """Look at these parameters no longer."""
     for parameter in parameters:
