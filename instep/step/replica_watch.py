@@ -48,8 +48,8 @@ UPDATED = (
 )
 FIX = "Do on every rank what is done on one, and go on from a checkpoint of before"
 UNWATCHED = (
-    ". Where hosts compute updates in different ways, DataParallel has check_replicas=False, which trains "
-    "without this comparison"
+    ". Where hosts compute updates in different ways, take hosts of one kind, or "
+    "DataParallel(check_replicas=False), which trains without this comparison; fully_shard always compares"
 )
 Replica = tuple[str, Tensor]
 """The name and the live memory of what other ranks hold, too."""
