@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +114,7 @@ class DataParallel(OwnNames):
         ValueError: on all ranks; they hold different models, an embedding rescales its weight in forward
             (``max_norm``), or an argument is unknown on one of them.
         RuntimeError: no parameter requires a gradient.
+        TypeError: an argument before ``process_group`` is a mesh or a group, given without its name.
         PeerLost: a rank did not come.
     """
 
@@ -141,6 +143,8 @@ class DataParallel(OwnNames):
         **others: Any,
     ) -> None:
         super().__init__(module)
+        before_group = {"device_ids": device_ids, "output_device": output_device, "dim": dim}
+        require_no_group(**before_group, broadcast_buffers=broadcast_buffers, init_sync=init_sync)
         if device_mesh is not None and process_group is not None:
             raise ValueError("pass process_group or device_mesh, not both")
         if others.get("static_graph") and find_unused_parameters is False:
@@ -161,7 +165,7 @@ class DataParallel(OwnNames):
             "seed": seed,
             "timeout_s": timeout_s,
         }
-        others |= {"device_ids": device_ids, "output_device": output_device, "dim": dim}
+        others |= before_group
         considered = attempt(lambda: self._consider(others))
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
         self._seed = seed
@@ -506,6 +510,22 @@ def _sparse(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     wanted = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
     return {i for i, parameter in enumerate(parameters) if id(parameter) in wanted}
+
+
+def require_no_group(**arguments: Any) -> None:
+    """Raise ``TypeError`` if one of ``arguments``, which stand before ``process_group``, could be a group.
+
+    Every rank would else train in the default group. The ranks need not agree: those of another group than
+    the one that was meant may never come.
+    """
+    for name, value in arguments.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        odd = [x for x in parts if not isinstance(x, Integral | str | torch.device | None)]
+        if odd:
+            raise TypeError(
+                f"{name}: expected what it is in torch's DistributedDataParallel (devices, numbers), got a "
+                f"{type(odd[0]).__name__}: pass a mesh or a process group by name, process_group=..."
+            )
 
 
 def consume(keywords: Mapping[str, Any]) -> str:

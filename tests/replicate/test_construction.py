@@ -275,6 +275,15 @@ def test_the_first_arguments_stand_where_they_do_in_ddp() -> None:
     assert positional == theirs[: len(positional)]
 
 
+@pytest.mark.parametrize("place", range(1, 6))
+@world(2)
+def test_a_group_in_the_place_of_another_argument_is_refused(mesh: Mesh, place: int) -> None:
+    name = list(inspect.signature(DataParallel).parameters)[place]
+    for group in (mesh, mesh.whole.pg, [mesh]):
+        with pytest.raises(TypeError, match=f"^{name}: expected .*, got a .*by name, process_group="):
+            DataParallel(Dense(), *[None] * (place - 1), group)
+
+
 def test_keywords_that_ask_for_nothing_are_quiet() -> None:
     quiet = {name: value for name, (value, _) in NO_EFFECT.items()} | dict.fromkeys(REFUSED)
     with warnings.catch_warnings():
