@@ -80,7 +80,9 @@ class LeafKeys:
         self._leaf: tuple[int, int] | None = None
         self._own = generators_of(module)
         self._others: list[KeyedGenerator] = []
-        blocks = [m for m in module.modules() if getattr(m, "rng_block", False) is True]
+        # What torch.jit has compiled takes no hooks, and draws with the block around it.
+        modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        blocks = [m for m in modules if getattr(m, "rng_block", False) is True]
         me = weakref.ref(self)
         self.hooks = [
             block.register_forward_pre_hook(Hook(_entering(me, number)), prepend=True)

@@ -165,8 +165,7 @@ class DataParallel(OwnNames):
             "seed": seed,
             "timeout_s": timeout_s,
         }
-        others |= before_group
-        considered = attempt(lambda: self._consider(others))
+        considered = attempt(lambda: self._consider(others | before_group))
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
         self._seed = seed
         self.next_step = 0
@@ -206,7 +205,11 @@ class DataParallel(OwnNames):
         if self._comm_hook is not None:
             self._reducer.reduce_by(self._comm_hook)
         self._declared = DeclaredStep(self.module, self._reducer, keys, registry)
-        self._backward = Backward(self._declared, broadcast=self._broadcast_buffers, shared=self._shared)
+        # A scripted module takes no hooks; its forward is then watched where the wrapper is called.
+        called = self if isinstance(self.module, torch.jit.RecursiveScriptModule) else self.module
+        self._backward = Backward(
+            self._declared, broadcast=self._broadcast_buffers, shared=self._shared, called=called
+        )
         self._unbind = weakref.finalize(self, _release, self._backward.hooks, self._reducer.lane, self.group)
         optimizer_guard.watch(self._reducer, registry.frozen, self._unbind, weakref.ref(self))
         self._is_bound = True

@@ -287,9 +287,14 @@ def _consider(module: nn.Module, **options: Any) -> ShardingOptions:
 
 
 def _require_plain(module: nn.Module) -> None:
-    """Raise ``ValueError`` if ``module`` is sharded, or has attributes that would be hidden."""
+    """Raise ``ValueError`` if ``module`` cannot change its class, or has attributes that would be hidden."""
     if isinstance(module, FullySharded):
         raise ValueError("the module is sharded already: close() it first, or shard a new one")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            "the module is compiled by torch.jit and can become no other class: shard a module around it "
+            "(stage=2), or use DataParallel"
+        )
     added = [name for name in vars(FullySharded) if not name.startswith("_")]
     taken = [name for name in added if hasattr(module, name)]
     if taken:

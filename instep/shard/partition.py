@@ -148,7 +148,8 @@ def _used(module: nn.Module, tops: Mapping[int, int]) -> Iterator[tuple[int, nn.
 
 def _is_callable(m: nn.Module) -> bool:
     """Whether ``m`` has a forward."""
-    return "forward" in m.__dict__ or type(m).forward is not nn.Module.forward
+    # A class of torch.jit does not tell its forward.
+    return "forward" in m.__dict__ or getattr(type(m), "forward", None) is not nn.Module.forward
 
 
 def _reachable(module: nn.Module, tops: set[int]) -> Iterator[nn.Parameter]:

@@ -308,6 +308,11 @@ def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> Param
     for name, m in module.named_modules():
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be cut: make it with sparse=False")
+        if options.in_slices and isinstance(m, torch.jit.ScriptModule) and any(True for _ in m.parameters()):
+            raise ValueError(
+                f"{name!r} is compiled by torch.jit, and its forward takes no hook that could gather its "
+                "weights: use stage=2 without compute_dtype, or DataParallel, or leave it uncompiled"
+            )
     checks.require_apart(module, frozen_too=options.in_slices)
     if not options.in_slices:
         checks.require_new([p for _, p in registry.trainable])

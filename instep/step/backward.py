@@ -61,13 +61,22 @@ class Backward:
     ``look_back``, finds that it began.
 
     ``sync`` is the switch behind ``no_sync``; ``step_mode`` the one of the last step. ``hooks`` are to be
-    removed when the wrapper goes. ``changes`` names what a step changes here.
+    removed when the wrapper goes. ``changes`` names what a step changes here. ``called``: whose forward is
+    watched, by default the module's.
     """
 
     changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged", "_warned")
 
-    def __init__(self, declared: DeclaredStep, *, broadcast: bool, shared: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        declared: DeclaredStep,
+        *,
+        broadcast: bool,
+        shared: Sequence[Tensor] = (),
+        called: nn.Module | None = None,
+    ) -> None:
         self.module = declared.module
+        called = self.module if called is None else called
         self.shared = list(shared)  # of its parameters, what another wrapper reduces
         self._owners = optimizer_guard.owners(self.shared)  # kept alive, as long as this is
         self.reducer = declared.reducer
@@ -91,8 +100,8 @@ class Backward:
             for i, parameter in enumerate(self.reducer.parameters)
         ]
         self.hooks: list[Any] = [
-            self.module.register_forward_pre_hook(Hook(weakly(self._forward_begins))),
-            self.module.register_forward_hook(Hook(weakly(self._forward_ended))),
+            called.register_forward_pre_hook(Hook(weakly(self._forward_begins))),
+            called.register_forward_hook(Hook(weakly(self._forward_ended))),
             *declared.keys.hooks,
             declared.statistics.handles,
             *self._gradient_hooks,

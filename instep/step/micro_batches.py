@@ -154,7 +154,9 @@ class DeclaredStep:
         self._statistics = [(name, x, x.detach().clone()) for name, x in buffers]
         self._buffers: list[tuple[str, nn.Module, str]] = []
         for name, module in self.module.named_modules():
-            self._buffers += [(f"{name}.{key}".lstrip("."), module, key) for key in module._buffers]
+            self._buffers += [
+                (f"{name}.{key}".lstrip("."), module, key) for key, _ in module._buffers.items()
+            ]
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "

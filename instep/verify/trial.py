@@ -332,8 +332,10 @@ class RestoreOnExit:
     def begin(self) -> None:
         """Buffers as they were, no gradients."""
         for module, _, buffers in self._modules:
-            module._buffers.clear()  # forward may have put others in their place
-            module._buffers.update(buffers)
+            if isinstance(module._buffers, dict):  # a scripted module has those that it has
+                module._buffers.clear()  # forward may have put others in their place
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer
         _write_back(self._buffers)
         for parameter, _ in self._gradients:
             parameter.grad = None
