@@ -43,8 +43,12 @@ def flat(x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of ``x`` in logical order, (nbytes,): its own memory where it is contiguous, else a copy."""
-    return flat(x.detach().contiguous()).view(torch.uint8)
+    """The bytes of the values of ``x`` in logical order, (nbytes,).
+
+    Its own memory where that holds just them: where ``x`` is contiguous and no lazy conjugate or negative.
+    Else a copy.
+    """
+    return flat(x.detach().resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
 
 
 def align_bytes(device: torch.device) -> int:

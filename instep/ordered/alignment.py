@@ -33,12 +33,14 @@ def align(tensors: Iterable[Tensor]) -> None:
     They stay the same objects with the same values, and only ``.data`` is another, so optimizers that were
     made before go on working. Dense strides are kept; gaps are closed, in the same order of dimensions. What
     shares elements shares them afterwards too, and keeps its strides; so does a buffer that is expanded.
-    Nothing is done to what is aligned and dense, or in a home.
+    A lazy conjugate or negative (``x.conj()``), whose memory has other values than it shows, becomes plain,
+    because kernels take another path for it too; one that shares elements cannot.
+    Nothing is done to what is aligned, dense and plain, or in a home.
 
     Other tensors on the old memory, such as a flat base of all weights that is kept elsewhere, stay there.
     """
     mine = [x for x in tensors if _has_memory(x) and home(x) is None]
-    if all(_begins_aligned(x) and x.stride() == _dense_strides(x) for x in mine):
+    if all(_is_in_order(x) for x in mine):
         return
     with torch.inference_mode(False), torch.no_grad():
         for group in sharing(mine):
@@ -88,18 +90,16 @@ def _sharing_within(stretch: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _move_alone(x: Tensor) -> None:
-    strides = _dense_strides(x)
-    if _begins_aligned(x) and x.stride() == strides:
-        return
-    flat = allocate(x.nbytes, align_bytes(x.device), x.device).elements(x.dtype)
-    x.data = flat.as_strided(x.shape, strides).copy_(x)
+    if not _is_in_order(x):
+        flat = allocate(x.nbytes, align_bytes(x.device), x.device).elements(x.dtype)
+        x.data = flat.as_strided(x.shape, _dense_strides(x)).copy_(x)
 
 
 def _move_together(group: Sequence[Tensor]) -> None:
     """``group``, in the order of addresses, moves so that its first one is aligned."""
     offsets = [_begin(x)[1] - _begin(group[0])[1] for x in group]
     fits = [offset % x.itemsize == 0 for offset, x in zip(offsets, group, strict=True)]
-    if not all(fits) or any(x.is_conj() or x.is_neg() for x in group):
+    if not all(fits) or any(map(_is_lazy, group)):
         return  # no one address suits their dtypes, or what they are is more than their bytes
     nbytes = max(offset + _num_bytes_spanned(x) for offset, x in zip(offsets, group, strict=True))
     memory = allocate(nbytes, align_bytes(group[0].device), group[0].device).tensor
@@ -113,6 +113,15 @@ def _has_memory(x: Tensor) -> bool:
     """Whether the address of ``x`` tells where its elements are."""
     plain = x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
     return plain and not (x.is_meta or x.is_quantized) and x.numel() > 0
+
+
+def _is_in_order(x: Tensor) -> bool:
+    return _begins_aligned(x) and x.stride() == _dense_strides(x) and not _is_lazy(x)
+
+
+def _is_lazy(x: Tensor) -> bool:
+    """Whether ``x`` is more than its bytes: the conjugate or the negative of what its memory holds."""
+    return x.is_conj() or x.is_neg()
 
 
 def _begins_aligned(x: Tensor) -> bool:

@@ -47,6 +47,8 @@ OUT_OF_ORDER = {
     "some columns, transposed": (numbers(4, 6)[:, :4].t(), (1, 4)),
     "an expanded parameter": (numbers(3).expand(2, 3), (3, 1)),
     "a conjugate": (off_by(8, numbers(4, 2).to(torch.complex64)).conj(), (2, 1)),
+    "an aligned conjugate": (numbers(4, 2).to(torch.complex64).mul(1 + 1j).conj(), (2, 1)),
+    "an aligned negative": (torch._neg_view(numbers(4, 2)), (2, 1)),
 }
 
 
@@ -57,6 +59,7 @@ def test_what_is_not_is_aligned_and_dense_after_it(name: str) -> None:
     align([x])
     assert x.data_ptr() % 64 == 0
     assert x.stride() == strides
+    assert not (x.is_conj() or x.is_neg())
     assert x.tolist() == expected
 
 
