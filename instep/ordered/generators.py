@@ -11,17 +11,18 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from itertools import islice
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.attributes import own_attributes
+from instep.ordered.attributes import own_attributes, reached, within
 
 _asking = threading.Lock()  # of ``state_of``
-WIDTH = 100  # so many things of each container are looked at, because it may be a data set
+DEPTH = 3  # of an object in a container in an attribute
+_WITHOUT = (Tensor, int, float, str, type(None))  # which hold no generator
 
 
 def seed_generator(generator: torch.Generator, key: int) -> None:
@@ -66,22 +67,61 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def generators_of(module: nn.Module) -> list[KeyedGenerator]:
-    """Those that ``module`` and its submodules keep as attributes, or in containers, each once."""
+    """Those that ``module`` and its submodules keep, each once: as attributes, in what is ``within`` them."""
+    return ModuleGenerators(module).look()
+
+
+class ModuleGenerators:
+    """The generators that ``module`` keeps, looked for again when its attributes are other objects.
+
+    At construction, and when a step begins, so that one which is assigned later is found. One that forward
+    itself makes has given numbers before it could be keyed, which is a warning at the end of the first step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Of each attribute: what it was, by identity, and the generators in it, by theirs.
+        self._known: dict[tuple[str, str], tuple[int, dict[int, KeyedGenerator]]] = {}
+        self._steps = 0
+        self.look()
+
+    def look(self) -> list[KeyedGenerator]:
+        """Those that there are at this moment; in what is still the same attribute, those found before."""
+        before, self._known = self._known, {}
+        found: dict[int, KeyedGenerator] = {}
+        for prefix, key, value in own_attributes(self._module):
+            if isinstance(value, _WITHOUT):
+                continue
+            known = before.get((prefix, key))
+            if known is None or known[0] != id(value):
+                known = id(value), _generators_in(value, f"module.{prefix}.{key}")
+            self._known[prefix, key] = known
+            found |= {at: x for at, x in known[1].items() if at not in found}
+        return list(found.values())
+
+    def ended(self) -> None:
+        """A step has ended: warn, after the first, of a generator that was made in it."""
+        self._steps += 1
+        if self._steps > 1:
+            return
+        before = {x.name for _, found in self._known.values() for x in found.values()}
+        made = [x.name.removeprefix("module.") for x in self.look() if x.name not in before]
+        if made:
+            warnings.warn(
+                f"forward made the generator {made[0]!r} in a declared step: what it gave before the step's "
+                "end depends on which rank has which micro-batch, so the weights may, too. Make it before "
+                "wrapping, in __init__, or ignore this if every forward makes it anew",
+                stacklevel=2,
+            )
+
+
+def _generators_in(value: Any, name: str) -> dict[int, KeyedGenerator]:
     found: dict[int, KeyedGenerator] = {}
-    for prefix, key, value in own_attributes(module):
-        for number, x in enumerate(_within(value)):
-            kind = _kind(x)
-            if kind is not None and id(x) not in found:
-                found[id(x)] = kind(f"module.{prefix}.{key}.{number}", x)
-    return list(found.values())
-
-
-def _within(value: Any) -> Iterator[Any]:
-    yield value
-    if isinstance(value, list | tuple):
-        yield from islice(value, WIDTH)
-    elif type(value) is dict:
-        yield from islice(value.values(), WIDTH)
+    for place, x in within(value, reached, DEPTH):
+        kind = _kind(x)
+        if kind is not None and id(x) not in found:
+            found[id(x)] = kind(f"{name}.{place}", x)
+    return found
 
 
 def _kind(x: Any) -> Callable[[str, Any], KeyedGenerator] | None:
@@ -116,9 +156,8 @@ def _legacy_numpy(name: str, generator: Any) -> KeyedGenerator:
         try:
             generator.seed(key & 0xFFFFFFFF)
         except TypeError:  # the user has given it bits that are no Mersenne twister's
-            numpy = sys.modules["numpy.random"]
-            fresh = getattr(numpy, generator.get_state(legacy=False)["bit_generator"])(key)
-            generator.set_state({**fresh.state, "has_gauss": 0, "gauss": 0.0})
+            given = getattr(generator, "get_bit_generator", lambda: generator._bit_generator)()
+            generator.set_state({**type(given)(key).state, "has_gauss": 0, "gauss": 0.0})
 
     return KeyedGenerator(name, lambda: generator.get_state(legacy=False), key, generator.set_state)
 

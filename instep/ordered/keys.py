@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from instep.ordered.generators import (
     KeyedGenerator,
-    generators_of,
+    ModuleGenerators,
     global_generators,
     seed_generator,
     state_of,
@@ -78,7 +78,7 @@ class LeafKeys:
         self.seed = seed
         self._generators = generators
         self._leaf: tuple[int, int] | None = None
-        self._own = generators_of(module)
+        self._own = ModuleGenerators(module)
         self._others: list[KeyedGenerator] = []
         # What torch.jit has compiled takes no hooks, and draws with the block around it.
         modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -92,13 +92,14 @@ class LeafKeys:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the leaves of a step: those of ``random``, of numpy and of the module are put back."""
-        self._others = [*global_generators(), *self._own]
+        self._others = [*global_generators(), *self._own.look()]
         before = [generator.save() for generator in self._others]
         try:
             yield
         finally:
             for generator, state in zip(self._others, before, strict=True):
                 generator.restore(state)
+        self._own.ended()
 
     @contextmanager
     def leaf(self, step: int, leaf: int) -> Iterator[None]:

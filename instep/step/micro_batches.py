@@ -12,13 +12,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor, nn
 
 from instep.mesh.join import warn_of_default_threads
-from instep.ordered.attributes import own_attributes
+from instep.ordered.attributes import contents, own_attributes, within
 from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
 from instep.step.optimizer_guard import ParameterRegistry
@@ -26,6 +28,8 @@ from instep.step.reduction import Reduction
 from instep.step.running_statistics import RunningStatistics
 from instep.step.unregistered import UnregisteredWeights
 
+IN_ATTRIBUTES = 2  # levels of containers and objects in which counters are looked for
+COUNTING_BYTES = 1024  # an array of more is no counter
 LOOKED_AT = 2  # the second micro-batch: sizes that are remembered, flags of a first call have settled
 
 State = tuple[Tensor | None, int]  # a buffer and its version
@@ -198,7 +202,10 @@ class DeclaredStep:
 
 
 class Counters:
-    """The numbers that a module keeps as plain attributes, looked at in one micro-batch.
+    """The numbers that a module keeps beside its buffers, looked at in one micro-batch.
+
+    Plain attributes, or what is in containers and objects there; a tensor or an array by what is written
+    into it, and not one that is put in the place of another, as forward does with what it remembers.
 
     A forward that counts them up and looks at them (noise that decays by the call, a layer that is skipped in
     every third call) gives other values where a rank has other micro-batches. Nothing can tell such a number
@@ -219,7 +226,7 @@ class Counters:
         before = self._numbers()
         yield
         after = self._numbers()
-        changed = [name for name, number in before.items() if after.get(name, number) != number]
+        changed = list(dict.fromkeys(at[0] for at, x in before.items() if after.get(at, x) != x))
         if changed:
             warnings.warn(
                 f"forward changed {', '.join(map(repr, changed[:3]))} in a declared step: what counts calls "
@@ -228,12 +235,28 @@ class Counters:
                 stacklevel=2,
             )
 
-    def _numbers(self) -> dict[str, Any]:
-        return {
-            f"{prefix}.{key}".lstrip("."): value
-            for prefix, key, value in own_attributes(self.module)
-            if isinstance(value, int | float) and value == value
-        }
+    def _numbers(self) -> dict[tuple[str, str, int], Any]:
+        """By attribute, place in it, and identity where that is not what counts."""
+        numbers: dict[tuple[str, str, int], Any] = {}
+        for prefix, key, value in own_attributes(self.module):
+            name = f"{prefix}.{key}".lstrip(".")
+            for place, x in within(value, contents, IN_ATTRIBUTES):
+                if isinstance(x, int | float) and x == x:
+                    numbers[name, place, 0] = x
+                elif (position := _position(x)) is not None:
+                    numbers[name, place, id(x)] = position
+        return numbers
+
+
+def _position(x: Any) -> Any:
+    """What changes when ``x`` itself is counted up; None for what does not count."""
+    if isinstance(x, Tensor):
+        return x._version
+    if isinstance(x, count):
+        return repr(x)
+    if isinstance(x, ndarray) and x.nbytes <= COUNTING_BYTES:
+        return x.tobytes()
+    return None
 
 
 class WrittenWeights:

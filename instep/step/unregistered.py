@@ -8,14 +8,12 @@ part of the module may have such gradients, which no optimizer uses; stepped, it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from instep.ordered.attributes import own_attributes
+from instep.ordered.attributes import at_hand, own_attributes
 from instep.step.optimizer_guard import entries_of, refuse
 
 DEPTH = 4  # containers within containers that are looked into
@@ -75,18 +73,4 @@ def _parts(value: Any) -> list[Any]:
         return list(islice(value, WIDTH))
     if isinstance(value, dict):
         return list(islice(value.values(), WIDTH))
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__]
-    if isinstance(value, FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return []
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # its variable has no value yet
-        return None
+    return at_hand(value)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import gc
+import operator
 import random
 import sys
 import threading
 import zlib
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +113,108 @@ def test_a_legacy_state_over_other_bits_is_keyed_too() -> None:
     assert found[0] == found[1]
 
 
+class OwnBits(np.random.PCG64):
+    """Bits that numpy knows nothing of."""
+
+
+def test_a_legacy_state_over_bits_of_one_s_own_is_keyed_too() -> None:
+    module = nn.Module()
+    module.noise = np.random.RandomState(OwnBits(1))
+    (generator,) = generators_of(module)
+    found = []
+    for key in (5, 6, 5):
+        generator.key(key)
+        found.append(module.noise.random())
+    assert found[0] == found[2] != found[1]
+
+
+@dataclass
+class Record:
+    generator: torch.Generator
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = seeded()
+
+
+def closed_over(generator: torch.Generator) -> Callable[[], Tensor]:
+    return lambda: torch.rand((), generator=generator)
+
+
+# What holds one generator.
+HOLDERS: dict[str, Callable[[], object]] = {
+    "an ordered dict": lambda: OrderedDict(g=seeded()),
+    "a deque": lambda: deque([seeded()]),
+    "a dict of lists": lambda: {"a": [0, seeded()]},
+    "a dataclass": lambda: Record(seeded()),
+    "an object in a list": lambda: [Record(seeded())],
+    "a layer in a list": lambda: [nn.Sequential(), Noise()],
+    "a bound method": lambda: random.Random(1).random,
+    "a bound method of numpy": lambda: np.random.default_rng(1).random,
+    "a partial function": lambda: partial(torch.rand, (), generator=seeded()),
+    "a closure": lambda: closed_over(seeded()),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_generator_is_found_in(name: str) -> None:
+    module = nn.Sequential(nn.Identity())
+    module[0].holder = HOLDERS[name]()
+    assert len(generators_of(module)) == 1
+
+
+def test_looking_for_generators_ends_in_what_knows_itself_and_in_what_is_large() -> None:
+    module = nn.Module()
+    module.itself = [module]
+    module.itself.append(module.itself)
+    module.large = [[[0] * 1000] * 1000] * 1000
+    assert generators_of(module) == []
+
+
+def test_names_by_which_generators_are_keyed_stay_what_they_are() -> None:
+    names = [generator.name for generator in generators_of(Keeps())]
+    assert names == [
+        "module..torch.0",
+        "module..numpy.0",
+        "module..twins.1",
+        "module..twins.2",
+        "module..python.1",
+    ]
+
+
+def test_a_generator_that_is_assigned_after_wrapping_is_keyed() -> None:
+    found = []
+    for leaves in ([0, 1], [1]):
+        keeps = Keeps()
+        keys = LeafKeys(keeps, 7, [])
+        keeps.torch, keeps.later = seeded(), [seeded()]
+        with keys.step():
+            for leaf in leaves:
+                with keys.leaf(0, leaf):
+                    draws = [torch.rand(1, generator=g).item() for g in (keeps.torch, *keeps.later)]
+        found.append(draws)
+    assert found[0] == found[1]
+
+
+def test_a_generator_that_forward_makes_is_named_once_and_keyed_from_then_on() -> None:
+    keeps = Keeps()
+    keys = LeafKeys(keeps, 7, [])
+    message = r"forward made the generator '\.late\.0' in a declared step"
+    with pytest.warns(UserWarning, match=message), keys.step(), keys.leaf(0, 0):
+        keeps.late = seeded()
+    found = []
+    for _ in range(2):
+        with keys.step(), keys.leaf(1, 0):
+            found.append(torch.rand(1, generator=keeps.late).item())
+    assert found[0] == found[1]
+
+
 def test_numpy_s_generators_are_not_imported_for_this(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy.random")
     assert [generator.name for generator in global_generators()] == ["random"]
@@ -166,6 +275,43 @@ def test_a_counter_that_forward_counts_up_is_named_once() -> None:
     quiet = DataParallel(filled(Counts(always=False)))
     declared_gradients(quiet)
     quiet.close()
+
+
+class CountsBy(Dense):
+    """Counts its calls by ``up``, in what it keeps."""
+
+    def __init__(self, kept: Any, up: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.kept, self.up = kept, up
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up(self.kept)
+        self.last = [x.detach(), {"rows": len(x)}]  # remembered, not counted
+        return super().forward(x)
+
+
+def add_to(key: Any) -> Callable[[Any], object]:
+    return lambda kept: operator.setitem(kept, key, kept[key] + 1)
+
+
+COUNTERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "a dict": ({"n": 0}, add_to("n")),
+    "a list": ([0], add_to(0)),
+    "an object": (SimpleNamespace(n=0), lambda kept: setattr(kept, "n", kept.n + 1)),
+    "a tensor": (torch.zeros(()), lambda kept: kept.add_(1)),
+    "an array": (np.zeros(1), add_to(0)),
+    "itertools.count": (count(), next),
+    "a Sobol sequence": (torch.quasirandom.SobolEngine(1), lambda kept: kept.draw(1)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_counter_is_named_in(name: str) -> None:
+    kept, up = COUNTERS[name]
+    model = DataParallel(filled(CountsBy(kept, up)))
+    with pytest.warns(UserWarning, match="forward changed 'kept' in a declared step"):
+        declared_gradients(model)
+    model.close()
 
 
 class Slow:
