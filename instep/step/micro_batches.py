@@ -23,6 +23,7 @@ from instep.mesh.join import warn_of_default_threads
 from instep.ordered.attributes import contents, own_attributes, within
 from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
+from instep.ordered.placeholder import slices_of
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
 from instep.step.running_statistics import RunningStatistics
@@ -303,14 +304,26 @@ class WrittenWeights:
 
 
 def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if a parameter has a gradient when a declared step begins."""
+    """Raise ``ValueError`` if a parameter has a gradient when a declared step begins.
+
+    One of zeros, as ``zero_grad(set_to_none=False)`` leaves it, is none, and goes.
+    """
     for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is not None and _is_zero(parameter.grad):
+            parameter.grad = None
         if parameter.grad is not None:
             raise ValueError(
                 f"parameter {name!r} already has a gradient when micro_batches() begins: call "
-                "optimizer.zero_grad(set_to_none=True) before it; the step is the sum of its own "
+                "optimizer.zero_grad() before it; the step is the sum of its own "
                 "micro-batches alone"
             )
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    if slices_of(gradient) is not None:  # a placeholder, which has no values
+        return False
+    values = gradient._values() if gradient.is_sparse else gradient
+    return not bool(values.any())
 
 
 def changed_buffer(name: str) -> ValueError:

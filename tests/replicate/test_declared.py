@@ -102,6 +102,19 @@ def test_a_gradient_left_over_is_refused() -> None:
         step(model)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_zeros_that_are_left_count_as_none(sparse: bool) -> None:
+    model = DataParallel(nn.Sequential(nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 1)))
+    found = []
+    for _ in range(2):
+        for micro_batch in model.micro_batches(2):
+            model(torch.tensor([micro_batch.index])).sum().backward()
+        found.append([p.grad.to_dense().clone() for p in model.parameters()])
+        model.zero_grad(set_to_none=False)
+    assert all(map(torch.equal, *found))
+    model.close()
+
+
 @pytest.mark.parametrize("weight", [-1, 2.0, True, torch.tensor(3)])
 def test_a_weight_is_a_count(weight: object) -> None:
     model = alone(filled(Dense()))
