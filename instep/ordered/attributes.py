@@ -48,13 +48,15 @@ def within(value: Any, parts: Callable[[Any], list[Any]], depth: int) -> Iterato
 def contents(x: Any) -> list[Any]:
     """What a container holds, or an object that is no tensor, class or file of code, in its attributes.
 
-    In an order that all ranks have, so of a set nothing.
+    In an order that all ranks have, so of a set nothing; and nothing of what instep itself keeps there.
     """
     if isinstance(x, list | tuple | deque):
         return list(islice(x, WIDTH))
     if isinstance(x, dict):
         return list(islice(x.values(), WIDTH))
     if isinstance(x, Tensor | type | ModuleType | FunctionType):
+        return []
+    if type(x).__module__.partition(".")[0] == "instep":
         return []
     return list(getattr(x, "__dict__", {}).values())
 

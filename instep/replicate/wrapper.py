@@ -167,8 +167,7 @@ class DataParallel(OwnNames):
         }
         considered = attempt(lambda: self._consider(others | before_group))
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
-        self._seed = seed
-        self.next_step = 0
+        self._seed, self.next_step = seed, 0
         self._bind(self._process_group, timeout_s, considered)
         if (warning := considered()) and self.group.rank == 0:
             warnings.warn(warning, stacklevel=2)
