@@ -41,6 +41,7 @@ OUTSIDE = ("rank", "rank", "rank", "two", "all", "spare", "again", "stop")
 LOOPBACK = ("0100007F:",)  # as /proc/net/tcp writes 127.0.0.1
 DELAY_S = 0.05  # at most, from a step to what happens after it
 AGAIN_S = 0.25  # at most, from a kill to the one that comes while the run recovers
+DEADLINE_S = 30  # of a wait, by which what hangs where ranks wait for each other is noticed
 PACE_S = 0.02  # a step takes so much longer, so that something can happen to it
 
 
@@ -140,7 +141,7 @@ def layout(seed: int, number: int) -> Layout:
     """Layout ``number`` of ``seed``."""
     draw = random.Random(f"campaign {seed} {number}")
     ranks = draw.choice((1, 2, 2, 3, 3, 4))
-    args = ["--parallel.backend", draw.choice(("shm", "shm", "gloo"))]
+    args = ["--timeout-s", str(DEADLINE_S), "--parallel.backend", draw.choice(("shm", "shm", "gloo"))]
     stage = draw.choice((0, 0, 1, 2, 3))
     if stage:
         args += ["--parallel.shard-stage", str(stage)]
