@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -54,15 +52,3 @@ def test_the_sixty_lines_are_counted() -> None:
     lines = (EXAMPLES / "ddp_in_sixty_lines.py").read_text().split('"""', 2)[2].splitlines()
     code = [line for line in lines if line.strip() and not line.lstrip().startswith(("#", '"""'))]
     assert len(code) <= 60
-
-
-def test_it_runs_as_its_docstring_says() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    done = subprocess.run(
-        [*torchrun, EXAMPLES / "ddp_in_sixty_lines.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout.startswith("loss 0.0") and done.stdout.endswith("after 100 steps on 1 rank(s)\n")

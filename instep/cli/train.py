@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -100,7 +99,6 @@ def main(args: Sequence[str]) -> int:
         if place.source == "single":
             from instep.mesh.launch import warm
 
-            print("starting: loading torch takes some seconds", file=sys.stderr, flush=True)
             # The process that ranks are forked from loads torch, and all else, while this one does.
             warm("instep.recipes.text")
         from instep.recipes.text import run

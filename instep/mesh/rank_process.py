@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from instep.errors import InstepError
 from instep.mesh.memory_file import MemoryFile
+from instep.mesh.process_state import look
 from instep.mesh.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
@@ -159,7 +160,11 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
     except SystemExit:
         raise
     except BaseException as error:
-        _write_record(ErrorRecord.of(error), child.record)
+        try:
+            _write_record(ErrorRecord.of(error), child.record)
+        except OSError:
+            if look(child.record.pid) is not None:  # else its launcher has gone, and that is why
+                traceback.print_exception(error)
         exit_now(1)
 
 

@@ -202,6 +202,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, ["no-pickle"])
 
 
+@pytest.mark.slow
 def test_a_rank_is_replaced_where_whoever_unpickles_is_caught(bench):
     run = Run(("--checkpoint.every", "4"), (injected("kill", step=6),), pauses=False)
     made = bench.make(Row("", "", "", lost(1), (run,), steps=8))
@@ -209,6 +210,7 @@ def test_a_rank_is_replaced_where_whoever_unpickles_is_caught(bench):
     assert len(made.found.recoveries) == 1
 
 
+@pytest.mark.slow
 def test_in_a_rank_whoever_unpickles_is_caught_indeed(bench):
     words = [sys.executable, "-m", "instep", "train", "-n", "1", "--run-dir", str(bench.directory / "run")]
     words += ["--config", str(bench.directory / "recipe.toml"), "--steps", "2"]
