@@ -51,6 +51,7 @@ def test_the_model_is_fed_with_what_was_measured(found):
     assert found["best_predicted_mib"] == pytest.approx(64 * (1 / 40) ** 0.5)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_row_per_size(tmp_path):
     small = "--params 200K --tokens 8 --sizes 0.1 1 --samples 2 --rounds 1"
     files = "--json a.json --csv a.csv --chart a.svg"

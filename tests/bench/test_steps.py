@@ -139,6 +139,7 @@ def test_the_formula_beside_a_variant_is_that_of_its_stage_and_its_ranks(strateg
     assert (found["gathered(MB)"] > 0) is (strategy == "stage3")
 
 
+@pytest.mark.slow
 def test_a_run_over_a_link_counts_the_bytes_of_the_gradients():
     if (reason := why_not()) is not None:
         pytest.skip(reason)

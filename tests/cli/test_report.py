@@ -128,6 +128,7 @@ def test_an_interrupted_report_says_so(run, monkeypatch, capsys):
     assert main([str(run)]) == 130 and "interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_eight_ranks_and_a_thousand_steps_fit_into_memory_and_onto_a_page(tmp_path):
     """How long that takes is measured by benchmarks; what it may take of memory is 1 GB."""
     MadeUpRun(tmp_path / FOLDER, 8, micro_batches=8, buckets=8, capacity=1 << 16).steps(0, 1000)

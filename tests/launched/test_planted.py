@@ -78,6 +78,7 @@ def test_a_slow_rank_is_named_in_the_first_line_of_the_advice(
     assert first["text"] in line
 
 
+@pytest.mark.slow
 def test_where_all_are_equally_slow_nobody_is_named(recipe: tuple[str, ...], tmp_path: Path) -> None:
     both = Faults().slow(rank=0, **EVERY_STEP).slow(rank=1, **EVERY_STEP)
     said, found = run(recipe, both, tmp_path)
@@ -86,6 +87,7 @@ def test_where_all_are_equally_slow_nobody_is_named(recipe: tuple[str, ...], tmp
     assert not [line for line in said if line.startswith(("advice ", "slow "))]
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_slow_everywhere_is_nobody_s_fault(recipe: tuple[str, ...], tmp_path: Path) -> None:
     both = Faults().slow(rank=0, phase="data", **EVERY_STEP).slow(rank=1, phase="data", **EVERY_STEP)
     _, found = run(recipe, both, tmp_path)
@@ -93,6 +95,7 @@ def test_a_loader_that_is_slow_everywhere_is_nobody_s_fault(recipe: tuple[str, .
     assert found["advice"][0]["cause"] == "loader"
 
 
+@pytest.mark.slow
 def test_one_giant_bucket_over_a_link_is_named(recipe: tuple[str, ...], tmp_path: Path) -> None:
     # One micro-batch per rank, so that all of the backward can hide something.
     large = ("--model.width", 256, "--batch.global-size", 16, "--parallel.bucket-mb", 1000)
@@ -103,6 +106,7 @@ def test_one_giant_bucket_over_a_link_is_named(recipe: tuple[str, ...], tmp_path
     assert first["try_"].startswith("--parallel.bucket-mb ")
 
 
+@pytest.mark.slow
 def test_tiny_buckets_over_a_link_are_named(recipe: tuple[str, ...], tmp_path: Path) -> None:
     found = on_two_hosts(recipe, tmp_path, "--parallel.bucket-mb", 0.001, rate="1gbit")
     first = found["advice"][0]
