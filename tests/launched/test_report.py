@@ -57,7 +57,8 @@ def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...
         process.communicate()
     done = max(line["step"] for line in read_lines(path / METRICS))
     assert story["run"]["state"] == "running"
-    assert story["run"]["notes"] == [f"the run is going on: it has made {done} of {LONG} steps so far"]
+    notes = [note for note in story["run"]["notes"] if "not whole" not in note]  # stopped as it was written
+    assert notes == [f"the run is going on: it has made {done} of {LONG} steps so far"]
 
     story, said = report(path, tmp_path / "killed")
     assert story["run"]["state"] == "ended early"
