@@ -12,9 +12,9 @@ from instep import errors
 
 if TYPE_CHECKING:
     from instep.checkpoint.shorthand import load, save
-    from instep.mesh.evaluation import gather, mean
     from instep.mesh.join import init
     from instep.mesh.mesh import get
+    from instep.ordered.evaluation import gather, mean
     from instep.ordered.norm import clip_grad_norm_
     from instep.replicate.server import ParameterServer
     from instep.replicate.threads import ThreadedReplicas
@@ -52,11 +52,11 @@ _HOMES = {
     "clip_grad_norm_": "instep.ordered.norm",
     "full_state_dict": "instep.shard.fully",
     "fully_shard": "instep.shard.fully",
-    "gather": "instep.mesh.evaluation",
+    "gather": "instep.ordered.evaluation",
     "get": "instep.mesh.mesh",
     "init": "instep.mesh.join",
     "load": "instep.checkpoint.shorthand",
-    "mean": "instep.mesh.evaluation",
+    "mean": "instep.ordered.evaluation",
     "save": "instep.checkpoint.shorthand",
     "trace": "instep.timeline.trace",
 }

@@ -100,18 +100,13 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost: as ``run``.
         """
-        length = self.header_length
-        out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
-        self.group.all_gather(out, pack(replace(header, compares=1), (), length), name)
-        headers, _ = unpack(out.view(self.group.size, length), 0)
+        headers, _ = unpack(self._tell(replace(header, compares=1), (), name), 0)
         self._require_agreement(headers, name)
         return self.group.all_gather_bytes(digests, name)
 
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
-        length = self.header_length
-        out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
-        self.group.all_gather(out, pack(replace(header, left=1), (), length), name)
+        self._tell(replace(header, left=1), (), name)
 
     def _record(self, headers: Sequence[Header], begun_ns: int) -> None:
         """Since ``begun_ns`` this rank was in ``_agree``; until when was that for want of the last rank?"""
@@ -131,14 +126,17 @@ class OrderedAllReduce:
             put("wait", begun_ns, until_ns, self.group.ranks[last])
         put("agree", until_ns, agreed_ns)
 
-    def _agree(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
+    def _tell(self, header: Header, flags: Sequence[bool], name: str) -> Tensor:
+        """``header`` and ``flags`` of every rank, packed: (W, length) words."""
         length = self.header_length
         out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
+        self.group.all_gather(out, pack(header, flags, length), name)
+        return out.view(self.group.size, length)
+
+    def _agree(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         slots = bucket.slots
         flags = [*(slot.present for slot in slots), *(slot.frozen for slot in slots)]
-        mine = pack(header, flags, length)
-        self.group.all_gather(out, mine, name)
-        headers, by_rank = unpack(out.view(self.group.size, length), len(flags))
+        headers, by_rank = unpack(self._tell(header, flags, name), len(flags))
         self._require_agreement(headers, name)
         bucket.presence = [row[: len(slots)] for row in by_rank]
         bucket.frozen = [row[len(slots) :] for row in by_rank]

@@ -47,10 +47,15 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
 
 def norm_of(squares: Sequence[float]) -> float:
     """The norm whose squares of blocks these are, in any order."""
-    if not all(map(math.isfinite, squares)):
-        return math.nan if any(map(math.isnan, squares)) else math.inf
+    return math.sqrt(exact_sum(squares))
+
+
+def exact_sum(numbers: Sequence[float]) -> float:
+    """The sum of ``numbers``, rounded once, so that it has no order; inf or nan as ``+`` gives them."""
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers)
     try:
-        return math.sqrt(math.fsum(squares))
+        return math.fsum(numbers)
     except OverflowError:  # fsum raises where + gives inf
         return math.inf
 

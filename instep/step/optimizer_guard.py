@@ -209,9 +209,7 @@ Doubt: TypeAlias = tuple[GuardedParameter, Tensor, str]
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 _refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
-_held_back: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # Tensor -> why no optimizer may use any gradient of it
+_held_back: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use any gradient
 
 
 def refuse(tensor: Tensor, reason: str) -> None:
@@ -368,14 +366,9 @@ def require_reduced(optimizer: Optimizer) -> None:
 
 
 def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
-    for parameter in _parameters(optimizer) if _refused else ():
-        if parameter.grad is not None and parameter in _refused:
-            gradient, reason = _refused[parameter]
-            if parameter.grad is gradient():
-                raise RuntimeError(f"optimizer.step(): {reason}")
-    for parameter in _parameters(optimizer) if _held_back else ():
-        if parameter.grad is not None and parameter in _held_back:
-            raise RuntimeError(f"optimizer.step(): {_held_back[parameter]}")
+    for parameter in _parameters(optimizer) if _refused or _held_back else ():
+        if parameter.grad is not None and (reason := _reason_against(parameter)) is not None:
+            raise RuntimeError(f"optimizer.step(): {reason}")
     doubts: dict[Reduction, list[Doubt]] = {}
     for parameter, entry in watched:
         problem = entry.no_gradient()
@@ -387,6 +380,14 @@ def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
             doubts.setdefault(reducer, []).append((entry, gradient, problem))
     for reducer, its in doubts.items():
         _require_alike(reducer, its)
+
+
+def _reason_against(tensor: Tensor) -> str | None:
+    """Why no optimizer may use the gradient of ``tensor``, by ``refuse`` or ``hold_back``; or None."""
+    gradient, reason = _refused.get(tensor, (None, ""))
+    if gradient is not None and tensor.grad is gradient():
+        return str(reason)
+    return _held_back.get(tensor)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

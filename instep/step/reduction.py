@@ -442,7 +442,7 @@ class Reduction(ABC):
 
 def _bytes_of(gradient: Tensor) -> bytes:
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return as_bytes(dense.resolve_conj().resolve_neg()).cpu().numpy().tobytes()
+    return as_bytes(dense).cpu().numpy().tobytes()
 
 
 class Unused(NamedTuple):

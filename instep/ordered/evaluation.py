@@ -21,6 +21,7 @@ from instep.mesh.agree import all_or_none, all_tell, require_same_lines
 from instep.mesh.join import find_ranks, ranks_meant
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
+from instep.ordered.norm import exact_sum
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +73,7 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
 
     _, everyone = all_tell(group, "instep.mean", sums, lambda both: json.dumps(both).encode())
     found = [json.loads(its) for its in everyone]
-    total, count = (_sum([part for its in found for part in its[i]]) for i in (0, 1))
+    total, count = (exact_sum([part for its in found for part in its[i]]) for i in (0, 1))
     return total / count if count else math.nan
 
 
@@ -157,21 +158,11 @@ def _weights(weights: Values | None, num_values: int) -> list[float]:
 def _exact_parts(numbers: list[float]) -> list[float]:
     """A few numbers whose sum is that of ``numbers``, exactly; one that is not finite if that is not."""
     parts: list[float] = []
-    while part := _sum(numbers + [-x for x in parts]):
+    while part := exact_sum(numbers + [-x for x in parts]):
         parts.append(part)
         if not math.isfinite(part):
             break
     return parts
-
-
-def _sum(numbers: list[float]) -> float:
-    """Rounded once."""
-    if not all(map(math.isfinite, numbers)):
-        return sum(numbers)
-    try:
-        return math.fsum(numbers)
-    except OverflowError:  # fsum raises where + gives inf
-        return math.inf
 
 
 def _check(tensors: Sequence[Tensor], index: Tensor | None) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import instep
-from instep.mesh.evaluation import _exact_parts
 from instep.mesh.mesh import Mesh
+from instep.ordered.evaluation import _exact_parts
 from tests.world import world
 
 NUMBERS = [0.1 * 3**k * (-1) ** k for k in range(11)]
