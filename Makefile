@@ -29,8 +29,9 @@ test: env
 	$(BIN)/python -m pytest $(ARGS)
 
 # What is too long for every change: before a release, and after a change to what a test of it is about.
+# Some take minutes, so the look at a test that holds the interpreter lock is off: it ends whatever takes two.
 slow: env
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=0 $(ARGS)
 
 check: env
 	$(BIN)/ruff check .

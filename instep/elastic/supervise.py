@@ -290,7 +290,8 @@ class Supervisor:
         self.retries.progressed(self.pool.step)
         wanted = self.generation + 1 if self.forming else self.generation
         over_s = now - self._ended_at
-        readings = {worker.number: worker.read(wanted, over_s) for worker in self.pool.living}
+        only = self.members[0] if len(self.members) == 1 and not self.forming else None
+        readings = {w.number: w.read(wanted, over_s, alone=w is only) for w in self.pool.living}
         found = find_stuck(readings, self.page.slowest_s, self.options.timeout_s)
         for worker in self.members:
             missed_s = 0.0 if worker.missed_since is None else now - worker.missed_since

@@ -6,8 +6,9 @@
     left behind  others have left its generation, which has lost a rank, and it has not noticed for as long
 
 A rank that waits for a stuck one makes no progress either, so phases that wait are never the cause; where
-all wait, the deadline of the wait itself reports it, which knows for whom. One that waits for a device has
-that deadline, too: a disk may be slow, and that is no hang.
+all wait, the deadline of the wait itself reports it, which knows for whom. A rank that is alone waits for
+none, and none waits for it, so there that deadline is looked at here. One that waits for a device has it,
+too: a disk may be slow, and that is no hang.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ class Reading:
     """One look at a worker's heartbeat.
 
     ``stopped_s``: for how long the kernel has not been running it. ``left_behind_s``: for how long its
-    generation has been over without its having left. Where it is in a phase of ``BEATING``: ``idle_s``, for
-    how long it has not been seen to read or write, and whether one of its threads ``waits_for_device``.
+    generation has been over without its having left. ``alone``: it is its generation's only rank. Where it is
+    in a phase of ``BEATING``: ``idle_s``, for how long it has not been seen to read or write, and whether one
+    of its threads ``waits_for_device``.
     """
 
     position: Position
     stopped_s: float = 0.0
     left_behind_s: float = 0.0
+    alone: bool = False
     idle_s: float = inf
     waits_for_device: bool = False
 
@@ -55,12 +58,13 @@ def find_stuck(
         phase = reading.position.phase
         seconds = min(reading.position.seconds, reading.idle_s)
         limit = limit_s(slowest_s(phase), timeout_s, beats=phase in BEATING)
-        if reading.waits_for_device:
+        waits = phase in WAITING
+        if waits or reading.waits_for_device:
             limit = timeout_s
         if reading.left_behind_s:  # it waits for nothing, so there is no first time to be patient with
             limit = min(limit, max(LEAST_S, FACTOR * slowest_s(phase)))
         if reading.stopped_s >= CONFIRMED_S:
             found[worker] = f"was stopped for {reading.stopped_s:.1f} s"
-        elif seconds > limit and (phase not in WAITING or reading.left_behind_s > limit):
+        elif seconds > limit and (not waits or reading.alone or reading.left_behind_s > limit):
             found[worker] = f"made no progress in {phase} for {seconds:.1f} s (limit {limit:.1f} s)"
     return found

@@ -93,8 +93,9 @@ class Worker:
         with suppress(OSError):  # it has died; that is noticed elsewhere
             self.connection.send_bytes(b"" if assignment is None else assignment.to_bytes())
 
-    def read(self, generation: int, over_s: float) -> Reading:
-        """Its heartbeat now; the one before ``generation`` has been over for ``over_s``."""
+    def read(self, generation: int, over_s: float, *, alone: bool = False) -> Reading:
+        """Its heartbeat now; the generation before ``generation`` has been over for ``over_s``, and it is
+        ``alone`` in this one."""
         stopped, now = is_stopped(self.pid), time.monotonic()
         if not stopped:
             self._stopped_since = None
@@ -105,9 +106,9 @@ class Worker:
         position = self.page.position(self.slot)
         if position.phase not in BEATING:
             self._io = None
-            return Reading(position, stopped_s, left_behind_s)
+            return Reading(position, stopped_s, left_behind_s, alone)
         idle_s = self._idle_s(now)
-        return Reading(position, stopped_s, left_behind_s, idle_s, waits_for_device(self.pid))
+        return Reading(position, stopped_s, left_behind_s, alone, idle_s, waits_for_device(self.pid))
 
     def _idle_s(self, now: float) -> float:
         """For how long it has not been seen to read or write."""

@@ -233,6 +233,17 @@ def test_a_rank_that_hangs_where_work_beats_from_inside_is_ended_the_first_time(
     assert how.startswith(f"made no progress in {phase} for ")
 
 
+def test_a_rank_that_is_alone_and_hangs_where_it_would_wait_for_others_is_ended_by_the_deadline(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(monkeypatch)
+    script = {"generations": 2, "faults": ("hang:rank=0,step=2,phase=exchange",)}
+    assert scene.run(ranks=1, **script, options={"timeout_s": 1.0}) == 0
+    ((rank, how),) = scene.failures()
+    assert rank == 0
+    assert how.startswith("made no progress in exchange for 1.")
+
+
 def test_a_long_save_that_makes_progress_is_let_be(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     patient(monkeypatch)
     assert scene.run(extra="save_for_long") == 0

@@ -34,6 +34,12 @@ def test_a_worker_that_waits_for_others_is_not_the_cause(phase: str) -> None:
     assert found(w0=at(phase, 1e6)) == {}
 
 
+@pytest.mark.parametrize("phase", sorted(WAITING))
+def test_a_worker_that_is_alone_waits_for_nobody_and_has_the_deadline(phase: str) -> None:
+    assert found(w0=at(phase, TIMEOUT_S - 0.1, alone=True), w1=at("built", 1e6)) == {}
+    assert list(found(w0=at(phase, TIMEOUT_S + 0.1, alone=True), w1=at("built", 1e6))) == [0]
+
+
 def test_a_worker_that_still_waits_in_a_group_that_is_over_is_once_that_is_long_ago() -> None:
     waits = Position("exchange", 60.0, 3)
     assert list(found(w0=Reading(waits, left_behind_s=5.1))) == [0]
