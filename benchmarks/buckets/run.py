@@ -1,67 +1,80 @@
-"""Step time against bucket size, over sockets and over shared memory, beside what arithmetic predicts.
+"""Step time against bucket size in three places, beside what arithmetic predicts.
 
-python benchmarks/buckets/run.py            writes results.json, results.csv, chart-gloo and chart-shm (SVG,
-                                            PNG) and the tables in README.md beside it; some minutes
-python benchmarks/buckets/run.py --quick    the same with a small model, in a minute, to see that it works
+python benchmarks/buckets/run.py                         sockets, shared memory and a link: some ten minutes
+python benchmarks/buckets/run.py --place link            one of them, gloo, shm or link: some four minutes
+python benchmarks/buckets/run.py --params 5M --samples 4 --out DIR    a trial, which leaves this folder alone
+
+Writes results (JSON, CSV), chart (SVG, PNG) and table (in README.md) of each place anew. The link needs
+Linux, root and iproute2.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from instep.bench import tables
 from instep.bench.buckets import draw, measure, notes, title_of
 from instep.bench.options import BucketsOptions
-from instep.shm.futex import available
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/buckets/run.py"
-SIZES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-BACKENDS = ("gloo", "shm") if available() else ("gloo",)
-
-
-def block(runs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], minutes: float) -> str:
-    """The tables and what they were made on."""
-    parts = []
-    for results in runs:
-        parts += [f"**{title_of(results)}**", tables.markdown(results["rows"])]
-        parts.append("\n".join(f"- {note}" for note in notes(results)))
-    parts.append(
-        f"Made by `{environment['command']}` on {environment['cores']} cores ({environment['cpu']}), torch "
-        f"{environment['torch']}, {environment['date']}, in {minutes:g} minutes."
-    )
-    return "\n\n".join(parts)
+SIZES = (1.0, 2.0, 5.0, 10.0, 25.0, 100.0, 1000.0)
+PLACES: dict[str, dict[str, Any]] = {
+    "gloo": {"backend": "gloo"},
+    "shm": {"backend": "shm"},
+    "link": {"link": True},
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    began = time.monotonic()
-    command = COMMAND + (" --quick" if quick else "")
-    runs = []
-    for backend in BACKENDS:
-        options = (
-            BucketsOptions(sizes=SIZES, params="5M", samples=4, backend=backend)
-            if quick
-            else BucketsOptions(sizes=SIZES, samples=20, rounds=2, backend=backend)
+    wanted = arguments()
+    for place in wanted.place or PLACES:
+        began = time.monotonic()
+        options = BucketsOptions(
+            sizes=SIZES, params=wanted.params, samples=wanted.samples, rounds=3, **PLACES[place]
         )
-        runs.append(measure(options))
-        draw(runs[-1], HERE / f"chart-{backend}.svg")
-    minutes = round((time.monotonic() - began) / 60, 1)
-    tables.write_json(HERE / "results.json", {"minutes": minutes, "runs": runs}, command=command)
-    tables.write_csv(
-        HERE / "results.csv", [{"backend": r["backend"], **row} for r in runs for row in r["rows"]]
-    )
-    text = block(runs, tables.environment(command), minutes)
-    tables.write_between(HERE / "README.md", "buckets", text)
-    print(text)
+        results = measure(options)
+        write(place, results, wanted.out, (time.monotonic() - began) / 60)
+        tables.show(results["rows"], title_of(results), notes=notes(results))
     return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--place", action="append", choices=list(PLACES))
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--params", default="")
+    parser.add_argument("--out", type=Path, default=HERE)
+    return parser.parse_args()
+
+
+def write(place: str, results: Mapping[str, Any], folder: Path, minutes: float) -> None:
+    """Results and chart into ``folder``, and the table into its README."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "README.md").exists():
+        shutil.copy(HERE / "README.md", folder)
+    command = f"{COMMAND} --place {place}"
+    tables.write_json(
+        folder / f"results-{place}.json", {"minutes": round(minutes, 1), **results}, command=command
+    )
+    tables.write_csv(folder / f"results-{place}.csv", results["rows"])
+    draw(results, folder / f"chart-{place}.svg")
+    made = tables.environment(command)
+    said = "\n".join(f"- {note}" for note in notes(results))
+    tables.write_between(
+        folder / "README.md",
+        f"{place} table",
+        f"**{title_of(results)}**\n\n{tables.markdown(results['rows'])}\n\n{said}\n\nMade by `{command}` on "
+        f"{tables.machine()}, torch {made['torch']}, {made['date']}, in {minutes:.1f} minutes.",
+    )
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from instep.bench import charts, tables
-from instep.bench.buckets_rank import WARM_UP, measure_buckets
-from instep.bench.options import BucketsOptions, parse_count
-from instep.bench.workloads import gpt_of_size
-from instep.bench.worlds import on_ranks, slowest_rank
+from instep.bench.buckets_rank import COPIES, WARM_UP, measure_buckets
+from instep.bench.hosts import RATE_TEXT
+from instep.bench.options import BucketsOptions
+from instep.bench.workloads import Workload
+from instep.bench.worlds import on_ranks, over_link, require_memory, slowest_rank
 from instep.comm.cost import AlphaBeta, fit
-from instep.models.config import num_parameters
 from instep.timeline.predict import best_bucket, uniform_exposed_s
 
 MIB = 1 << 20
@@ -23,8 +24,9 @@ def run(options: BucketsOptions) -> None:
     """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for.
 
     Raises:
-        ValueError: a size or number that cannot be.
+        ValueError: a size or number that cannot be, or too little memory.
         RankFailed: a rank failed.
+        RuntimeError: with a link, that this machine cannot have several hosts, or that a rank failed.
     """
     results = measure(options)
     shown = [{name: value for name, value in row.items() if name not in HIDDEN} for row in results["rows"]]
@@ -35,22 +37,29 @@ def run(options: BucketsOptions) -> None:
 def measure(options: BucketsOptions) -> dict[str, Any]:
     """A row per bucket size, and the model: its link, its inputs, its choice."""
     options.check()
-    config = gpt_of_size(parse_count(options.params), options.tokens)
-    model = {name: getattr(config, name) for name in ("context", "layers", "width", "heads")}
+    chosen = options.workload("link" if options.link else "buckets")
+    require_memory(
+        chosen.rank_bytes(COPIES),
+        ranks=options.ranks,
+        backend=options.backend,
+        fix="pass a smaller --preset, --params or --batch",
+    )
     task = {
-        "model": model,
+        "workload": asdict(chosen),
         "sizes": options.sizes,
-        "tokens": options.tokens,
         "ordered": options.ordered,
         "backend": options.backend,
         "samples": options.samples,
         "rounds": options.rounds,
     }
-    by_rank = on_ranks(measure_buckets, task, ranks=options.ranks)
+    if options.link:
+        by_rank = over_link(measure_buckets, task, hosts=options.ranks)
+    else:
+        by_rank = on_ranks(measure_buckets, task, ranks=options.ranks, backend=options.backend)
     return {
         **task,
-        "model": {**model, "parameters": num_parameters(config)},
         "ranks": options.ranks,
+        "link": options.link,
         "warm_up": WARM_UP,
         **summarise(by_rank, options.sizes),
     }
@@ -111,10 +120,14 @@ def summarise(by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> d
 
 def title_of(results: Mapping[str, Any]) -> str:
     """What was measured, in one line."""
-    return (
-        f"Bucket size, {results['ranks']} ranks, {results['backend']}, "
-        f"GPT of {results['model']['parameters'] / 1e6:.1f} M parameters"
-    )
+    return f"Bucket size, {place_of(results)}; {Workload(**results['workload']).text}"
+
+
+def place_of(results: Mapping[str, Any]) -> str:
+    """Where the ranks were, and what they talked through."""
+    if results["link"]:
+        return f"{results['ranks']} hosts with {RATE_TEXT} between them"
+    return f"{results['ranks']} ranks, {results['backend']}"
 
 
 def notes(results: Mapping[str, Any]) -> list[str]:
@@ -138,14 +151,13 @@ def notes(results: Mapping[str, Any]) -> list[str]:
 
 def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:
     """Step time over bucket size, measured and by the model."""
-    found = tables.environment()
     return charts.sweep(
         results["rows"],
         path,
         title="Step time against bucket size",
-        subtitle=f"GPT of {results['model']['parameters'] / 1e6:.0f} M parameters, {results['ranks']} ranks "
-        f"on {found['cores']} cores ({found['cpu']}), {results['backend']}; median of {results['samples']} "
-        "steps, band: quartiles; model: alpha-beta, fitted in the same run",
+        subtitle=f"{Workload(**results['workload']).text}; {place_of(results)}, on "
+        f"{tables.machine(results['backend'])}; median of {results['samples']} steps, band: quartiles; "
+        "model: alpha-beta, fitted in the same run",
         x="bucket(MiB)",
         y="step(ms)",
         low="low(ms)",

@@ -12,15 +12,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
+from instep.bench.variants import SharedModel
+from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Recorder
+from instep.mesh.device import synchronize
 from instep.mesh.process_group import Group
-from instep.models.config import GPTConfig
-from instep.models.transformer import GPT
 from instep.replicate.wrapper import DataParallel
 
 WARM_UP = 2  # the first step learns the order of the gradients, the second sends by it for the first time
@@ -28,15 +27,14 @@ LINK_BUDGET_S = 30.0
 LINK_SIZES = (4_000, 64_000, 1_000_000, 8_000_000, 32_000_000)
 TIMEOUT_S = 300.0
 OF_A_CALL = ("agree", "exchange")
+COPIES = 4  # of the weights: they, gradients in buckets, and what two of an exchange need
 
 
 def measure_buckets(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """Seconds of steps, calls and phases on this rank; ``task``: see ``buckets.measure``."""
-    torch.manual_seed(0)
-    module = GPT(GPTConfig(**task["model"]))
-    tokens = torch.randint(256, (1, task["tokens"] + 1))
+    shared = SharedModel(world, Workload(**task["workload"]))
     pg = world.group(task["backend"])
-    total = sum(p.nbytes for p in module.parameters())
+    total = sum(p.nbytes for p in shared.module.parameters())
     sizes = [*(size for size in LINK_SIZES if size < total), total]
     world.say(f"all-reduce of {len(sizes)} sizes")
     link = _link(world, pg, sizes, task["samples"], ordered=task["ordered"])
@@ -44,16 +42,16 @@ def measure_buckets(world: World, task: dict[str, Any]) -> dict[str, Any]:
     for turn in range(task["rounds"]):
         for size in (0, *task["sizes"]):  # 0: without exchange
             world.say(f"turn {turn + 1}: " + (f"buckets of {size:g} MiB" if size else "compute alone"))
-            turns[str(size)] += _steps(world, pg, module, tokens, size, task)
+            turns[str(size)] += _steps(shared, pg, size, task)
     return {"link": link, "turns": turns, "gradient_bytes": total}
 
 
 def _steps(
-    world: World, pg: ProcessGroup, module: GPT, tokens: Tensor, size: float, task: dict[str, Any]
+    shared: SharedModel, pg: ProcessGroup, size: float, task: dict[str, Any]
 ) -> list[dict[str, float]]:
     """One turn of one bucket size: a wrapper, its warm-up, then this turn's share of the samples."""
     model = DataParallel(
-        module,
+        shared.module,
         process_group=pg,
         strategy="bucketed",
         bucket_cap_mb=size or None,
@@ -64,7 +62,7 @@ def _steps(
     found = []
     for number in range(WARM_UP + samples):
         with nullcontext() if size else model.no_sync():
-            sample = _step(world, model, tokens, number)
+            sample = _step(shared, model, number)
         if number >= WARM_UP:
             found.append(sample)
     model.close()
@@ -72,14 +70,16 @@ def _steps(
     return found
 
 
-def _step(world: World, model: DataParallel, tokens: Tensor, number: int) -> dict[str, float]:
+def _step(shared: SharedModel, model: DataParallel, number: int) -> dict[str, float]:
     model.zero_grad()
     model.recorder.step = number
-    world.barrier()
+    shared.world.barrier()
     start = time.perf_counter()
-    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss = shared.loss(model, shared.batch)
+    synchronize(shared.world.device)  # forward sends nothing: what backward has to wait for is as before
     middle = time.perf_counter()
     loss.backward()
+    synchronize(shared.world.device)
     end = time.perf_counter()
     calls, busy_s = _calls(model.recorder, number)
     return {"forward": middle - start, "backward": end - middle, "calls": calls, "busy": busy_s}
@@ -96,14 +96,14 @@ def _link(
 ) -> dict[str, list[float]]:
     """Seconds of an all-reduce by its size in bytes, alternately."""
     group = Group(pg, range(world.size), world.rank, TIMEOUT_S)
-    reduce = {str(size): _all_reduce(group, size, ordered=ordered) for size in sizes}
+    reduce = {str(size): _all_reduce(group, size, world.device, ordered=ordered) for size in sizes}
     return world.interleave(reduce, samples, budget_s=LINK_BUDGET_S)[0]
 
 
-def _all_reduce(group: Group, nbytes: int, *, ordered: bool) -> Callable[[], object]:
+def _all_reduce(group: Group, nbytes: int, device: torch.device, *, ordered: bool) -> Callable[[], object]:
     """An all-reduce of ``nbytes``: the backend's, or as ``ordered.exchange`` does it, with its own adds."""
     W = group.size
-    x = torch.zeros(nbytes // 4 // W * W)
+    x = torch.zeros(nbytes // 4 // W * W, device=device)
     if not ordered:
         return lambda: group.all_reduce(x, "the sweep")
     received, header, headers = torch.empty_like(x), torch.zeros(8), torch.zeros(8 * W)

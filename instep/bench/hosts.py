@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "instep"
+RATE, RATE_TEXT = "1gbit", "1 Gbit/s"  # where no other is asked for
 INTERFACE = "eth0"
 FIRST_PORT = 29500
 # A packet that segmentation offload has put together has up to 64 KiB; a bucket below that would cut it up,
@@ -107,8 +108,14 @@ def obstacle() -> str | None:
         return str(error)
 
 
+def require_hosts() -> None:
+    """``RuntimeError`` with the reason, where this machine cannot have a ``network``."""
+    if (reason := obstacle()) is not None:
+        raise RuntimeError(f"no second host to be had: {reason}")
+
+
 @contextmanager
-def network(num_hosts: int = 2, *, rate: str = "1gbit") -> Iterator[Network]:
+def network(num_hosts: int = 2, *, rate: str = RATE) -> Iterator[Network]:
     """``num_hosts`` hosts on one switch, whose links carry ``rate`` in each direction.
 
     Whatever way the block ends, its processes and namespaces end too. What a killed process left behind is
@@ -121,7 +128,7 @@ def network(num_hosts: int = 2, *, rate: str = "1gbit") -> Iterator[Network]:
         ValueError: no rate.
         RuntimeError: the machine refuses; ``obstacle`` asks beforehand.
     """
-    bytes_per_s = _bits(rate) / 8
+    carried = bytes_per_s(rate)
     _sweep()
     own = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
     hosts: list[Host] = []
@@ -140,19 +147,20 @@ def network(num_hosts: int = 2, *, rate: str = "1gbit") -> Iterator[Network]:
             for namespace, interface in ((name, INTERFACE), (switch, f"port{i}")):
                 shape = f"root tbf rate {rate} burst {BURST} latency {QUEUE}"
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *shape.split())
-        yield Network(hosts, bytes_per_s)
+        yield Network(hosts, carried)
     finally:
         _remove(f"{own}-")
         for process in itertools.chain.from_iterable(host.processes for host in hosts):
             process.wait()
 
 
-def _bits(rate: str) -> float:
+def bytes_per_s(rate: str) -> float:
+    """What a link of ``rate`` carries in each direction; ``ValueError`` for what is no rate."""
     digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
     unit = rate[len(digits) :]
     if unit not in UNIT_BITS or not digits.replace(".", "", 1).isdecimal():
         raise ValueError(f"rate {rate!r}: expected a number with kbit, mbit or gbit, such as 1gbit")
-    return float(digits) * UNIT_BITS[unit]
+    return float(digits) * UNIT_BITS[unit] / 8
 
 
 def _namespace(name: str) -> str:

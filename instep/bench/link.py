@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from instep.bench.charts import bars
-from instep.bench.hosts import network, obstacle
-from instep.bench.options import StepsOptions, parse_count, split_words
-from instep.bench.steps import NOT_STEPS, StepResults
+from instep.bench.hosts import RATE, RATE_TEXT, bytes_per_s
+from instep.bench.options import StepsOptions, split_words
+from instep.bench.steps import NOT_STEPS, StepResults, require_room
 from instep.bench.steps_rank import measure_steps
 from instep.bench.tables import markdown, show, write
 from instep.bench.variants import (
@@ -33,13 +33,12 @@ from instep.bench.variants import (
     Variant,
     choose,
 )
-from instep.bench.workloads import Workload, workload
-from instep.bench.worlds import on_hosts
+from instep.bench.workloads import Workload
+from instep.bench.worlds import over_link
 from instep.models.transformer import GPT
 from instep.replicate.strategies import STRATEGIES
 from instep.timeline.predict import LinkModel
 
-RATE, RATE_TEXT = "1gbit", "1 Gbit/s"
 DDP_FIRST_MB = 1.0  # torch's first bucket, where no size was chosen
 
 
@@ -68,13 +67,8 @@ class LinkResults:
 
 def run(options: StepsOptions) -> None:
     """Measure over links, print the table, write the files."""
-    params = parse_count(options.params) if options.params else None
-    found = measure(
-        workload("link", params, options.optimizer),
-        options.ranks,
-        split_words(options.strategies),
-        options.samples,
-    )
+    chosen = options.workload("link")
+    found = measure(chosen, options.ranks, split_words(options.strategies), options.samples)
     print()
     show(found.rows, title(found), notes=found.notes)
     write(options, found.as_json(), found.rows, lambda path: chart(found, path))
@@ -84,27 +78,23 @@ def measure(chosen: Workload, num_hosts: int, strategies: Sequence[str], samples
     """The variants of a link, on ``num_hosts`` hosts with one rank each.
 
     Raises:
+        ValueError: one host, an unknown strategy, or too little memory.
         RuntimeError: this machine cannot have several hosts, or a rank failed.
     """
-    if num_hosts < 2:
-        raise ValueError(f"a link has two ends, got {num_hosts} rank: pass -n 2 or more")
-    if (reason := obstacle()) is not None:
-        raise RuntimeError(f"no second host to be had: {reason}")
     variants = choose(LINK_VARIANTS, strategies)
+    require_room(chosen, variants, num_hosts)
     print(f"{chosen.text}; {num_hosts} hosts", file=sys.stderr, flush=True)
     task = {
         "workload": asdict(chosen),
         "variants": [asdict(one) for one in variants],
         "samples": samples,
     }
-    with network(num_hosts, rate=RATE) as made:
-        results = StepResults(on_hosts(measure_steps, task, network=made))
-        rate = made.bytes_per_s
+    results = StepResults(over_link(measure_steps, task, hosts=num_hosts))
     link = LinkModel(
         compute_s=statistics.median(results.steps(NONE.name)),
         wire_s=statistics.median(results.steps(WIRE.name)),
         latency_s=statistics.median(results.steps(LATENCY.name)) / NUM_LATENCIES,
-        bytes_per_s=rate,
+        bytes_per_s=bytes_per_s(RATE),
         num_ranks=num_hosts,
     )
     rows = [_row(one, chosen, results, link) for one in variants if one.name not in NOT_STEPS]

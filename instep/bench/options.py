@@ -1,4 +1,4 @@
-"""What can be asked of ``instep bench``: the options of its three measurements, a sentence per field. Pure.
+"""What can be asked of ``instep bench``: the options of its measurements, a sentence per field. Pure.
 
 1 KB is 1000 bytes here, as in GB/s; KiB is 1024.
 """
@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
+
+from instep.bench.workloads import WORKLOADS, Workload
+from instep.models.config import PRESETS
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
@@ -26,6 +29,9 @@ Collective = Literal[
     "gather",
     "scatter",
 ]
+
+Backend = Literal["gloo", "shm", "nccl"]
+Optimizer = Literal["sgd", "adamw"]
 
 Ranks = Annotated[tuple[int, ...], tyro.conf.arg(aliases=["-n"], metavar="N [N ...]")]
 Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="WORD[,WORD ...]")]
@@ -74,21 +80,68 @@ class CollectivesOptions(OutputFiles):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketsOptions(OutputFiles):
+class ModelOptions(OutputFiles):
+    """The model that is trained, what a rank has to compute in a step, and where the ranks are."""
+
+    preset: Annotated[str, tyro.conf.arg(metavar="|".join(PRESETS))] = ""
+    """Layers, width and heads of a published GPT."""
+    params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
+    """How many parameters the model has where no preset is named, give or take an eighth: 70M, or 20M over a
+    link, if nothing is said."""
+    batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Windows of text that a rank computes in a step; 1, 4 or 8, as the measurement needs, if nothing is
+    said."""
+    context: Annotated[int | None, tyro.conf.arg(aliases=["--tokens"], metavar="N")] = None
+    """Tokens of a window; 128, or 64 for bucket sizes, if nothing is said."""
+    vocab: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """Size of the vocabulary: 256 for bytes; that of GPT-2 is 50257."""
+    backend: Backend | None = None
+    """What the ranks talk through; with nccl the models are on GPUs, one for each rank. If nothing is said,
+    steps compares gloo and shm."""
+    link: bool = False
+    """Put every rank on a host of its own: network namespaces with 1 Gbit/s between them."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        if self.preset and self.params:
+            raise ValueError(
+                f"--preset {self.preset} and --params {self.params} both say how large the model is: pass one"
+            )
+        for name in ("batch", "context", "vocab"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"expected --{name} of at least 1, got {value}")
+        if self.link and self.backend in ("shm", "nccl"):
+            raise ValueError(
+                f"--backend {self.backend} with --link: hosts share no memory, and here no GPU: pass "
+                "--backend gloo"
+            )
+        _ = self.workload("link").config
+
+    def workload(self, name: str) -> Workload:
+        """The workload called ``name``, and what these options say of it.
+
+        Raises:
+            ValueError: no preset of that name; no number of parameters, or too few.
+        """
+        said: dict[str, Any] = {"batch": self.batch, "tokens": self.context}
+        if self.params:
+            said["params"] = parse_count(self.params)
+        given = {field: value for field, value in said.items() if value is not None}
+        return replace(WORKLOADS[name], preset=self.preset, vocab=self.vocab, **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketsOptions(ModelOptions):
     """Step time against bucket size, and the size that arithmetic on latency and bandwidth would choose."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
     sizes: Annotated[tuple[float, ...], tyro.conf.arg(metavar="MIB [MIB ...]")] = (1.0, 10.0, 100.0, 1000.0)
     """Bucket sizes in MiB."""
-    params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "70M"
-    """About how many parameters the model has."""
-    tokens: int = 64
-    """Tokens that each rank computes in a step; fewer make the network matter more."""
     ordered: bool = True
     """Sum in the fixed order, as training does; without, by the backend's all-reduce."""
-    backend: str = "gloo"
-    """What the ranks talk through."""
+    backend: Backend = "gloo"
+    """What the ranks talk through; with nccl the models are on GPUs, one for each rank."""
     samples: int = 10
     """Samples of each size."""
     rounds: int = 2
@@ -96,39 +149,60 @@ class BucketsOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
+        super().check()
         _check_ranks(self.ranks)
-        if self.samples < 2 or self.rounds < 1 or self.tokens < 1:
+        if self.samples < 2 or self.rounds < 1:
             raise ValueError(
-                f"expected at least 2 samples, 1 round and 1 token, got samples={self.samples}, "
-                f"rounds={self.rounds}, tokens={self.tokens}"
+                f"expected at least 2 samples and 1 round, got samples={self.samples}, rounds={self.rounds}"
             )
         if not self.sizes or min(self.sizes) <= 0:
             raise ValueError(f"expected positive bucket sizes in MiB, got {self.sizes}")
-        parse_count(self.params)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsOptions(OutputFiles):
+class WholeStepOptions(ModelOptions):
+    """A model and what steps its weights."""
+
+    optimizer: Optimizer = "sgd"
+    """What steps the weights, with a rate of zero: SGD has no state, AdamW two numbers per parameter."""
+
+    def workload(self, name: str) -> Workload:
+        """The workload called ``name``, and what these options say of it."""
+        return replace(super().workload(name), optimizer=self.optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsOptions(WholeStepOptions):
     """Time of a training step by strategy."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
     setting: Literal["communication", "compute", "both"] = "both"
-    """What takes most of the step: a model that is large for its batch, or the other way round."""
+    """What takes most of the step: a model that is large for its batch, or the other way round; --batch says
+    it in their place."""
     strategies: Words = ()
     """Strategies to compare, measured alternately; if none is named, all but those that shard: stage1,
     stage2, stage3, stage1-one-copy and stage2-one-copy. The word sharded names these five."""
     samples: int = 20
     """Steps of each strategy that are timed."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """What steps the weights, with a rate of zero: SGD has no state, AdamW two numbers per parameter."""
-    params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
-    """How many parameters the model has, give or take an eighth: 70M, or 20M over a link, if nothing is
-    said."""
     memory: bool = True
     """Measure the peak memory of each strategy too, in ranks of its own."""
-    link: bool = False
-    """Put the ranks on two hosts: network namespaces with a link of 1 Gbit/s between them."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        super().check()
+        if self.batch is not None and self.setting != "both":
+            raise ValueError(
+                f"--batch {self.batch} and --setting {self.setting} both say how much a rank computes: pass "
+                "one"
+            )
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The workloads to measure on one host, by name."""
+        if self.batch is not None:
+            return ("given",)
+        return ("communication", "compute") if self.setting == "both" else (self.setting,)
 
 
 def _check_ranks(*numbers: int) -> None:

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from instep.bench.bandwidth import available_bytes
 from instep.bench.charts import bars
-from instep.bench.options import StepsOptions, parse_count, split_words
+from instep.bench.options import StepsOptions, split_words
 from instep.bench.steps_rank import measure_memory, measure_steps, memory_columns
 from instep.bench.tables import Ratio, Row, cell, markdown, paired_ratio, quantile, quantiles, show, write
 from instep.bench.variants import (
@@ -24,11 +23,13 @@ from instep.bench.variants import (
     WIRE,
     Variant,
     choose,
+    over,
 )
-from instep.bench.workloads import Workload, workload
-from instep.bench.worlds import on_ranks, slowest_rank
+from instep.bench.workloads import Workload
+from instep.bench.worlds import on_ranks, require_memory, slowest_rank
 
 MS = 1e3
+WEIGHTS_AND_GRADIENTS = 2  # what all variants share, and what the one that steps has for a while
 NOT_STEPS = {WIRE.name, LATENCY.name}
 # What the table on stdout leaves to the files.
 FILES_ONLY = (
@@ -36,7 +37,12 @@ FILES_ONLY = (
     *("parameters(MB)", "gradients(MB)", "optimizer(MB)", "buffers(MB)", "scratch(MB)"),
     *("gathered(MB)", "activations(MB)"),
 )
-PANELS = {"": "nothing sent", "gloo": "over gloo (sockets)", "shm": "over shared memory"}
+PANELS = {
+    "": "nothing sent",
+    "gloo": "over gloo (sockets)",
+    "shm": "over shared memory",
+    "nccl": "over NCCL, on GPUs",
+}
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,9 @@ class HostResults:
 
 def run(options: StepsOptions) -> None:
     """Measure, print the tables, write the files."""
-    names = ("communication", "compute") if options.setting == "both" else (options.setting,)
     found = []
-    for name in names:
-        found.append(measure(_workload(name, options), options))
+    for name in options.settings:
+        found.append(measure(options.workload(name), options))
         table(found[-1])
 
     def charts(path: Path) -> None:
@@ -72,14 +77,17 @@ def run(options: StepsOptions) -> None:
 def measure(chosen: Workload, options: StepsOptions) -> HostResults:
     """All variants of one host on one workload."""
     variants = choose(HOST_VARIANTS, split_words(options.strategies), SHARDED_VARIANTS)
-    _require_memory(chosen, variants, options.ranks)
+    if options.backend is not None:
+        variants = over(options.backend, variants)
+    require_room(chosen, variants, options.ranks, options.backend)
     print(f"{chosen.what}: {chosen.text}; {options.ranks} ranks", file=sys.stderr, flush=True)
     task = {
         "workload": asdict(chosen),
         "variants": [asdict(one) for one in variants],
         "samples": options.samples,
     }
-    results = StepResults(on_ranks(measure_steps, task, ranks=options.ranks))
+    backend = options.backend or "gloo"
+    results = StepResults(on_ranks(measure_steps, task, ranks=options.ranks, backend=backend))
     there = [one for one in variants if one.name in results.names]
     peaks = {one.name: _peak(one, chosen, options) for one in there if one != ALONE} if options.memory else {}
     rows = [{"setting": chosen.name, **results.row(one), **peaks.get(one.name, {})} for one in there]
@@ -100,7 +108,8 @@ class StepResults:
         busy          how long the communication lane was at work, on the rank where that was longest
         efficiency    (one step's time of rank 0 while the others wait) / step: the throughput of W ranks over
                       W times the throughput of one that has the machine to itself
-        gap closed    (DDP - step) / (DDP - none): 0 is torch's DDP over gloo, 1 is no synchronisation at all
+        gap closed    (DDP - step) / (DDP - none): 0 is torch's DDP (over gloo, or NCCL where all are), 1 is
+                      no synchronisation at all
     """
 
     by_rank: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]
@@ -108,6 +117,11 @@ class StepResults:
     @property
     def names(self) -> list[str]:
         return list(self.by_rank[0])
+
+    @property
+    def ddp(self) -> str:
+        """The name of the DDP that the others are held against."""
+        return DDP.name if DDP.name in self.names else f"{DDP.strategy}-nccl"
 
     def steps(self, name: str) -> list[float]:
         """Seconds per step of the slowest rank, by round."""
@@ -126,11 +140,11 @@ class StepResults:
         return paired_ratio(self.steps(name), self.steps(other))
 
     def gap_closed(self, name: str) -> float | None:
-        """The share of what DDP over gloo takes more than the baseline that ``name`` does not take."""
-        gap = statistics.median(self.exposed(DDP.name))
+        """The share of what DDP takes more than the baseline that ``name`` does not take."""
+        gap = statistics.median(self.exposed(self.ddp))
         if gap <= 0:
             return None
-        pairs = zip(self.steps(DDP.name), self.steps(name), strict=True)
+        pairs = zip(self.steps(self.ddp), self.steps(name), strict=True)
         return statistics.median([ddp - step for ddp, step in pairs]) / gap
 
     def busy_s(self, name: str) -> float | None:
@@ -161,7 +175,7 @@ class StepResults:
         steps, exposed = self.steps(one.name), self.exposed(one.name)
         figures = quantiles(steps)
         waited = statistics.median(exposed)
-        ratio = self.against(one.name, DDP.name)
+        ratio = self.against(one.name, self.ddp)
         busy = self.busy_s(one.name)
         compared = one not in (NONE, ALONE)
         return {
@@ -193,7 +207,7 @@ class StepResults:
 def notes(results: StepResults) -> list[str]:
     """The figures that are no column."""
     lines = []
-    for backend in ("gloo", "shm"):
+    for backend in filter(None, PANELS):
         loose, ordered = f"unordered-{backend}", f"bucketed-{backend}"
         if loose in results.names and ordered in results.names:
             cost = results.against(ordered, loose)
@@ -209,11 +223,11 @@ def notes(results: StepResults) -> list[str]:
                 f"{hooks:.2f} ms, together at most {100 * share:.2f} % of a step; headers are hidden where "
                 "backward still runs"
             )
-    gap = results.gap_closed(NONE.name)
+    gap, ddp = results.gap_closed(NONE.name), results.ddp.replace("-", " over ")
     lines.append(
-        "torch's DDP over gloo is no slower than no synchronisation here: there is no gap to close"
+        f"torch's {ddp} is no slower than no synchronisation here: there is no gap to close"
         if gap is None
-        else "gap closed: 0 % is torch's DDP over gloo, 100 % is no synchronisation"
+        else f"gap closed: 0 % is torch's {ddp}, 100 % is no synchronisation"
     )
     return lines
 
@@ -261,36 +275,27 @@ def chart(found: HostResults, path: Path, ranks: int) -> list[Path]:
     return bars(
         parts, path,
         title=f"A training step on {ranks} ranks of one host: {found.workload.what}",
-        subtitle=f"{found.workload.text}; median and quartiles of {len(found.samples[DDP.name])} steps",
+        subtitle=f"{found.workload.text}; median and quartiles of {len(found.samples[NONE.name])} steps",
         label="strategy", value="step(ms)", low="q25(ms)", high="q75(ms)", unit="ms", group="panel",
         reference=none["step(ms)"], reference_text="no synchronisation",
     )  # fmt: skip
 
 
-def _workload(name: str, options: StepsOptions) -> Workload:
-    return workload(name, parse_count(options.params) if options.params else None, options.optimizer)
-
-
 def _peak(one: Variant, chosen: Workload, options: StepsOptions) -> dict[str, float | None]:
     task = {"workload": asdict(chosen), "variant": asdict(one)}
-    return memory_columns(
-        [found for found in on_ranks(measure_memory, task, ranks=options.ranks) if found is not None],
-        chosen,
-        one,
-    )
+    by_rank = on_ranks(measure_memory, task, ranks=options.ranks, backend=options.backend or "gloo")
+    return memory_columns([found for found in by_rank if found is not None], chosen, one)
 
 
-def _require_memory(chosen: Workload, variants: Sequence[Variant], ranks: int) -> None:
+def require_room(
+    chosen: Workload, variants: Sequence[Variant], ranks: int, backend: str | None = None
+) -> None:
     """Raise ``ValueError`` if what the variants hold will not fit side by side."""
-    held = {"none": 0, "alone": 0, "flat": 2, "server": 1 + ranks, "threads": ranks}
-    stepped = [one for one in variants if one.strategy not in ("wire", "latency")]
-    copies = 3 + sum(held.get(one.strategy, 1) for one in variants)  # weights, gradients, activations
-    copies += chosen.num_moments * len(stepped) + sum(one.kind.stage > 0 for one in variants)
-    needed = ranks * copies * chosen.gradient_bytes
-    available = available_bytes()
-    if needed > available:
-        raise ValueError(
-            f"{len(variants)} variants on {ranks} ranks need about {needed / 1e9:.1f} GB of memory for "
-            f"what they hold, and {available / 1e9:.1f} GB are available: pass fewer --strategies, or "
-            "smaller --params"
-        )
+    stepped = [one for one in variants if one.name not in NOT_STEPS]
+    kept = sum(one.copies(ranks) for one in variants) + chosen.num_moments * len(stepped)
+    require_memory(
+        chosen.rank_bytes(WEIGHTS_AND_GRADIENTS + kept),
+        ranks=ranks,
+        backend=backend or "gloo",
+        fix="pass fewer --strategies, or a smaller --preset, --params or --batch",
+    )

@@ -1,4 +1,4 @@
-"""A rank's part of ``instep bench steps``: the time of steps in turns, and the memory of each variant alone.
+"""A rank's part of ``instep bench steps``: steps in turns, and the memory of each variant alone.
 
 A machine is not the same from minute to minute, so what is to be compared has to be measured at the same
 time: in every round each variant makes one step, and what disturbs a round disturbs all variants. Another one
@@ -30,10 +30,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.bench.hosts import INTERFACE
-from instep.bench.variants import NONE, Runner, ServerLoop, SharedModel, TrainingLoop, Unavailable, Variant
+from instep.bench.variants import (
+    NONE,
+    Runner,
+    ServerLoop,
+    SharedModel,
+    TrainingLoop,
+    Unavailable,
+    Variant,
+)
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Event
+from instep.mesh.device import peak_bytes, synchronize
 from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.recipes.memory_estimate import formula
 from instep.timeline.intervals import total_ns, union
@@ -88,6 +97,7 @@ def _step(world: World, runner: Runner) -> dict[str, Any]:
     before = traffic()
     began, began_ns = time.perf_counter(), time.monotonic_ns()
     runner.step()
+    synchronize(world.device)
     step_s = time.perf_counter() - began
     after = traffic()
     recorded = [] if runner.recorder is None else runner.recorder.events
@@ -119,7 +129,7 @@ def traffic(table: Path = Path("/proc/self/net/dev"), interface: str = INTERFACE
 
 
 def measure_memory(world: World, task: dict[str, Any]) -> Needed | None:
-    """ "held", "activations" and "resident" of one rank, in bytes, after some steps of a variant.
+    """ "held", "activations", "resident" and "on_gpu" of one rank, in bytes, after some steps of a variant.
 
     ``task``: "workload", "variant" (the fields of each). None if it cannot run here.
     """
@@ -131,13 +141,14 @@ def measure_memory(world: World, task: dict[str, Any]) -> Needed | None:
     for _ in range(NUM_STEPS):
         runner.step()
     world.barrier()
-    now = resident_memory()
+    now, on_gpu = resident_memory(), peak_bytes(world.device)
     world.barrier()  # what is counted from here on takes memory of its own
     counted = count(runner)
     return {
         "held": None if counted is None else asdict(counted),
         "activations": _activations(shared, runner),
         "resident": None if now is None else asdict(now),
+        "on_gpu": on_gpu,
     }
 
 
@@ -161,10 +172,12 @@ def memory_columns(
 ) -> dict[str, float | None]:
     """The figures of a table, in MB: of the rank that needs most, but for what all ranks take together.
 
+    Of ranks with a GPU the peak is that of its memory.
     ``needed`` is what every rank has measured of ``one``, and beside it stands what the formula says of it.
     """
     counts = [MemoryUsage(**each["held"]) for each in needed if each["held"]]
     kept = [each["activations"] for each in needed if each["activations"] is not None]
+    peaks = [each["on_gpu"] for each in needed if each.get("on_gpu") is not None]
     processes = [ResidentMemory(**each["resident"]) for each in needed if each["resident"]]
     stage, one_copy = one.kind.stage, one.kind.one_copy
     said = formula(
@@ -185,7 +198,7 @@ def memory_columns(
         "state(MB)": max((each.state for each in counts), default=None),
         "gathered(MB)": said["gathered"],
         "activations(MB)": max(kept, default=None),
-        "peak(MB)": max((each.peak for each in processes), default=None),
+        "peak(MB)": max(peaks or (each.peak for each in processes), default=None),
         "host(MB)": total_resident(processes) if processes else None,
     }
     return {name: None if nbytes is None else nbytes / MEGABYTE for name, nbytes in found.items()}

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from instep.bench.options import OutputFiles
 from instep.checkpoint.contract import describe
+from instep.mesh.device import gpu_names
 
 Row = Mapping[str, Any]
 
@@ -90,14 +91,24 @@ def geometric_mean(values: Sequence[float]) -> float:
 def environment(command: str | None = None) -> dict[str, Any]:
     """Where and how a measurement was made, without names of hosts or folders."""
     known = describe(config={}, threads=1, device="cpu")
+    gpus = gpu_names()
     return {
         "cpu": known["cpu.kind"],
         "cores": len(os.sched_getaffinity(0)),
+        **({"gpus": gpus} if gpus else {}),
         "torch": known["torch"],
         "python": known["python"],
         "command": _command_line(sys.argv) if command is None else command,
         "date": date.today().isoformat(),
     }
+
+
+def machine(backend: str = "gloo") -> str:
+    """What computes where ranks talk through ``backend``: the cores of this machine, or its GPUs."""
+    if backend == "nccl" and (gpus := gpu_names()):
+        return f"{len(gpus)} GPUs ({gpus[0]})"
+    found = environment()
+    return f"{found['cores']} cores ({found['cpu']})"
 
 
 def _command_line(argv: Sequence[str]) -> str:

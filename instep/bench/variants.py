@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,14 +64,14 @@ class SharedModel:
     def __init__(self, world: World, workload: Workload) -> None:
         torch.manual_seed(0)
         self.world, self.workload = world, workload
-        batches = torch.randint(256, (world.size, workload.batch, workload.tokens + 1))
-        self.batch = batches[world.rank]
+        batches = torch.randint(workload.vocab, (world.size, workload.batch, workload.tokens + 1))
+        self.batch = batches[world.rank].to(world.device)
         self.batches = batches.flatten(0, 1)
 
     @cached_property
     def module(self) -> nn.Module:
         """The weights that variants share, made when the first of them needs some."""
-        return full_model(self.workload.config)
+        return full_model(self.workload.config).to(self.world.device)
 
     @property
     def optimizer(self) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -94,7 +94,8 @@ class TrainingLoop:
     """The ordinary training loop around ``model``; ``step`` is what is timed.
 
     ``recorder`` holds what instep has recorded of it, if anything; ``forward_s`` is the time of the last
-    forward, ``guard_s`` that of the hooks which instep has around every optimizer step.
+    forward (on a GPU: until it is issued), ``guard_s`` that of the hooks which instep has around every
+    optimizer step.
     """
 
     def __init__(
@@ -216,17 +217,19 @@ def sharded_model(
     group: ProcessGroup,
     optimizer: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
+    device: torch.device | None = None,
 ) -> tuple[Any, ShardedOptimizer]:
     """A model of its own and its optimizer, divided among the ranks of ``group``. Collective."""
+    device = device or torch.device("cpu")
     if kind.stage == 3:
         with torch.device("meta"):
             module: nn.Module = GPT(config)
-        model: Any = fully_shard(module, group, stage=3)
+        model: Any = fully_shard(module, group, stage=3, device=device)
         model.materialise(seed=SEED)
     elif kind.stage == 2:
-        model = fully_shard(full_model(config), group, stage=2, one_copy=kind.one_copy)
+        model = fully_shard(full_model(config).to(device), group, stage=2, one_copy=kind.one_copy)
     else:
-        model = DataParallel(full_model(config), process_group=group, init_sync=False)
+        model = DataParallel(full_model(config).to(device), process_group=group, init_sync=False)
     one_copy = kind.one_copy and kind.stage == 1
     return model, ShardedOptimizer(model.parameters(), optimizer, group, one_copy=one_copy, **options)
 
@@ -262,6 +265,11 @@ class Variant:
         size = "" if self.bucket_mb is None else f" {self.bucket_mb:g} MB"
         return ("bucketed unordered" if self.strategy == "unordered" else self.strategy) + size
 
+    def copies(self, ranks: int) -> int:
+        """How many times the bytes of the weights a rank keeps for it, but for moments: buckets, weights."""
+        kept = {"none": 0, "alone": 0, "flat": 2, "server": 1 + ranks, "threads": ranks}
+        return kept.get(self.strategy, 1) + (self.kind.stage > 0)
+
     def start(self, shared: SharedModel) -> Runner:
         """Set it up on this rank. Collective.
 
@@ -288,7 +296,9 @@ class Variant:
         if self.kind.stage:
             kind, options = shared.optimizer
             group = world.group(self.backend)
-            model, optimizer = sharded_model(self.kind, shared.workload.config, group, kind, options)
+            model, optimizer = sharded_model(
+                self.kind, shared.workload.config, group, kind, options, world.device
+            )
             self._require_shm(model, world)
             return TrainingLoop(shared, model, optimizer=optimizer)
         return TrainingLoop(shared, self._wrap(shared.copy(), world))
@@ -347,6 +357,20 @@ LINK_VARIANTS = (
     Variant("server", "gloo"),
 )
 BASELINES = {NONE, ALONE, WIRE, LATENCY, DDP}
+
+
+def over(backend: str, variants: Sequence[Variant]) -> list[Variant]:
+    """Of ``variants`` those over ``backend``, and what they are held against.
+
+    On GPUs, with "nccl", all that go over gloo on CPUs, but no threads: those share one device.
+    """
+    if backend != "nccl":
+        return [one for one in variants if one.backend in ("", backend) or one in BASELINES]
+    return [
+        replace(one, backend="nccl") if one.backend else one
+        for one in variants
+        if one.backend in ("", "gloo") and one.strategy != "threads"
+    ]
 
 
 def choose(

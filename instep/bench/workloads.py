@@ -8,11 +8,14 @@ step is mostly communication, with many it is mostly computation.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from instep.models.config import GPTConfig, num_parameters
+from instep.models.config import GPTConfig, num_parameters, preset
+from instep.recipes.memory_estimate import activation_bytes
 
 TOKENS = 128
+VOCAB = 256  # bytes
 LAYERS = 10
 HEAD_WIDTH = 64
 UNITS = (HEAD_WIDTH, 32, 16, 8, 4, 2)  # a width is a multiple of the first that comes close
@@ -24,7 +27,10 @@ OPTIMIZERS = {"sgd": 0, "adamw": 2}  # by the moments of a parameter
 
 @dataclass(frozen=True)
 class Workload:
-    """One model and one batch per rank: ``batch`` windows of ``tokens``. The optimizer is of OPTIMIZERS."""
+    """One model and one batch per rank: ``batch`` windows of ``tokens``. The optimizer is of OPTIMIZERS.
+
+    The model has the size that ``preset`` names, or else about ``params`` parameters.
+    """
 
     name: str
     params: int
@@ -32,10 +38,14 @@ class Workload:
     what: str
     tokens: int = TOKENS
     optimizer: str = "sgd"
+    preset: str = ""
+    vocab: int = VOCAB
 
     @property
     def config(self) -> GPTConfig:
-        return gpt_of_size(self.params, self.tokens)
+        if self.preset:
+            return GPTConfig(vocab_size=self.vocab, context=self.tokens, **preset(self.preset)._asdict())
+        return gpt_of_size(self.params, self.tokens, self.vocab)
 
     @property
     def gradient_bytes(self) -> int:
@@ -47,16 +57,28 @@ class Workload:
         return OPTIMIZERS[self.optimizer]
 
     @property
+    def model_text(self) -> str:
+        """The model in words."""
+        name = f"{self.preset}: " if self.preset else ""
+        words = "" if self.vocab == VOCAB else f", a vocabulary of {self.vocab:,}"
+        return f"{name}{num_parameters(self.config) / 1e6:.3g} M parameters{words}"
+
+    @property
     def text(self) -> str:
         """The model and the batch in words."""
-        millions = num_parameters(self.config) / 1e6
         stepped = "" if self.optimizer == "sgd" else f", {self.optimizer}"
-        return f"{millions:.3g} M parameters, {self.batch} x {self.tokens} tokens per rank{stepped}"
+        return f"{self.model_text}, {self.batch} x {self.tokens} tokens per rank{stepped}"
+
+    def rank_bytes(self, copies: float) -> float:
+        """What a rank takes that holds ``copies`` as large as the weights, and the activations of a batch."""
+        return copies * self.gradient_bytes + activation_bytes(self.config, self.batch)
 
 
 WORKLOADS = {
     "communication": Workload("communication", 70_000_000, 1, "mostly communication"),
     "compute": Workload("compute", 70_000_000, 8, "mostly computation"),
+    "given": Workload("given", 70_000_000, 1, "the batch that was asked for"),
+    "buckets": Workload("buckets", 70_000_000, 1, "bucket sizes", tokens=64),
     # 80 MB take 0.64 s at 1 Gbit/s, and the computation about as long on one core.
     "link": Workload("link", 20_000_000, 4, "over a link"),
 }
@@ -68,31 +90,28 @@ def workload(name: str, params: int | None = None, optimizer: str = "sgd") -> Wo
     return found if params is None else replace(found, params=params)
 
 
-def gpt_of_size(params: int, context: int) -> GPTConfig:
+def gpt_of_size(params: int, context: int, vocab: int = VOCAB) -> GPTConfig:
     """A transformer of ``params`` parameters, give or take an eighth: always ten blocks, as wide as it takes.
 
     Raises:
         ValueError: fewer parameters than the narrowest has.
     """
-    least = _count(NARROWEST, context)
-    if params < least:
+    narrowest = GPTConfig(vocab_size=vocab, context=context, layers=LAYERS, width=NARROWEST, heads=1)
+    if params < (least := num_parameters(narrowest)):
         raise ValueError(f"expected at least {least:,} parameters, got {params:,}")
-    nearest = (_nearest(params, context, unit) for unit in UNITS)
-    width = next(width for width in nearest if abs(_count(width, context) / params - 1) <= CLOSE)
+
+    def count(width: int) -> int:
+        return num_parameters(replace(narrowest, width=width))
+
+    nearest = (_nearest(params, count, unit) for unit in UNITS)
+    width = next(width for width in nearest if abs(count(width) / params - 1) <= CLOSE)
     divisors = [heads for heads in range(1, width + 1) if width % heads == 0]
-    return _of(width, context, heads=min(divisors, key=lambda heads: abs(width / heads - HEAD_WIDTH)))
+    heads = min(divisors, key=lambda heads: abs(width / heads - HEAD_WIDTH))
+    return replace(narrowest, width=width, heads=heads)
 
 
-def _nearest(params: int, context: int, unit: int) -> int:
+def _nearest(params: int, count: Callable[[int], int], unit: int) -> int:
     """The multiple of ``unit`` that, as a width, gives the number of parameters next to ``params``."""
     widths = range(unit, params, unit)
-    wider = bisect_right(widths, params, key=lambda width: _count(width, context))
-    return min(widths[max(wider - 1, 0) : wider + 1], key=lambda width: abs(_count(width, context) - params))
-
-
-def _count(width: int, context: int) -> int:
-    return num_parameters(_of(width, context))
-
-
-def _of(width: int, context: int, heads: int = 1) -> GPTConfig:
-    return GPTConfig(context=context, layers=LAYERS, width=width, heads=heads)
+    wider = bisect_right(widths, params, key=count)
+    return min(widths[max(wider - 1, 0) : wider + 1], key=lambda width: abs(count(width) - params))

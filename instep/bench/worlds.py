@@ -4,7 +4,8 @@ Two things are compared within one run, A, B, A, B, ..., by the same processes: 
 longer than a sample disturbs both. Every sample begins with a barrier; how long it took is what the slowest
 rank says.
 
-``on_ranks`` forks the ranks of one host. A rank on another host (``hosts``) is an interpreter of its own,
+``on_ranks`` forks the ranks of one host, and with "nccl" each has a GPU of its own. A rank on another host
+(``on_hosts``, with a network of its own ``over_link``) is an interpreter of its own,
 ``python -m instep.bench.worlds MODULE:FUNCTION TOLD FOLDER``: it joins the world that its environment
 describes, as under torchrun, and writes what the function returned.
 """
@@ -27,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from instep.bench.hosts import Network
+from instep.bench.bandwidth import available_bytes
+from instep.bench.hosts import RATE, Network, network, require_hosts
+from instep.mesh.device import complete, gpu_bytes, require_gpus, synchronize
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 
@@ -42,18 +45,19 @@ PREFIX = "instep-bench-"  # of folders for the task of the ranks and their resul
 
 
 class World:
-    """One rank's side of a measurement: its number, a group for agreeing, and a group per backend."""
+    """One rank's side of a measurement: its number and device, a group to agree by, a group per backend."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.device = device or torch.device("cpu")
         self._groups: dict[tuple[str, str], ProcessGroup] = {}
         self._start = torch.zeros(1)
 
     def group(self, backend: str, user: str = "") -> ProcessGroup:
-        """``user``'s group of all ranks over ``backend``; made at the first call, collectively."""
+        """``user``'s group of this world, over ``backend``; made at the first call, collectively."""
         if (backend, user) not in self._groups:
-            pg = dist.new_group(backend=backend)
+            pg = dist.new_group(backend=complete(backend))
             assert isinstance(pg, ProcessGroup)
             self._groups[backend, user] = pg
         return self._groups[backend, user]
@@ -114,20 +118,25 @@ class World:
         start = time.perf_counter()
         for _ in range(calls):
             thing()
+        synchronize(self.device)
         return (time.perf_counter() - start) / calls
 
 
-def on_ranks(body: Body, task: Mapping[str, Any], *, ranks: int) -> list[Any]:
+def on_ranks(body: Body, task: Mapping[str, Any], *, ranks: int, backend: str = "gloo") -> list[Any]:
     """What ``body(world, task)`` returned on each of ``ranks`` new processes of one thread each, by rank.
 
+    With the ``backend`` "nccl" the device of a world is a GPU, else the CPU.
+
     Raises:
-        ValueError: fewer than two ranks: there is nothing to talk about.
+        ValueError: fewer than two ranks: there is nothing to talk about; fewer GPUs than NCCL needs.
         RankFailed: a rank failed.
     """
     if ranks < 2:
         raise ValueError(f"expected at least 2 ranks, got {ranks}: a single rank has no peer")
+    if backend == "nccl":
+        require_gpus(ranks)
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        launch(_rank, (body, json.dumps(task), directory), ranks=ranks)
+        launch(_rank, (body, json.dumps(task), directory, backend), ranks=ranks)
         return [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(ranks)]
 
 
@@ -161,9 +170,42 @@ def on_hosts(body: Body, task: Mapping[str, Any], *, network: Network) -> list[A
         return [json.loads((folder / str(rank)).read_text()) for rank in range(len(network.hosts))]
 
 
-def _rank(body: Body, task: str, directory: str) -> None:
-    mesh = init(backend="gloo")
-    result = body(World(), json.loads(task))
+def over_link(body: Body, task: Mapping[str, Any], *, hosts: int) -> list[Any]:
+    """``on_hosts``, on ``hosts`` hosts with ``RATE`` between them.
+
+    Raises:
+        ValueError: fewer than two hosts.
+        RuntimeError: this machine cannot have several hosts, or a rank failed.
+    """
+    if hosts < 2:
+        raise ValueError(f"a link has two ends, got {hosts} rank: pass -n 2 or more")
+    require_hosts()
+    with network(hosts, rate=RATE) as made:
+        return on_hosts(body, task, network=made)
+
+
+def require_memory(rank_bytes: float, *, ranks: int, backend: str = "gloo", fix: str) -> None:
+    """Raise ``ValueError``, which ends with ``fix``, if ranks that take ``rank_bytes`` each will not fit."""
+    if backend == "nccl":
+        require_gpus(ranks)
+        needed, available, who, where = rank_bytes, gpu_bytes(), "a rank needs", "on each GPU"
+    else:
+        needed, available, who, where = (
+            ranks * rank_bytes,
+            available_bytes(),
+            f"{ranks} ranks need",
+            "available",
+        )
+    if needed > available:
+        raise ValueError(
+            f"{who} about {needed / 1e9:.1f} GB of memory for what they hold, and there are "
+            f"{available / 1e9:.1f} GB {where}: {fix}"
+        )
+
+
+def _rank(body: Body, task: str, directory: str, backend: str = "gloo") -> None:
+    mesh = init(backend="nccl" if backend == "nccl" else "gloo")
+    result = body(World(mesh.device), json.loads(task))
     (Path(directory) / str(mesh.rank)).write_text(json.dumps(result))
     mesh.close()
 

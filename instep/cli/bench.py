@@ -9,7 +9,12 @@ from typing import Annotated
 
 import tyro
 
-from instep.bench.options import BucketsOptions, CollectivesOptions, StepsOptions
+from instep.bench.options import (
+    BucketsOptions,
+    CollectivesOptions,
+    ModelOptions,
+    StepsOptions,
+)
 from instep.cli.exit_codes import DONE, report_error
 
 PROGRAM = "instep bench"
@@ -18,6 +23,7 @@ Measure on this machine: results on stdout, progress on stderr.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
+AnyOptions = CollectivesOptions | StepsOptions | BucketsOptions
 Options = (
     Annotated[CollectivesOptions, tyro.conf.subcommand("collectives")]
     | Annotated[StepsOptions, tyro.conf.subcommand("steps")]
@@ -25,19 +31,19 @@ Options = (
 )
 MODULES = {
     CollectivesOptions: "instep.bench.collectives",
-    StepsOptions: "instep.bench.steps",  # or LINK
+    StepsOptions: "instep.bench.steps",  # over a link LINK
     BucketsOptions: "instep.bench.buckets",
 }
 LINK = "instep.bench.link"
 
 
-def parse(args: Sequence[str]) -> CollectivesOptions | StepsOptions | BucketsOptions:
+def parse(args: Sequence[str]) -> AnyOptions:
     """The options that ``args`` ask for.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
     """
-    options: CollectivesOptions | StepsOptions | BucketsOptions = tyro.cli(
+    options: AnyOptions = tyro.cli(
         Options,
         prog=PROGRAM,
         description=DESCRIPTION,
@@ -52,12 +58,13 @@ def main(args: Sequence[str]) -> int:
     try:
         options = parse(args)
         options.check()
-        if not isinstance(options, StepsOptions):  # whose ranks may live in another network
+        over_link = isinstance(options, ModelOptions) and options.link
+        if not over_link:
             from instep.mesh.launch import warm
 
             warm()  # the process that ranks are forked from loads torch while this one does
-        over_link = isinstance(options, StepsOptions) and options.link
-        importlib.import_module(LINK if over_link else MODULES[type(options)]).run(options)
+        steps_over_link = over_link and isinstance(options, StepsOptions)
+        importlib.import_module(LINK if steps_over_link else MODULES[type(options)]).run(options)
         sys.stdout.flush()
         return DONE
     except (Exception, KeyboardInterrupt) as error:

@@ -42,14 +42,45 @@ def choose(local_rank: int, num_local: int, backend: str | None = None) -> torch
     Raises:
         ValueError: NCCL is asked for, which needs a GPU per rank, and there are fewer.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend == "nccl" and num_gpus < num_local:
-        raise ValueError(f"nccl needs a GPU per rank, got {num_gpus} GPUs for {num_local} rank(s): use gloo")
-    if backend in ("gloo", *OURS) or num_gpus < num_local:
+    if backend == "nccl":
+        require_gpus(num_local)
+    if backend in ("gloo", *OURS) or _num_gpus() < num_local:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def require_gpus(num_local: int) -> None:
+    """Raise ``ValueError`` unless there is a GPU for each of ``num_local`` ranks."""
+    if (found := _num_gpus()) < num_local:
+        raise ValueError(f"nccl needs a GPU per rank, got {found} GPUs for {num_local} rank(s): use gloo")
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_names() -> list[str]:
+    """What the GPUs are called, a name for each."""
+    return [torch.cuda.get_device_name(i) for i in range(_num_gpus())]
+
+
+def gpu_bytes() -> int:
+    """Memory of the GPU that has least; 0 where there is none."""
+    sizes = (torch.cuda.get_device_properties(i).total_memory for i in range(_num_gpus()))
+    return min(sizes, default=0)
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when ``device`` has done what was issued: for a clock, which is the host's."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that this process has had of a GPU's memory; on a CPU ``process_memory`` knows."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def default_backend(device: torch.device, *, one_host: bool) -> str:

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from instep.bench.buckets import MIB, summarise
+from instep.bench import worlds
+from instep.bench.buckets import MIB, measure, place_of, summarise
+from instep.bench.options import BucketsOptions
+from tests.lab import why_not
 from tests.launched.command import instep
 
 TOTAL = 64 * MIB
@@ -63,3 +66,23 @@ def test_the_command_writes_a_row_per_size(tmp_path):
     assert found["best_predicted_mib"] > 0
     assert "best measured" in ended.out
     assert (tmp_path / "a.csv").exists() and (tmp_path / "a.svg").exists() and (tmp_path / "a.png").exists()
+    assert found["workload"]["tokens"] == 8
+
+
+@pytest.mark.slow
+def test_over_a_link_no_byte_is_faster_than_the_line():
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    found = measure(
+        BucketsOptions(link=True, params="1M", batch=1, context=8, sizes=(1.0, 100.0), samples=2, rounds=1)
+    )
+    assert place_of(found) == "2 hosts with 1 Gbit/s between them"
+    assert found["beta_ns_per_byte"] > 6  # 1 Gbit/s is 8 ns per byte, but for what a burst lets through
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_it_takes(monkeypatch):
+    monkeypatch.setattr(worlds, "available_bytes", lambda: 16_000_000_000)
+    with pytest.raises(
+        ValueError, match=r"need about \d+\.\d GB .* and there are 16\.0 GB available: pass a sm"
+    ):
+        measure(BucketsOptions(preset="2.7B"))

@@ -2,7 +2,15 @@
 
 import pytest
 
-from instep.bench.options import CollectivesOptions, parse_count, parse_size, sizes_of, split_words
+from instep.bench.options import (
+    BucketsOptions,
+    CollectivesOptions,
+    StepsOptions,
+    parse_count,
+    parse_size,
+    sizes_of,
+    split_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,3 +49,33 @@ def test_without_words_the_sizes_go_from_a_kilobyte_to_a_hundred_megabytes():
     assert (sizes[0], sizes[-1]) == (1000, 10**8)
     assert sizes_of(CollectivesOptions(full=True))[-1] == 10**9
     assert sizes_of(CollectivesOptions(sizes=("1KB,2KB",))) == (1000, 2000)
+
+
+def test_a_workload_is_what_the_options_say_of_it():
+    asked = StepsOptions(preset="medium", batch=32, context=64, optimizer="adamw")
+    [name] = asked.settings
+    chosen = asked.workload(name)
+    assert (chosen.config.width, chosen.config.layers, chosen.config.heads) == (1024, 24, 16)
+    assert (chosen.batch, chosen.tokens, chosen.optimizer) == (32, 64, "adamw")
+
+
+def test_what_nothing_is_said_of_is_as_it_was():
+    assert StepsOptions().settings == ("communication", "compute")
+    assert StepsOptions().workload("compute").batch == 8
+    assert BucketsOptions().workload("buckets").tokens == 64
+    assert BucketsOptions(params="5M", context=8).workload("link").batch == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (StepsOptions(preset="tiny"), "expected a size among small, medium, large, xl, 2.7B, got 'tiny'"),
+        (StepsOptions(preset="xl", params="5M"), "both say how large the model is"),
+        (StepsOptions(batch=4, setting="compute"), "both say how much a rank computes"),
+        (BucketsOptions(context=0), "expected --context of at least 1, got 0"),
+        (BucketsOptions(backend="shm", link=True), "hosts share no memory, and here no GPU"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(options, line):
+    with pytest.raises(ValueError, match=line):
+        options.check()

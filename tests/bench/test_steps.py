@@ -5,12 +5,13 @@ import json
 
 import pytest
 
-from instep.bench import link, steps
+from instep.bench import hosts, link, steps
 from instep.bench.options import StepsOptions
 from instep.bench.steps import StepResults
 from instep.bench.steps_rank import memory_columns
 from instep.bench.variants import ALONE, DDP, LINK_VARIANTS, NONE, Variant
 from instep.bench.workloads import Workload
+from instep.mesh import device
 from tests.lab import why_not
 
 BUCKETED = Variant("bucketed", "gloo")
@@ -54,6 +55,13 @@ def test_a_strategy_that_waits_a_quarter_as_long_as_ddp_closes_three_quarters_of
     assert answers.gap_closed(BUCKETED.name) == 0.75
     assert answers.gap_closed(DDP.name) == 0
     assert answers.gap_closed(NONE.name) == 1
+
+
+def test_on_gpus_the_others_are_held_against_ddp_over_nccl(answers):
+    for rank in answers.by_rank:
+        rank["DDP-nccl"] = rank.pop(DDP.name)
+    assert answers.gap_closed(BUCKETED.name) == 0.75
+    assert answers.row(BUCKETED)["x DDP"] == 0.75
 
 
 def test_there_is_no_gap_to_close_where_ddp_is_as_fast_as_the_floor(answers):
@@ -109,8 +117,16 @@ def test_a_run_prints_its_table_and_writes_what_it_found(tmp_path, capsys):
 
 
 def test_variants_that_memory_cannot_hold_are_refused_before_any_process_starts():
-    with pytest.raises(ValueError, match="pass fewer --strategies, or smaller --params"):
+    with pytest.raises(ValueError, match="pass fewer --strategies, or a smaller --preset, --params or"):
         steps.run(StepsOptions(params="1000G"))
+    with pytest.raises(ValueError, match=r"2 ranks need about \d+\.\d GB of memory"):
+        steps.run(StepsOptions(preset="2.7B", batch=10_000, context=1024))
+
+
+def test_gpus_that_are_not_there_are_told_before_any_process_starts(monkeypatch):
+    monkeypatch.setattr(device, "_num_gpus", lambda: 1)
+    with pytest.raises(ValueError, match=r"nccl needs a GPU per rank, got 1 GPUs for 2 rank\(s\)"):
+        steps.run(StepsOptions(backend="nccl"))
 
 
 def test_the_rank_that_needs_most_is_told_and_shared_pages_count_once():
@@ -125,6 +141,8 @@ def test_the_rank_that_needs_most_is_told_and_shared_pages_count_once():
     assert (found["peak(MB)"], found["host(MB)"]) == (32, 10 + 10 + 20 + 2)
     assert found["formula(MB)"] * 1e6 == 2 * workload.gradient_bytes
     assert set(memory_columns([idle], workload).values()) == {None, found["formula(MB)"], 0}
+    on_gpus = [{**server, "on_gpu": 9_000_000}, {**worker, "on_gpu": 8_000_000}]
+    assert memory_columns(on_gpus, workload)["peak(MB)"] == 9
 
 
 @pytest.mark.parametrize(
@@ -169,6 +187,6 @@ def test_a_link_needs_two_ranks():
 
 
 def test_a_machine_that_cannot_have_hosts_says_why(monkeypatch):
-    monkeypatch.setattr(link, "obstacle", lambda: "tc not found: install iproute2")
+    monkeypatch.setattr(hosts, "obstacle", lambda: "tc not found: install iproute2")
     with pytest.raises(RuntimeError, match="no second host to be had: tc not found"):
         link.run(StepsOptions(link=True))

@@ -18,6 +18,7 @@ from instep.bench.variants import (
     SharedModel,
     Variant,
     choose,
+    over,
 )
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
@@ -28,7 +29,7 @@ TINY = Workload("tiny", 200_000, batch=2, what="tiny", tokens=8)
 
 
 class OneRank:
-    rank, size = 0, 1
+    rank, size, device = 0, 1, torch.device("cpu")
 
 
 @pytest.fixture
@@ -124,3 +125,14 @@ def test_nobody_has_the_name_of_another():
 def test_a_strategy_that_nobody_knows_is_refused_with_those_that_are_known():
     with pytest.raises(ValueError, match=r"strategy 'ring': expected one of DDP, .*bucketed-shm"):
         choose(HOST_VARIANTS, ["ring"])
+
+
+def test_on_gpus_everything_that_is_sent_goes_over_nccl():
+    chosen = over("nccl", choose(HOST_VARIANTS, ["sharded", "bucketed", "threads"], SHARDED_VARIANTS))
+    assert {one.name for one in chosen} == {
+        *("none", "alone", "DDP-nccl", "bucketed-nccl", "stage1-nccl", "stage2-nccl", "stage3-nccl"),
+    }
+
+
+def test_over_shared_memory_ddp_over_gloo_is_still_what_others_are_held_against():
+    assert over("shm", choose(HOST_VARIANTS, ["bucketed"])) == [NONE, ALONE, DDP, Variant("bucketed", "shm")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.bench.workloads import WORKLOADS, gpt_of_size, workload
+from instep.bench.workloads import WORKLOADS, Workload, gpt_of_size, workload
 from instep.models.config import num_parameters
 
 
@@ -27,6 +27,28 @@ def test_a_model_that_would_be_narrower_than_16_is_refused():
     assert gpt_of_size(least, 128).width == 16
     with pytest.raises(ValueError, match=rf"expected at least {least:,} parameters, got {least - 1:,}"):
         gpt_of_size(least - 1, 128)
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("small", 124.4), ("medium", 354.8), ("large", 774.0), ("xl", 1557.6)]
+)
+def test_a_preset_has_the_size_that_was_published(preset, millions):
+    published = Workload("a", 1, batch=1, what="a", tokens=1024, preset=preset, vocab=50257)
+    assert published.gradient_bytes / 4e6 == pytest.approx(millions, abs=0.05)
+    assert published.text.startswith(f"{preset}: ")
+    assert "a vocabulary of 50,257" in published.text
+
+
+def test_a_larger_vocabulary_leaves_less_for_the_blocks():
+    made = gpt_of_size(20_000_000, 128, vocab=50257)
+    assert num_parameters(made) == pytest.approx(20e6, rel=1 / 8)
+    assert made.width < gpt_of_size(20_000_000, 128).width
+
+
+def test_a_rank_has_what_it_keeps_and_the_activations_of_its_batch():
+    one, two = (Workload("a", 200_000, batch=batch, what="a") for batch in (1, 2))
+    assert one.rank_bytes(3) - one.rank_bytes(2) == one.gradient_bytes
+    assert two.rank_bytes(0) == 2 * one.rank_bytes(0) > 0
 
 
 def test_the_published_settings_have_seventy_million_parameters():

@@ -20,6 +20,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("advice", name) for name in ("gains table", "lines table", "environment")),
         *(("shard", f"{name} table") for name in ("update", "weights", "memory", "fits")),
         *(("link", name) for name in ("link table", "hosts table", "environment")),
+        *(("buckets", f"{place} table") for place in ("gloo", "shm", "link")),
     ],
 )
 def test_the_place_is_there_once(folder, name, tmp_path):

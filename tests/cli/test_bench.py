@@ -29,7 +29,13 @@ FLAGS = [
     ("steps", StepsOptions()),
     ("steps -n 3 --setting compute --samples 4", StepsOptions(ranks=3, setting="compute", samples=4)),
     ("steps --strategies naive,flat --link", StepsOptions(strategies=("naive,flat",), link=True)),
+    (
+        "steps --preset medium --batch 32 --context 64 --vocab 50257",
+        StepsOptions(preset="medium", batch=32, context=64, vocab=50257),
+    ),
+    ("steps --backend nccl", StepsOptions(backend="nccl")),
     ("buckets", BucketsOptions()),
+    ("buckets --tokens 8 --link", BucketsOptions(context=8, link=True)),
     ("buckets -n 3 --sizes 1 2.5", BucketsOptions(ranks=3, sizes=(1.0, 2.5))),
     (
         "buckets --params 10M --no-ordered --backend shm",
@@ -66,7 +72,8 @@ def test_flags_become_options(words, options, runs):
     assert parse(words.split()) == options
     assert main(words.split()) == DONE
     assert runs == [options]
-    assert runs.module == (LINK if "--link" in words else f"instep.bench.{words.split()[0]}")
+    word = words.split()[0]
+    assert runs.module == (LINK if word == "steps" and "--link" in words else f"instep.bench.{word}")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,7 @@ def test_what_is_no_option_is_a_usage_error(words):
         ("collectives --samples 1", "expected at least 2 samples, got 1"),
         ("buckets --samples 1", "expected at least 2 samples"),
         ("buckets --sizes 1 -1", "expected positive bucket sizes in MiB"),
+        ("steps --preset tiny", "expected a size among small, medium, large, xl, 2.7B, got 'tiny'"),
         ("buckets --params many", "expected a number such as 512, 64K or 1.5M, got 'many'"),
     ],
 )
