@@ -142,7 +142,6 @@ SAME_NAME = {
 ONE_USER = {
     "instep/bench/buckets_rank.py",
     "instep/bench/collectives_rank.py",
-    "instep/bench/steps.py",
     "instep/checkpoint/moments.py",
     "instep/comm/butterfly.py",
     "instep/comm/ring.py",

@@ -3,6 +3,7 @@
     against_size     lines of time and bandwidth, a panel per number of ranks
     bars             a row per thing, with its spread
     sweep            a curve, its best point and the predicted one
+    scaling          lines over the number of ranks, beside the ideal
 
 Rows are those of ``tables``. This file, ``timeline.style`` and ``timeline.step_chart`` are the only ones that
 import matplotlib, which takes half a second: modules that ranks import must not import it.
@@ -10,7 +11,7 @@ import matplotlib, which takes half a second: modules that ranks import must not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from matplotlib.ticker import NullLocator
 
 from instep.bench.tables import Row, cell, duration_text, size_text
 from instep.timeline import style
-from instep.timeline.style import INK, MUTED
+from instep.timeline.style import GRID, INK, MUTED
 
 PANEL = (4.2, 3.1)  # inches
 BAR = 0.46
@@ -67,7 +68,8 @@ def against_size(
                 style.log_axis(axes, "x", size_text)
                 style.log_axis(axes, "y", text)
                 mine = [row for row in rows if row[panel] == world]
-                ends = ends | _lines(axes, mine, series, size, column, colour)
+                band = ("min(us)", "p99(us)") if column == "time(us)" else None
+                ends = ends | _lines(axes, mine, series, size, column, colour, band)
             style.caption(across[0], words)
             style.label_ends(across[-1], ends, colour)
         for axes, world in zip(grid[0], worlds, strict=True):
@@ -78,18 +80,24 @@ def against_size(
 
 
 def _lines(
-    axes: Axes, rows: Sequence[Row], series: str, size: str, column: str, colour: dict[str, str]
+    axes: Axes,
+    rows: Sequence[Row],
+    series: str,
+    size: str,
+    column: str,
+    colour: dict[str, str],
+    band: tuple[str, str] | None = None,
 ) -> dict[str, float]:
-    """Draw a line per value of ``series``; return the height of each one's end."""
+    """Draw a line per value of ``series``, with a ``band`` around it; return the height of each one's end."""
     ends = {}
     few = len(colour) <= MOST_BANDS
     for name in dict.fromkeys(row[series] for row in rows):
         mine = sorted((row for row in rows if row[series] == name), key=lambda row: row[size])
         sizes, found = [row[size] for row in mine], [row[column] for row in mine]
         axes.plot(sizes, found, color=colour[name], marker="o", markeredgecolor="white", markeredgewidth=1)
-        if column == "time(us)" and few and all("min(us)" in row and "p99(us)" in row for row in mine):
-            band = [row["min(us)"] for row in mine], [row["p99(us)"] for row in mine]
-            axes.fill_between(sizes, *band, color=colour[name], alpha=0.14, linewidth=0)
+        if band and few and all(set(band) <= set(row) for row in mine):
+            low, high = ([row[edge] for row in mine] for edge in band)
+            axes.fill_between(sizes, low, high, color=colour[name], alpha=0.14, linewidth=0)
         ends[name] = found[-1]
     return ends
 
@@ -227,6 +235,72 @@ def sweep(
         _mark_best(axes, (sizes[best], found[best]), text, colour)
         style.label_ends(axes, ends, end_colours)
         return style.save(figure, path)
+
+
+def scaling(
+    rows: Sequence[Row],
+    path: str | Path,
+    *,
+    title: str,
+    subtitle: str = "",
+    series: str = "strategy",
+    panel: str = "work",
+    panels: Mapping[str, str] | None = None,
+    x: str = "ranks",
+    y: str = "tokens/s",
+    low: str = "low",
+    high: str = "high",
+    cores: int | None = None,
+) -> list[Path]:
+    """Measured ``y`` over the number of ranks, a line per value of ``series``, beside one in proportion.
+
+    Every value of ``panel`` has axes of its own, under the words that ``panels`` has for it. The ideal begins
+    at the first point of each. Where there are more ranks than ``cores`` the ground is grey.
+    """
+    names = list(dict.fromkeys(row[panel] for row in rows))
+    colour = style.colours([row[series] for row in rows]) | {"ideal": MUTED}
+    with style.styled():
+        right = 0.5 + 0.105 * max(map(len, colour))
+        width = max(0.95 + PANEL[0] * len(names) + right, NARROWEST)
+        figure = Figure(figsize=(width, 5.2))
+        across = figure.subplots(1, len(names), squeeze=False, sharex=True, sharey=True)[0]
+        style.head(figure, title, subtitle)
+        style.place(figure, left=0.95, right=right, top=1.55, bottom=0.7)
+        figure.subplots_adjust(wspace=0.1)
+        for axes, name in zip(across, names, strict=True):
+            mine = [row for row in rows if row[panel] == name]
+            ends = _lines(axes, mine, series, x, y, colour, band=(low, high))
+            ends["ideal"] = _ideal(axes, [(row[x], row[y]) for row in mine])
+            axes.set_title((panels or {}).get(name, str(name)), loc="left", fontsize=12, color=INK, pad=20)
+            axes.set_xlabel(x)
+            style.caption(axes, y)
+        counts = sorted({row[x] for row in rows})
+        edge = 0.08 * (counts[-1] - counts[0])
+        across[0].set_xticks(counts)
+        across[0].set_xlim(counts[0] - edge, counts[-1] + edge)
+        across[0].set_ylim(bottom=0)
+        if cores is not None and cores < counts[-1]:
+            for axes in across:
+                _crowd(axes, cores, counts[-1] + edge)
+        style.label_ends(across[-1], ends, colour)
+        return style.save(figure, path)
+
+
+def _ideal(axes: Axes, points: Sequence[tuple[float, float]]) -> float:
+    """A dashed line in proportion to the first of ``points``, to the last of them; return where it ends."""
+    (first, start), last = min(points), max(points)[0]
+    ends = [start, start * last / first]
+    axes.plot([first, last], ends, color=MUTED, linestyle=DASHES, linewidth=1.8, zorder=2)
+    return ends[1]
+
+
+def _crowd(axes: Axes, cores: int, right: float) -> None:
+    """Grey ground from where ranks outnumber ``cores``."""
+    axes.axvspan(cores, right, color=GRID, alpha=0.6, linewidth=0, zorder=0)
+    axes.annotate(
+        f"more ranks than cores ({cores})", (cores, 0), (6, 8), xycoords=("data", "axes fraction"),
+        textcoords="offset points", color=MUTED, fontsize=10,
+    )  # fmt: skip
 
 
 def _make_room(axes: Axes) -> None:

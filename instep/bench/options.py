@@ -87,7 +87,7 @@ class ModelOptions(OutputFiles):
     """Layers, width and heads of a published GPT."""
     params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
     """How many parameters the model has where no preset is named, give or take an eighth: 70M, or 20M over a
-    link, if nothing is said."""
+    link and for scaling, if nothing is said."""
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Windows of text that a rank computes in a step; 1, 4 or 8, as the measurement needs, if nothing is
     said."""
@@ -97,7 +97,7 @@ class ModelOptions(OutputFiles):
     """Size of the vocabulary: 256 for bytes; that of GPT-2 is 50257."""
     backend: Backend | None = None
     """What the ranks talk through; with nccl the models are on GPUs, one for each rank. If nothing is said,
-    steps compares gloo and shm."""
+    steps compares gloo and shm, and scaling takes what training would."""
     link: bool = False
     """Put every rank on a host of its own: network namespaces with 1 Gbit/s between them."""
 
@@ -203,6 +203,37 @@ class StepsOptions(WholeStepOptions):
         if self.batch is not None:
             return ("given",)
         return ("communication", "compute") if self.setting == "both" else (self.setting,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOptions(WholeStepOptions):
+    """Throughput against the number of ranks, beside the ideal."""
+
+    ranks: Ranks = (1, 2, 4)
+    """Numbers of ranks, which take turns; all are compared with the least of them."""
+    work: Literal["strong", "weak", "both"] = "both"
+    """What stays the same with more ranks: the work of a step, of which each does its part (strong), or that
+    of each rank (weak); with the least number of ranks both are --batch for each."""
+    strategies: Words = ("bucketed",)
+    """What exchanges the gradients: naive, flat, overlap, bucketed, unordered or DDP, torch's own."""
+    samples: int = 10
+    """Steps of each that are timed."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        super().check()
+        if len(set(self.ranks)) < 2 or min(self.ranks) < 1:
+            raise ValueError(
+                f"expected at least two numbers of ranks to compare, such as -n 1 2 4, got {self.ranks}"
+            )
+        if self.samples < 1:
+            raise ValueError(f"expected at least 1 sample, got {self.samples}")
+        shared = self.workload("scaling").batch * min(self.ranks)
+        if odd := [ranks for ranks in self.ranks if shared % ranks and self.work != "weak"]:
+            raise ValueError(
+                f"{shared} windows in a step cannot be shared alike by {odd[0]} ranks: pass a --batch that "
+                f"can, or --work weak"
+            )
 
 
 def _check_ranks(*numbers: int) -> None:

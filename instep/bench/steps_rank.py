@@ -1,4 +1,4 @@
-"""A rank's part of ``instep bench steps``: steps in turns, and the memory of each variant alone.
+"""A rank's part of ``instep bench steps`` and ``scaling``: steps in turns, and each variant's memory alone.
 
 A machine is not the same from minute to minute, so what is to be compared has to be measured at the same
 time: in every round each variant makes one step, and what disturbs a round disturbs all variants. Another one
@@ -8,6 +8,9 @@ begins every two rounds, and every other round goes backwards, so that none alwa
     round 1   flat   naive  DDP    none     dropped
     round 2   DDP    naive  flat   none     counts
     round 3   none   flat   naive  DDP      counts
+
+Numbers of ranks take turns as variants do. Of four ranks the first two step while the others wait in the
+barrier before the next turn, which costs no processor time.
 
 For its memory each variant has a world of its own for three steps, in which buckets are laid out, used, and
 laid out anew: those that take turns share a process, and the high-water mark of its resident memory is that
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 from instep.bench.hosts import INTERFACE
 from instep.bench.variants import (
     NONE,
+    IdleRank,
     Runner,
     ServerLoop,
     SharedModel,
@@ -74,14 +78,43 @@ def measure_steps(world: World, task: dict[str, Any]) -> dict[str, Measured]:
             runners[one.name] = one.start(shared)
         except Unavailable as error:
             world.say(f"  without {one.name}: {error}")
+    return take_turns(world, runners, task["samples"])
+
+
+def measure_scaling(world: World, task: dict[str, Any]) -> dict[str, Measured]:
+    """All rounds on one rank: what it has measured, by arm; of those that it has no part in, nearly nothing.
+
+    ``task``: "workload", "samples", and "arms", by name, each with its number of "ranks", its "batch" per
+    rank and its "variant" (the fields). Arms that differ in their batch alone share a model and an optimizer.
+    """
+    whole = SharedModel(world, Workload(**task["workload"]))
+    loops: dict[tuple[str, int], TrainingLoop] = {}
+    runners: dict[str, Runner] = {}
+    for name, arm in task["arms"].items():
+        one, size = Variant(**arm["variant"]), arm["ranks"]
+        if world.rank >= size:
+            runners[name] = IdleRank()
+            continue
+        shared = whole.first(size)
+        if (one.name, size) not in loops:
+            loop = one.start(shared)
+            assert isinstance(loop, TrainingLoop)
+            loops[one.name, size] = loop
+        loop = loops[one.name, size]
+        runners[name] = TrainingLoop(shared, loop.model, shared.batch[: arm["batch"]], loop.optimizer)
+    return take_turns(world, runners, task["samples"])
+
+
+def take_turns(world: World, runners: Mapping[str, Runner], samples: int) -> dict[str, Measured]:
+    """A step of each of ``runners`` in every round; what this rank has measured, by their names."""
     measured: dict[str, Measured] = {name: {key: [] for key in _KEYS} for name in runners}
-    for number in range(DROPPED + task["samples"]):
+    for number in range(DROPPED + samples):
         for name in order(list(runners), number):
             found = _step(world, runners[name])
             if number >= DROPPED:
                 for key, value in found.items():
                     measured[name][key].append(value)
-        world.say(f"  round {number + 1} of {DROPPED + task['samples']}")
+        world.say(f"  round {number + 1} of {DROPPED + samples}")
     return measured
 
 

@@ -68,6 +68,12 @@ class SharedModel:
         self.batch = batches[world.rank].to(world.device)
         self.batches = batches.flatten(0, 1)
 
+    def first(self, size: int) -> SharedModel:
+        """The same weights and batch, for variants of the first ``size`` ranks."""
+        smaller = copy.copy(self)
+        smaller.module, smaller.world = self.module, self.world.first(size)
+        return smaller
+
     @cached_property
     def module(self) -> nn.Module:
         """The weights that variants share, made when the first of them needs some."""

@@ -79,6 +79,7 @@ WORKLOADS = {
     "compute": Workload("compute", 70_000_000, 8, "mostly computation"),
     "given": Workload("given", 70_000_000, 1, "the batch that was asked for"),
     "buckets": Workload("buckets", 70_000_000, 1, "bucket sizes", tokens=64),
+    "scaling": Workload("scaling", 20_000_000, 4, "more and more ranks"),
     # 80 MB take 0.64 s at 1 Gbit/s, and the computation about as long on one core.
     "link": Workload("link", 20_000_000, 4, "over a link"),
 }

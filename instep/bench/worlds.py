@@ -12,6 +12,7 @@ describes, as under torchrun, and writes what the function returned.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
@@ -57,10 +58,19 @@ class World:
     def group(self, backend: str, user: str = "") -> ProcessGroup:
         """``user``'s group of this world, over ``backend``; made at the first call, collectively."""
         if (backend, user) not in self._groups:
-            pg = dist.new_group(backend=complete(backend))
+            part = self.size < dist.get_world_size()
+            pg = dist.new_group(
+                list(range(self.size)), backend=complete(backend), use_local_synchronization=part
+            )
             assert isinstance(pg, ProcessGroup)
             self._groups[backend, user] = pg
         return self._groups[backend, user]
+
+    def first(self, size: int) -> World:
+        """The world of the first ``size`` ranks: groups are theirs, ``barrier`` is still that of all."""
+        smaller = copy.copy(self)
+        smaller.size, smaller._groups = size, {}
+        return smaller
 
     def barrier(self) -> None:
         """Returns on all ranks at nearly the same time."""

@@ -13,6 +13,7 @@ from instep.bench.options import (
     BucketsOptions,
     CollectivesOptions,
     ModelOptions,
+    ScalingOptions,
     StepsOptions,
 )
 from instep.cli.exit_codes import DONE, report_error
@@ -23,16 +24,18 @@ Measure on this machine: results on stdout, progress on stderr.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
-AnyOptions = CollectivesOptions | StepsOptions | BucketsOptions
+AnyOptions = CollectivesOptions | StepsOptions | BucketsOptions | ScalingOptions
 Options = (
     Annotated[CollectivesOptions, tyro.conf.subcommand("collectives")]
     | Annotated[StepsOptions, tyro.conf.subcommand("steps")]
     | Annotated[BucketsOptions, tyro.conf.subcommand("buckets")]
+    | Annotated[ScalingOptions, tyro.conf.subcommand("scaling")]
 )
 MODULES = {
     CollectivesOptions: "instep.bench.collectives",
     StepsOptions: "instep.bench.steps",  # over a link LINK
     BucketsOptions: "instep.bench.buckets",
+    ScalingOptions: "instep.bench.scaling",
 }
 LINK = "instep.bench.link"
 

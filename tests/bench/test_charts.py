@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.bench.charts import against_size, bars, sweep
+from instep.bench.charts import against_size, bars, scaling, sweep
 from instep.timeline.style import colours, spread
 
 SIZES = [
@@ -31,12 +31,19 @@ STEPS = [
 SWEEP = [
     {"mib": x, "ms": y, "low": y - 1, "high": y + 2, "model": y} for x, y in ((1, 9.0), (10, 5.0), (100, 8.0))
 ]
+THROUGHPUT = [
+    {"work": work, "strategy": name, "ranks": ranks, "tokens/s": y, "low": y - 1, "high": y + 1}
+    for work in ("strong", "weak")
+    for name in ("none", "bucketed")
+    for ranks, y in ((1, 10.0), (2, 19.0), (4, 20.0))
+]
 DRAW = {
     "lines": lambda path: against_size(SIZES, path, title="A title", subtitle="how " * 60),
     "bars": lambda path: bars(
         STEPS, path, title="A title", group="setting", reference=100, reference_text="torch DDP", unit="ms"
     ),
     "bars without spread": lambda path: bars([{"name": "a", "median": 1.0}], path, title="A title"),
+    "scaling": lambda path: scaling(THROUGHPUT, path, title="A title", cores=2),
     "sweep": lambda path: sweep(
         SWEEP,
         path,

@@ -5,6 +5,7 @@ import pytest
 from instep.bench.options import (
     BucketsOptions,
     CollectivesOptions,
+    ScalingOptions,
     StepsOptions,
     parse_count,
     parse_size,
@@ -74,8 +75,14 @@ def test_what_nothing_is_said_of_is_as_it_was():
         (StepsOptions(batch=4, setting="compute"), "both say how much a rank computes"),
         (BucketsOptions(context=0), "expected --context of at least 1, got 0"),
         (BucketsOptions(backend="shm", link=True), "hosts share no memory, and here no GPU"),
+        (ScalingOptions(ranks=(2, 2)), "expected at least two numbers of ranks"),
+        (ScalingOptions(ranks=(1, 3)), "4 windows in a step cannot be shared alike by 3 ranks"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options, line):
     with pytest.raises(ValueError, match=line):
         options.check()
+
+
+def test_work_per_rank_can_be_had_on_any_number_of_ranks():
+    ScalingOptions(ranks=(1, 3), work="weak").check()

@@ -7,14 +7,14 @@ from types import ModuleType
 
 import pytest
 
-from instep.bench.options import BucketsOptions, CollectivesOptions, StepsOptions
+from instep.bench.options import BucketsOptions, CollectivesOptions, ScalingOptions, StepsOptions
 from instep.cli import bench
 from instep.cli.bench import LINK, MODULES, main, parse
 from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.errors import PeerLost
 from tests.cli.quick import assert_quick
 
-COMMANDS = ("collectives", "steps", "buckets")
+COMMANDS = ("collectives", "steps", "buckets", "scaling")
 FLAGS = [
     ("collectives", CollectivesOptions()),
     ("collectives -n 3", CollectivesOptions(ranks=(3,))),
@@ -41,6 +41,9 @@ FLAGS = [
         "buckets --params 10M --no-ordered --backend shm",
         BucketsOptions(params="10M", ordered=False, backend="shm"),
     ),
+    ("scaling", ScalingOptions()),
+    ("scaling -n 1 2 --work strong --batch 4", ScalingOptions(ranks=(1, 2), work="strong", batch=4)),
+    ("scaling --strategies bucketed,DDP --link", ScalingOptions(strategies=("bucketed,DDP",), link=True)),
 ]
 
 
@@ -101,6 +104,7 @@ def test_what_is_no_option_is_a_usage_error(words):
         ("buckets --samples 1", "expected at least 2 samples"),
         ("buckets --sizes 1 -1", "expected positive bucket sizes in MiB"),
         ("steps --preset tiny", "expected a size among small, medium, large, xl, 2.7B, got 'tiny'"),
+        ("scaling -n 2", "expected at least two numbers of ranks to compare"),
         ("buckets --params many", "expected a number such as 512, 64K or 1.5M, got 'many'"),
     ],
 )

@@ -1,0 +1,73 @@
+"""Throughput against the number of ranks, of fixed work and of work per rank, beside the ideal.
+
+python benchmarks/scaling/run.py                                some four minutes; writes into this folder
+python benchmarks/scaling/run.py --params 1M --samples 2 --out DIR    a trial, which leaves this folder alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from instep.bench import tables
+from instep.bench.options import ScalingOptions
+from instep.bench.scaling import draw, measure, notes, short, title_of
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/scaling/run.py"
+
+
+def main() -> int:
+    wanted = arguments()
+    began = time.monotonic()
+    results = measure(
+        ScalingOptions(
+            ranks=tuple(wanted.ranks),
+            params=wanted.params,
+            samples=wanted.samples,
+            strategies=("bucketed", "DDP"),
+        )
+    )
+    tables.show(short(results["rows"]), title_of(results), notes=notes(results))
+    write(results, wanted.out, (time.monotonic() - began) / 60)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", "--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--params", default="")
+    parser.add_argument("--out", type=Path, default=HERE)
+    return parser.parse_args()
+
+
+def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
+    """Results, table and chart into ``folder``, and a README with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() != HERE:
+        shutil.copy(HERE / "README.md", folder)
+    tables.write_json(folder / "results.json", results, command=COMMAND)
+    tables.write_csv(folder / "results.csv", results["rows"])
+    draw(results, folder / "chart.svg")
+    said = "\n".join(f"- {note}" for note in notes(results))
+    table = tables.markdown(short(results["rows"]))
+    tables.write_between(folder / "README.md", "scaling table", f"{title_of(results)}.\n\n{table}\n\n{said}")
+    made = tables.environment(COMMAND)
+    tables.write_between(
+        folder / "README.md",
+        "environment",
+        f"{tables.machine()}, torch {made['torch']}, Python {made['python']}, {made['date']}, "
+        f"{minutes:.0f} minutes; ranks of one thread.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
