@@ -54,9 +54,10 @@ PURE = (
     "instep.mesh.memory_file",
     "instep.mesh.process_memory",
     "instep.mesh.process_state",
-    "instep.comm.binomial_tree",
+    "instep.comm.algorithms",
     "instep.comm.cost",
     "instep.comm.messages",
+    "instep.comm.play",
     "instep.ordered.tree",
     "instep.data.order",
     "instep.data.sampler",
@@ -93,6 +94,7 @@ PURE = (
     "instep.cli.compare",
     "instep.cli.main",
     "instep.cli.report",
+    "instep.cli.show",
     "instep.cli.train",
 )
 

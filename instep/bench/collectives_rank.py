@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from instep.bench.tables import size_text
 from instep.bench.worlds import World
 from instep.comm import algorithms
 from instep.comm.messages import Messages
+from instep.comm.perform import perform
 from instep.shm import ShmGroup  # which registers the backend
 from instep.shm.futex import available
 
@@ -46,12 +47,8 @@ IN_PLACE = "shm-in-place"
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-OWN: dict[str, dict[str, Any]] = {
-    "all_reduce": algorithms.ALL_REDUCE,
-    "broadcast": algorithms.BROADCAST,
-    "reduce": algorithms.REDUCE,
-    "reduce_scatter": algorithms.REDUCE_SCATTER,
-    "all_gather": algorithms.ALL_GATHER,
+OWN: dict[str, Mapping[str, Any]] = {
+    **algorithms.SCHEDULES,
     "all_to_all": algorithms.ALL_TO_ALL,
     "scatter": algorithms.SCATTER,
     "gather": algorithms.GATHER,
@@ -177,8 +174,8 @@ class Implementation:
         return synchronised(call) if self.name == "nccl" else call
 
     def _own_call(self, world: World) -> Call:
-        function = OWN[self.buffers.collective][self.name]
-        return own_call(self.buffers, function, Messages(world.group("gloo", "messages")))
+        algorithm = OWN[self.buffers.collective][self.name]
+        return own_call(self.buffers, algorithm, Messages(world.group("gloo", "messages")))
 
 
 def mapped_memory(pg: ProcessGroup) -> Allocate:
@@ -223,28 +220,28 @@ def torch_call(buffers: CollectiveBuffers, pg: ProcessGroup) -> Call:
     return calls[buffers.collective]
 
 
-def own_call(buffers: CollectiveBuffers, function: Callable[..., None], messages: Messages) -> Call:
+def own_call(buffers: CollectiveBuffers, algorithm: Any, messages: Messages) -> Call:
     """``buffers`` by an algorithm of ``instep.comm``; parts in place where those are what it takes."""
     x, out, rank = buffers.x, buffers.out, buffers.rank
     x_parts, out_parts = buffers.x_parts or [], buffers.out_parts or []
 
     def reduce_scatter() -> None:
-        function(x_parts, messages)
+        perform(algorithm, x_parts, messages)
         out.copy_(x_parts[rank])
 
     def all_gather() -> None:
         out_parts[rank].copy_(x)
-        function(out_parts, messages)
+        perform(algorithm, out_parts, messages)
 
     calls: dict[str, Call] = {
-        "all_reduce": lambda: function(x, messages),
-        "broadcast": lambda: function(x, messages, ROOT),
-        "reduce": lambda: function(x, messages, ROOT),
+        "all_reduce": lambda: perform(algorithm, x, messages),
+        "broadcast": lambda: perform(algorithm, x, messages, ROOT),
+        "reduce": lambda: perform(algorithm, x, messages, ROOT),
         "reduce_scatter": reduce_scatter,
         "all_gather": all_gather,
-        "all_to_all": lambda: function(x_parts, messages, out_parts),
-        "scatter": lambda: function(x_parts, messages, out, ROOT),
-        "gather": lambda: function(x, messages, out_parts, ROOT),
+        "all_to_all": lambda: algorithm(x_parts, messages, out_parts),
+        "scatter": lambda: algorithm(x_parts, messages, out, ROOT),
+        "gather": lambda: algorithm(x, messages, out_parts, ROOT),
     }
     return calls[buffers.collective]
 

@@ -1,6 +1,6 @@
 """Collectives made of point-to-point messages, one algorithm family a file.
 
-In the order of reading: ``messages`` (all that the algorithms may use), ``naive``, ``binomial_tree``,
-``ring``, ``direct``, ``butterfly``; ``cost`` says what each of them sends, ``algorithms`` names them,
-``functional`` differentiates them.
+In the order of reading: ``schedule`` (what an algorithm is), ``naive``, ``binomial_tree``, ``ring``,
+``direct``, ``butterfly``; ``messages`` and ``perform`` make it happen, ``play`` shows it, ``cost`` says what
+it costs, ``algorithms`` names them all, ``functional`` differentiates them.
 """

@@ -28,45 +28,36 @@ in MPICH", IJHPCA 19(1), 2005, on broadcast and reduce.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-if TYPE_CHECKING:  # the tree itself is arithmetic, of which ``cost`` predicts without torch
-    from torch import Tensor
-
-    from instep.comm.messages import Messages
+from instep.comm.schedule import Step, receive, send
 
 
-def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
-    """``x`` of rank ``root`` overwrites that of every rank."""
-    size = messages.size
-    v = (messages.rank - root) % size
-    if v:
-        messages.recv(x, (parent(v) + root) % size)
-    for child in children(v, size):
-        messages.send(x, (child + root) % size)
+def broadcast(rank: int, size: int) -> Iterator[Step]:
+    """x of rank 0 overwrites that of every rank."""
+    if rank:
+        yield receive(parent(rank))
+    for child in children(rank, size):
+        yield send(child)
 
 
-def reduce(x: Tensor, messages: Messages, root: int = 0) -> None:
-    """``x`` of rank ``root`` becomes the sum over ranks; the others' ``x`` is left with partial sums.
+def reduce(rank: int, size: int) -> Iterator[Step]:
+    """x of rank 0 becomes the sum over ranks; the others' x is left with partial sums.
 
     Adds neighbours, then pairs of neighbours, and so on, the lower one always on the left and counted from
-    the root: W = 5, root 0 is ((x0 + x1) + (x2 + x3)) + x4, the left-complete binary tree over ranks.
-    Needs S bytes of scratch on ranks that have children.
+    the root: W = 5 is ((x0 + x1) + (x2 + x3)) + x4, the left-complete binary tree over ranks. Needs S bytes
+    of scratch on ranks that have children.
     """
-    size = messages.size
-    v = (messages.rank - root) % size
-    below = children(v, size)
-    received = x.new_empty(x.shape) if below else x
-    for child in reversed(below):
-        x.add_(messages.recv(received, (child + root) % size))
-    if v:
-        messages.send(x, (parent(v) + root) % size)
+    for child in reversed(children(rank, size)):
+        yield receive(child, then="own + received")
+    if rank:
+        yield send(parent(rank))
 
 
-def all_reduce(x: Tensor, messages: Messages) -> None:
-    """``x`` becomes the sum over ranks in the order of ``reduce``: the same bits on every rank."""
-    reduce(x, messages)
-    broadcast(x, messages)
+def all_reduce(rank: int, size: int) -> Iterator[Step]:
+    """x becomes the sum over ranks in the order of ``reduce``: the same bits on every rank."""
+    yield from reduce(rank, size)
+    yield from broadcast(rank, size)
 
 
 def depth(size: int) -> int:

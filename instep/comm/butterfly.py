@@ -30,57 +30,61 @@ all-reduce.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterator
 
-from instep.comm.messages import Messages, edges, flat
+from instep.comm.schedule import WHOLE, Piece, Step, Then, exchange, receive, send
 
 
-def recursive_doubling(x: Tensor, messages: Messages) -> None:
-    """``x`` becomes the sum over ranks; every rank adds all of it, in the same order: the same bits.
+def recursive_doubling(rank: int, size: int) -> Iterator[Step]:
+    """x becomes the sum over ranks; every rank adds all of it, in the same order: the same bits.
 
     Needs S bytes of scratch.
     """
-    node = _fold(x, messages)
-    if node is not None:
-        received = torch.empty_like(x)
-        for k in range(_levels(messages.size)):
-            partner = _rank_of(node ^ 1 << k, messages.size)
-            messages.exchange(x, partner, received, partner)
-            _add(x, received, own_is_left=not node >> k & 1)
-    _unfold(x, messages)
+    yield from _among_nodes(rank, size, _doubling)
 
 
-def halving_doubling(x: Tensor, messages: Messages) -> None:
-    """``x`` becomes the sum over ranks; each part is added on one rank and copied: the same bits.
+def halving_doubling(rank: int, size: int) -> Iterator[Step]:
+    """x becomes the sum over ranks; each part is added on one rank and copied: the same bits.
 
     Needs S/2 bytes of scratch, S where W is no power of two.
     """
-    node = _fold(x, messages)
-    if node is not None:
-        _halve_and_double(flat(x), node, messages)
-    _unfold(x, messages)
+    yield from _among_nodes(rank, size, _halving_and_doubling)
 
 
-def _halve_and_double(x: Tensor, node: int, messages: Messages) -> None:
-    """All-reduce among the nodes, which are as many as a power of two."""
-    levels = _levels(messages.size)
-    at = edges(x.numel(), 1 << levels)
-    scratch = x.new_empty(-(-x.numel() // 2))
+def _among_nodes(rank: int, size: int, steps: Callable[[int, int], Iterator[Step]]) -> Iterator[Step]:
+    """``steps`` of this rank's node of P, with the 2(W-P) ranks that go in pairs before and after them."""
+    folded = 2 * (size - (1 << _levels(size)))
+    if rank >= folded:
+        yield from steps(rank - folded // 2, size)
+    elif rank % 2:
+        yield send(rank - 1)
+        yield receive(rank - 1)
+    else:
+        yield receive(rank + 1, then="own + received")
+        yield from steps(rank // 2, size)
+        yield send(rank + 1)
+
+
+def _doubling(node: int, size: int) -> Iterator[Step]:
+    for k in range(_levels(size)):
+        partner = _rank_of(node ^ 1 << k, size)
+        yield exchange(partner, WHOLE, partner, WHOLE, _lower_first(node, k))
+
+
+def _halving_and_doubling(node: int, size: int) -> Iterator[Step]:
+    levels = _levels(size)
     lo, hi = 0, 1 << levels
     path = []  # what this node kept, and what its partner kept, level by level
     for k in range(levels):
         middle = (lo + hi) // 2
-        lower, upper = x[at[lo] : at[middle]], x[at[middle] : at[hi]]
-        is_upper = bool(node >> k & 1)
-        kept, given = (upper, lower) if is_upper else (lower, upper)
-        partner = _rank_of(node ^ 1 << k, messages.size)
-        received = messages.exchange(given, partner, scratch[: kept.numel()], partner)
-        _add(kept, received, own_is_left=not is_upper)
-        lo, hi = (middle, hi) if is_upper else (lo, middle)
+        lower, upper = Piece(lo, middle, 1 << levels), Piece(middle, hi, 1 << levels)
+        kept, given = (upper, lower) if node >> k & 1 else (lower, upper)
+        partner = _rank_of(node ^ 1 << k, size)
+        yield exchange(partner, given, partner, kept, _lower_first(node, k))
+        lo, hi = kept.first, kept.end
         path.append((partner, kept, given))
     for partner, kept, given in reversed(path):
-        messages.exchange(kept, partner, given, partner)
+        yield exchange(partner, kept, partner, given)
 
 
 def _levels(size: int) -> int:
@@ -93,29 +97,6 @@ def _rank_of(node: int, size: int) -> int:
     return 2 * node if node < folded else node + folded
 
 
-def _fold(x: Tensor, messages: Messages) -> int | None:
-    """This rank's node of the butterfly over P nodes; None if its neighbour has taken over its ``x``."""
-    rank = messages.rank
-    folded = messages.size - (1 << _levels(messages.size))
-    if rank >= 2 * folded:
-        return rank - folded
-    if rank % 2:
-        messages.send(x, rank - 1)
-        return None
-    x.add_(messages.recv(torch.empty_like(x), rank + 1))
-    return rank // 2
-
-
-def _unfold(x: Tensor, messages: Messages) -> None:
-    rank = messages.rank
-    if rank >= 2 * (messages.size - (1 << _levels(messages.size))):
-        return
-    if rank % 2:
-        messages.recv(x, rank - 1)
-    else:
-        messages.send(x, rank + 1)
-
-
-def _add(own: Tensor, received: Tensor, *, own_is_left: bool) -> None:
-    left, right = (own, received) if own_is_left else (received, own)
-    torch.add(left, right, out=own)
+def _lower_first(node: int, k: int) -> Then:
+    """The addend of the lower of two partners is the left one, for both of them."""
+    return "received + own" if node >> k & 1 else "own + received"

@@ -279,3 +279,14 @@ ALL_GATHER: dict[str, Formula] = {"ring": _ring_all_gather, "direct": _direct_al
 ALL_TO_ALL: dict[str, Formula] = {"direct": _all_to_all}
 SCATTER: dict[str, Formula] = {"naive": _naive_scatter}
 GATHER: dict[str, Formula] = {"naive": _naive_gather}
+
+FORMULAS = {
+    "broadcast": BROADCAST,
+    "reduce": REDUCE,
+    "all_reduce": ALL_REDUCE,
+    "reduce_scatter": REDUCE_SCATTER,
+    "all_gather": ALL_GATHER,
+    "all_to_all": ALL_TO_ALL,
+    "scatter": SCATTER,
+    "gather": GATHER,
+}

@@ -23,54 +23,52 @@ and, as pairwise exchange, on reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from instep.comm.schedule import Step, part
 
-from instep.comm.messages import Messages, chunks
+if TYPE_CHECKING:  # who sends what to whom is arithmetic, which ``instep show`` prints without torch
+    from torch import Tensor
+
+    from instep.comm.messages import Messages
 
 
 def all_to_all(parts: Sequence[Tensor], messages: Messages, out: Sequence[Tensor]) -> None:
     """``out[s]`` of rank r becomes ``parts[r]`` of rank s. Lengths may differ from pair to pair, and be 0."""
     out[messages.rank].copy_(parts[messages.rank])
-    others = _others(messages)
+    others = _others(messages.rank, messages.size)
     messages.together(
         [(parts[to], to) for to in others], [(out[source], source) for source in reversed(others)]
     )
 
 
-def reduce_scatter(parts: Sequence[Tensor], messages: Messages) -> None:
-    """``parts[rank]`` becomes the sum over ranks of that part, ((x0 + x1) + x2) + ...; the others stay.
-
-    ``parts`` are W tensors, part j of the same length on every rank.
-    """
-    rank, own = messages.rank, parts[messages.rank]
-    others = _others(messages)
-    addends = [own if source == rank else torch.empty_like(own) for source in range(messages.size)]
-    messages.together(
-        [(parts[to], to) for to in others], [(addends[source], source) for source in reversed(others)]
+def reduce_scatter(rank: int, size: int) -> Iterator[Step]:
+    """Part ``rank`` of x becomes the sum over ranks of that part, ((x0 + x1) + x2) + ...; the others stay."""
+    others = _others(rank, size)
+    own = part(rank, size)
+    yield Step(
+        sends=[(to, part(to, size)) for to in others],
+        receives=[(source, own) for source in reversed(others)],
+        then="in rank order",
     )
-    total = addends[0]
-    for addend in addends[1:]:
-        total.add_(addend)
-    own.copy_(total)
 
 
-def all_gather(parts: Sequence[Tensor], messages: Messages) -> None:
-    """``parts[j]`` of rank j overwrites that of every rank."""
-    others = _others(messages)
-    own = parts[messages.rank]
-    messages.together([(own, to) for to in others], [(parts[source], source) for source in reversed(others)])
+def all_gather(rank: int, size: int) -> Iterator[Step]:
+    """Part j of rank j overwrites that of every rank."""
+    others = _others(rank, size)
+    yield Step(
+        sends=[(to, part(rank, size)) for to in others],
+        receives=[(source, part(source, size)) for source in reversed(others)],
+    )
 
 
-def all_reduce(x: Tensor, messages: Messages) -> None:
-    """``x`` becomes the sum over ranks, every element added in rank order: the same bits on every rank."""
-    parts = chunks(x, messages.size)
-    reduce_scatter(parts, messages)
-    all_gather(parts, messages)
+def all_reduce(rank: int, size: int) -> Iterator[Step]:
+    """x becomes the sum over ranks, every element added in rank order: the same bits on every rank."""
+    yield from reduce_scatter(rank, size)
+    yield from all_gather(rank, size)
 
 
-def _others(messages: Messages) -> list[int]:
+def _others(rank: int, size: int) -> list[int]:
     """Who is 1, 2, ... to the right: in its k-th message each rank sends to another one."""
-    return [(messages.rank + k) % messages.size for k in range(1, messages.size)]
+    return [(rank + k) % size for k in range(1, size)]

@@ -33,6 +33,7 @@ from torch.autograd import Function
 
 from instep.comm import binomial_tree, direct, naive
 from instep.comm.messages import Messages
+from instep.comm.perform import perform
 
 
 def all_reduce_sum(x: Tensor, messages: Messages) -> Tensor:
@@ -153,7 +154,7 @@ class _AllGather(Function):
         own = _in_a_row(x)
         out = own.new_empty(messages.size, *own.shape)
         out[messages.rank] = own
-        direct.all_gather(out.unbind(), messages)
+        perform(direct.all_gather, out.unbind(), messages)
         return out.flatten(0, 1)
 
     @staticmethod
@@ -166,7 +167,7 @@ class _ReduceScatter(Function):
     def forward(ctx: Any, x: Tensor, messages: Messages) -> Tensor:
         ctx.messages = messages
         parts = _in_a_row(x).tensor_split(messages.size)
-        direct.reduce_scatter(parts, messages)
+        perform(direct.reduce_scatter, parts, messages)
         return parts[messages.rank].clone()
 
     @staticmethod
@@ -193,7 +194,7 @@ class _Broadcast(Function):
     def forward(ctx: Any, x: Tensor, messages: Messages, root: int) -> Tensor:
         ctx.messages, ctx.root = messages, root
         out = _in_a_row(x)
-        binomial_tree.broadcast(out, messages, root)
+        perform(binomial_tree.broadcast, out, messages, root)
         return out
 
     @staticmethod
@@ -206,7 +207,7 @@ class _SumOnRoot(Function):
     def forward(ctx: Any, x: Tensor, messages: Messages, root: int) -> Tensor:
         ctx.messages, ctx.root = messages, root
         out = _in_a_row(x)
-        naive.reduce(out, messages, root)
+        perform(naive.reduce, out, messages, root)
         return out if messages.rank == root else torch.zeros_like(out)
 
     @staticmethod
@@ -216,7 +217,7 @@ class _SumOnRoot(Function):
 
 def _sum(x: Tensor, messages: Messages) -> Tensor:
     out = _in_a_row(x)
-    direct.all_reduce(out, messages)
+    perform(direct.all_reduce, out, messages)
     return out
 
 

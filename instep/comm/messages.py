@@ -1,7 +1,7 @@
 """Point-to-point messages between the ranks of one group: all that the collectives of this folder use.
 
-An algorithm says who sends what to whom; this file is what it says it to. A test puts a simulated network
-in its place, a benchmark reads its counters. What many ranks send in parts is cut by ``chunks``.
+A schedule says who sends what to whom; ``perform`` says it to what is here. A test puts a simulated network
+in its place, a benchmark reads its counters. What many ranks send in parts is cut at ``edges``.
 """
 
 from __future__ import annotations
@@ -124,11 +124,6 @@ def flat(x: Tensor) -> Tensor:
     if x.is_conj() or x.is_neg():
         raise ValueError("expected a tensor that is stored as it reads: pass x.resolve_conj().resolve_neg()")
     return x.view(-1)
-
-
-def chunks(x: Tensor, parts: int) -> list[Tensor]:
-    """``x`` cut into ``parts`` flat views of nearly equal length."""
-    return list(flat(x).split(lengths(x.numel(), parts)))
 
 
 def edges(num_elements: int, parts: int) -> list[int]:

@@ -20,46 +20,43 @@ chapter on collective communication).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from instep.comm.schedule import Step, receive, send
 
-from instep.comm.messages import Messages
+if TYPE_CHECKING:  # who sends what to whom is arithmetic, which ``instep show`` prints without torch
+    from torch import Tensor
 
-
-def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
-    """``x`` of rank ``root`` overwrites that of every rank."""
-    if messages.rank != root:
-        messages.recv(x, root)
-        return
-    for rank in range(messages.size):
-        if rank != root:
-            messages.send(x, rank)
+    from instep.comm.messages import Messages
 
 
-def reduce(x: Tensor, messages: Messages, root: int = 0) -> None:
-    """``x`` of rank ``root`` becomes the sum over ranks; the others keep theirs.
+def broadcast(rank: int, size: int) -> Iterator[Step]:
+    """x of rank 0 overwrites that of every rank."""
+    if rank:
+        yield receive(0)
+    else:
+        for other in range(1, size):
+            yield send(other)
 
-    Adds in rank order, whichever is the root: ((x0 + x1) + x2) + ... The root needs 2 S bytes of scratch.
+
+def reduce(rank: int, size: int) -> Iterator[Step]:
+    """x of rank 0 becomes the sum over ranks; the others keep theirs.
+
+    Adds in rank order, whichever is the root: ((x0 + x1) + x2) + ... The root needs S bytes of scratch, and S
+    more for each addend that comes before its turn.
     """
-    if messages.rank != root:
-        messages.send(x, root)
-        return
-    total, received = torch.empty_like(x), torch.empty_like(x)
-    for rank in range(messages.size):
-        addend = x if rank == root else messages.recv(received, rank)
-        if rank == 0:
-            total.copy_(addend)
-        else:
-            total.add_(addend)
-    x.copy_(total)
+    if rank:
+        yield send(0)
+    else:
+        for other in range(1, size):
+            yield receive(other, then="in rank order")
 
 
-def all_reduce(x: Tensor, messages: Messages) -> None:
-    """``x`` becomes the sum over ranks, added in rank order by rank 0: the same bits on every rank."""
-    reduce(x, messages)
-    broadcast(x, messages)
+def all_reduce(rank: int, size: int) -> Iterator[Step]:
+    """x becomes the sum over ranks, added in rank order by rank 0: the same bits on every rank."""
+    yield from reduce(rank, size)
+    yield from broadcast(rank, size)
 
 
 def scatter(parts: Sequence[Tensor], messages: Messages, out: Tensor, root: int = 0) -> None:

@@ -39,67 +39,57 @@ van de Geijn's algorithm, as in Thakur, Rabenseifner, Gropp 2005 (see ``binomial
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator
 
 from instep.comm.binomial_tree import children, parent, subtree
-from instep.comm.messages import Messages, chunks, edges, flat
+from instep.comm.schedule import Piece, Step, Then, exchange, part, receive, send
 
 
-def reduce_scatter(parts: Sequence[Tensor], messages: Messages) -> None:
-    """``parts[rank]`` becomes the sum over ranks of that part; the others are left with partial sums.
+def reduce_scatter(rank: int, size: int) -> Iterator[Step]:
+    """Part ``rank`` of x becomes the sum over ranks of that part; the others are left with partial sums.
 
-    ``parts`` are W tensors, part j of the same length on every rank. Part j starts at rank j + 1 and ends
-    at rank j: (x[j+1] + x[j+2]) + ... + x[j], so each part is added in an order of its own. Needs scratch
-    for the longest part.
+    Part j starts at rank j + 1 and ends at rank j: (x[j+1] + x[j+2]) + ... + x[j], so each part is added in
+    an order of its own. Needs scratch for the longest part.
     """
-    rank, size = messages.rank, messages.size
-    scratch = parts[0].new_empty(max(part.numel() for part in parts))
     for step in range(size - 1):
-        outgoing, incoming = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
-        received = scratch[: incoming.numel()].view_as(incoming)
-        messages.exchange(outgoing, (rank + 1) % size, received, (rank - 1) % size)
-        torch.add(received, incoming, out=incoming)
+        yield _rotation(rank, size, rank - 1 - step, then="received + own")
 
 
-def all_gather(parts: Sequence[Tensor], messages: Messages) -> None:
-    """``parts[j]`` of rank j overwrites that of every rank: each rank passes on what it received last."""
-    rank, size = messages.rank, messages.size
+def all_gather(rank: int, size: int) -> Iterator[Step]:
+    """Part j of rank j overwrites that of every rank: each rank passes on what it received last."""
     for step in range(size - 1):
-        outgoing, incoming = parts[(rank - step) % size], parts[(rank - 1 - step) % size]
-        messages.exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size)
+        yield _rotation(rank, size, rank - step, then="copy")
 
 
-def all_reduce(x: Tensor, messages: Messages) -> None:
-    """``x`` becomes the sum over ranks: the same bits on every rank, because each part is added only once.
+def all_reduce(rank: int, size: int) -> Iterator[Step]:
+    """x becomes the sum over ranks: the same bits on every rank, because each part is added only once.
 
     The order of the adds depends on where in x an element stands and on W.
     """
-    parts = chunks(x, messages.size)
-    reduce_scatter(parts, messages)
-    all_gather(parts, messages)
+    yield from reduce_scatter(rank, size)
+    yield from all_gather(rank, size)
 
 
-def broadcast(x: Tensor, messages: Messages, root: int = 0) -> None:
-    """``x`` of rank ``root`` overwrites that of every rank."""
-    _scatter(x, messages, root)
-    parts = chunks(x, messages.size)
-    all_gather([parts[(rank - root) % messages.size] for rank in range(messages.size)], messages)
+def broadcast(rank: int, size: int) -> Iterator[Step]:
+    """x of rank 0 overwrites that of every rank."""
+    yield from _scatter(rank, size)
+    yield from all_gather(rank, size)
 
 
-def _scatter(x: Tensor, messages: Messages, root: int) -> None:
-    """Part v of ``x`` goes to the v-th rank from ``root``, within one message for all below a child."""
-    size = messages.size
-    at = edges(x.numel(), size)
-    v = (messages.rank - root) % size
+def _rotation(rank: int, size: int, sent: int, then: Then) -> Step:
+    """Part ``sent`` goes to the right neighbour, while the one before it comes from the left."""
+    outgoing, incoming = part(sent % size, size), part((sent - 1) % size, size)
+    return exchange((rank + 1) % size, outgoing, (rank - 1) % size, incoming, then)
 
-    def below(node: int) -> Tensor:
+
+def _scatter(rank: int, size: int) -> Iterator[Step]:
+    """Part r of x goes to rank r, within one message for all below a child."""
+
+    def below(node: int) -> Piece:
         nodes = subtree(node, size)
-        return flat(x)[at[nodes.start] : at[nodes.stop]]
+        return Piece(nodes.start, nodes.stop, size)
 
-    if v:
-        messages.recv(below(v), (parent(v) + root) % size)
-    for child in children(v, size):
-        messages.send(below(child), (child + root) % size)
+    if rank:
+        yield receive(parent(rank), below(rank))
+    for child in children(rank, size):
+        yield send(child, below(child))

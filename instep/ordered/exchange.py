@@ -30,6 +30,7 @@ from torch import Tensor
 
 from instep.comm import direct
 from instep.comm.messages import Messages
+from instep.comm.perform import perform
 from instep.errors import Desync, PeerLost
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
@@ -214,7 +215,7 @@ class OrderedAllReduce:
             parts = bucket.home.split(bucket.slice_length)
             parts[self.group.rank].copy_(root)
             messages = Messages(self.group.pg, self.group.ranks)
-            self.group.run(lambda: direct.all_gather(parts, messages), name)
+            self.group.run(lambda: perform(direct.all_gather, parts, messages), name)
         else:
             self.group.all_gather(bucket.home, root, name)
 

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from instep.comm import direct
 from instep.comm.messages import Messages
+from instep.comm.perform import perform
 from instep.memory import align_bytes
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
@@ -288,7 +289,7 @@ class WholeParameters(FlatParameters):
             return True
         if self.group.sends_best and self.flat.device.type == "cpu":
             messages = Messages(self.group.pg, self.group.ranks)
-            self.group.run(lambda: direct.all_gather(parts, messages), operation)
+            self.group.run(lambda: perform(direct.all_gather, parts, messages), operation)
         else:
             self.group.all_gather(self.flat.view(torch.uint8), parts[self.group.rank], operation)
         return False

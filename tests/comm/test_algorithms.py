@@ -19,6 +19,7 @@ from instep.comm.algorithms import (
     SCATTER,
 )
 from instep.comm.messages import Messages
+from instep.comm.perform import perform
 from tests.comm.inputs import NUM_ELEMENTS, about, bits, counted, cut, drawn, everybodys
 from tests.comm.orders import ORDERS, in_turn, rotated
 from tests.ordered.trees import tree_sum
@@ -59,7 +60,7 @@ def all_reduces(mesh):
             addends = everybodys(messages.size, num_elements)
             x = addends[messages.rank].clone()
             formula = cost.all_reduce(name, messages.size, 4 * num_elements, 4)
-            agrees_with(formula, messages, lambda algorithm=algorithm, x=x: algorithm(x, messages))
+            agrees_with(formula, messages, lambda algorithm=algorithm, x=x: perform(algorithm, x, messages))
             assert about(x, in_turn(addends), addends), (name, num_elements)
 
 
@@ -75,7 +76,7 @@ def all_reduces_in_order(mesh):
         for dtype in DTYPES:
             addends = everybodys(messages.size, 61, dtype)
             x = addends[messages.rank].clone()
-            algorithm(x, messages)
+            perform(algorithm, x, messages)
             assert bits(x) == bits(ORDERS[name](addends)), (name, dtype)
 
 
@@ -100,7 +101,7 @@ def broadcasts(mesh):
             root = num_elements % size
             x = drawn(rank, num_elements)
             formula = cost.broadcast(name, size, 4 * num_elements, 4)
-            sent = counted(messages, lambda a=algorithm, x=x, root=root: a(x, messages, root))
+            sent = counted(messages, lambda a=algorithm, x=x, root=root: perform(a, x, messages, root))
             v = (rank - root) % size if name != "naive" else (0 if rank == root else size - 1)
             assert sent == (formula.messages[v], formula.sent[v]), (name, num_elements)
             assert bits(x) == bits(drawn(root, num_elements)), (name, num_elements)
@@ -120,7 +121,7 @@ def reduces(mesh):
         expected = {"naive": in_turn(addends), "tree": tree_sum(around, torch.add)}
         for name, algorithm in REDUCE.items():
             x = addends[rank].clone()
-            sent = counted(messages, lambda a=algorithm, x=x, root=root: a(x, messages, root))
+            sent = counted(messages, lambda a=algorithm, x=x, root=root: perform(a, x, messages, root))
             assert sent == ((0, 0) if rank == root else (1, 4 * 13))
             assert rank != root or bits(x) == bits(expected[name]), (name, root)
 
@@ -147,7 +148,7 @@ def reduce_scatters(messages: Messages, num_elements: int) -> None:
     for name, algorithm in REDUCE_SCATTER.items():
         parts = cut(addends[rank].clone(), size)
         formula = cost.reduce_scatter(name, size, 4 * num_elements, 4)
-        agrees_with(formula, messages, lambda a=algorithm, parts=parts: a(parts, messages))
+        agrees_with(formula, messages, lambda a=algorithm, parts=parts: perform(a, parts, messages))
         assert bits(parts[rank]) == bits(cut(orders[name](addends), size)[rank]), name
 
 
@@ -158,7 +159,7 @@ def all_gathers(messages: Messages, num_elements: int) -> None:
         parts = cut(out, size)
         parts[rank].copy_(cut(drawn(9, num_elements), size)[rank])
         formula = cost.all_gather(name, size, 4 * num_elements, 4)
-        agrees_with(formula, messages, lambda a=algorithm, parts=parts: a(parts, messages))
+        agrees_with(formula, messages, lambda a=algorithm, parts=parts: perform(a, parts, messages))
         assert bits(out) == bits(drawn(9, num_elements)), name
 
 
@@ -193,7 +194,7 @@ def test_shapes_stay_and_tensors_without_dimensions_are_reduced(mesh):
     for algorithm in ALL_REDUCE.values():
         for shape in ((), (2, 3, 5), (4, 0)):
             x = torch.full(shape, 1.0 + messages.rank)
-            algorithm(x, messages)
+            perform(algorithm, x, messages)
             assert x.shape == shape and bool((x == 6).all())
 
 
@@ -202,7 +203,7 @@ def test_minus_zero_plus_minus_zero_stays_minus_zero(mesh):
     messages = Messages(mesh.world.pg)
     for name, algorithm in ALL_REDUCE.items():
         x = torch.full((9,), -0.0)
-        algorithm(x, messages)
+        perform(algorithm, x, messages)
         assert bool(torch.signbit(x).all()), name
 
 
@@ -211,7 +212,7 @@ def test_megabytes_pass(mesh):
     messages = Messages(mesh.world.pg)
     for name, algorithm in ALL_REDUCE.items():
         x = torch.arange(1 << 20, dtype=torch.float32) * (1 + messages.rank)
-        algorithm(x, messages)
+        perform(algorithm, x, messages)
         assert torch.equal(x, torch.arange(1 << 20, dtype=torch.float32) * 3), name
 
 
@@ -221,5 +222,5 @@ def test_processes_get_what_threads_get(mesh):
     for name, algorithm in ALL_REDUCE.items():
         addends = everybodys(3, 61)
         x = addends[messages.rank].clone()
-        algorithm(x, messages)
+        perform(algorithm, x, messages)
         assert bits(x) == bits(ORDERS[name](addends)), name

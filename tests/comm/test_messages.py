@@ -7,7 +7,9 @@ import threading
 import pytest
 import torch
 
-from instep.comm.messages import Messages, chunks, flat
+from instep.comm import ring
+from instep.comm.messages import Messages, flat
+from instep.comm.perform import perform
 from instep.errors import PeerLost
 from tests.comm.inputs import bits, drawn
 from tests.world import world
@@ -108,13 +110,12 @@ def test_a_world_of_one_sends_nothing():
 )
 def test_memory_that_is_not_the_tensor_is_refused(x, words):
     messages = Messages(None)
-    for use in (flat, lambda x: chunks(x, 2), lambda x: messages.send(x, 0), lambda x: messages.recv(x, 0)):
+    uses = (
+        flat,
+        lambda x: perform(ring.all_reduce, x, messages),
+        lambda x: messages.send(x, 0),
+        lambda x: messages.recv(x, 0),
+    )
+    for use in uses:
         with pytest.raises(ValueError, match=words):
             use(x)
-
-
-def test_chunks_share_the_memory_of_the_whole():
-    x = torch.zeros(2, 5)
-    for k, chunk in enumerate(chunks(x, 4)):
-        chunk.fill_(k)
-    assert x.view(-1).tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]

@@ -20,6 +20,8 @@ from instep.comm.algorithms import (
     SCATTER,
 )
 from instep.comm.messages import Messages
+from instep.comm.perform import perform
+from instep.comm.schedule import Schedule
 from tests.comm.inputs import cut
 from tests.comm.simulated import Network
 
@@ -36,11 +38,11 @@ def parts(messages: Messages, num_elements: int) -> list[Tensor]:
 def bodies(n: int) -> dict[tuple[str, str], Body]:
     """Every algorithm on n elements, by collective and name."""
 
-    def whole(algorithm: Callable) -> Body:
-        return lambda messages: algorithm(torch.zeros(n), messages)
+    def whole(schedule: Schedule) -> Body:
+        return lambda messages: perform(schedule, torch.zeros(n), messages)
 
-    def partwise(algorithm: Callable) -> Body:
-        return lambda messages: algorithm(parts(messages, n), messages)
+    def partwise(schedule: Schedule) -> Body:
+        return lambda messages: perform(schedule, parts(messages, n), messages)
 
     def between(algorithm: Callable) -> Body:
         return lambda messages: algorithm(parts(messages, n), messages, received(messages))
@@ -72,17 +74,8 @@ def bodies(n: int) -> dict[tuple[str, str], Body]:
 
 
 def formulas() -> dict[tuple[str, str], cost.Formula]:
-    tables = {
-        "broadcast": cost.BROADCAST,
-        "reduce": cost.REDUCE,
-        "all_reduce": cost.ALL_REDUCE,
-        "reduce_scatter": cost.REDUCE_SCATTER,
-        "all_gather": cost.ALL_GATHER,
-        "all_to_all": cost.ALL_TO_ALL,
-        "scatter": cost.SCATTER,
-        "gather": cost.GATHER,
-    }
-    return {(kind, name): formula for kind, table in tables.items() for name, formula in table.items()}
+    tables = cost.FORMULAS.items()
+    return {(kind, name): formula for kind, table in tables for name, formula in table.items()}
 
 
 def test_there_is_a_formula_for_every_algorithm():

@@ -1,0 +1,217 @@
+"""``instep show ALGORITHM``: a collective, round by round: who sends what, and who holds what after it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import Annotated
+
+import tyro
+
+from instep.cli.exit_codes import DONE, report_error
+from instep.comm.algorithms import SCHEDULES
+from instep.comm.cost import FORMULAS, CollectiveCost
+from instep.comm.play import Message, Played, State, cells_of, play
+
+PROGRAM = "instep show"
+WIDTH = 80
+MARGIN = 8  # of a line, as wide as "round 12"
+GAP = 3  # between two messages
+MOST_RANKS = 16
+
+
+def algorithms() -> dict[str, tuple[str, str]]:
+    """Collective and algorithm, by word: "ring" alone is that of the first collective that has one."""
+    words: dict[str, tuple[str, str]] = {}
+    for collective, schedules in SCHEDULES.items():
+        for name in schedules:
+            found = collective, name
+            words.setdefault(_hyphens(name), found)
+            words[_hyphens(f"{collective}_{name}")] = found
+    return words
+
+
+def _hyphens(text: str) -> str:
+    return text.replace("_", "-")
+
+
+def _listed() -> str:
+    """A line for each collective, with the words of its algorithms."""
+    words = algorithms()
+    shortest = {found: word for word, found in reversed(words.items())}
+    lines = []
+    for collective in SCHEDULES:
+        names = [word for found, word in shortest.items() if found[0] == collective]
+        lines.append(f"  {_hyphens(collective):15}{', '.join(reversed(names))}")
+    return "\n".join(lines)
+
+
+DESCRIPTION = f"""\
+Print a collective step by step: who sends what to whom, and who holds what after each round.
+
+What is played are the steps that the algorithm itself takes (instep/comm), without a process or a tensor. The
+last lines have rounds, messages and bytes beside the formula of the alpha-beta model.
+
+Algorithms, by collective:
+{_listed()}
+
+Exit codes: 0 done, 1 failed, 2 usage.\
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What can be asked of ``instep show``."""
+
+    algorithm: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ALGORITHM")]
+    """One of those above, such as ring, halving-doubling or broadcast-tree."""
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 4
+    """Number of ranks, 2 to 16."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Print what ``args`` ask for; return the exit code."""
+    try:
+        options = tyro.cli(ShowOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
+        print("\n".join(lines(*chosen(options.algorithm), options.ranks)))
+        return DONE
+    except BrokenPipeError:  # the reader has seen enough
+        return DONE
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(PROGRAM, error)
+
+
+def chosen(word: str) -> tuple[str, str]:
+    """Collective and algorithm that ``word`` names.
+
+    Raises:
+        ValueError: none.
+    """
+    words = algorithms()
+    if (word := _hyphens(word)) not in words:
+        close = difflib.get_close_matches(word, words, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(words)}"
+        raise ValueError(f"unknown algorithm {word!r}: {fix}")
+    return words[word]
+
+
+def lines(collective: str, name: str, size: int) -> Iterator[str]:
+    """What is printed of one algorithm on ``size`` ranks, at most ``WIDTH`` characters wide.
+
+    Raises:
+        ValueError: fewer than two ranks, or more than such a line has room for.
+    """
+    if not 2 <= size <= MOST_RANKS:
+        raise ValueError(f"expected 2 to {MOST_RANKS} ranks, got {size}")
+    schedule = SCHEDULES[collective][name]
+    played = play(collective, schedule, size)
+    table = _Table(played, size)
+    file = f"{schedule.__module__.replace('.', '/')}.py"
+    yield f"{_hyphens(collective)} by {_hyphens(name)} on {size} ranks ({file})"
+    yield ""
+    yield from table.legend(collective)
+    yield ""
+    yield table.head
+    yield "start"
+    yield from table.rows([], played.start)
+    for number, (messages, held) in enumerate(played.rounds(), start=1):
+        yield ""
+        yield from _arrows(f"round {number}", messages)
+        yield from table.rows(messages, held)
+    yield ""
+    yield from _account(played, size, FORMULAS[collective][name](size, size * played.num_parts, 1))
+
+
+class _Table:
+    """A row per rank and a column per part of x; where x is not cut, one row with a column per rank."""
+
+    def __init__(self, played: Played, size: int) -> None:
+        self.num_parts, self.size = played.num_parts, size
+        self.num_columns = size if played.num_parts == 1 else played.num_parts
+        self.counts = MARGIN + self.num_columns * (1 + size) > WIDTH  # so many letters would not fit
+        least = 1 + max(3, len(str(size)) if self.counts else size)  # one for what marks the new
+        self.cell_width = least + (MARGIN + self.num_columns * (least + 1) <= WIDTH)
+
+    def legend(self, collective: str) -> Iterator[str]:
+        """How to read the table, a line per sign."""
+        ranks = f"what ranks 0 to {self.size - 1} begin with"
+        if collective == "broadcast":
+            signs = {"a": "what rank 0 begins with"}
+        elif self.counts:
+            signs = {"1": ranks, "2, 3 ..": "so many of them, added"}
+        elif collective == "all_gather":
+            signs = {self._letters: ranks}
+        else:
+            example = ascii_lowercase[: min(self.size, 3)]
+            signs = {self._letters: f"{ranks}; {example} is a sum, in that order"}
+        if collective in ("all_gather", "broadcast"):
+            signs["."] = "not there yet"
+        if self.num_parts > 1:
+            signs["[j]"] = f"part j of x, which is cut into {self.num_parts}"
+        signs[">"] = "has just arrived"
+        yield from (f"{sign:{MARGIN}} {meaning}" for sign, meaning in signs.items())
+
+    @property
+    def _letters(self) -> str:
+        return f"a to {ascii_lowercase[self.size - 1]}"
+
+    @property
+    def head(self) -> str:
+        """The numbers of the columns."""
+        label = "rank" if self.num_parts == 1 else "part"
+        return self._line(label, [f" {index}" for index in range(self.num_columns)])
+
+    def rows(self, messages: Sequence[Message], held: State) -> Iterator[str]:
+        """``held`` after ``messages``."""
+        new = {
+            (message.receiver, index)
+            for message in messages
+            for index in range(self.num_parts)[cells_of(message.piece, self.num_parts)]
+        }
+        cells = [
+            [self._cell(letters, (rank, index) in new) for index, letters in enumerate(row)]
+            for rank, row in enumerate(held)
+        ]
+        if self.num_parts == 1:
+            yield self._line("", [own for (own,) in cells])
+        else:
+            yield from (self._line(f"{f'rank {rank}':>{MARGIN - 1}}", row) for rank, row in enumerate(cells))
+
+    def _cell(self, letters: str, is_new: bool) -> str:
+        text = str(len(letters)) if self.counts and letters else letters or "."
+        return f"{'>' if is_new else ' '}{text}"
+
+    def _line(self, label: str, cells: Sequence[str]) -> str:
+        return (f"{label:{MARGIN}}" + "".join(f"{cell:{self.cell_width}}" for cell in cells)).rstrip()
+
+
+def _arrows(label: str, messages: Sequence[Message]) -> Iterator[str]:
+    """``label``, and who sends what to whom, in columns."""
+    arrows = []
+    for message in messages:
+        first, end, of = message.piece
+        what = "" if of == 1 else f" [{first}]" if end == first + 1 else f" [{first}-{end - 1}]"
+        arrows.append(f"{message.sender} -> {message.receiver}{what}")
+    width = max(map(len, arrows)) + GAP
+    fitting = (WIDTH + GAP - MARGIN - 1) // width
+    for start in range(0, len(arrows), fitting):
+        line = "".join(f"{arrow:{width}}" for arrow in arrows[start : start + fitting])
+        yield f"{'' if start else label:{MARGIN}} {line}".rstrip()
+
+
+def _account(played: Played, size: int, formula: CollectiveCost) -> Iterator[str]:
+    """Rounds, messages and bytes that were counted, beside those of the formula."""
+    sent = [played.parts_sent(rank) / played.num_parts for rank in range(size)]
+    S = size * played.num_parts  # the bytes of x in ``formula``
+    rows = [
+        ("", "counted", "formula"),
+        ("rounds", f"{played.num_rounds}", f"{formula.steps}"),
+        ("messages", f"{len(played.messages)}", f"{sum(formula.messages)}"),
+        ("bytes sent by the busiest rank", f"{max(sent):.4g} S", f"{formula.bytes_sent / S:.4g} S"),
+        ("bytes sent by all", f"{sum(sent):.4g} S", f"{sum(formula.sent) / S:.4g} S"),
+    ]
+    yield from (f"{what:32}{counted:>9}{by_formula:>10}" for what, counted, by_formula in rows)
+    yield ""
+    yield f"time: {formula.steps} alpha + {formula.path_bytes / S:.4g} S beta, for x of S bytes"

@@ -1,0 +1,134 @@
+"""``instep show``: what it prints fits a terminal, and is what the algorithm does."""
+
+import pytest
+
+from instep.cli.exit_codes import DONE, USAGE
+from instep.cli.show import MOST_RANKS, WIDTH, algorithms, chosen, lines, main
+from instep.comm.algorithms import SCHEDULES
+
+EVERY = sorted(set(algorithms().values()))
+
+# As in the drawing of ``comm/ring.py``, where 3 ranks add their parts in turn: bca, cab, abc.
+RING = """\
+all-reduce by ring on 3 ranks (instep/comm/ring.py)
+
+a to c   what ranks 0 to 2 begin with; abc is a sum, in that order
+[j]      part j of x, which is cut into 3
+>        has just arrived
+
+part     0    1    2
+start
+ rank 0  a    a    a
+ rank 1  b    b    b
+ rank 2  c    c    c
+
+round 1  0 -> 1 [2]   1 -> 2 [0]   2 -> 0 [1]
+ rank 0  a   >ca   a
+ rank 1  b    b   >ab
+ rank 2 >bc   c    c
+
+round 2  0 -> 1 [1]   1 -> 2 [2]   2 -> 0 [0]
+ rank 0 >bca  ca   a
+ rank 1  b   >cab  ab
+ rank 2  bc   c   >abc
+
+round 3  0 -> 1 [0]   1 -> 2 [1]   2 -> 0 [2]
+ rank 0  bca  ca  >abc
+ rank 1 >bca  cab  ab
+ rank 2  bc  >cab  abc
+
+round 4  0 -> 1 [2]   1 -> 2 [0]   2 -> 0 [1]
+ rank 0  bca >cab  abc
+ rank 1  bca  cab >abc
+ rank 2 >bca  cab  abc
+
+                                  counted   formula
+rounds                                  4         4
+messages                               12        12
+bytes sent by the busiest rank    1.333 S   1.333 S
+bytes sent by all                     4 S       4 S
+
+time: 4 alpha + 1.333 S beta, for x of S bytes
+"""
+TREE = """\
+broadcast by tree on 6 ranks (instep/comm/binomial_tree.py)
+
+a        what rank 0 begins with
+.        not there yet
+>        has just arrived
+
+rank     0       1       2       3       4       5
+start
+         a       .       .       .       .       .
+
+round 1  0 -> 4
+         a       .       .       .      >a       .
+
+round 2  0 -> 2   4 -> 5
+         a       .      >a       .       a      >a
+
+round 3  0 -> 1   2 -> 3
+         a      >a       a      >a       a       a
+"""
+
+
+def test_a_ring_of_three(capsys):
+    assert main(["ring", "-n", "3"]) == DONE
+    assert capsys.readouterr().out == RING
+
+
+def test_a_tree_of_six(capsys):
+    assert main(["broadcast-tree", "-n", "6"]) == DONE
+    assert capsys.readouterr().out.startswith(TREE)
+
+
+@pytest.mark.parametrize("size", range(2, MOST_RANKS + 1))
+@pytest.mark.parametrize(("collective", "name"), EVERY)
+def test_every_line_fits_a_terminal(collective, name, size):
+    printed = list(lines(collective, name, size))
+    assert max(map(len, printed)) <= WIDTH
+    assert not any(line != line.rstrip() for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("word", "chosen_one"),
+    [
+        ("ring", ("all_reduce", "ring")),
+        ("tree", ("broadcast", "tree")),
+        ("reduce-tree", ("reduce", "tree")),
+        ("halving_doubling", ("all_reduce", "halving_doubling")),
+        ("all-gather-ring", ("all_gather", "ring")),
+        ("reduce-broadcast", ("all_reduce", "reduce_broadcast")),
+    ],
+)
+def test_words_are_those_of_the_benchmark_and_the_collective_before_them_if_need_be(word, chosen_one):
+    assert chosen(word) == chosen_one
+
+
+def test_every_algorithm_has_a_word():
+    assert set(EVERY) == {(collective, name) for collective in SCHEDULES for name in SCHEDULES[collective]}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("rign", "unknown algorithm 'rign': did you mean 'ring'?"),
+        ("xyz", "unknown algorithm 'xyz': expected one of naive, "),
+        ("ring -n 1", "expected 2 to 16 ranks, got 1"),
+        ("ring -n 17", "expected 2 to 16 ranks, got 17"),
+    ],
+)
+def test_what_cannot_be_shown_is_a_usage_error(words, line, capsys):
+    assert main(words.split()) == USAGE
+    said = capsys.readouterr()
+    assert said.err.startswith(f"instep show: error: {line}")
+    assert said.out == ""
+
+
+def test_help_lists_every_algorithm(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == DONE
+    out = capsys.readouterr().out
+    for word in ("ring", "reduce-broadcast", "halving-doubling", "broadcast-naive", "scatter-allgather"):
+        assert word in out
