@@ -21,11 +21,14 @@ from instep.bench.collectives import (
     SUMMARY_SIZES,
     beside_gloo,
     beside_the_bound,
+    by_backend,
+    by_size,
     measure,
+    prediction,
     subtitle,
 )
 from instep.bench.options import CollectivesOptions, sizes_of
-from instep.bench.tables import Row, duration_text, size_text
+from instep.bench.tables import Row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,27 +44,18 @@ IN_CHART = (2, 4)
 QUICK = {"ranks": (2,), "sizes": ("1KB,64KB,1MB",), "samples": 5}
 
 
-def by_size(rows: Sequence[Row], sizes: Sequence[int]) -> list[Row]:
-    """A row per number of ranks and backend, a column for each of ``sizes``: the median time.
-
-    A message of W equal parts may be a few bytes shorter than what was asked for.
-    """
-    table: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in rows:
-        key = row["ranks"], row["backend"]
-        mine = table.setdefault(key, {"ranks": key[0], "backend": key[1]})
-        asked = min(sizes, key=lambda size: abs(size - row["size(B)"]))
-        mine[size_text(asked)] = duration_text(row["time(us)"])
-    return list(table.values())
-
-
 def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
     """The tables and what they were made on."""
     found = results["environment"]
     parts = [tables.markdown(by_size(results["rows"], sizes))]
-    for ranks in IN_CHART:
+    in_chart = sorted({row["ranks"] for row in results["rows"]} & set(IN_CHART))
+    for ranks in in_chart:
         faster = beside_gloo([row for row in results["rows"] if row["ranks"] == ranks])
         parts += [f"{ranks} ranks, times as fast as gloo. {PAIRS}", tables.markdown(faster)]
+    for ranks in in_chart:
+        longer = by_backend([row for row in results["rows"] if row["ranks"] == ranks], "time/predicted")
+        what = f"{ranks} ranks, times as long as predicted; {prediction(results, ranks)}"
+        parts += [what, tables.markdown(longer)]
     for ranks, memory in results["memory_bytes_per_s"].items():
         ratios, note = beside_the_bound([r for r in results["rows"] if r["ranks"] == int(ranks)], memory)
         if ratios:
@@ -105,6 +99,7 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         first["rows"] = first["rows"] + other["rows"]
         first["skipped"] = list(dict.fromkeys(first["skipped"] + other["skipped"]))
         first["memory_bytes_per_s"] = first["memory_bytes_per_s"] | other["memory_bytes_per_s"]
+        first["message"] = first["message"] | other["message"]
     return first
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ COPIES = 5
 ROOT = 0
 BLOCK = 1 << 20  # elements that are made or compared at a time, so that a check needs no memory to speak of
 IN_PLACE = "shm-in-place"
+ON_ONE_HOST = ("shm", IN_PLACE, "nccl")  # nccl: for the hosts of ``--link``, which have no GPU of their own
+LONGEST_MESSAGE = 100_000_000  # bytes of one that is timed by itself; longer ones take as long a byte
 
 # By their names in torch 2.13, where the old ones warn, or in torch before it.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -63,7 +66,11 @@ def measure_collective(world: World, task: dict[str, Any]) -> dict[str, Any]:
         results.append(
             _measure(world, task["collective"], task["backends"], size, task["samples"], task["budget_s"])
         )
-    return {"memory": memory_bytes_per_s(world) if task["bound"] else None, "sizes": results}
+    return {
+        "memory": memory_bytes_per_s(world) if task["bound"] else None,
+        "messages": message_times(world, task["sizes"], task["samples"], task["budget_s"]),
+        "sizes": results,
+    }
 
 
 def _measure(
@@ -111,18 +118,46 @@ def memory_bytes_per_s(world: World) -> float:
     return 2 * nbytes * world.size / statistics.median(found)
 
 
+def message_times(
+    world: World, sizes: Sequence[int], samples: int, budget_s: float
+) -> dict[str, list[float]]:
+    """Seconds that one message takes, by its bytes: half of there and back between ranks 0 and 1; collective.
+
+    Sizes from 4 bytes to the largest of ``sizes``, though at least to 64 KB: what a prediction needs.
+    """
+    messages = Messages(world.group("gloo", "messages"))
+    counts = sorted({1, 16_000, *(min(size, LONGEST_MESSAGE) // 4 for size in sizes)} - {0})
+    x = torch.zeros(counts[-1])
+
+    def there_and_back(x: Tensor) -> None:
+        if world.rank == 0:
+            messages.send(x, 1)
+            messages.recv(x, 1)
+        elif world.rank == 1:
+            messages.recv(x, 0)
+            messages.send(x, 0)
+
+    things = {str(count): partial(there_and_back, x[:count]) for count in counts}
+    times, _ = world.interleave(things, samples, warm_up=WARM_UP, budget_s=budget_s)
+    return {
+        "bytes": [4 * count for count in counts],
+        "seconds": [statistics.median(times[str(count)]) / 2 for count in counts],
+    }
+
+
 def implementations(collective: str) -> list[str]:
     """The names of all implementations of ``collective`` that this machine may have."""
     return ["gloo", "shm", IN_PLACE, *OWN[collective], "nccl"]
 
 
-def default_names(collective: str) -> list[str]:
-    """Those that are measured unless others are named: NCCL only where there are GPUs."""
-    return [name for name in implementations(collective) if name != "nccl" or torch.cuda.is_available()]
+def default_names(collective: str, *, hosts: bool = False) -> list[str]:
+    """Those that are measured unless others are named: NCCL only where there are GPUs, on one host."""
+    elsewhere = ON_ONE_HOST if hosts else () if torch.cuda.is_available() else ("nccl",)
+    return [name for name in implementations(collective) if name not in elsewhere]
 
 
-def obstacle(name: str, collective: str, num_ranks: int) -> str | None:
-    """Why ``name`` cannot be measured here, or None.
+def obstacle(name: str, collective: str, num_ranks: int, *, hosts: bool = False) -> str | None:
+    """Why ``name`` cannot be measured here, or None. ``hosts``: each rank has one of its own.
 
     Raises:
         ValueError: there is no such implementation.
@@ -130,6 +165,8 @@ def obstacle(name: str, collective: str, num_ranks: int) -> str | None:
     if name not in implementations(collective):
         valid = ", ".join(implementations(collective))
         raise ValueError(f"unknown backend {name!r} for {collective}: expected one of {valid}")
+    if hosts and name in ON_ONE_HOST:
+        return "it is for ranks of one host"
     if name in ("shm", IN_PLACE) and not available():
         return "this platform has no shm backend"
     if name == "nccl" and torch.cuda.device_count() < num_ranks:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from instep.bench.hosts import RATE
 from instep.bench.workloads import WORKLOADS, Workload
 from instep.models.config import PRESETS
 
@@ -54,7 +55,13 @@ class OutputFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesOptions(OutputFiles):
-    """Time of a collective against its size, on several backends in one run."""
+    """Time of a collective against its size, on several backends in one run.
+
+    algbw is S / time, busbw that times what a link has to carry of S (all-reduce: 2 (W-1)/W), as in
+    nccl-tests. predicted is what the algorithm takes by the alpha-beta model: its rounds times what a message
+    costs, and its bytes times what a byte costs, both measured between two ranks in the same run; over a link
+    a byte costs at least what the link's rate says.
+    """
 
     ranks: Ranks = (2,)
     """Numbers of ranks; each has a world of its own."""
@@ -66,6 +73,10 @@ class CollectivesOptions(OutputFiles):
     """Message sizes, such as 1KB,64KB,4MB; 1KB to 100MB if none is named."""
     full: bool = False
     """Go on to 1GB."""
+    link: bool = False
+    """Put every rank on a host of its own: network namespaces, a link from each to one switch."""
+    rate: str = RATE
+    """What each of these links carries in each direction, as tc has it: 1gbit, 200mbit."""
     samples: int = 20
     """Samples of each; a sample of a small message is the mean of several calls."""
     budget_s: float = 60.0
@@ -76,6 +87,8 @@ class CollectivesOptions(OutputFiles):
         _check_ranks(*self.ranks)
         if self.samples < 2:
             raise ValueError(f"expected at least 2 samples, got {self.samples}")
+        if self.rate != RATE and not self.link:
+            raise ValueError(f"rate {self.rate!r} is that of a link, of which one host has none: pass --link")
         sizes_of(self)
 
 

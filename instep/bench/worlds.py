@@ -180,17 +180,17 @@ def on_hosts(body: Body, task: Mapping[str, Any], *, network: Network) -> list[A
         return [json.loads((folder / str(rank)).read_text()) for rank in range(len(network.hosts))]
 
 
-def over_link(body: Body, task: Mapping[str, Any], *, hosts: int) -> list[Any]:
-    """``on_hosts``, on ``hosts`` hosts with ``RATE`` between them.
+def over_link(body: Body, task: Mapping[str, Any], *, hosts: int, rate: str = RATE) -> list[Any]:
+    """``on_hosts``, on ``hosts`` hosts with ``rate`` between them.
 
     Raises:
-        ValueError: fewer than two hosts.
+        ValueError: fewer than two hosts, or no rate.
         RuntimeError: this machine cannot have several hosts, or a rank failed.
     """
     if hosts < 2:
         raise ValueError(f"a link has two ends, got {hosts} rank: pass -n 2 or more")
     require_hosts()
-    with network(hosts, rate=RATE) as made:
+    with network(hosts, rate=rate) as made:
         return on_hosts(body, task, network=made)
 
 

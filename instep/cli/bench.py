@@ -61,7 +61,7 @@ def main(args: Sequence[str]) -> int:
     try:
         options = parse(args)
         options.check()
-        over_link = isinstance(options, ModelOptions) and options.link
+        over_link = isinstance(options, CollectivesOptions | ModelOptions) and options.link
         if not over_link:
             from instep.mesh.launch import warm
 

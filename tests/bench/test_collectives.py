@@ -6,10 +6,13 @@ import json
 import pytest
 
 from instep.bench.bandwidth import figures
-from instep.bench.collectives import beside_the_bound, measure
+from instep.bench.collectives import beside_the_bound, by_backend, measure, predicted, prediction
 from instep.bench.options import CollectivesOptions
+from instep.comm.cost import AlphaBeta
+from tests.lab import why_not
 from tests.launched.command import instep
 
+LET_THROUGH = 256_000  # bytes that the buckets at both ends of a link are full of when a message begins
 NCCL_TESTS = ["size(B)", "count", "type", "redop", "root", "time(us)", "algbw(GB/s)", "busbw(GB/s)", "#wrong"]
 
 
@@ -27,7 +30,8 @@ def test_the_table_has_the_columns_of_nccl_tests(measured):
     ended, path = measured
     with open(path / "a.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert set(NCCL_TESTS) | {"effbw(GB/s)", "min(us)", "p99(us)"} <= set(rows[0])
+    assert set(NCCL_TESTS) | {"min(us)", "p99(us)", "predicted(us)", "time/predicted"} <= set(rows[0])
+    assert [name for name in rows[0] if "bw(" in name] == ["algbw(GB/s)", "busbw(GB/s)"]
     assert len(rows) == 2 * 4
     assert {row["#wrong"] for row in rows} == {"0"}
     for name in NCCL_TESTS:
@@ -48,6 +52,17 @@ def test_bandwidths_follow_from_the_time(measured):
         assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
+def test_a_message_is_timed_and_what_sends_messages_has_a_prediction(measured):
+    found = json.loads((measured[1] / "a.json").read_text())
+    assert found["message"]["2"]["latency_s"] > 0
+    for row in found["rows"]:
+        if row["backend"] in ("gloo", "direct"):
+            assert row["time/predicted"] == pytest.approx(row["time(us)"] / row["predicted(us)"])
+        else:
+            assert row["predicted(us)"] is None
+    assert "a message between two ranks took alpha" in measured[0].out
+
+
 def test_the_chart_is_there_twice(measured):
     assert (measured[1] / "a.svg").read_bytes().startswith(b"<?xml")
     assert (measured[1] / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -66,6 +81,43 @@ def test_a_way_that_does_not_exist_is_answered_with_those_that_do():
         measure(CollectivesOptions(backends=("glo",)))
     with pytest.raises(ValueError, match="unknown backend 'ring' for all_to_all"):
         measure(CollectivesOptions(backends=("ring",), collective="all_to_all"))
+
+
+def test_a_prediction_is_the_formula_with_what_a_message_costs():
+    """A ring of four: 6 rounds of 100 us, and 1.5 x 1 MB at 1 ns a byte; shared memory has no messages."""
+    message = AlphaBeta(latency_s=100e-6, s_per_byte=1e-9)
+    for backend in ("ring", "gloo"):
+        found = predicted("all_reduce", backend, 4, 1_000_000, message, time_us=4200.0)
+        assert found == pytest.approx({"predicted(us)": 2100.0, "time/predicted": 2.0})
+    none = {"predicted(us)": None, "time/predicted": None}
+    assert predicted("all_reduce", "shm", 4, 1_000_000, message, time_us=1.0) == none
+    assert predicted("reduce_scatter", "gloo", 4, 1_000_000, message, time_us=1.0) == none
+    note = prediction({"message": {"4": {"latency_s": 100e-6, "s_per_byte": 1e-9}}}, 4)
+    assert "alpha 100 us" in note and "1 GB/s" in note
+
+
+def test_what_only_some_backends_have_is_a_table_of_these():
+    rows = [
+        {"backend": "ring", "size(B)": 1000, "time/predicted": 2.0},
+        {"backend": "ring", "size(B)": 10**6, "time/predicted": 1.5},
+        {"backend": "shm", "size(B)": 1000, "time/predicted": None},
+        {"backend": "nccl", "size(B)": 1000},
+    ]
+    assert by_backend(rows, "time/predicted") == [{"backend": "ring", "1 KB": 2.0, "1 MB": 1.5}]
+
+
+@pytest.mark.slow
+def test_over_a_link_every_rank_has_a_host_and_no_message_is_faster_than_the_link():
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    words = {"collective": "broadcast", "backends": ("tree", "shm"), "sizes": ("1MB",), "samples": 2}
+    found = measure(CollectivesOptions(link=True, rate="100mbit", **words))
+    (row,) = found["rows"]
+    assert found["skipped"] == ["shm on 2 ranks: it is for ranks of one host"]
+    assert (row["backend"], row["#wrong"], found["link"]) == ("tree", 0, "100mbit")
+    least_us = (1e6 - LET_THROUGH) * 8 / 100
+    assert row["min(us)"] > least_us
+    assert row["predicted(us)"] > 1e6 * 8 / 100
 
 
 def test_times_are_compared_with_the_bound_where_it_applies():

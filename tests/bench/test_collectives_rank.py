@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from instep.bench import collectives_rank
-from instep.bench.collectives_rank import CollectiveBuffers
+from instep.bench.collectives_rank import CollectiveBuffers, default_names, obstacle
 
 COLLECTIVES = [
     "all_reduce",
@@ -95,3 +95,9 @@ def test_sizes_and_counts_are_those_of_nccl_tests():
     assert (gathered.x.numel(), gathered.out.numel()) == (125, 250)
     scattered = CollectiveBuffers("reduce_scatter", 1000, 0, 2)
     assert (scattered.x.numel(), scattered.out.numel()) == (250, 125)
+
+
+def test_hosts_share_no_memory():
+    assert default_names("broadcast", hosts=True) == ["gloo", "naive", "tree", "scatter_allgather"]
+    assert {"shm", "shm-in-place"} <= set(default_names("broadcast"))
+    assert obstacle("shm", "broadcast", 2, hosts=True) == "it is for ranks of one host"

@@ -23,6 +23,10 @@ FLAGS = [
     ("collectives --collective all_to_all --full", CollectivesOptions(collective="all_to_all", full=True)),
     ("collectives --backends gloo,shm --samples 5", CollectivesOptions(backends=("gloo,shm",), samples=5)),
     (
+        "collectives -n 4 --collective broadcast --link --rate 200mbit",
+        CollectivesOptions(ranks=(4,), collective="broadcast", link=True, rate="200mbit"),
+    ),
+    (
         "collectives --json a --csv b --chart c.svg",
         CollectivesOptions(json=Path("a"), csv=Path("b"), chart=Path("c.svg")),
     ),
@@ -101,6 +105,7 @@ def test_what_is_no_option_is_a_usage_error(words):
         ("collectives --sizes 1TB", "expected a size such as 512, 64KB, 1MiB or 1GB, got '1TB'"),
         ("collectives -n 4 1", "expected at least 2 ranks, got 1"),
         ("collectives --samples 1", "expected at least 2 samples, got 1"),
+        ("collectives --rate 10mbit", "rate '10mbit' is that of a link, of which"),
         ("buckets --samples 1", "expected at least 2 samples"),
         ("buckets --sizes 1 -1", "expected positive bucket sizes in MiB"),
         ("steps --preset tiny", "expected a size among small, medium, large, xl, 2.7B, got 'tiny'"),
