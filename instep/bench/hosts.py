@@ -32,9 +32,11 @@ PREFIX = "instep"
 RATE, RATE_TEXT = "1gbit", "1 Gbit/s"  # where no other is asked for
 INTERFACE = "eth0"
 FIRST_PORT = 29500
-# A packet that segmentation offload has put together has up to 64 KiB; a bucket below that would cut it up,
-# one far above would let the beginning of every message through at the speed of memory.
-BURST = "128kb"
+# The beginning of every message, as much as the bucket holds, passes at the speed of memory: what the link
+# carries in a millisecond. Packets that segmentation offload has put together (up to 64 KiB) are cut up where
+# they are larger, which costs a slow link no time to speak of.
+BURST_S = 1e-3
+LEAST_BURST = 4096  # a packet that is not cut up has to fit
 # How long a packet may queue: longer than TCP needs to keep the link busy.
 QUEUE = "50ms"
 KILL_S = 10.0
@@ -129,6 +131,7 @@ def network(num_hosts: int = 2, *, rate: str = RATE) -> Iterator[Network]:
         RuntimeError: the machine refuses; ``obstacle`` asks beforehand.
     """
     carried = bytes_per_s(rate)
+    burst = max(round(carried * BURST_S), LEAST_BURST)
     _sweep()
     own = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
     hosts: list[Host] = []
@@ -145,7 +148,7 @@ def network(num_hosts: int = 2, *, rate: str = RATE) -> Iterator[Network]:
             _ip(name, f"link set {INTERFACE} up")
             _ip(switch, f"link set port{i} master bridge up")
             for namespace, interface in ((name, INTERFACE), (switch, f"port{i}")):
-                shape = f"root tbf rate {rate} burst {BURST} latency {QUEUE}"
+                shape = f"root tbf rate {rate} burst {burst} latency {QUEUE}"
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *shape.split())
         yield Network(hosts, carried)
     finally:
