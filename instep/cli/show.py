@@ -44,7 +44,7 @@ def _listed() -> str:
     lines = []
     for collective in SCHEDULES:
         names = [word for found, word in shortest.items() if found[0] == collective]
-        lines.append(f"  {_hyphens(collective):15}{', '.join(reversed(names))}")
+        lines.append(f"  {_hyphens(collective):16}{', '.join(reversed(names))}")
     return "\n".join(lines)
 
 
@@ -130,8 +130,9 @@ class _Table:
     def __init__(self, played: Played, size: int) -> None:
         self.num_parts, self.size = played.num_parts, size
         self.num_columns = size if played.num_parts == 1 else played.num_parts
-        self.counts = MARGIN + self.num_columns * (1 + size) > WIDTH  # so many letters would not fit
-        least = 1 + max(3, len(str(size)) if self.counts else size)  # one for what marks the new
+        longest = max(len(cell) for message in played.messages for cell in message.cells)
+        self.counts = MARGIN + self.num_columns * (1 + longest) > WIDTH  # so many letters would not fit
+        least = 1 + max(3, len(str(size)) if self.counts else longest)  # one for what marks the new
         self.cell_width = least + (MARGIN + self.num_columns * (least + 1) <= WIDTH)
 
     def legend(self, collective: str) -> Iterator[str]:
@@ -140,7 +141,7 @@ class _Table:
         if collective == "broadcast":
             signs = {"a": "what rank 0 begins with"}
         elif self.counts:
-            signs = {"1": ranks, "2, 3 ..": "so many of them, added"}
+            signs = {"1": "what a rank begins with", "2, 3 ..": "so many of them, added"}
         elif collective == "all_gather":
             signs = {self._letters: ranks}
         else:

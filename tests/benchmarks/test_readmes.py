@@ -16,6 +16,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("steps", name) for name in ("communication table", "compute table", "environment")),
         *(("timeline", name) for name in ("parts table", "account table", "cost table", "environment")),
         ("fuzz", "fuzz"),
+        ("broadcast", "broadcast"),
+        ("collectives", "collectives"),
         *(("soak", name) for name in ("soak", "kills")),
         *(("advice", name) for name in ("gains table", "lines table", "environment")),
         *(("shard", f"{name} table") for name in ("update", "weights", "memory", "fits")),

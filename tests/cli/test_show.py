@@ -57,18 +57,18 @@ a        what rank 0 begins with
 .        not there yet
 >        has just arrived
 
-rank     0       1       2       3       4       5
+rank     0    1    2    3    4    5
 start
-         a       .       .       .       .       .
+         a    .    .    .    .    .
 
 round 1  0 -> 4
-         a       .       .       .      >a       .
+         a    .    .    .   >a    .
 
 round 2  0 -> 2   4 -> 5
-         a       .      >a       .       a      >a
+         a    .   >a    .    a   >a
 
 round 3  0 -> 1   2 -> 3
-         a      >a       a      >a       a       a
+         a   >a    a   >a    a    a
 """
 
 
