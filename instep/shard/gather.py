@@ -113,11 +113,13 @@ class RequestedShards:
         ]
         for server in self._servers:
             server.start()
-        # Of multiprocessing, because atexit knows nothing of the end of a process that it has started.
-        self._wait = threading.Event()
-        self._wait.set()
-        arguments = (group.pg, self._others, self._servers, self._wait)
-        self._close = Finalize(self, _leave, arguments, exitpriority=0)
+        self._leaving = _Leaving(group.pg, self._others, self._servers)
+        # Of multiprocessing, because atexit knows nothing of the end of a process that it has started. Ranks
+        # may be threads of the process that ends: all have said goodbye before one of them waits for it.
+        self._ends = [
+            Finalize(self, self._leaving.say_goodbye, exitpriority=1),
+            Finalize(self, self._leaving.wait, exitpriority=0),
+        ]
 
     def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None:
         """``parts[r]`` becomes the slice of rank r, in the dtype of ``parts``."""
@@ -129,11 +131,12 @@ class RequestedShards:
 
     def close(self) -> None:
         """Request no more, and give ranks that are not as far yet the time to close too."""
-        self._close()
+        for end in self._ends:
+            end()
 
     def abandon(self) -> None:
         """``close`` shall not wait for others: one is lost, or all have closed in some other way."""
-        self._wait.clear()
+        self._leaving.abandoned = True
 
     def _ask(self, number: int, parts: Sequence[Tensor]) -> None:
         message = torch.tensor([number, DTYPES.index(parts[0].dtype)], device="cpu")
@@ -167,30 +170,49 @@ def _serve(pg: ProcessGroup, slices: Sequence[Tensor], other: int) -> None:
             given = pg.send([answer], other, GIVE), answer
 
 
-def _leave(
-    pg: ProcessGroup, others: Sequence[int], servers: Sequence[threading.Thread], wait: threading.Event
-) -> None:
-    if not wait.is_set():
-        _hang_up(pg, others[0])
-        return
-    message = torch.tensor([BYE, 0], device="cpu")
-    with suppress(RuntimeError):  # a rank that is gone needs no farewell
-        for work in [pg.send([message], to, ASK) for to in others]:
-            with suppress(RuntimeError):
-                work.wait(FAREWELL)
-    until = time.monotonic() + FAREWELL.total_seconds()
-    for server in servers:
-        if server is not threading.current_thread():
-            server.join(max(0.0, until - time.monotonic()))
+class _Leaving:
+    """How a rank ends its service to ``others``, after which its ``servers`` have ended, or nearly always.
+
+    ``say_goodbye``: it requests no more; or, ``abandoned``, it hangs up. ``wait``: until the others have no
+    more requests either, or ``FAREWELL`` is over. A server that came back from a wait while the interpreter
+    goes would be ended by force, which C++ answers with SIGABRT.
+    """
+
+    def __init__(self, pg: ProcessGroup, others: Sequence[int], servers: Sequence[threading.Thread]) -> None:
+        self._pg, self._others, self._servers = pg, others, servers
+        self.abandoned = False
+        self._has_said = False
+
+    def say_goodbye(self) -> None:
+        if self._has_said:
+            return
+        self._has_said = True
+        if self.abandoned:
+            _hang_up(self._pg, self._others)
+            return
+        message = torch.tensor([BYE, 0], device="cpu")
+        with suppress(RuntimeError):  # a rank that is gone needs no farewell
+            for work in [self._pg.send([message], to, ASK) for to in self._others]:
+                with suppress(RuntimeError):
+                    work.wait(FAREWELL)
+
+    def wait(self) -> None:
+        self.say_goodbye()  # both are called when a source is collected, in no order that is promised
+        until = time.monotonic() + FAREWELL.total_seconds()
+        for server in self._servers:
+            if server is not threading.current_thread():
+                server.join(max(0.0, until - time.monotonic()))
 
 
-def _hang_up(pg: ProcessGroup, other: int) -> None:
+def _hang_up(pg: ProcessGroup, others: Sequence[int]) -> None:
     """End the servers: two survivors of three would wait for each other's requests for ever.
 
-    gloo gives a message up in one way only: whose wait for one times out, loses its connections, all of them.
+    gloo gives a message up in one way only: whose wait for one times out, loses its connections, all of them;
+    unless it was to a rank whose connection is lost already.
     """
-    with suppress(RuntimeError):
-        pg.recv([torch.empty(1, device="cpu")], other, HANG_UP).wait(timedelta(milliseconds=1))
+    for other in others:
+        with suppress(RuntimeError):
+            pg.recv([torch.empty(1, device="cpu")], other, HANG_UP).wait(timedelta(milliseconds=1))
 
 
 def find_source(group: Group, gather_group: Group, units: Sequence[Unit]) -> ShardSource:

@@ -244,6 +244,25 @@ def test_a_rank_that_abandons_or_has_lost_another_does_not_wait_for_farewells(
     assert took_s < long_farewells.total_seconds() / 2
 
 
+@world(4)
+def test_survivors_whose_neighbours_are_gone_end_their_servers(mesh: Mesh) -> None:
+    """Each one's next rank has hung up before, and between these two nothing is lost."""
+    group, _ = find_ranks(mesh)
+    meeting, _ = find_ranks(mesh)
+    requested = RequestedShards(group, slices(group.rank))
+    requested.abandon()
+    if mesh.rank % 2:
+        requested.close()
+    meeting.barrier("the odd ranks have hung up")
+    requested.close()
+    for server in requested._servers:
+        server.join(5.0)
+    assert not any(server.is_alive() for server in requested._servers)
+    meeting.barrier("all have looked")
+    group.close()
+    meeting.close()
+
+
 class _Broken:
     def together(self, sends: object, receives: object) -> None:
         raise PeerLost("rank 1 is gone")
