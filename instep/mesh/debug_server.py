@@ -16,23 +16,20 @@ after a wait has become long; an ordinary step writes nothing.
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import itertools
 import os
-import signal
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING
 
 from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, StatusRow
-from instep.work import Lane, Work
+from instep.mesh.questions import PATIENCE_S, Questions
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -41,14 +38,11 @@ if TYPE_CHECKING:
 
 
 LATEST = -1  # instead of the number of a recorder: the one that has begun an operation last
-PATIENCE_S = 1.0  # at most, for a store that the world met in
 ANSWER_S = 0.5  # for all answers together; a thread that may run answers within milliseconds
 _QUESTION_BYTES = 16
-T = TypeVar("T")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 _making = threading.Lock()
-_unanswered: list[Work] = []
 _server: _DebugServer | None = None
 
 
@@ -155,83 +149,6 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, group = _CREDENTIALS.unpack(data)
     return pid, user, group
-
-
-def patience_s(timeout_s: float) -> float:
-    """For an answer of a store, on the way to an error of an operation that may take ``timeout_s``."""
-    return min(PATIENCE_S, timeout_s / 10)
-
-
-class Questions:
-    """To a store that may be lost: a thread asks, which is waited for no longer than ``patience_s``.
-
-    One that has not answered is asked nothing more until it has. ``rank`` is who asks.
-    """
-
-    def __init__(self, rank: int, patience_s: float = PATIENCE_S) -> None:
-        self.patience_s = patience_s
-        self._lane = Lane(f"instep questions to a store, rank {rank}")
-        self._asked: Work | None = None
-
-    def ask(self, question: Callable[[], T]) -> T | None:
-        """What the store answers; None where it fails, or takes longer than it may."""
-        with suppress(Exception):
-            return self.answer(question)
-        return None
-
-    def answer(self, question: Callable[[], T]) -> T:
-        """What the store answers.
-
-        Raises:
-            TimeoutError: it takes longer than it may, or has not answered what was asked before.
-            RuntimeError: no thread can be started.
-            what ``question`` raises.
-        """
-        answers: list[T] = []
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                answers.append(question())
-            except Exception as error:
-                errors.append(error)
-
-        if self._asked is None or self._asked.done():
-            self._asked = self._lane.submit("a question to a store", run)
-            if self._asked.finished.wait(self.patience_s):
-                return answers.pop() if answers else _raise(errors)
-            _unanswered.append(self._asked)
-        raise TimeoutError(f"no answer from the store within {self.patience_s:g} s")
-
-    def close(self) -> None:
-        """Let the thread end, when it has its answer; the next question starts another one."""
-        self._lane.close(wait=False)
-
-
-def ask_once(rank: int, patience_s: float, question: Callable[[], T]) -> T:
-    """``Questions.answer`` to one question, of which the thread ends with it."""
-    questions = Questions(rank, patience_s)
-    try:
-        return questions.answer(question)
-    finally:
-        questions.close()
-
-
-@atexit.register
-def _keep_exit_code() -> None:
-    """Let a question that is answered while the interpreter goes not turn the exit code into that of SIGABRT.
-
-    A thread that comes back from native code then is ended by force, which C++ answers with ``abort``. It
-    cannot be woken before, nor be kept from coming back; but it can sleep, as many seconds as the signal's
-    number says, while the main thread ends. An abort of the main thread's own is as much later.
-    """
-    if any(not asked.done() for asked in _unanswered):
-        libc = ctypes.CDLL(None)
-        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-
-
-def _raise(errors: list[Exception]) -> NoReturn:
-    raise errors.pop()  # a list that kept it would hold, by its traceback, all that the question held
 
 
 class StatusStore:

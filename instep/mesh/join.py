@@ -18,7 +18,7 @@ from instep.events import Recorder
 from instep.mesh import device
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
-from instep.mesh.debug_server import StatusStore, ask_once
+from instep.mesh.debug_server import StatusStore
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
 from instep.mesh.process_group import (
@@ -30,6 +30,7 @@ from instep.mesh.process_group import (
     rendezvous,
 )
 from instep.mesh.process_memory import keep_freed_memory
+from instep.mesh.questions import ask_once
 from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
 
 if TYPE_CHECKING:

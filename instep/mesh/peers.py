@@ -21,6 +21,7 @@ from instep.mesh import debug_server, device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, FlightRecorder, StatusRow, status_table
 from instep.mesh.process_state import look
+from instep.mesh.questions import patience_s
 
 SLICE_S = 0.05  # within which a death is noticed
 POST_S = 0.2  # a wait that lasts as long is told the others
@@ -134,7 +135,7 @@ class Peers:
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._timeout_s = seconds
-        self.status_store.questions.patience_s = debug_server.patience_s(seconds)
+        self.status_store.questions.patience_s = patience_s(seconds)
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""

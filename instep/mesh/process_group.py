@@ -34,9 +34,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.errors import PeerLost
 from instep.memory import Segment, allocate
 from instep.mesh import device
-from instep.mesh.debug_server import PATIENCE_S, StatusStore, ask_once, patience_s
+from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import FlightRecorder, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
+from instep.mesh.questions import PATIENCE_S, ask_once, patience_s
 from instep.work import Lane, Work
 
 if TYPE_CHECKING:

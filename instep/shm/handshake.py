@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh.debug_server import Questions, patience_s
 from instep.mesh.hang_report import FlightRecorder, printable
 from instep.mesh.peers import Peer, is_alive, own_peer
+from instep.mesh.questions import Questions, patience_s
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
 from instep.shm.futex import available

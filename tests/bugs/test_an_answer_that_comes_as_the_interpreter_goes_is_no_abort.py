@@ -15,7 +15,7 @@ PROGRAM = """
 import ctypes, sys
 from datetime import timedelta
 import torch.distributed as dist
-from instep.mesh.debug_server import ask_once
+from instep.mesh.questions import ask_once
 
 class Lasting:
     "Goes with the interpreter, and takes until the store has given up."
