@@ -249,6 +249,24 @@ class ScalingOptions(WholeStepOptions):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions(OutputFiles):
+    """Threads against processes: what the same step gains by either, and what Python's lock costs."""
+
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
+    """Number of workers, as threads of one process and as processes."""
+    setting: Literal["python", "matrices", "both"] = "both"
+    """What a step consists of: many tiny layers, which are mostly Python; or few large matrix products."""
+    samples: int = 40
+    """Steps of each that are timed."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        _check_ranks(self.ranks)
+        if self.samples < 2:
+            raise ValueError(f"expected at least 2 samples, got {self.samples}")
+
+
 def _check_ranks(*numbers: int) -> None:
     for ranks in numbers:
         if ranks < 2:

@@ -33,6 +33,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.bench.hosts import INTERFACE
+from instep.bench.thread_clock import ThreadClock, times_now
 from instep.bench.variants import (
     NONE,
     IdleRank,
@@ -55,7 +56,10 @@ from instep.train.memory_usage import MemoryUsage, activations, memory_usage
 DROPPED = 2
 NUM_STEPS = 3  # of a variant that is alone
 MEGABYTE = 1e6
-_KEYS = ("step_s", "forward_s", "guard_s", "busy_s", "agree_s", "sent_bytes", "received_bytes")
+_KEYS = (
+    *("step_s", "forward_s", "guard_s", "busy_s", "agree_s", "sent_bytes", "received_bytes"),
+    "threads",
+)
 # Spans of the communication lane's name in which nothing is sent or received.
 WAITING = ("queued", "wait", "aggregate")
 
@@ -126,12 +130,15 @@ def order(names: Sequence[str], number: int) -> list[str]:
 
 
 def _step(world: World, runner: Runner) -> dict[str, Any]:
+    clock = runner.recorder if isinstance(runner.recorder, ThreadClock) else None
     world.barrier()
     before = traffic()
+    mine = times_now()
     began, began_ns = time.perf_counter(), time.monotonic_ns()
     runner.step()
     synchronize(world.device)
     step_s = time.perf_counter() - began
+    times = times_now().since(mine) if clock is None else clock.take()
     after = traffic()
     recorded = [] if runner.recorder is None else runner.recorder.events
     events = [event for event in recorded if event.start_ns >= began_ns]
@@ -143,6 +150,7 @@ def _step(world: World, runner: Runner) -> dict[str, Any]:
         "agree_s": [event.duration_s for event in events if event.name == "agree"],
         "sent_bytes": after[0] - before[0],
         "received_bytes": after[1] - before[1],
+        "threads": times,
     }
 
 

@@ -4,12 +4,14 @@
     unordered                      bucketed with ``ordered=False``: the backend's all-reduce adds
     server                         ``instep.ParameterServer``
     threads                        ``instep.ThreadedReplicas``: rank 0 alone, with the batches of all ranks
+    threads-declared               the same, a micro-batch per thread, which the loop declares
     stage1                         ``DataParallel`` and ``ShardedOptimizer``: the optimizer's state in slices
     stage2 stage3                  ``fully_shard``: the gradients too, the weights too
     ...-one-copy                   the ranks of a host have the same memory of the weights
     DDP                            torch's ``DistributedDataParallel``, as it comes
     none                           as many processes at once, and no synchronisation: the baseline
     alone                          rank 0 steps, the others wait: what one rank could do with the machine
+    one                            the same, with the batches of all ranks, one after the other
     wire, latency                  no step: an all-reduce of as many bytes as the gradients have, of 4 bytes
 
 Many variants are in one process at a time, so that they can take turns, and memory is what there is
@@ -39,6 +41,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from instep.bench.thread_clock import ThreadClock
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Recorder
@@ -52,6 +55,7 @@ from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shm import ShmGroup
 from instep.shm.futex import available
+from instep.step.micro_batches import MicroBatch
 
 BUCKET_MB = 25.0
 NUM_LATENCIES = 10
@@ -139,6 +143,39 @@ class TrainingLoop:
         self._times.append(time.perf_counter())
 
 
+class AccumulationLoop(TrainingLoop):
+    """One process makes the step of all ranks: their batches one after the other, then one update."""
+
+    def __init__(self, shared: SharedModel) -> None:
+        super().__init__(shared, shared.copy(), shared.batches)
+
+    def step(self) -> None:
+        W = self.shared.world.size
+        for batch in self.batch.chunk(W):
+            (self.shared.loss(self.model, batch) / W).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class DeclaredThreadsLoop(TrainingLoop):
+    """The same by threads: each replica has forward and backward of its micro-batch to itself."""
+
+    def __init__(self, shared: SharedModel) -> None:
+        self.replicas = replicas_of(shared)
+        super().__init__(shared, self.replicas, shared.batches)
+
+    def step(self) -> None:
+        W = self.shared.world.size
+        batches = self.batch.chunk(W)
+
+        def body(model: nn.Module, micro_batch: MicroBatch) -> None:
+            self.shared.loss(model, batches[micro_batch.index]).backward()
+
+        self.replicas.micro_batches(W, body)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 class ServerLoop:
     """The loop around a parameter server, whose optimizer steps on rank 0 alone."""
 
@@ -210,6 +247,12 @@ SHARD_STAGES: Mapping[str, ShardStage] = {
 }
 
 
+def replicas_of(shared: SharedModel) -> ThreadedReplicas:
+    """As many threads as there are ranks, of which the others are idle; it is recorded what they waited."""
+    clock = ThreadClock()
+    return ThreadedReplicas(shared.copy(), shared.world.size, recorder=clock, alone=True)
+
+
 def full_model(config: GPTConfig) -> nn.Module:
     """A model with the first values, which are the same for all variants."""
     module = GPT(config)
@@ -273,7 +316,13 @@ class Variant:
 
     def copies(self, ranks: int) -> int:
         """How many times the bytes of the weights a rank keeps for it, but for moments: buckets, weights."""
-        kept = {"none": 0, "alone": 0, "flat": 2, "server": 1 + ranks, "threads": ranks}
+        kept = {
+            **dict.fromkeys(("none", "alone", "one"), 0),
+            "flat": 2,
+            "server": 1 + ranks,
+            "threads": ranks,
+            "threads-declared": 2 * ranks,
+        }
         return kept.get(self.strategy, 1) + (self.kind.stage > 0)
 
     def start(self, shared: SharedModel) -> Runner:
@@ -283,14 +332,17 @@ class Variant:
             Unavailable: it cannot run here; on all ranks alike.
         """
         world = shared.world
-        if self.strategy in ("alone", "threads") and world.rank != 0:
+        if self in ON_RANK_0 and world.rank != 0:
             return IdleRank()
         match self.strategy:
             case "none" | "alone":
                 return TrainingLoop(shared, shared.copy())
             case "threads":
-                replicas = ThreadedReplicas(shared.copy(), world.size, alone=True)  # the other ranks are idle
-                return TrainingLoop(shared, replicas, shared.batches)
+                return TrainingLoop(shared, replicas_of(shared), shared.batches)
+            case "threads-declared":
+                return DeclaredThreadsLoop(shared)
+            case "one":
+                return AccumulationLoop(shared)
             case "wire":
                 return BareTransfer(shared, sum(p.nbytes for p in shared.module.parameters()))
             case "latency":
@@ -332,7 +384,9 @@ class Variant:
             raise Unavailable("these ranks do not exchange gradients through shared memory")
 
 
-NONE, ALONE = Variant("none"), Variant("alone")
+NONE, ALONE, ONE = Variant("none"), Variant("alone"), Variant("one")
+THREADS, DECLARED_THREADS = Variant("threads"), Variant("threads-declared")
+ON_RANK_0 = {ALONE, ONE, THREADS, DECLARED_THREADS}
 WIRE, LATENCY = Variant("wire", "gloo"), Variant("latency", "gloo")
 DDP = Variant("DDP", "gloo")
 OURS = ("naive", "flat", "overlap", "bucketed")
@@ -344,7 +398,17 @@ HOST_VARIANTS = (
     *(Variant(strategy, "gloo") for strategy in (*OURS, "unordered", "server")),
     Variant("DDP", "shm"),
     *(Variant(strategy, "shm") for strategy in (*OURS, "unordered")),
-    Variant("threads"),
+    THREADS,
+)
+# On one host: the ways to divide a step among workers.
+WORKER_VARIANTS = (
+    ONE,
+    THREADS,
+    DECLARED_THREADS,
+    NONE,
+    DDP,
+    Variant("bucketed", "gloo"),
+    Variant("bucketed", "shm"),
 )
 # On one host, if they are asked for: each needs memory for weights of its own.
 SHARDED_VARIANTS = (

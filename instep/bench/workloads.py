@@ -40,12 +40,13 @@ class Workload:
     optimizer: str = "sgd"
     preset: str = ""
     vocab: int = VOCAB
+    layers: int = LAYERS
 
     @property
     def config(self) -> GPTConfig:
         if self.preset:
             return GPTConfig(vocab_size=self.vocab, context=self.tokens, **preset(self.preset)._asdict())
-        return gpt_of_size(self.params, self.tokens, self.vocab)
+        return gpt_of_size(self.params, self.tokens, self.vocab, self.layers)
 
     @property
     def gradient_bytes(self) -> int:
@@ -82,6 +83,9 @@ WORKLOADS = {
     "scaling": Workload("scaling", 20_000_000, 4, "more and more ranks"),
     # 80 MB take 0.64 s at 1 Gbit/s, and the computation about as long on one core.
     "link": Workload("link", 20_000_000, 4, "over a link"),
+    # An operator takes microseconds, as long as Python takes to call it; or a millisecond and more.
+    "python": Workload("python", 170_000, 1, "much Python", tokens=16, layers=24),
+    "matrices": Workload("matrices", 6_500_000, 2, "little Python", layers=2),
 }
 
 
@@ -91,13 +95,13 @@ def workload(name: str, params: int | None = None, optimizer: str = "sgd") -> Wo
     return found if params is None else replace(found, params=params)
 
 
-def gpt_of_size(params: int, context: int, vocab: int = VOCAB) -> GPTConfig:
-    """A transformer of ``params`` parameters, give or take an eighth: always ten blocks, as wide as it takes.
+def gpt_of_size(params: int, context: int, vocab: int = VOCAB, layers: int = LAYERS) -> GPTConfig:
+    """A transformer of ``params`` parameters, give or take an eighth: ``layers`` blocks, as wide as it takes.
 
     Raises:
         ValueError: fewer parameters than the narrowest has.
     """
-    narrowest = GPTConfig(vocab_size=vocab, context=context, layers=LAYERS, width=NARROWEST, heads=1)
+    narrowest = GPTConfig(vocab_size=vocab, context=context, layers=layers, width=NARROWEST, heads=1)
     if params < (least := num_parameters(narrowest)):
         raise ValueError(f"expected at least {least:,} parameters, got {params:,}")
 

@@ -12,6 +12,7 @@ import tyro
 from instep.bench.options import (
     BucketsOptions,
     CollectivesOptions,
+    DataParallelOptions,
     ModelOptions,
     ScalingOptions,
     StepsOptions,
@@ -24,18 +25,20 @@ Measure on this machine: results on stdout, progress on stderr.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
-AnyOptions = CollectivesOptions | StepsOptions | BucketsOptions | ScalingOptions
+AnyOptions = CollectivesOptions | StepsOptions | BucketsOptions | ScalingOptions | DataParallelOptions
 Options = (
     Annotated[CollectivesOptions, tyro.conf.subcommand("collectives")]
     | Annotated[StepsOptions, tyro.conf.subcommand("steps")]
     | Annotated[BucketsOptions, tyro.conf.subcommand("buckets")]
     | Annotated[ScalingOptions, tyro.conf.subcommand("scaling")]
+    | Annotated[DataParallelOptions, tyro.conf.subcommand("data-parallel")]
 )
 MODULES = {
     CollectivesOptions: "instep.bench.collectives",
     StepsOptions: "instep.bench.steps",  # over a link LINK
     BucketsOptions: "instep.bench.buckets",
     ScalingOptions: "instep.bench.scaling",
+    DataParallelOptions: "instep.bench.data_parallel",
 }
 LINK = "instep.bench.link"
 

@@ -9,12 +9,16 @@ from instep.bench.steps_rank import measure_steps
 from instep.bench.variants import (
     ALONE,
     DDP,
+    DECLARED_THREADS,
     HOST_VARIANTS,
     LATENCY,
     LINK_VARIANTS,
     NONE,
+    ONE,
     SHARDED_VARIANTS,
+    THREADS,
     WIRE,
+    WORKER_VARIANTS,
     SharedModel,
     Variant,
     choose,
@@ -49,7 +53,7 @@ def test_tied_weights_stay_tied_in_a_copy(shared):
     assert model.head.out.weight is model.embedding.tokens.weight
 
 
-@pytest.mark.parametrize("one", [NONE, Variant("threads")], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [NONE, ONE, THREADS, DECLARED_THREADS], ids=lambda one: one.name)
 def test_a_step_changes_no_weight(shared, one):
     before = [p.detach().clone() for p in shared.module.parameters()]
     one.start(shared).step()
@@ -87,13 +91,15 @@ def test_who_shards_takes_part_only_if_it_is_asked_for():
 def test_every_variant_steps_and_no_weight_differs_from_before(mesh):
     task = {
         "workload": asdict(TINY),
-        "variants": [asdict(one) for one in {*HOST_VARIANTS, *LINK_VARIANTS}],
+        "variants": [asdict(one) for one in {*HOST_VARIANTS, *LINK_VARIANTS, *WORKER_VARIANTS}],
         "samples": 1,
     }
     task["variants"].sort(key=lambda fields: str(fields))
     found = measure_steps(World(), task)
     without_shm = set() if available() else {one.name for one in HOST_VARIANTS if one.backend == "shm"}
-    assert set(found) == {one.name for one in {*HOST_VARIANTS, *LINK_VARIANTS}} - without_shm
+    assert (
+        set(found) == {one.name for one in {*HOST_VARIANTS, *LINK_VARIANTS, *WORKER_VARIANTS}} - without_shm
+    )
     for measured in found.values():
         assert {len(values) for values in measured.values()} == {1}
     for name in ("naive-gloo", "bucketed-gloo", "server-gloo"):
@@ -118,7 +124,7 @@ def test_what_the_others_are_held_against_always_takes_part():
 
 
 def test_nobody_has_the_name_of_another():
-    for variants in ((*HOST_VARIANTS, *SHARDED_VARIANTS), LINK_VARIANTS):
+    for variants in ((*HOST_VARIANTS, *SHARDED_VARIANTS), LINK_VARIANTS, WORKER_VARIANTS):
         assert len({one.name for one in variants}) == len(variants)
 
 

@@ -22,6 +22,13 @@ def test_the_sizes_of_the_benchmarks_have_heads_of_64(params, width):
     assert (made.width, made.width / made.heads) == (width, 64)
 
 
+def test_a_model_may_have_many_thin_layers_or_few_wide_ones():
+    thin, wide = (WORKLOADS[name].config for name in ("python", "matrices"))
+    assert (thin.layers, wide.layers) == (24, 2)
+    assert thin.width <= 32 and wide.width >= 512
+    assert num_parameters(wide) == pytest.approx(WORKLOADS["matrices"].params, rel=1 / 8)
+
+
 def test_a_model_that_would_be_narrower_than_16_is_refused():
     least = num_parameters(gpt_of_size(39_000, 128))
     assert gpt_of_size(least, 128).width == 16

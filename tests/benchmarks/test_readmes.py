@@ -24,6 +24,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("link", name) for name in ("link table", "hosts table", "environment")),
         *(("buckets", f"{place} table") for place in ("gloo", "shm", "link")),
         *(("scaling", name) for name in ("scaling table", "environment")),
+        ("data_parallel", "workers table"),
     ],
 )
 def test_the_place_is_there_once(folder, name, tmp_path):

@@ -7,14 +7,20 @@ from types import ModuleType
 
 import pytest
 
-from instep.bench.options import BucketsOptions, CollectivesOptions, ScalingOptions, StepsOptions
+from instep.bench.options import (
+    BucketsOptions,
+    CollectivesOptions,
+    DataParallelOptions,
+    ScalingOptions,
+    StepsOptions,
+)
 from instep.cli import bench
 from instep.cli.bench import LINK, MODULES, main, parse
 from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.errors import PeerLost
 from tests.cli.quick import assert_quick
 
-COMMANDS = ("collectives", "steps", "buckets", "scaling")
+COMMANDS = ("collectives", "steps", "buckets", "scaling", "data-parallel")
 FLAGS = [
     ("collectives", CollectivesOptions()),
     ("collectives -n 3", CollectivesOptions(ranks=(3,))),
@@ -48,7 +54,14 @@ FLAGS = [
     ("scaling", ScalingOptions()),
     ("scaling -n 1 2 --work strong --batch 4", ScalingOptions(ranks=(1, 2), work="strong", batch=4)),
     ("scaling --strategies bucketed,DDP --link", ScalingOptions(strategies=("bucketed,DDP",), link=True)),
+    ("data-parallel", DataParallelOptions()),
+    ("data-parallel -n 4 --setting python", DataParallelOptions(ranks=4, setting="python")),
 ]
+
+
+def module_of(command):
+    """The module whose ``run`` a command calls."""
+    return f"instep.bench.{command.replace('-', '_')}"
 
 
 @pytest.fixture
@@ -80,7 +93,7 @@ def test_flags_become_options(words, options, runs):
     assert main(words.split()) == DONE
     assert runs == [options]
     word = words.split()[0]
-    assert runs.module == (LINK if word == "steps" and "--link" in words else f"instep.bench.{word}")
+    assert runs.module == (LINK if word == "steps" and "--link" in words else module_of(word))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +124,8 @@ def test_what_is_no_option_is_a_usage_error(words):
         ("steps --preset tiny", "expected a size among small, medium, large, xl, 2.7B, got 'tiny'"),
         ("scaling -n 2", "expected at least two numbers of ranks to compare"),
         ("buckets --params many", "expected a number such as 512, 64K or 1.5M, got 'many'"),
+        ("data-parallel -n 1", "expected at least 2 ranks, got 1"),
+        ("data-parallel --samples 1", "expected at least 2 samples, got 1"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(words, line, runs, capsys):
@@ -122,7 +137,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(words, line, 
 
 
 def test_every_measurement_has_its_module():
-    assert {module.rpartition(".")[2] for module in MODULES.values()} == set(COMMANDS)
+    assert set(MODULES.values()) == set(map(module_of, COMMANDS))
     assert bench.PROGRAM == "instep bench"
 
 
