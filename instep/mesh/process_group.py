@@ -387,17 +387,21 @@ class Group:
             return allocate(nbytes, align, on_device)
         return self._shared.allocate(nbytes, align)
 
-    def all_gather_bytes(self, data: bytes, operation: str, *, limit: int = 1 << 24) -> list[bytes]:
+    def all_gather_bytes(
+        self, data: bytes, operation: str, *, limit: int = 1 << 24, lengths: Sequence[int] | None = None
+    ) -> list[bytes]:
         """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes.
 
-        Where no rank has any, only the lengths are exchanged.
+        ``lengths`` are those of all ranks, where they are known; else they are exchanged before, and nothing
+        else where no rank has any.
 
         Raises:
             ValueError: a rank has more; raised on every rank alike, before anything is sent.
         """
-        out = torch.empty(self.size, dtype=torch.int64, device="cpu")
-        self.all_gather(out, torch.tensor([len(data)], device="cpu"), operation)
-        lengths = out.tolist()
+        if lengths is None:
+            out = torch.empty(self.size, dtype=torch.int64, device="cpu")
+            self.all_gather(out, torch.tensor([len(data)], device="cpu"), operation)
+            lengths = out.tolist()
         width = max(lengths)
         if width > limit:
             rank = self.ranks[lengths.index(width)]

@@ -36,7 +36,15 @@ from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
-from instep.ordered.header import Header, disagreement, header_length, pack, unpack, whereabouts
+from instep.ordered.header import (
+    Header,
+    disagreement,
+    header_length,
+    pack,
+    unpack,
+    whereabouts,
+    words_of,
+)
 from instep.ordered.tree import Sum, plan_sum
 
 
@@ -95,15 +103,16 @@ class OrderedAllReduce:
         self._record(headers, begun_ns)
         return headers
 
-    def compare_digests(self, header: Header, digests: bytes, name: str) -> list[bytes]:
-        """The ``digests`` of every rank, once all have come to compare some.
+    def come_to(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
+        """The ``words`` of every rank, at most ``NUM_WORDS``, once all have come to ``header.act``.
 
         Raises:
             Desync, PeerLost: as ``run``.
         """
-        headers, _ = unpack(self._tell(replace(header, compares=1), (), name), 0)
-        self._require_agreement(headers, name)
-        return self.group.all_gather_bytes(digests, name)
+        with _losing_in(header):
+            rows = self._tell(header, (), name, words)
+            self._require_agreement(unpack(rows, 0)[0], name)
+        return words_of(rows, len(words))
 
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
@@ -127,11 +136,11 @@ class OrderedAllReduce:
             put("wait", begun_ns, until_ns, self.group.ranks[last])
         put("agree", until_ns, agreed_ns)
 
-    def _tell(self, header: Header, flags: Sequence[bool], name: str) -> Tensor:
-        """``header`` and ``flags`` of every rank, packed: (W, length) words."""
+    def _tell(self, header: Header, flags: Sequence[bool], name: str, words: Sequence[int] = ()) -> Tensor:
+        """``header`` and ``flags``, or ``words``, of every rank, packed: (W, length) words."""
         length = self.header_length
         out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
-        self.group.all_gather(out, pack(header, flags, length), name)
+        self.group.all_gather(out, pack(header, flags, length, words), name)
         return out.view(self.group.size, length)
 
     def _agree(self, bucket: Bundle, header: Header, name: str) -> list[Header]:

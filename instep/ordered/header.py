@@ -5,7 +5,11 @@ with the wrong numbers, or hang. Every exchange therefore begins with an all-gat
 per rank. Since every rank sees all the records, all reach the same verdict, and on a bad one all
 ranks raise the same error before a single gradient has been sent.
 
-    | version | contract | steps | exchange | bucket | leaves | weight | times | left | round | flags ... |
+    | version | contract | steps | exchange | bucket | leaves | weight | times | left | round | act | flags |
+
+Other things that ranks do together in a step begin with one too, of the same length: then a rank that does
+something else is met there, and not awaited somewhere else until the deadline. What they have to tell each
+other in a few words takes the place of the flags.
 """
 
 from __future__ import annotations
@@ -17,8 +21,19 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-VERSION = 7
+VERSION = 8
 BITS = 62  # flags per int64 word
+NUM_WORDS = 4  # at least, in the place of flags
+
+REDUCE, COMPARE, UPDATE, NORM, UNSCALE, MEET = range(6)
+ACTS = {
+    REDUCE: "exchanges gradients",
+    COMPARE: "steps with gradients of its own, which no exchange has seen",
+    UPDATE: "makes an optimizer step",
+    NORM: "takes the norm of the gradients",
+    UNSCALE: "unscales the gradients",
+    MEET: "waits for all ranks outside of a step, for a state dict or a saved state",
+}
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,12 @@ class Header:
     edited: int = 0  # and of which of it was written to since the last optimizer step
     num_running: int = 0  # buffers whose running statistics follow (step/running_statistics.py)
     hooked: int = 0  # 1: a communication hook of the user's reduces, instead of the exchange
-    compares: int = 0  # 1: no bucket follows, but digests of gradients that were set by hand
+    act: int = REDUCE  # one of ``ACTS``: what ranks have come for; if to reduce, ``bucket`` follows
 
 
 AGREED = (
     "version",
-    "compares",
+    "act",
     "declared",
     "hooked",
     "step",
@@ -66,7 +81,6 @@ NUM_FIELDS = len(fields(Header))
 WORDS = {
     "version": "speaks header version",
     "declared": "is in a declared step (1) or not (0):",
-    "compares": "steps with gradients of its own (1) or exchanges them (0):",
     "hooked": "reduces by a communication hook (1) or not (0):",
     "step": "has made optimizer steps:",
     "exchange": "has synchronised since then:",
@@ -82,12 +96,12 @@ WORDS = {
 
 def header_length(num_parameters: int) -> int:
     """Words of a header with the flags of ``num_parameters``, which has each a gradient, which is frozen."""
-    return NUM_FIELDS + -(-2 * num_parameters // BITS)
+    return NUM_FIELDS + max(NUM_WORDS, -(-2 * num_parameters // BITS))
 
 
-def pack(header: Header, flags: Sequence[bool], length: int) -> Tensor:
-    """(length,) int64: the header, then one bit per flag of the bucket's parameters."""
-    words = [*vars(header).values()]  # in the order of the fields, 60 times as fast as astuple
+def pack(header: Header, flags: Sequence[bool], length: int, told: Sequence[int] = ()) -> Tensor:
+    """(length,) int64: the header, then a bit per flag of the bucket's parameters, or the words ``told``."""
+    words = [*vars(header).values(), *told]  # in the order of the fields, 60 times as fast as astuple
     for start in range(0, len(flags), BITS):
         words.append(sum(bit << i for i, bit in enumerate(flags[start : start + BITS])))
     return torch.tensor(words + [0] * (length - len(words)), dtype=torch.int64, device="cpu")
@@ -101,6 +115,12 @@ def unpack(rows: Tensor, num_flags: int) -> tuple[list[Header], list[list[bool]]
         bits = row[NUM_FIELDS:]
         flags.append([bool(bits[i // BITS] >> i % BITS & 1) for i in range(num_flags)])
     return headers, flags
+
+
+def words_of(rows: Tensor, count: int) -> list[list[int]]:
+    """The ``count`` words that each rank has told, out of (W, length) words."""
+    found: list[list[int]] = rows[:, NUM_FIELDS : NUM_FIELDS + count].tolist()
+    return found
 
 
 def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
@@ -133,9 +153,12 @@ def in_doubt(headers: Sequence[Header], alike: Sequence[Sequence[int]]) -> bool:
 def _sides(name: str, values: Sequence[int], ranks: Sequence[int]) -> str:
     """ "rank 2 <does> 7, the others 6", with the odd ones first."""
     common = Tally(values).most_common(1)[0][0]
-    odd = [f"rank {r} {WORDS[name]} {v}" for r, v in zip(ranks, values, strict=True) if v != common]
-    rest = [rank for rank, value in zip(ranks, values, strict=True) if value == common]
-    return f"the ranks are out of step: {'; '.join(odd)}; rank {', '.join(map(str, rest))}: {common}"
+    in_words = {value: f"{WORDS[name]} {value}" for value in values} if name in WORDS else ACTS
+    does = {value: in_words.get(value, f"has come for {value}") for value in values}
+    odd = [f"rank {r} {does[v]}" for r, v in zip(ranks, values, strict=True) if v != common]
+    rest = ", ".join(str(rank) for rank, value in zip(ranks, values, strict=True) if value == common)
+    others = f"{rest} {does[common]}" if name == "act" else f"{rest}: {common}"
+    return f"the ranks are out of step: {'; '.join(odd)}; rank {others}"
 
 
 _FIX = {
@@ -148,7 +171,8 @@ _FIX = {
     "round": "Every rank must run its loop over micro_batches(G) to the end",
     "bucket": "The same cause as a different number of synchronised backwards",
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",
-    "compares": "Set .grad by hand on every rank or on none, or call model.sync_gradients() on every rank",
+    "act": "Each rank must do the same in the same order, on every rank or on none: synchronised backwards, "
+    "clip_grad_norm_, a GradScaler's unscale_, optimizer.step(), gradients that are set by hand",
     "hooked": "Call register_comm_hook on every rank, before the first backward",
     "num_leaves": "micro_batches(G) must be given the same G on every rank",
     "num_carried": "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",

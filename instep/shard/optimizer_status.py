@@ -20,7 +20,9 @@ import torch
 from instep.errors import Desync, PeerLost
 from instep.mesh.process_group import Group
 from instep.mesh.rank_process import as_told
+from instep.ordered.header import UPDATE
 from instep.shard.checks import options_text
+from instep.step.reduction import Reduction
 from instep.work import Lane
 
 BROKEN = "the ranks' weights and moments are not of the same step any more: load both, or restart the run"
@@ -33,6 +35,9 @@ class OptimizerStatus:
     ``steps`` are those that it has made. ``broken`` says why its weights and moments are not those of one
     step, "" if they are; it is set before they are written to, and cleared after. A group that others use
     too is used in its turn: on ``lane``.
+
+    ``meeting`` is the reduction of the gradients, where one is over all of ``group``. Ranks vote there: one
+    that makes no step goes on to its next exchange, and so it is met.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class OptimizerStatus:
         self._ends = ends
         self._lane = lane
         self._why_closed = ""
+        self.meeting: Reduction | None = None
 
     def close(self) -> None:
         for end in self._ends:
@@ -91,11 +97,11 @@ class OptimizerStatus:
         """
         try:
             votes = self._collect(mine)
-        except PeerLost as lost:
+        except (PeerLost, Desync) as error:
             if raised is None:
                 raise
-            raise raised from lost
-        if found := disagreement(votes, self.group.ranks):
+            raise raised from error
+        if found := disagreement(votes, (self.meeting or self).group.ranks):
             self.broken = f"in step {self.steps} {found}" if changed(votes) else ""
             after = BROKEN if changed(votes) else "nothing was changed"
             error = Desync(f"step {self.steps} of the sharded optimizer: {found}; {after}")
@@ -103,8 +109,11 @@ class OptimizerStatus:
         return votes
 
     def _collect(self, mine: Vote) -> list[Vote]:
-        found: list[Vote] = []
         operation = f"the vote on step {self.steps}"
+        if self.meeting is not None:
+            with self.together():
+                return [Vote(*row) for row in self.meeting.come_to(UPDATE, operation, [*vars(mine).values()])]
+        found: list[Vote] = []
         self.run(operation, lambda: found.extend(collect(mine, self.group, operation)))
         return found
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.ordered.buckets import Bundle, Caps
+from instep.ordered.header import NORM, UNSCALE
 from instep.ordered.homes import DividedOptimizer, ParameterShard
 from instep.ordered.hook import weakly
 from instep.ordered.norm import block_square_sums
@@ -42,6 +43,7 @@ from instep.step.replica_watch import Replica
 from instep.work import Work
 
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+GRADIENT_NORM = "the gradient norm"
 
 
 class SliceReducer(Reduction):
@@ -250,16 +252,15 @@ class SliceReducer(Reduction):
         """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
         own = [block_square_sums(piece).cpu() for piece in self._pieces(placeholders)]
         mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])
+        data, group = mine.view(torch.uint8).numpy().tobytes(), self.ranks.shard_group
+        lengths = dict(zip(self.group.ranks, self.come_to(NORM, GRADIENT_NORM, [len(data)]), strict=True))
         everyone: list[bytes] = []
 
         def gather() -> None:
-            data = mine.view(torch.uint8).numpy().tobytes()
-            everyone.extend(
-                self.ranks.shard_group.all_gather_bytes(data, "the gradient norm", limit=NORM_BYTES)
-            )
+            of_group = [lengths[rank][0] for rank in group.ranks]
+            everyone.extend(group.all_gather_bytes(data, GRADIENT_NORM, limit=NORM_BYTES, lengths=of_group))
 
-        work = self.lane.run("the gradient norm", gather)
-        work.wait()
+        self.lane.run(GRADIENT_NORM, gather).wait()
         sums = [torch.frombuffer(bytearray(data), dtype=torch.float64) for data in everyone if data]
         return [value for x in sums for value in x.tolist()]
 
@@ -273,11 +274,8 @@ class SliceReducer(Reduction):
         Collective: 4 bytes."""
         if pieces := list(self._pieces(placeholders)):
             torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inverse_scale)
-        group, own = self.ranks.shard_group, found_inf.detach().cpu().view(1)
-        found = own.new_empty(group.size)
-        operation = "the check of gradients for what is not finite"
-        self.lane.run(operation, lambda: group.all_gather(found, own, operation)).wait()
-        found_inf.fill_(float(found.max()))
+        found = self.come_to(UNSCALE, "the check of gradients for what is not finite", [int(found_inf)])
+        found_inf.fill_(max(words[0] for words in found))
 
     def discard(self, placeholders: Sequence[Tensor]) -> None:
         """The parameters of these gradients have none any more."""

@@ -21,7 +21,7 @@ from instep.shard import checks
 from instep.shard.checks import group_options
 from instep.shard.flat_parameters import ShardedParameters
 from instep.shard.optimizer_status import FAILED, FINE, READY, REFUSED, OptimizerStatus, vote
-from instep.step.optimizer_guard import require_reduced
+from instep.step.optimizer_guard import meeting_of, require_reduced
 
 Groups = Sequence[dict[str, Any]]
 
@@ -48,6 +48,7 @@ class ShardedUpdate:
             as ``ShardedOptimizer.step``.
         """
         self._status.require_sound()
+        self._status.meeting = meeting_of(optimizer, self._status.group)
         loss, raised, outcome = None, None, REFUSED
         groups = optimizer.param_groups
         try:

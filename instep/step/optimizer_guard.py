@@ -365,6 +365,18 @@ def require_reduced(optimizer: Optimizer) -> None:
     _require_reduced(optimizer, _watched(optimizer))
 
 
+def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
+    """What reduces gradients that ``optimizer`` steps with, over all ranks of ``group`` and perhaps more.
+
+    Wherever its ranks have gone instead of making this step, that is where they come next.
+    """
+    watched = [(p, entry) for p, entry in _watched(optimizer) if entry.is_alive]
+    for reducer in _reducers(watched):
+        if reducer.all_step and set(group.ranks) <= set(reducer.group.ranks):
+            return reducer
+    return None
+
+
 def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
     for parameter in _parameters(optimizer) if _refused or _held_back else ():
         if parameter.grad is not None and (reason := _reason_against(parameter)) is not None:

@@ -31,7 +31,7 @@ from instep.mesh.device import Stream
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, Caps
 from instep.ordered.exchange import OrderedAllReduce
-from instep.ordered.header import VERSION, Header
+from instep.ordered.header import COMPARE, VERSION, Header
 from instep.ordered.hook import weakly
 from instep.ordered.tree import rank_major
 from instep.step.gradients import Gradients
@@ -293,17 +293,45 @@ class Reduction(ABC):
             Desync, PeerLost: other ranks have none to compare.
         """
         mine = [hashlib.sha256(name.encode() + _bytes_of(gradient)).digest() for name, gradient in gradients]
-        header = self._header(self.bundles[0], StepPlan(False, 0, [()] * self.group.size), 0)
+        self.come_to(COMPARE, COMPARISON)
         found: list[bytes] = []
-        self.lane.drain()
-        if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
-            self.lane.reset()
-        self.lane.submit(
-            COMPARISON,
-            lambda: found.extend(self.exchange.compare_digests(header, b"".join(mine), COMPARISON)),
+        self.lane.run(
+            COMPARISON, lambda: found.extend(self.group.all_gather_bytes(b"".join(mine), COMPARISON))
         ).wait()
         unlike = (i for i in range(len(mine)) if len({its[32 * i : 32 * i + 32] for its in found}) > 1)
         return next(unlike, None if len(set(found)) == 1 else 0)
+
+    def come_to(self, act: int, operation: str, words: Sequence[int] = ()) -> list[list[int]]:
+        """The ``words`` of every rank, once all have come to ``act``, one of ``ordered.header.ACTS``.
+
+        For what ranks do together on ``group`` besides reducing. A barrier too. Collective: one message, of
+        the length of a header.
+
+        Raises:
+            Desync: a rank has come for something else; raised on every rank alike, at once.
+            PeerLost: a rank did not come.
+        """
+        header = Header(
+            version=VERSION,
+            act=act,
+            step=self.steps,
+            exchange=self.exchanges,
+            declared=0,
+            bucket=0,
+            num_elements=0,
+            num_leaves=0,
+            num_own=0,
+            weight=0,
+            ready_ns=0,
+            launched_ns=time.monotonic_ns(),
+            left=0,
+        )
+        found: list[list[int]] = []
+        self.lane.drain()
+        if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
+            self.lane.reset()
+        self.lane.run(operation, lambda: found.extend(self.exchange.come_to(header, words, operation))).wait()
+        return found
 
     def steps_now(self) -> None:
         """An optimizer begins to use the gradients."""

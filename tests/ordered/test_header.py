@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.ordered.header import VERSION, Header, disagreement, header_length, pack, unpack
+from instep.ordered.header import (
+    UPDATE,
+    VERSION,
+    Header,
+    disagreement,
+    header_length,
+    pack,
+    unpack,
+    words_of,
+)
 
 GOOD = Header(
     version=VERSION,
@@ -89,6 +98,21 @@ def test_the_first_thing_that_differs_is_told_with_its_fix():
     assert verdict is not None
     assert "rank 1 has made optimizer steps: 11; rank 0: 12. Each rank must call optimizer.step()" in verdict
     assert "bucket" not in verdict
+
+
+def test_ranks_that_do_different_things_are_told_what_in_words():
+    steps = replace(GOOD, act=UPDATE)
+    assert str(disagreement([steps, GOOD, steps], [4, 5, 6])).startswith(
+        "the ranks are out of step: rank 5 exchanges gradients; rank 4, 6 makes an optimizer step. Each rank"
+    )
+
+
+@given(st.lists(st.tuples(headers, st.lists(int64, min_size=3, max_size=3)), min_size=1, max_size=5))
+@settings(deadline=None)
+def test_a_few_words_travel_with_a_header(sent):
+    rows = torch.stack([pack(header, (), header_length(0), words) for header, words in sent])
+    assert unpack(rows, 0)[0] == [header for header, _ in sent]
+    assert words_of(rows, 3) == [words for _, words in sent]
 
 
 def test_a_rank_that_left_is_named_before_all_else():
