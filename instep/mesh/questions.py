@@ -87,7 +87,8 @@ def _keep_exit_code() -> None:
 
     A thread that comes back from native code then is ended by force, which C++ answers with ``abort``. It
     cannot be woken before, nor be kept from coming back; but it can sleep, as many seconds as the signal's
-    number says, while the main thread ends. An abort of the main thread's own is as much later.
+    number says, while the main thread ends. An abort of the main thread's own is as much later, and a SIGABRT
+    from outside, which looks the same, does no more than that; SIGTERM and SIGKILL are what they were.
     """
     if any(not asked.done() for asked in _unanswered):
         libc = ctypes.CDLL(None)

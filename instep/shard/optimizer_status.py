@@ -94,13 +94,17 @@ class OptimizerStatus:
         """What each rank has said, if all make the same step and none has ``raised``; else raise on all.
 
         A barrier too: when it returns, all ranks have come. Collective.
+
+        Raises:
+            Desync: on all ranks; also where one does something else at its ``meeting``.
+            PeerLost: a rank did not come.
         """
         try:
             votes = self._collect(mine)
-        except (PeerLost, Desync) as error:
+        except (PeerLost, Desync) as told:
             if raised is None:
                 raise
-            raise raised from error
+            raise raised from told
         if found := disagreement(votes, (self.meeting or self).group.ranks):
             self.broken = f"in step {self.steps} {found}" if changed(votes) else ""
             after = BROKEN if changed(votes) else "nothing was changed"
