@@ -12,6 +12,7 @@ from instep import errors
 
 if TYPE_CHECKING:
     from instep.checkpoint.shorthand import load, save
+    from instep.data.loader import Loader
     from instep.mesh.join import init
     from instep.mesh.mesh import get
     from instep.ordered.evaluation import gather, mean
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DataParallel",
+    "Loader",
     "ParameterServer",
     "ShardedOptimizer",
     "ThreadedReplicas",
@@ -46,6 +48,7 @@ __all__ = [
 
 _HOMES = {
     "DataParallel": "instep.replicate.wrapper",
+    "Loader": "instep.data.loader",
     "ParameterServer": "instep.replicate.server",
     "ShardedOptimizer": "instep.shard.optimizer",
     "ThreadedReplicas": "instep.replicate.threads",

@@ -28,7 +28,12 @@ BEGUN = "mesh = instep.init()\nmodel = instep.DataParallel(model)\n"
 STEPS = 2
 
 PLAIN = [("README", "Use", ""), ("use", "The plain loop", "")]
-SAVED = [("README", "Use", BEGUN), ("checkpoint", "Checkpoint", BEGUN), ("shard", "Shard", "")]
+SAVED = [
+    ("README", "Use", BEGUN),
+    ("checkpoint", "Checkpoint", BEGUN),
+    ("shard", "Shard", ""),
+    ("use", "Data from a data set", BEGUN),
+]
 DECLARED = [*SAVED, ("use", "The declared loop", BEGUN)]
 OTHERS = [
     ("use", "What you print and evaluate", BEGUN),
@@ -69,6 +74,7 @@ def program() -> dict[str, Any]:
         "y": y,
         "loader": [(x[:4], y[:4]), (x[4:8], y[4:8])],
         "held_out": [(x[i], y[i], i) for i in torch.arange(12).split(5)],
+        "dataset": list(zip(x, y, strict=True)),
         "order": torch.randperm(len(x)),
     }
 

@@ -59,6 +59,11 @@ def global_generators() -> list[KeyedGenerator]:
     return [_python("random", random), *([_legacy_numpy("numpy.random", loaded)] if loaded else [])]
 
 
+def default_generator() -> KeyedGenerator:
+    """torch's own, of the CPU."""
+    return _torch("torch", torch.default_generator)
+
+
 def same_state(one: Any, other: Any) -> bool:
     """Whether a generator has given nothing between two ``save``."""
     if isinstance(one, dict):
@@ -94,7 +99,7 @@ class ModuleGenerators:
                 continue
             known = before.get((prefix, key))
             if known is None or known[0] != id(value):
-                known = id(value), _generators_in(value, f"module.{prefix}.{key}")
+                known = id(value), _by_identity(value, f"module.{prefix}.{key}")
             self._known[prefix, key] = known
             found |= {at: x for at, x in known[1].items() if at not in found}
         return list(found.values())
@@ -115,7 +120,12 @@ class ModuleGenerators:
             )
 
 
-def _generators_in(value: Any, name: str) -> dict[int, KeyedGenerator]:
+def generators_in(value: Any, name: str) -> list[KeyedGenerator]:
+    """Those within ``value``, an object that is no module, each once; ``name`` goes before theirs."""
+    return list(_by_identity(value, name).values())
+
+
+def _by_identity(value: Any, name: str) -> dict[int, KeyedGenerator]:
     found: dict[int, KeyedGenerator] = {}
     for place, x in within(value, reached, DEPTH):
         kind = _kind(x)

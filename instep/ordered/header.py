@@ -60,6 +60,8 @@ class Header:
     num_running: int = 0  # buffers whose running statistics follow (step/running_statistics.py)
     hooked: int = 0  # 1: a communication hook of the user's reduces, instead of the exchange
     act: int = REDUCE  # one of ``ACTS``: what ranks have come for; if to reduce, ``bucket`` follows
+    data_position: int = -1  # of the source that the micro-batches of a declared step have their data from
+    data_identity: int = 0  # digest of what decides which samples it reads
 
 
 AGREED = (
@@ -70,6 +72,8 @@ AGREED = (
     "step",
     "exchange",
     "declared_step",
+    "data_identity",
+    "data_position",
     "round",
     "bucket",
     "num_elements",
@@ -85,6 +89,8 @@ WORDS = {
     "step": "has made optimizer steps:",
     "exchange": "has synchronised since then:",
     "declared_step": "declares step",
+    "data_identity": "reads other samples; digest of data set and sizes:",
+    "data_position": "has read samples of its data:",
     "round": "is in the round of micro-batches number",
     "bucket": "sends bucket",
     "num_elements": "has a bucket of elements:",
@@ -168,6 +174,9 @@ _FIX = {
     "look for a backward that some ranks skip, or that only some run under no_sync()",
     "declared_step": "Random numbers are keyed by the step: load the same checkpoint on every rank, and pass "
     "the same step= to micro_batches, or none",
+    "data_identity": "Pass to micro_batches(), on every rank, an instep.Loader with the same number of "
+    "samples, sizes, seed, shuffle and lengths, or none on any",
+    "data_position": "Read it in the same steps on every rank, and resume it at the same position",
     "round": "Every rank must run its loop over micro_batches(G) to the end",
     "bucket": "The same cause as a different number of synchronised backwards",
     "declared": "All ranks must take the same step inside model.micro_batches(G), or all outside of it",

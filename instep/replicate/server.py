@@ -50,7 +50,7 @@ from instep.ordered.homes import Wrapped
 from instep.ordered.tree import plan_sum
 from instep.replicate.wrapper import DataParallel
 from instep.step.agreement import broadcast_values
-from instep.step.micro_batches import MicroBatch
+from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.reduction import StepPlan
 
 if TYPE_CHECKING:
@@ -193,7 +193,9 @@ class ParameterServer:
         self._model.sync_gradients()
         self._has_come()
 
-    def micro_batches(self, num_micro_batches: int, *, step: int | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, num_micro_batches: int | DataSource, *, step: int | None = None
+    ) -> Iterator[MicroBatch]:
         """Declare a step, as ``DataParallel.micro_batches``; the end of the loop sends this rank's sums.
 
         In the loop: ``loss.backward()``. After it: ``step()``.

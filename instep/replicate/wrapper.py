@@ -33,7 +33,7 @@ from instep.replicate.strategies import find
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward
-from instep.step.micro_batches import DeclaredStep, MicroBatch
+from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
 from instep.step.reduction import ReductionOptions
 from instep.verify.gradient_report import Report
@@ -289,7 +289,9 @@ class DataParallel(OwnNames):
             self._bind(None, self._arguments["timeout_s"])
         return self.module(*args, **kwargs)
 
-    def micro_batches(self, num_micro_batches: int, *, step: int | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, num_micro_batches: int | DataSource, *, step: int | None = None
+    ) -> Iterator[MicroBatch]:
         """Declare a step of ``num_micro_batches`` micro-batches and yield those that this rank computes.
 
         All ranks must run the loop to its end; the last iteration leaves the reduced gradients in
@@ -297,7 +299,8 @@ class DataParallel(OwnNames):
         ``micro_batches`` comes first: an iterator before it that ends leaves the loop in its last iteration.
 
         Args:
-            num_micro_batches: G, the number of micro-batches in the global batch; the bits depend on it.
+            num_micro_batches: G, the number of micro-batches in the global batch; the bits depend on it. Or
+                an ``instep.Loader``, which gives each micro-batch its ``data``.
             step: what the random numbers are keyed by; by default the declared steps so far.
 
         Raises:

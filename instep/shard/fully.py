@@ -34,7 +34,7 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.homes import Wrapped
 from instep.shard.sharding import LocalOptions, Sharding, ShardingOptions
-from instep.step.micro_batches import MicroBatch
+from instep.step.micro_batches import DataSource, MicroBatch
 from instep.verify.gradient_report import Report
 from instep.verify.subject import Loss
 
@@ -93,14 +93,15 @@ class FullySharded:
         """What a run is told to be: "strategy" and "stage"."""
         return {"strategy": "fully_shard", "stage": self.sharding.options.stage}
 
-    def micro_batches(self, num_leaves: int, *, step: int | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(self, num_leaves: int | DataSource, *, step: int | None = None) -> Iterator[MicroBatch]:
         """Declare a step of ``num_leaves`` micro-batches and yield those that this rank computes.
 
         As ``DataParallel.micro_batches``, but ranks take turns: rank r computes r, r + W, r + 2W, ... After
         the last iteration ``.grad`` says whether there is a gradient, whose pieces optimizers step with.
 
         Args:
-            num_leaves: G, the number of micro-batches in the global batch; the bits depend on it.
+            num_leaves: G, the number of micro-batches in the global batch; the bits depend on it. Or an
+                ``instep.Loader``, which gives each micro-batch its ``data``.
             step: what the random numbers are keyed by; by default the declared steps so far.
         """
         return self.sharding.micro_batches(num_leaves, step)

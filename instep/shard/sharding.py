@@ -36,7 +36,7 @@ from instep.shard.unit import Divided
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward
-from instep.step.micro_batches import DeclaredStep, MicroBatch
+from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
@@ -129,10 +129,8 @@ class Sharding:
             self.ranks.close()
             raise
 
-    def micro_batches(self, num_leaves: int, step: int | None) -> Iterator[MicroBatch]:
+    def micro_batches(self, num_leaves: int | DataSource, step: int | None) -> Iterator[MicroBatch]:
         """As ``FullySharded.micro_batches``."""
-        if num_leaves < 1:
-            raise ValueError(f"micro_batches({num_leaves}): expected at least one micro-batch")
         self.backward.step_mode = "declared"
         step = self.next_step if step is None else step
         yield from self._declared.run(num_leaves, step)

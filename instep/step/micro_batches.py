@@ -4,6 +4,8 @@ for micro_batch in model.micro_batches(G):
     loss = f(model(x[micro_batch.index]))
     loss.backward()
 optimizer.step()
+
+In the place of G stands a ``DataSource`` that knows it, and gives each micro-batch its data.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from operator import index
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from numpy import ndarray
@@ -42,12 +45,13 @@ class MicroBatch:
 
     Set ``weight`` before backward if the loss is a sum over that many items (tokens, samples): the sum of
     all losses' gradients is divided by the sum of all weights. 0 is allowed. Left at 1, the loss is a mean
-    and micro-batches count alike.
+    and micro-batches count alike. ``data`` is what the ``DataSource`` of the step has read for it.
     """
 
     index: int
     num_micro_batches: int
     weight: int = 1
+    data: Any = None
 
     def checked_weight(self) -> int:
         """``weight``, or ``ValueError`` if it is none."""
@@ -57,6 +61,38 @@ class MicroBatch:
                 f"{self.weight!r}; integers keep the sum of weights exact"
             )
         return self.weight
+
+
+class DataSource(Protocol):
+    """Where declared steps get their data from: an ``instep.Loader``, which stands before the next step.
+
+    ``position`` and ``identity`` have to be the same on all ranks, and headers carry them.
+    """
+
+    num_micro_batches: int  # of each step
+    position: int  # samples of the steps so far
+    identity: int  # digest of what decides which samples come next
+
+    def read(self, own: Sequence[int]) -> Iterator[tuple[Any, int]]:
+        """Data and weight of each of the micro-batches ``own`` of the next step, in this order."""
+
+    def advance(self) -> None:
+        """The step has been made."""
+
+
+def count_and_source(micro_batches: int | DataSource) -> tuple[int, DataSource | None]:
+    """G, and where the data comes from, if that is not the caller's business."""
+    if isinstance(micro_batches, SupportsIndex):
+        if index(micro_batches) < 1:
+            raise ValueError(f"micro_batches({micro_batches}): expected at least one micro-batch")
+        return index(micro_batches), None
+    if not hasattr(micro_batches, "num_micro_batches"):
+        raise TypeError(
+            f"micro_batches(): expected the number of micro-batches of the step, or an instep.Loader, got "
+            f"{type(micro_batches).__name__}: instep.Loader(dataset, batch_size, micro_batch_size) deals out "
+            "the samples of a dataset, so that each micro-batch has the same ones on any number of ranks"
+        )
+    return micro_batches.num_micro_batches, micro_batches
 
 
 class DeclaredStep:
@@ -92,17 +128,18 @@ class DeclaredStep:
     def _sum_of_weights(self) -> int:
         return self._weight
 
-    def run(self, num_micro_batches: int, step: int) -> Iterator[MicroBatch]:
+    def run(self, micro_batches: int | DataSource, step: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``.
 
         Raises:
             ValueError: a rule of declared steps is broken; the message names it and the ways out.
             Desync: another rank left the step, or is in another one.
         """
-        if num_micro_batches < 1:
-            raise ValueError(f"micro_batches({num_micro_batches}): expected at least one micro-batch")
+        num_micro_batches, source = count_and_source(micro_batches)
         group, reducer = self.reducer.group, self.reducer
         plan = replace(reducer.assign(num_micro_batches), step=step)
+        if source is not None:
+            plan = replace(plan, data_position=source.position, data_identity=source.identity)
         span = reducer.recorder.span
         with span("prepare", lane="host"):
             self._check_start(num_micro_batches)
@@ -112,20 +149,21 @@ class DeclaredStep:
                 reducer.go_on_with(self.statistics, num_running)
         self._weight = 0
         own = plan.leaves[group.rank]
+        data = None if source is None else source.read(own)
         micro_batch = None
         try:
             with self.keys.step():
-                for index in own:
-                    micro_batch = self.micro_batch = MicroBatch(index, num_micro_batches)
-                    with span("micro-batch", lane="host", leaf=index):
+                for leaf in own:
+                    micro_batch = self.micro_batch = self._next(leaf, num_micro_batches, data)
+                    with span("micro-batch", lane="host", leaf=leaf):
                         self._weight_taken = None
                         before = self._buffer_states()
-                        reducer.open_leaf(index, last=index == own[-1])
-                        watched = self.counters.watched(), self.statistics.leaf(index)
-                        with self.keys.leaf(step, index), watched[0], watched[1]:
+                        reducer.open_leaf(leaf, last=leaf == own[-1])
+                        watched = self.counters.watched(), self.statistics.leaf(leaf)
+                        with self.keys.leaf(step, leaf), watched[0], watched[1]:
                             yield micro_batch
                         self._check(micro_batch, before)
-                        self.written.ended(index)
+                        self.written.ended(leaf)
                         reducer.close_leaf()
             micro_batch = self.micro_batch = None
             with span("finish", lane="host"):
@@ -133,10 +171,19 @@ class DeclaredStep:
                 self.unregistered.end()
                 reducer.finish()
                 self.statistics.apply()
+                if source is not None:
+                    source.advance()
         finally:
             if self.micro_batch is micro_batch:  # not if another step has begun since
                 self.micro_batch = None
                 reducer.leave()
+
+    def _next(self, leaf: int, num_micro_batches: int, data: Iterator[tuple[Any, int]] | None) -> MicroBatch:
+        if data is None:
+            return MicroBatch(leaf, num_micro_batches)
+        with self.reducer.recorder.span("data", lane="data", leaf=leaf):
+            values, weight = next(data)
+        return MicroBatch(leaf, num_micro_batches, weight, values)
 
     def _check_start(self, num_micro_batches: int) -> None:
         if self.micro_batch is not None:

@@ -92,13 +92,15 @@ class Afterwards(Protocol):
 class StepPlan:
     """Who contributes which leaves to one reduction. ``leaves[r]`` belong to rank r; G in all.
 
-    ``step`` is what the random numbers of a declared step are keyed by.
+    ``step`` is what the random numbers of a declared step are keyed by; the rest is of its ``DataSource``.
     """
 
     declared: bool
     num_leaves: int
     leaves: Sequence[Sequence[int]]
     step: int = -1
+    data_position: int = -1
+    data_identity: int = 0
 
 
 class Reduction(ABC):
@@ -401,6 +403,8 @@ class Reduction(ABC):
             round=round,
             num_carried=num_carried,
             declared_step=plan.step,
+            data_position=plan.data_position,
+            data_identity=plan.data_identity,
             sampled=self.watch.sampled,
             edited=self.watch.edited,
             num_running=self.num_running,

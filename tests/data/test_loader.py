@@ -1,0 +1,385 @@
+"""The Loader: each sample once per epoch for any number of ranks, the same ones in each micro-batch, whatever
+reads them; and in words, what goes wrong while they are read."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from instep.data.loader import Loader
+from instep.errors import Desync
+from instep.mesh.mesh import Mesh
+from instep.ordered.tree import rank_major
+from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import fully_shard
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import Dense
+from tests.replicate.replicas import gradients
+from tests.world import world
+
+
+def read_step(loader: Loader, num_ranks: int) -> list[Any]:
+    """Data of all micro-batches of the next step, read as ``num_ranks`` ranks share them, one by one."""
+    found: dict[int, Any] = {}
+    for own in rank_major(loader.num_micro_batches, num_ranks):
+        found |= dict(zip(own, (data for data, _ in loader.read(own)), strict=True))
+    loader.advance()
+    return [found[i] for i in range(loader.num_micro_batches)]
+
+
+def whole(samples: list[Any]) -> list[Any]:
+    """A collate function that leaves samples as they are."""
+    return samples
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_every_epoch_has_each_sample_once_for_any_ranks_and_wherever_it_is_resumed(
+    drawn: st.DataObject,
+) -> None:
+    draw = drawn.draw
+    num_samples, micro_size = draw(st.integers(1, 60)), draw(st.integers(1, 5))
+    sizes = (micro_size * draw(st.integers(1, 6)), micro_size)
+    options: dict[str, Any] = {"seed": draw(st.integers(0, 2**64 - 1)), "shuffle": draw(st.booleans())}
+    if draw(st.booleans()):
+        options["lengths"] = draw(st.lists(st.integers(1, 9), min_size=num_samples, max_size=num_samples))
+    loader = Loader(range(num_samples), *sizes, collate_fn=whole, **options)
+    stream: list[int] = []
+    for _ in range(loader.num_steps(2)):
+        if draw(st.booleans()):
+            state, loader = (
+                loader.state_dict(),
+                Loader(range(num_samples), *sizes, collate_fn=whole, **options),
+            )
+            loader.load_state_dict(state)
+        stream += [
+            sample for micro_batch in read_step(loader, draw(st.integers(1, 4))) for sample in micro_batch
+        ]
+    for epoch in range(2):
+        assert sorted(stream[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
+    assert loader.position == len(stream)
+
+
+class Augmented(Dataset[Tensor]):
+    """Draws from every generator there is while it reads a sample."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(3)
+        self.mine = torch.Generator()
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> Tensor:
+        drawn = [
+            random.random(),
+            np.random.rand(),
+            self.own.random(),
+            torch.rand(1, generator=self.mine).item(),
+        ]
+        return torch.cat([torch.tensor([i, *drawn], dtype=torch.float64), torch.rand(1)])
+
+
+def augmented(num_ranks: int, **options: Any) -> Iterator[Tensor]:
+    loader = Loader(Augmented(), 4, 2, seed=5, **options)
+    for _ in range(6):
+        yield torch.stack(read_step(loader, num_ranks))
+
+
+def test_what_a_data_set_draws_depends_on_seed_epoch_and_sample_alone() -> None:
+    expected = list(augmented(1))
+    for num_ranks, options in ((2, {}), (1, {"num_workers": 2})):
+        for one, other in zip(augmented(num_ranks, **options), expected, strict=True):
+            assert torch.equal(one, other)
+    drawn = {tuple(row[1:].tolist()) for row in torch.cat(expected).view(-1, 6)}
+    assert len(drawn) == 24  # other numbers in each epoch
+    assert not torch.equal(next(augmented(1, shuffle=False)), expected[0])
+
+
+def test_the_generators_of_the_program_are_as_before() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    next(augmented(1))
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_a_data_set_that_reads_many_at_once_is_asked_once_per_micro_batch() -> None:
+    asked: list[Sequence[int]] = []
+
+    class AtOnce:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, i: int) -> int:
+            raise AssertionError("one at a time")
+
+        def __getitems__(self, samples: Sequence[int]) -> list[int]:
+            asked.append(samples)
+            return list(samples)
+
+    read_step(Loader(AtOnce(), 6, 3, shuffle=False), 1)
+    assert asked == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_samples_of_similar_lengths_share_a_micro_batch() -> None:
+    draw = random.Random(7)
+    lengths = [draw.randint(1, 500) for _ in range(1000)]
+
+    def padding(**options: Any) -> float:
+        loader = Loader(lengths, 32, 8, collate_fn=whole, **options)
+        batches = [batch for _ in range(60) for batch in read_step(loader, 1)]
+        return sum(max(batch) * len(batch) for batch in batches) / sum(map(sum, batches))
+
+    assert padding() > 1.6
+    assert padding(lengths=lengths) < 1.1
+
+
+def test_the_micro_batches_of_a_group_come_in_no_order_of_lengths() -> None:
+    lengths = list(range(256))
+    loader = Loader(lengths, 8, 4, collate_fn=whole, lengths=lengths)
+    firsts = [batch[0] for _ in range(32) for batch in read_step(loader, 1)]
+    assert sum(one > other for one, other in pairwise(firsts)) in range(20, 45)
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_a_step_that_is_given_up_reads_the_same_data_again(stop: int) -> None:
+    loader = Loader(range(20), 6, 2, collate_fn=whole)
+    first = [data for data, _ in loader.read(range(3))]
+    for i, _ in enumerate(loader.read(range(3))):
+        if i == stop:
+            break
+    assert [data for data, _ in loader.read(range(3))] == first
+    loader.advance()
+    assert [data for data, _ in loader.read(range(3))] != first
+
+
+def test_weights_are_counted_from_the_data() -> None:
+    loader = Loader(
+        [[1] * n for n in (3, 1, 2, 5)],
+        4,
+        2,
+        shuffle=False,
+        collate_fn=whole,
+        weigh=lambda x: sum(map(sum, x)),
+    )
+    assert [weight for _, weight in loader.read([0, 1])] == [4, 7]
+
+
+# Training with it.
+
+
+def samples(num_samples: int = 13) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(6, generator=generator), torch.randn(3, generator=generator)) for _ in range(num_samples)
+    ]
+
+
+def loader_of(num_samples: int = 13, **options: Any) -> Loader:
+    return Loader(samples(num_samples), 8, 2, **options)
+
+
+def train(model: Any, loader: Any, num_steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        for micro_batch in model.micro_batches(loader):
+            x, y = micro_batch.data
+            (model(x)[:, :3] - y[:, :1]).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def trained(mesh: Mesh, loader: Any) -> list[Tensor]:
+    """The weights of a model on ``mesh``, which is closed."""
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    try:
+        return train(model, loader)
+    finally:
+        model.close()
+
+
+def step(model: DataParallel, loader: Any) -> None:
+    for micro_batch in model.micro_batches(loader):
+        model(samples()[micro_batch.index][0][None]).sum().backward()
+
+
+def expected_weights() -> list[Tensor]:
+    return train(DataParallel(filled(Dense()), process_group=world_of_one()), loader_of())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@world(3)
+def test_three_ranks_give_the_bits_of_one(mesh: Mesh, num_workers: int) -> None:
+    loader = loader_of(num_workers=num_workers)
+    for ours, one in zip(trained(mesh, loader), expected_weights(), strict=True):
+        assert torch.equal(ours, one)
+    assert loader.position == 24
+    assert loader.epoch == 1
+
+
+@world(2)
+def test_sharded_ranks_read_their_turns(mesh: Mesh) -> None:
+    module = fully_shard(filled(Dense()), process_group=mesh, stage=2)
+    one = [x.view(-1) for x in expected_weights()]
+    for ours, theirs in zip(train(module, loader_of()), one, strict=True):
+        assert torch.equal(ours.view(-1), theirs)
+
+
+@world(2)
+def test_ranks_whose_loaders_stand_elsewhere_raise(mesh: Mesh) -> None:
+    loader = loader_of()
+    if mesh.rank:
+        loader.position = 8
+    with pytest.raises(Desync, match=r"rank 1 has read samples of its data: 8; rank 0: 0\. Read it"):
+        trained(mesh, loader)
+
+
+@world(2)
+def test_ranks_with_data_sets_of_other_lengths_raise(mesh: Mesh) -> None:
+    with pytest.raises(Desync, match="reads other samples"):
+        trained(mesh, loader_of(13 + mesh.rank))
+
+
+@world(2)
+def test_a_rank_without_a_loader_raises(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    loader = loader_of() if mesh.rank else 4
+    with pytest.raises(Desync, match=r"reads other samples; digest of data set and sizes: .*or none on any"):
+        step(model, loader)
+    model.close()
+
+
+@world(2)
+def test_a_sample_that_raises_is_named_and_the_other_rank_is_told(mesh: Mesh) -> None:
+    broken: list[Any] = samples()
+    broken[Loader(broken, 8, 2).deal.places(0, 3)[0].sample] = None  # of rank 1
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    with pytest.raises(TypeError if mesh.rank else Desync) as raised:
+        train(model, Loader(broken, 8, 2))
+    if mesh.rank == 0:
+        assert "rank 1 left step 0" in str(raised.value)
+    model.close()
+    assert all(gradient is None for gradient in gradients(model.module))
+
+
+# What goes wrong.
+
+
+class Raises(Dataset[int]):
+    def __init__(self, folder: Path) -> None:
+        self.files = [(str(folder / f"{i}.txt"), i) for i in range(4)]
+        for path, i in self.files:
+            Path(path).write_text(str(i))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        if i == 2:
+            raise ValueError("what is this?")
+        return i
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_raises_is_named_with_its_file_and_worker(tmp_path: Path, num_workers: int) -> None:
+    loader = Loader(Raises(tmp_path), 4, 1, shuffle=False, num_workers=num_workers)
+    with pytest.raises(ValueError, match=r"what is this\?") as raised:
+        list(loader.read(range(4)))
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())]).strip().splitlines()[-1]
+    assert said.startswith(f"sample 2 ({tmp_path / '2.txt'}) of Raises, epoch 0")
+    assert ("in worker 0 (pid " in said) == bool(num_workers)
+
+
+class Dies(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> int:
+        if i == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return i
+
+
+def test_a_worker_that_dies_is_told_with_the_samples_that_were_waited_for() -> None:
+    loader = Loader(Dies(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
+    with pytest.raises(RuntimeError, match=r"micro-batch 1, samples 4, 5, 6, 7 of Dies: .*killed"):
+        list(loader.read([1]))
+    assert [data for data, _ in loader.read([0])] == [[0, 1, 2, 3]]  # another process reads on
+
+
+class Hangs(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> int:
+        signal.pause()
+        return i
+
+
+def test_a_worker_that_hangs_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # before it is ended
+    loader = Loader(Hangs(), 2, 1, num_workers=1, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds.*timeout_s is how long"):
+        next(loader.read([0]))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((Stream(), 2, 1), "data set with samples by number, got Stream"),
+        (((x for x in range(3)), 2, 1), "data set with samples by number, got generator"),
+        (([], 2, 1), "at least one sample, got an empty list"),
+        ((range(9), 6, 4), "got 6 and 4"),
+        ((range(9), 6, 0), "got 6 and 0"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(arguments: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Loader(*arguments)
+
+
+def test_what_cannot_be_dealt_out_is_refused_by_options_too() -> None:
+    with pytest.raises(ValueError, match=r"expected 0 <= seed < 2\*\*64, got -1"):
+        Loader(range(9), 2, 1, seed=-1)
+    with pytest.raises(ValueError, match="lengths of 9 samples, got 3"):
+        Loader(range(9), 2, 1, lengths=[1, 2, 3])
+    with pytest.raises(ValueError, match="position of at least 0"):
+        Loader(range(9), 2, 1).position = -2
+    state = Loader(range(9), 2, 1).state_dict()
+    with pytest.raises(ValueError, match="with num_samples 9, and this one has 8"):
+        Loader(range(8), 2, 1).load_state_dict(state)
+
+
+def test_it_is_read_in_micro_batches_and_they_take_no_other_loader() -> None:
+    with pytest.raises(TypeError, match=r"not iterated over: iterate over model\.micro_batches"):
+        iter(loader_of())
+    model = DataParallel(filled(Dense()), process_group=world_of_one())
+    with pytest.raises(TypeError, match=r"or an instep\.Loader, got DataLoader"):
+        next(model.micro_batches(torch.utils.data.DataLoader(samples())))  # type: ignore[arg-type]
+
+
+def test_each_sample_is_read_as_often_as_any() -> None:
+    loader = Loader(range(7), 6, 2, collate_fn=whole)
+    counted = Counter(s for _ in range(7) for batch in read_step(loader, 2) for s in batch)
+    assert set(counted.values()) == {6}
