@@ -129,7 +129,7 @@ class Loader:
         self.weigh = weigh
         self._position = 0
         self._share = _Share(self.deal)
-        self._options = {
+        self._options: dict[str, Any] = {
             "dataset": KeyedSamples(dataset, seed),
             "batch_sampler": self._share,
             "num_workers": num_workers,
