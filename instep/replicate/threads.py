@@ -34,6 +34,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +57,13 @@ from instep.replicate.own_names import OwnNames
 from instep.replicate.replica import Replica, handed_to_replicas
 from instep.replicate.thread_pool import ThreadPool, ThreadSettings
 from instep.step.gradients import Gradients
-from instep.step.micro_batches import MicroBatch, changed_buffer, require_no_gradients
+from instep.step.micro_batches import (
+    DataSource,
+    MicroBatch,
+    changed_buffer,
+    count_and_source,
+    require_no_gradients,
+)
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
 from instep.step.unregistered import UnregisteredWeights
 from instep.step.watched_norms import Recording, find_norms
@@ -131,7 +138,7 @@ class ThreadedReplicas(OwnNames):
         with without_random_numbers(self.module, self._device):
             return batch.forward()
 
-    def micro_batches(self, num_micro_batches: int, body: Body[T]) -> list[T]:
+    def micro_batches(self, num_micro_batches: int | DataSource, body: Body[T]) -> list[T]:
         """Declare a step of ``num_micro_batches`` micro-batches, and make it: R of them at a time.
 
         ``body(model, micro_batch)`` is called once per micro-batch, in the thread of the replica that has it,
@@ -145,6 +152,7 @@ class ThreadedReplicas(OwnNames):
             losses = replicas.micro_batches(G, body)
             optimizer.step()
 
+        In the place of G may stand an ``instep.Loader``: ``micro_batch.data`` of all is read beforehand.
         Afterwards every ``.grad`` is the sum over the micro-batches divided by the sum of their weights.
 
         Returns:
@@ -156,21 +164,23 @@ class ThreadedReplicas(OwnNames):
                 R = 1), a parameter with a post-accumulate hook, a backward in a thread that ``body`` has
                 started.
         """
-        if num_micro_batches < 1:
-            raise ValueError(f"micro_batches({num_micro_batches}): expected at least one micro-batch")
+        count, source = count_and_source(num_micro_batches)
         self.step_mode = "declared"
         if self.threaded_step is None:
             self.threaded_step = ThreadedStep(self.module, self.num_replicas)
         step = self.threaded_step
-        step.begin(num_micro_batches)
+        data = repeat((None, 1), count) if source is None else source.read(range(count))
+        step.begin([MicroBatch(i, count, weight, x) for i, (x, weight) in enumerate(data)])
         functions = [partial(step.compute, r, body) for r in range(self.num_replicas)]
         handed = handed_to_replicas(step.parameters, step.strays)
         with without_random_numbers(self.module, self._device), handed:
             results = self._pool.run("micro-batches", functions, ThreadSettings(self._device))
         with self._pool.recorder.span("aggregate", lane="compute"):
             step.reduce()
+        if source is not None:
+            source.advance()
         found = {index: value for part in results for index, value in part.items()}
-        return [found[index] for index in range(num_micro_batches)]
+        return [found[index] for index in range(count)]
 
     def close(self) -> None:
         """End the threads. Also happens when it is collected."""
@@ -219,8 +229,8 @@ class ThreadedStep:
         groups = Flat.group(self.parameters, range(len(self.parameters)), 25)
         self.buckets = [make_buckets(self.parameters, groups, 1, ordered=True) for _ in range(num_replicas)]
 
-    def begin(self, num_micro_batches: int) -> None:
-        """A step of ``num_micro_batches`` micro-batches begins.
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """A step of ``micro_batches`` begins.
 
         Raises:
             ValueError: a gradient is left from before, or a parameter is new or has a hook that cannot run.
@@ -234,8 +244,10 @@ class ThreadedStep:
                     f"parameter {name!r} has a post-accumulate hook, of another wrapper or your own, which "
                     "would not run in replicas: close() the other wrapper, or use parameter.register_hook"
                 )
-        self.num_micro_batches = num_micro_batches
-        self.indices = rank_major(num_micro_batches, len(self.buckets))  # of each replica's micro-batches
+        self.micro_batches, self.num_micro_batches = micro_batches, len(micro_batches)
+        self.indices = rank_major(
+            self.num_micro_batches, len(self.buckets)
+        )  # of each replica's micro-batches
         self.weights = [0] * len(self.buckets)
         self.sparse: set[int] = set()  # parameters with sparse gradients
         self.strays: set[int] = set()  # parameters with a gradient that no replica has received
@@ -244,7 +256,7 @@ class ThreadedStep:
         self.measured: dict[int, Changes] = {}  # for running statistics, by micro-batch
         for buckets in self.buckets:
             for bucket in buckets:
-                bucket.begin(num_micro_batches, 0)
+                bucket.begin(self.num_micro_batches, 0)
 
     def compute(self, r: int, body: Body[T]) -> dict[int, T]:
         """Forward and backward of the micro-batches of replica ``r``; what ``body`` returns for each."""
@@ -256,7 +268,7 @@ class ThreadedStep:
         recording = Recording(self.norms, replica.modules)
         found = {}
         for index in self.indices[r]:
-            micro_batch = MicroBatch(index, self.num_micro_batches)
+            micro_batch = self.micro_batches[index]
             with replica.receives(), recording.open(shown=True):
                 found[index] = body(replica.module, micro_batch)
             self._check(r, micro_batch, replica)

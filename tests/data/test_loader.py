@@ -24,8 +24,10 @@ from instep.data.loader import Loader
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.ordered.tree import rank_major
+from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
+from instep.step.micro_batches import MicroBatch
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense
 from tests.replicate.replicas import gradients
@@ -239,6 +241,23 @@ def test_sharded_ranks_read_their_turns(mesh: Mesh) -> None:
     one = [x.view(-1) for x in expected_weights()]
     for ours, theirs in zip(train(module, loader_of()), one, strict=True):
         assert torch.equal(ours.view(-1), theirs)
+
+
+def test_replicas_that_are_threads_read_it_too() -> None:
+    replicas, loader = ThreadedReplicas(filled(Dense()), 2), loader_of()
+    optimizer = torch.optim.SGD(replicas.parameters(), lr=0.1)
+
+    def body(model: Any, micro_batch: MicroBatch) -> None:
+        x, y = micro_batch.data
+        (model(x)[:, :3] - y[:, :1]).square().mean().backward()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        replicas.micro_batches(loader, body)
+        optimizer.step()
+    replicas.close()
+    for ours, one in zip(replicas.parameters(), expected_weights(), strict=True):
+        assert torch.equal(ours, one)
 
 
 @world(2)
