@@ -227,7 +227,8 @@ def moved_error(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> Value
     )
     return ValueError(
         f"{where} has other memory than when the ShardedOptimizer was made (module.to(), .data = ..., "
-        "another optimizer): convert first, then make the optimizer, and change values in place"
+        "vector_to_parameters, another optimizer): convert first, then make the optimizer, and change values "
+        "in place, p.copy_(values) under no_grad()"
     )
 
 

@@ -434,8 +434,8 @@ class SliceReducer(Reduction):
             if (parameter := space.moved()) is not None:
                 raise ValueError(
                     f"parameter {self.names[self._position[id(parameter)]]!r} has other memory than when it "
-                    "was sharded (module.to(), .data = ...): convert first, then call fully_shard; change "
-                    "values in place"
+                    "was sharded (module.to(), .data = ..., vector_to_parameters, parametrizations): convert "
+                    "first, then call fully_shard; change values in place, p.copy_(values) under no_grad()"
                 )
 
 

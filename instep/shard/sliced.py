@@ -16,6 +16,7 @@ to it raises.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from instep.ordered.placeholder import ABOUT, CONVERSIONS
@@ -36,6 +37,7 @@ OWN = ABOUT | {"register_hook", "register_post_accumulate_grad_hook", "requires_
 # Attributes that every step asks for; what else is no tensor is found out.
 ASKED = frozenset({"_post_accumulate_grad_hooks", "dtype", "requires_grad", "shape"})
 without_dispatch: Any = torch._C.DisableTorchFunctionSubclass
+_detach: Any = Tensor.detach
 _grad: Any = Tensor.grad
 _version: Any = Tensor._version
 
@@ -97,6 +99,29 @@ class Alias(Live):
 
 class Sliced(Live):
     """A parameter. What every step asks of it is here without a detour."""
+
+    def detach(self) -> Tensor:
+        """A view of its values. ``nn.Parameter(p)`` takes one too, and cannot make a parameter of it."""
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            raise ValueError(
+                f"parameter {self.instep_names[id(self)]!r} is in slices, and another one cannot be made of "
+                "it, as weight_norm and other parametrizations do: register them first, then call fully_shard"
+            )
+        return _detach(self)
+
+    def set_(self, *source: Any, **others: Any) -> Tensor:  # type: ignore[override]
+        """As ``self.data = source``, which parametrizations mean by it; torch hands it over to no subclass.
+
+        Raises:
+            ValueError: it is anything else, for which there is no memory.
+        """
+        if len(source) != 1 or others or not isinstance(source[0], Tensor):
+            raise ValueError(
+                "set_() of a parameter in slices: expected one tensor, whose values it is to have; its "
+                "memory is that of fully_shard"
+            )
+        _assign(self, source[0])
+        return self
 
     @property
     def grad(self) -> Tensor | None:
