@@ -8,12 +8,16 @@ it from ``named_parameters()`` of this wrapper, or have been written for torch's
     named_modules                                   too; the wrapper and its module are both called ""
     get_parameter, get_buffer, get_submodule        take own names, and those with ``module.``
     load_state_dict, torch.func.functional_call     too
+
+The two ways to name clash where the module has a part that is called ``module`` itself: ``module.weight`` is
+then that part's, by its own name, and with the prefix the module's. ``functional_call`` goes by attributes
+and finds the latter; where own names say something else, its call is refused (``require_clear_names``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,13 +29,19 @@ class OwnNames(nn.Module):
     """A wrapper of ``module`` that shows its parameters, buffers and parts under the module's own names.
 
     ``functional_call`` finds its way by attributes, and sets those that it does not find. So parts and
-    tensors of the module are attributes of the wrapper, too; what else a module has is not.
+    tensors of the module are attributes of the wrapper, too. What else a module has for others (``config``,
+    ``generate``, ``save_pretrained``) can be read and called there; what is set there is the wrapper's.
     """
+
+    rng_block = False  # the module may be a block of random numbers, what wraps it is none
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.register_load_state_dict_pre_hook(accept_own_names)
+        self._clashes = _clashes(module)
+        if self._clashes:
+            self.register_forward_pre_hook(require_clear_names)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own, under their own names."""
@@ -74,9 +84,12 @@ class OwnNames(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             kind = self._registered(name)
-            if kind is None:
+            if kind is not None:
+                return kind[name]
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_"):
                 raise
-            return kind[name]
+        return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = self._registered(name) if isinstance(value, Tensor) else None
@@ -118,3 +131,60 @@ def accept_own_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *re
     prefixed = [name for name in names if prefix + PREFIX + name in state]
     if len(own) >= len(prefixed):
         state.update({prefix + PREFIX + name: state.pop(prefix + name) for name in own})
+
+
+class Clash(NamedTuple):
+    """A tensor of the module's part ``module``, and the place that its name is, read with the prefix.
+
+    ``before`` is what was there when the module was wrapped, if something was.
+    """
+
+    name: str
+    host: nn.Module
+    before: Tensor | None
+    part: nn.Module
+    tensor: Tensor
+
+
+def _clashes(module: nn.Module) -> list[Clash]:
+    """Of the tensors in a part of ``module`` that is called ``module``, those whose names say two things."""
+    found = []
+    for name, tensor in _tensors(module).items():
+        path, _, leaf = name.removeprefix(PREFIX).rpartition(".")
+        if name.startswith(PREFIX) and (host := _part(module, path)) is not None:
+            before = _own_tensor(host, leaf)
+            found.append(Clash(name, host, before, module.get_submodule(name.rpartition(".")[0]), tensor))
+    return found
+
+
+def require_clear_names(wrapper: nn.Module, args: Any) -> None:
+    """Raise ``ValueError`` if ``functional_call`` has put a tensor where its name, as an own one, is not.
+
+    A forward pre-hook of the wrapper: what is put there stays until the call returns.
+    """
+    for name, host, before, part, tensor in wrapper._clashes:  # type: ignore[union-attr, misc]
+        leaf = name.rpartition(".")[2]
+        if _own_tensor(host, leaf) is not before and _own_tensor(part, leaf) is tensor:
+            raise ValueError(
+                f"functional_call: {name!r} is a tensor of this model, and read with the prefix that torch's "
+                f"wrappers put before names it is {name.removeprefix(PREFIX)!r}, which was replaced: call "
+                "functional_call on model.module, where names have one meaning"
+            )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    named = (module.named_parameters, module.named_buffers)
+    return {name: x for each in named for name, x in each(remove_duplicate=False)}
+
+
+def _part(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _own_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """What ``module`` has under ``name`` itself: a parameter, a buffer, or a plain attribute."""
+    kinds = (module._parameters, module._buffers, module.__dict__)
+    return next((kind[name] for kind in kinds if name in kind), None)

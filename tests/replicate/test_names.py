@@ -99,6 +99,62 @@ def test_meta_learning_through_functional_call(mesh: Mesh, prefix: str) -> None:
         model.close()
 
 
+def both(name: str) -> nn.Module:
+    """Has a part called ``module``, and a weight of its own called as one of that part's."""
+    module = Inner("module")
+    module.register_parameter(name, nn.Parameter(torch.ones(6)))
+    return module
+
+
+@pytest.mark.parametrize("make", [Inner, lambda: both("weight"), lambda: both("bias")])
+@pytest.mark.parametrize("only", ["", "module."])
+def test_a_name_with_two_meanings_is_refused_and_not_guessed(make, only: str) -> None:
+    """Own names led to another tensor, or to none: the call went through with the old weights."""
+
+    def zeros(module: nn.Module) -> dict[str, Tensor]:
+        return {n: torch.zeros_like(p) for n, p in module.named_parameters() if n.startswith(only)}
+
+    model, x = wrapped(filled(make())), samples(0)
+    with pytest.raises(ValueError, match=r"'module\.(weight|bias)' is a tensor of this .*on model.module"):
+        functional_call(model, zeros(model), (x,))
+    assert not {"weight", "bias"} & vars(model.module).keys()
+    model = wrapped(filled(make()))
+    expected = functional_call(filled(make()), zeros(model), (x,))
+    assert torch.equal(functional_call(model.module, zeros(model), (x,)), expected)
+    every = {f"module.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not functional_call(model, every, (x,)).any()  # with the prefix, all of them are meant
+    assert model(x).any()
+
+
+class Pretrained(nn.Linear):
+    """With what a library's models have beside parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.config = {"width": 2}
+        self._private = 1
+
+    def save_pretrained(self, directory: list[nn.Module]) -> None:
+        directory.append(self)
+
+    def close(self) -> None:
+        raise AssertionError("the wrapper has one of its own")
+
+
+def test_what_a_module_has_for_others_is_reached_through_its_wrapper() -> None:
+    """accelerate's ``unwrap_model`` does not know the wrapper; ``save_pretrained`` follows all the same."""
+    module = Pretrained()
+    model = wrapped(module)
+    saved: list[nn.Module] = []
+    model.save_pretrained(saved)
+    assert saved == [module]
+    assert model.config is module.config
+    assert not hasattr(model, "_private")
+    with pytest.raises(AttributeError, match="'Pretrained' object has no attribute 'nowhere'"):
+        model.nowhere  # noqa: B018
+    model.close()
+
+
 @world(2)
 def test_weights_of_the_call_alone_are_the_rank_s_own(mesh: Mesh) -> None:
     """A rank adapts a copy of the weights to its own task, with an optimizer of its own, as under DDP."""
