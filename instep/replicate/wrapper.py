@@ -34,6 +34,7 @@ from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
+from instep.step.nesting import WrappedOnce, require_unwrapped
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
 from instep.step.reduction import ReductionOptions
 from instep.verify.gradient_report import Report
@@ -73,7 +74,7 @@ UNBOUND = (
 OF_ITS_GROUP = frozenset({"group", "recorder", "_reducer", "_declared", "_backward", "_unbind", "_shared"})
 
 
-class DataParallel(OwnNames):
+class DataParallel(WrappedOnce, OwnNames):
     """Trains ``module`` on every rank of a group with gradients that all ranks share.
 
     In an ordinary loop it does what torch's ``DistributedDataParallel`` does: when ``loss.backward()``
@@ -112,7 +113,8 @@ class DataParallel(OwnNames):
 
     Raises:
         ValueError: on all ranks; they hold different models, an embedding rescales its weight in forward
-            (``max_norm``), or an argument is unknown on one of them.
+            (``max_norm``), torch's DDP or FSDP has a part of the module, or an argument is unknown on one of
+            them. Also in DDP or FSDP around this one.
         RuntimeError: no parameter requires a gradient.
         TypeError: an argument before ``process_group`` is a mesh or a group, given without its name.
         PeerLost: a rank did not come.
@@ -244,6 +246,7 @@ class DataParallel(OwnNames):
     def _prepare(self, considered: Callable[[], object]) -> tuple[ParameterRegistry, Reducer]:
         """What this rank may refuse; nothing is changed yet but where weights lie."""
         considered()
+        require_unwrapped(self.module)
         registry = ParameterRegistry(self.module)
         if self.group.size > 1:
             require_read_only(self.module)

@@ -35,6 +35,7 @@ from instep.mesh.process_group import Group
 from instep.ordered.homes import Wrapped
 from instep.shard.sharding import LocalOptions, Sharding, ShardingOptions
 from instep.step.micro_batches import DataSource, MicroBatch
+from instep.step.nesting import WrappedOnce, require_unwrapped
 from instep.verify.gradient_report import Report
 from instep.verify.subject import Loss
 
@@ -45,7 +46,7 @@ M = TypeVar("M", bound=nn.Module)
 KEY = "_instep_sharding"
 
 
-class FullySharded:
+class FullySharded(WrappedOnce):
     """What a sharded module can do beside what it could; its class is made of this one and its own.
 
     Parameters stay the same objects, with the same names and shapes. What is computed has the bits of
@@ -283,6 +284,7 @@ def _become_sharded(module: nn.Module, sharding: Sharding) -> None:
 
 def _consider(module: nn.Module, **options: Any) -> ShardingOptions:
     """What this rank may refuse before it knows of the others."""
+    require_unwrapped(module)
     _require_plain(module)
     return ShardingOptions(**options)
 
@@ -291,6 +293,11 @@ def _require_plain(module: nn.Module) -> None:
     """Raise ``ValueError`` if ``module`` cannot change its class, or has attributes that would be hidden."""
     if isinstance(module, FullySharded):
         raise ValueError("the module is sharded already: close() it first, or shard a new one")
+    if isinstance(module, WrappedOnce):
+        raise ValueError(
+            f"the module is wrapped in {type(module).__name__} already: shard what is in it, model.module, "
+            "and leave the wrapper out"
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             "the module is compiled by torch.jit and can become no other class: shard a module around it "

@@ -39,6 +39,7 @@ from instep.ordered.hook import Hook, weakly
 from instep.step import optimizer_guard
 from instep.step.agreement import BUFFERS, broadcast_buffers
 from instep.step.micro_batches import DeclaredStep
+from instep.step.nesting import require_outermost
 from instep.step.reduction import StepPlan
 
 NO_TASK = -1
@@ -140,6 +141,7 @@ class Backward:
             each.look_back()
         self._cancel("forward")  # of one that raised
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
+            require_outermost([*self.reducer.parameters, *self.shared])
             self._start("forward")
 
     def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
