@@ -41,6 +41,7 @@ OTHERS = [
     ("verify", "Your model", BEGUN),
     ("strategies", "Two older forms", "instep.init()\n"),
 ]
+FRAMEWORKS = [("use", "accelerate and transformers", "")] * 2  # which the tests do not need
 ALONE = ("strategies", "Threads", "")
 SHARED_MEMORY = ("shm", "Shared memory", "")
 
@@ -98,7 +99,7 @@ def weights_of(text: str, directory: Path, ranks: int) -> str:
 
 
 def test_every_example_is_tried_here():
-    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, ALONE, SHARED_MEMORY)]
+    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, *FRAMEWORKS, ALONE, SHARED_MEMORY)]
     assert sorted(tried) == sorted((page, heading) for page in PAGES for heading, _ in examples(page))
     fenced = sum(path.read_text().count("```python") for path in PAGES.values())
     assert len(tried) == fenced
@@ -128,6 +129,12 @@ def test_declared_steps_go_on_where_they_were_saved(place, tmp_path):
 @pytest.mark.parametrize("place", OTHERS)
 def test_an_example_of_a_page_runs(place, tmp_path):
     weights_of(example(*place), tmp_path, ranks=2)
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "transformers"])
+def test_the_example_of_a_framework_runs_where_it_is_installed(framework, tmp_path):
+    pytest.importorskip(framework)
+    weights_of(example(*FRAMEWORKS[0], last=framework == "transformers"), tmp_path, ranks=2)
 
 
 def test_threads_are_of_one_process(tmp_path):

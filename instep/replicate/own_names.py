@@ -162,7 +162,7 @@ def require_clear_names(wrapper: nn.Module, args: Any) -> None:
 
     A forward pre-hook of the wrapper: what is put there stays until the call returns.
     """
-    for name, host, before, part, tensor in wrapper._clashes:  # type: ignore[union-attr, misc]
+    for name, host, before, part, tensor in wrapper._clashes:  # type: ignore[union-attr]
         leaf = name.rpartition(".")[2]
         if _own_tensor(host, leaf) is not before and _own_tensor(part, leaf) is tensor:
             raise ValueError(

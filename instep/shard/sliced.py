@@ -109,7 +109,7 @@ class Sliced(Live):
             )
         return _detach(self)
 
-    def set_(self, *source: Any, **others: Any) -> Tensor:  # type: ignore[override]
+    def set_(self, *source: Any, **others: Any) -> Tensor:
         """As ``self.data = source``, which parametrizations mean by it; torch hands it over to no subclass.
 
         Raises:
