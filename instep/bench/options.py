@@ -267,6 +267,37 @@ class DataParallelOptions(OutputFiles):
             raise ValueError(f"expected at least 2 samples, got {self.samples}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemorySaversOptions(OutputFiles):
+    """What computing blocks again in backward, and bf16, save in memory, and cost in time and loss."""
+
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
+    """Number of ranks."""
+    params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "10M"
+    """How many parameters the measured model has, give or take an eighth."""
+    batch: int = 8
+    """Windows of text per rank and step."""
+    context: int = 128
+    """Tokens of a window."""
+    samples: int = 8
+    """Steps of each that are timed."""
+    steps: int = 100
+    """Steps of instep train after which losses are compared; 0: not at all."""
+    seeds: int = 3
+    """Runs of each precision, whose losses show what a seed alone changes."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        _check_ranks(self.ranks)
+        if self.samples < 2 or self.batch < 1 or self.context < 1 or self.steps < 0 or self.seeds < 1:
+            raise ValueError(
+                f"expected at least 2 samples, 1 window, 1 token, 0 steps and 1 seed, got "
+                f"samples={self.samples}, batch={self.batch}, context={self.context}, steps={self.steps}, "
+                f"seeds={self.seeds}"
+            )
+        parse_count(self.params)
+
+
 def _check_ranks(*numbers: int) -> None:
     for ranks in numbers:
         if ranks < 2:

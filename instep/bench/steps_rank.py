@@ -187,7 +187,7 @@ def measure_memory(world: World, task: dict[str, Any]) -> Needed | None:
     counted = count(runner)
     return {
         "held": None if counted is None else asdict(counted),
-        "activations": _activations(shared, runner),
+        "activations": _activations(shared, runner, Variant(**task["variant"])),
         "resident": None if now is None else asdict(now),
         "on_gpu": on_gpu,
     }
@@ -256,9 +256,10 @@ def _held(runner: TrainingLoop) -> MemoryUsage:
     return found
 
 
-def _activations(shared: SharedModel, runner: Runner) -> int | None:
+def _activations(shared: SharedModel, runner: Runner, one: Variant) -> int | None:
     """Of one forward of the bare module: what wraps it keeps none."""
     batch: Tensor | None = getattr(runner, "batch", shared.batch if isinstance(runner, ServerLoop) else None)
     if batch is None:
         return None
-    return activations(shared.module, lambda: shared.loss(shared.module, batch), [batch])
+    module = shared.copy(checkpoint=one.checkpoint)
+    return activations(module, lambda: shared.loss(module, batch, autocast=one.autocast), [batch])

@@ -90,14 +90,19 @@ class SharedModel:
             return torch.optim.SGD, {"lr": 0.0}
         return torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0, "fused": True}
 
-    def copy(self) -> nn.Module:
+    def copy(self, *, checkpoint: bool = False) -> nn.Module:
         """The module with parameters of its own over the shared storage."""
         parameters = {id(p): nn.Parameter(p.detach()) for p in self.module.parameters()}
-        return copy.deepcopy(self.module, parameters)
+        module = copy.deepcopy(self.module, parameters)
+        assert isinstance(module, GPT)
+        module.config = replace(module.config, checkpoint=checkpoint)
+        return module
 
-    def loss(self, model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    def loss(self, model: Callable[[Tensor], Tensor], batch: Tensor, *, autocast: str = "off") -> Tensor:
         """Mean cross-entropy of the next byte."""
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=autocast == "bf16"):
+            logits = model(batch[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 class TrainingLoop:
@@ -114,9 +119,11 @@ class TrainingLoop:
         model: nn.Module,
         batch: Tensor | None = None,
         optimizer: Optimizer | None = None,
+        autocast: str = "off",
     ) -> None:
         self.shared = shared
         self.model = model
+        self.autocast = autocast
         self.batch = shared.batch if batch is None else batch
         self.recorder: Recorder | None = getattr(model, "recorder", None)
         kind, options = shared.optimizer
@@ -129,7 +136,7 @@ class TrainingLoop:
 
     def step(self) -> None:
         began = time.perf_counter()
-        loss = self.shared.loss(self.model, self.batch)
+        loss = self.shared.loss(self.model, self.batch, autocast=self.autocast)
         self.forward_s = time.perf_counter() - began
         loss.backward()
         self._times = [time.perf_counter()]
@@ -290,11 +297,15 @@ class Variant:
     strategy: str
     backend: str = ""
     bucket_mb: float | None = None  # where it is not the default
+    checkpoint: bool = False  # blocks are computed again in backward
+    autocast: str = "off"
 
     @property
     def name(self) -> str:
         size = "" if self.bucket_mb is None else f"{self.bucket_mb:g}MB"
-        return "-".join(filter(None, (self.strategy, size, self.backend)))
+        again = "checkpoint" if self.checkpoint else ""
+        dtype = "" if self.autocast == "off" else self.autocast
+        return "-".join(filter(None, (self.strategy, size, self.backend, again, dtype)))
 
     @property
     def kind(self) -> ShardStage:
@@ -359,7 +370,8 @@ class Variant:
             )
             self._require_shm(model, world)
             return TrainingLoop(shared, model, optimizer=optimizer)
-        return TrainingLoop(shared, self._wrap(shared.copy(), world))
+        module = self._wrap(shared.copy(checkpoint=self.checkpoint), world)
+        return TrainingLoop(shared, module, autocast=self.autocast)
 
     def _wrap(self, module: nn.Module, world: World) -> nn.Module:
         group = world.group(self.backend)

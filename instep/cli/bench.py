@@ -13,6 +13,7 @@ from instep.bench.options import (
     BucketsOptions,
     CollectivesOptions,
     DataParallelOptions,
+    MemorySaversOptions,
     ModelOptions,
     ScalingOptions,
     StepsOptions,
@@ -25,13 +26,21 @@ Measure on this machine: results on stdout, progress on stderr.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
-AnyOptions = CollectivesOptions | StepsOptions | BucketsOptions | ScalingOptions | DataParallelOptions
+AnyOptions = (
+    CollectivesOptions
+    | StepsOptions
+    | BucketsOptions
+    | ScalingOptions
+    | DataParallelOptions
+    | MemorySaversOptions
+)
 Options = (
     Annotated[CollectivesOptions, tyro.conf.subcommand("collectives")]
     | Annotated[StepsOptions, tyro.conf.subcommand("steps")]
     | Annotated[BucketsOptions, tyro.conf.subcommand("buckets")]
     | Annotated[ScalingOptions, tyro.conf.subcommand("scaling")]
     | Annotated[DataParallelOptions, tyro.conf.subcommand("data-parallel")]
+    | Annotated[MemorySaversOptions, tyro.conf.subcommand("memory-savers")]
 )
 MODULES = {
     CollectivesOptions: "instep.bench.collectives",
@@ -39,6 +48,7 @@ MODULES = {
     BucketsOptions: "instep.bench.buckets",
     ScalingOptions: "instep.bench.scaling",
     DataParallelOptions: "instep.bench.data_parallel",
+    MemorySaversOptions: "instep.bench.memory_savers",
 }
 LINK = "instep.bench.link"
 

@@ -22,6 +22,9 @@ width; attention by a fused kernel, which keeps no T x T matrix):
 With f = 4 h that is 16 h floats, 64 bytes per token, block and unit of width: twice the 34 in half precision
 of V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198,
 section 4.1, less 2 for dropout masks. The two ends of the model add 2 h and the logits.
+
+A block that is computed again (``checkpoint``) keeps its input alone, h floats, in float32; in backward one
+block at a time has all of its own besides.
 """
 
 from __future__ import annotations
@@ -76,14 +79,25 @@ def num_moments(optim: OptimConfig) -> int:
 
 
 def activation_bytes(model: GPTConfig, micro_size: int, *, autocast: bool = False) -> int:
-    """What a micro-batch keeps for backward, without ``checkpoint``.
+    """What a micro-batch keeps for backward when forward has ended.
 
     Each dropout keeps its mask as numbers, as on CPUs. ``autocast`` halves all but the norms and the
     embedding, and keeps the converted weights of the products.
     """
-    h, f, layers, vocabulary = model.width, model.d_ff, model.layers, model.vocab_size
+    h, layers, vocabulary = model.width, model.layers, model.vocab_size
+    item, drops = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0)
+    ends = (h + h * drops + vocabulary) * FLOAT_BYTES + h * item
+    converted = vocabulary * h * item if autocast else 0
+    blocks = layers * block_bytes(model, micro_size, autocast=autocast)
+    if model.checkpoint:
+        blocks = micro_size * model.context * layers * h * FLOAT_BYTES
+    return micro_size * model.context * ends + converted + blocks
+
+
+def block_bytes(model: GPTConfig, micro_size: int, *, autocast: bool = False) -> int:
+    """What one block keeps of a micro-batch; with ``checkpoint``, while backward is in it."""
+    h, f = model.width, model.d_ff
     item, drops = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0)
     block = 2 * h * FLOAT_BYTES + (6 * h + 2 * f + 2 * h * drops) * item
-    ends = (h + h * drops + vocabulary) * FLOAT_BYTES + h * item
-    converted = (layers * (4 * h * h + 2 * h * f) + vocabulary * h) * item if autocast else 0
-    return micro_size * model.context * (layers * block + ends) + converted
+    converted = (4 * h * h + 2 * h * f) * item if autocast else 0
+    return micro_size * model.context * block + converted

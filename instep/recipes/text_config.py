@@ -46,6 +46,9 @@ class ModelConfig:
     """Share of the activations that is zeroed in training."""
     tied: bool = True
     """Use the embedding's weights in the output layer, too."""
+    checkpoint: bool = False
+    """Compute each block again in backward instead of keeping its activations: less memory, more time, the
+    same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

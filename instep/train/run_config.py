@@ -60,6 +60,7 @@ RANGES = {
 Scalar = str | int | float | bool
 
 NUMERICAL_TOPICS = ("model", "batch", "optim")
+NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
 NUMERICAL_NAMES = (
     "seed",
     "steps",
@@ -289,7 +290,8 @@ def numerical(config: RunConfig) -> dict[str, Scalar]:
     """
     found: dict[str, Scalar] = {}
     for name, _, value in flatten(config):
-        if name.partition(".")[0] in NUMERICAL_TOPICS or name in NUMERICAL_NAMES:
+        in_topic = name.partition(".")[0] in NUMERICAL_TOPICS and name not in NOT_NUMERICAL
+        if in_topic or name in NUMERICAL_NAMES:
             parts = (
                 {f"{name}.{i}": part for i, part in enumerate(value)}
                 if isinstance(value, tuple)

@@ -11,6 +11,7 @@ from instep.bench.options import (
     BucketsOptions,
     CollectivesOptions,
     DataParallelOptions,
+    MemorySaversOptions,
     ScalingOptions,
     StepsOptions,
 )
@@ -20,7 +21,7 @@ from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.errors import PeerLost
 from tests.cli.quick import assert_quick
 
-COMMANDS = ("collectives", "steps", "buckets", "scaling", "data-parallel")
+COMMANDS = ("collectives", "steps", "buckets", "scaling", "data-parallel", "memory-savers")
 FLAGS = [
     ("collectives", CollectivesOptions()),
     ("collectives -n 3", CollectivesOptions(ranks=(3,))),
@@ -56,6 +57,8 @@ FLAGS = [
     ("scaling --strategies bucketed,DDP --link", ScalingOptions(strategies=("bucketed,DDP",), link=True)),
     ("data-parallel", DataParallelOptions()),
     ("data-parallel -n 4 --setting python", DataParallelOptions(ranks=4, setting="python")),
+    ("memory-savers", MemorySaversOptions()),
+    ("memory-savers -n 3 --params 2M --steps 0", MemorySaversOptions(ranks=3, params="2M", steps=0)),
 ]
 
 
@@ -126,6 +129,7 @@ def test_what_is_no_option_is_a_usage_error(words):
         ("buckets --params many", "expected a number such as 512, 64K or 1.5M, got 'many'"),
         ("data-parallel -n 1", "expected at least 2 ranks, got 1"),
         ("data-parallel --samples 1", "expected at least 2 samples, got 1"),
+        ("memory-savers --samples 1", "expected at least 2 samples, 1 window"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(words, line, runs, capsys):

@@ -33,6 +33,7 @@ FLAGS = [
     ("--model.context 32", "model.context", 32),
     ("--model.dropout 0.5", "model.dropout", 0.5),
     ("--model.no-tied", "model.tied", False),
+    ("--model.checkpoint", "model.checkpoint", True),
     ("--batch.global-size 64", "batch.global_size", 64),
     ("--batch.micro-size 8", "batch.micro_size", 8),
     ("--optim.name sgd", "optim.name", "sgd"),

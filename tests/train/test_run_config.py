@@ -121,6 +121,7 @@ def test_numerical_has_nothing_of_placement():
         parallel={"strategy": "naive", "bucket_mb": 0.1, "backend": "gloo"},
         checkpoint={"every": 1, "keep": 9},
         eval={"every": 1, "windows": 1},
+        model={"checkpoint": True},
     )
     assert numerical(placed) == numerical(text_config.default())
 

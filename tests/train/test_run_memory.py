@@ -25,6 +25,8 @@ SHAPES = {
     "deep, untied": (replace(SMALL, layers=6, tied=False), "off"),
     "bf16": (SMALL, "bf16"),
     "bf16 and dropout": (replace(SMALL, dropout=0.1), "bf16"),
+    "computed again": (replace(SMALL, dropout=0.1, checkpoint=True), "off"),
+    "computed again in bf16": (replace(SMALL, checkpoint=True), "bf16"),
 }
 
 

@@ -1,0 +1,77 @@
+"""What computing blocks again and bf16 save in memory, and cost in time and loss.
+
+python benchmarks/memory_savers/run.py            some four minutes; writes into this folder
+python benchmarks/memory_savers/run.py --params 200K --samples 2 --steps 4 --seeds 1 --out DIR      a trial
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from instep.bench.memory_savers import draw, measure, notes, short, tables
+from instep.bench.options import MemorySaversOptions
+from instep.bench.tables import environment, markdown, write_between, write_csv, write_json
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/memory_savers/run.py"
+
+
+def main() -> int:
+    wanted = arguments()
+    began = time.monotonic()
+    options = MemorySaversOptions(
+        ranks=wanted.ranks,
+        params=wanted.params,
+        samples=wanted.samples,
+        steps=wanted.steps,
+        seeds=wanted.seeds,
+    )
+    results = measure(options)
+    tables(results)
+    write(results, wanted.out, (time.monotonic() - began) / 60)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    as_it_is = MemorySaversOptions()
+    parser.add_argument("-n", "--ranks", type=int, default=as_it_is.ranks)
+    parser.add_argument("--params", default=as_it_is.params)
+    parser.add_argument("--samples", type=int, default=as_it_is.samples)
+    parser.add_argument("--steps", type=int, default=as_it_is.steps)
+    parser.add_argument("--seeds", type=int, default=as_it_is.seeds)
+    parser.add_argument("--out", type=Path, default=HERE)
+    return parser.parse_args()
+
+
+def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
+    """Results, chart and tables into ``folder``, and a README with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() != HERE:
+        shutil.copy(HERE / "README.md", folder)
+    write_json(folder / "results.json", results, command=COMMAND)
+    write_csv(folder / "results.csv", results["rows"])
+    draw(results, folder / "chart.svg")
+    said = "\n".join(f"- {note}" for note in notes(results))
+    readme = folder / "README.md"
+    write_between(readme, "memory table", f"{markdown([short(row) for row in results['rows']])}\n\n{said}")
+    write_between(readme, "loss table", markdown(results["runs"].get("rows", [])))
+    made = environment(COMMAND)
+    write_between(
+        readme,
+        "environment",
+        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
+        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
