@@ -65,7 +65,12 @@ def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step:
 
 def where(strategy: str, num_replicas: int) -> str:
     """How many compute, and what they are."""
-    return f"{num_replicas} {'replica thread' if strategy == 'threads' else 'rank'}(s)"
+    return f"{num_replicas} {replicas(strategy)}(s)"
+
+
+def replicas(strategy: str) -> str:
+    """What each of those is that compute."""
+    return "replica thread" if strategy == "threads" else "rank"
 
 
 def show(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -42,8 +43,10 @@ from instep.timeline.analysis import Analysis, analyse, summary_lines
 from instep.timeline.breakdown import RankBreakdown
 from instep.train.memory_usage import run_memory, words
 from instep.train.recovery import Checkpoints, Snapshots, restore_newest
-from instep.train.run_config import ParallelConfig
+from instep.train.run_config import BatchConfig, ParallelConfig
 from instep.train.trainer import Trainer
+
+LISTED = 8  # ranks, whose shares are told one by one
 
 
 class Ending(Enum):
@@ -200,6 +203,8 @@ class Generation:
         agree_on_canary(world, trainer.canary, seen["canary"])
         if trainer.generation == 1 or not seen["restarts"]:
             _announce(display, trainer, path)
+        num, what = trainer.parallel.num_replicas, summary.replicas(trainer.config.parallel.strategy)
+        display.say(global_batch(trainer.config.batch, list(map(len, trainer.parallel.plan(num))), what))
         _announce_shard_groups(display, trainer)
         for note in told.get("notes", ()):
             display.say(note)
@@ -285,15 +290,30 @@ class Generation:
 def _announce(display: Display, trainer: Trainer, path: Path) -> None:
     config = trainer.config
     size = sum(p.numel() for p in trainer.module.parameters())
-    batch, where = config.batch, summary.where(config.parallel.strategy, trainer.parallel.num_replicas)
+    where = summary.where(config.parallel.strategy, trainer.parallel.num_replicas)
+    strategy = _strategy(config.parallel, trainer.parallel.shard_group_size)
     display.say(
         f"{size / 1e6:.2f} M parameters on {where} of {trainer.mesh.device.type}, "
-        f"{config.parallel.threads} thread(s) each; global batch {batch.global_size} = {config.num_leaves} "
-        f"micro-batches of {batch.micro_size}; "
-        f"strategy {_strategy(config.parallel, trainer.parallel.shard_group_size)}; "
-        f"deadline {config.timeout_s:g} s"
+        f"{config.parallel.threads} thread(s) each; strategy {strategy}; deadline {config.timeout_s:g} s"
     )
     display.say(f"{trainer.recipe.training(trainer.data).name}; run directory {path}")
+
+
+def global_batch(batch: BatchConfig, shares: Sequence[int], what: str = "rank") -> str:
+    """The equation of the batch, where each of so many ranks has its share of the micro-batches of a step.
+
+    global batch 32 = micro-batch 4 x accumulation 4 x 2 ranks         every rank has as many
+    global batch 32 = micro-batch 4 x 8, of which 3 ranks have 3 + 3 + 2
+    """
+    begin = f"global batch {batch.global_size} = micro-batch {batch.micro_size} x "
+    ranks = f"{len(shares)} {what}{'s' * (len(shares) != 1)}"
+    times = Counter(shares)
+    if len(times) == 1:
+        return f"{begin}accumulation {shares[0]} x {ranks}"
+    listed = " + ".join(map(str, shares))
+    if len(shares) > LISTED:
+        listed = ", ".join(f"{share} on {number}" for share, number in sorted(times.items(), reverse=True))
+    return f"{begin}{sum(shares)}, of which {ranks} have {listed}"
 
 
 def _announce_shard_groups(display: Display, trainer: Trainer) -> None:

@@ -17,6 +17,7 @@ from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.ordered.hash import state_entries
 from instep.ordered.keys import initialize
+from instep.ordered.tree import rank_major
 from instep.recipes import text_config
 from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config
@@ -25,7 +26,7 @@ from instep.run.folder import METRICS
 from instep.run.jsonl import read_lines
 from instep.run.ledger import LEDGER
 from instep.run.writer import RunWriter, position
-from instep.train.loop import Aside, run_steps
+from instep.train.loop import Aside, global_batch, run_steps
 from instep.train.run_config import BatchConfig, ParallelConfig
 from instep.train.trainer import Made, Trainer
 from tests.parity import assert_same_bits, world_of_one
@@ -222,6 +223,25 @@ def test_the_ledger_has_the_bits_of_every_step(data, tmp_path):
     metrics = [line for line in read_lines(tmp_path / METRICS) if line["step"]]
     assert [float.fromhex(line["loss"]) for line in steps] == [line["loss"] for line in metrics]
     assert [float.fromhex(line["grad_norm"]) for line in steps] == [line["norm"] for line in metrics]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (1, "global batch 32 = micro-batch 4 x accumulation 8 x 1 rank"),
+        (2, "global batch 32 = micro-batch 4 x accumulation 4 x 2 ranks"),
+        (3, "global batch 32 = micro-batch 4 x 8, of which 3 ranks have 3 + 3 + 2"),
+        (8, "global batch 32 = micro-batch 4 x accumulation 1 x 8 ranks"),
+    ],
+)
+def test_the_equation_of_the_batch_is_true_for_unequal_shares_too(ranks: int, said: str) -> None:
+    shares = [len(own) for own in rank_major(8, ranks)]
+    assert global_batch(BatchConfig(global_size=32, micro_size=4), shares) == said
+
+
+def test_the_shares_of_many_ranks_are_counted() -> None:
+    said = global_batch(BatchConfig(global_size=100, micro_size=1), [2] * 36 + [1] * 28, "replica thread")
+    assert said == "global batch 100 = micro-batch 1 x 100, of which 64 replica threads have 2 on 36, 1 on 28"
 
 
 def test_a_switch_that_chooses_other_kernels_is_part_of_the_configuration(data: Path, monkeypatch) -> None:
