@@ -325,19 +325,34 @@ class DataParallel(WrappedOnce, OwnNames):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without exchanging them. Forward *and* backward belong inside, as in DDP."""
-        before, self._backward.sync = self._backward.sync, False
+        before, self.do_sync = self.do_sync, False
         try:
             yield
         finally:
-            self._backward.sync = before
+            self.do_sync = before
+
+    @property
+    def do_sync(self) -> bool:
+        """Whether the backwards of forwards from now on exchange gradients: the switch behind ``no_sync``.
+
+        A loop may set it instead of entering a block, before each forward; torch's DDP calls it
+        ``require_backward_grad_sync``, which is the same here.
+        """
+        return self._backward.sync
+
+    @do_sync.setter
+    def do_sync(self, on: bool) -> None:
+        self._backward.sync = bool(on)
+
+    require_backward_grad_sync = do_sync
 
     def enable_grad_sync(self) -> None:
         """Exchange gradients in the backwards of forwards from now on."""
-        self._backward.sync = True
+        self.do_sync = True
 
     def disable_grad_sync(self) -> None:
         """Only accumulate in the backwards of forwards from now on."""
-        self._backward.sync = False
+        self.do_sync = False
 
     def sync_gradients(self) -> None:
         """Exchange what was accumulated since the last exchange; a second call does nothing. Collective."""

@@ -117,6 +117,13 @@ class FullySharded(WrappedOnce):
         finally:
             backward.sync = before
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the backwards of forwards from now on exchange gradients, as in torch's ``fully_shard``.
+
+        It is the switch behind ``no_sync``, and for all units at once.
+        """
+        self.sharding.backward.sync = requires_gradient_sync
+
     def sync_gradients(self) -> None:
         """Exchange what was accumulated since the last exchange; a second call does nothing. Collective."""
         self.sharding.backward.synchronise()

@@ -119,6 +119,29 @@ def test_accumulation_under_no_sync(mesh: Mesh, strategy: str) -> None:
         assert_trains_as_ddp_does(filled(Dense()), loop, strategy=strategy, bucket_cap_mb=1e-4)
 
 
+def switching(loss: Callable[[nn.Module, str], Tensor], name: str) -> Loop:
+    """Accumulation as many loops have it: the attribute is set, and no block is entered."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for turn in range(3):
+            switch = name if isinstance(model, DataParallel) else "require_backward_grad_sync"
+            setattr(model, switch, turn == 2)
+            (loss(model, f"{step} {turn} {rank()}") / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(model, DataParallel):
+            exchanges = [event.step for event in model.recorder.events if event.name == "exchange"]
+            assert len(exchanges) == (step + 1) * len(model._reducer.buckets)
+
+    return loop
+
+
+@pytest.mark.parametrize("name", ["require_backward_grad_sync", "do_sync"])
+@world(2, by="process")
+def test_accumulation_by_setting_the_attribute(mesh: Mesh, name: str) -> None:
+    assert_trains_as_ddp_does(filled(Dense()), switching(square_loss, name))
+
+
 @world(2, by="process")
 def test_batch_norm_keeps_rank_0_s_statistics_after_each_step(mesh: Mesh) -> None:
     module = filled(SmallConvNet(num_classes=3))

@@ -230,6 +230,21 @@ def test_switching_synchronisation_off_and_on(mesh: Mesh) -> None:
 
 
 @world(2)
+def test_the_switch_is_one_whatever_it_is_called(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    assert model.do_sync is model.require_backward_grad_sync is True
+    with model.no_sync():
+        assert model.do_sync is model.require_backward_grad_sync is False
+        model.do_sync = True
+        assert model.require_backward_grad_sync is True
+    model.require_backward_grad_sync = False
+    with model.no_sync():
+        model.enable_grad_sync()
+    assert model.do_sync is False  # as before the block
+    model.close()
+
+
+@world(2)
 def test_synchronising_twice_is_synchronising_once(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     with model.no_sync():

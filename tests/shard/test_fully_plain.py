@@ -85,6 +85,19 @@ def accumulated(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None
         optimizer.zero_grad()
 
 
+def switched(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """As ``accumulated``, by the word that each kind of wrapper has for it in torch."""
+    for step in range(2):
+        for turn in ("first", "second", "third"):
+            if isinstance(model, DataParallel):
+                model.require_backward_grad_sync = turn == "third"
+            else:
+                model.set_requires_gradient_sync(turn == "third")
+            loss(model, f"{step} {turn}", rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def accumulated_alone(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
     with model.no_sync():
         loss(model, "first", rank).backward()
@@ -122,7 +135,16 @@ def replaced(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> N
 
 SCRIPTS = {
     script.__name__: script
-    for script in (clipped, two_backwards, accumulated, accumulated_alone, discarded, looked_at, replaced)
+    for script in (
+        clipped,
+        two_backwards,
+        accumulated,
+        switched,
+        accumulated_alone,
+        discarded,
+        looked_at,
+        replaced,
+    )
 }
 
 
