@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from instep.errors import PeerLost
 from instep.events import Recorder
@@ -19,6 +20,7 @@ from instep.mesh import device
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
 from instep.mesh.debug_server import StatusStore
+from instep.mesh.device_mesh import batch_group
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
 from instep.mesh.process_group import (
@@ -330,17 +332,27 @@ def _listening(family: socket.AddressFamily, address: Any) -> socket.socket:
 def num_ranks() -> int:
     """The number of ranks that ``find_ranks(None)`` would find."""
     mesh = mesh_for_replicas()
-    if mesh is not None:
-        return mesh.whole.size if mesh.is_view else mesh.data.size
-    return dist.get_world_size() if dist.is_initialized() else 1
+    if mesh is None:
+        return dist.get_world_size() if dist.is_initialized() else 1
+    return _num_ranks(batch_group(mesh) if isinstance(mesh, DeviceMesh) else mesh)
+
+
+def _num_ranks(meant: Mesh | ProcessGroup) -> int:
+    if isinstance(meant, Mesh):
+        return (meant.whole if meant.is_view else meant.data).size
+    return meant.size()
 
 
 def find_ranks(
-    process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None, *, what: str = WRAPPING
+    process_group: Mesh | DeviceMesh | ProcessGroup | None,
+    timeout_s: float | None = None,
+    *,
+    what: str = WRAPPING,
 ) -> tuple[Group, Recorder]:
     """A new group over the ranks that ``process_group`` means, and where to record what they do.
 
-    A mesh means its ``dp`` axis, and ``shard`` with it if there is one. None means the registered mesh, else
+    A mesh means its ``dp`` axis, and ``shard`` with it if there is one; torch's ``DeviceMesh`` its one dim,
+    or the one with such a name. None means the registered mesh, else
     torch's default group, else this process alone.
     Collective over those ranks; ``what`` they do says an error.
 
@@ -367,10 +379,7 @@ def require_one_rank(what: str) -> None:
         ValueError: it is, or was started as one.
     """
     meant = ranks_meant(None)
-    if isinstance(meant, Mesh):
-        num_ranks = (meant.whole if meant.is_view else meant.data).size
-    else:
-        num_ranks = 1 if meant is None else meant.size()
+    num_ranks = 1 if meant is None else _num_ranks(meant)
     if num_ranks > 1:
         raise ValueError(
             f"{what} adds the gradients of this process alone, but it is one of {num_ranks} ranks, and each "
@@ -379,9 +388,11 @@ def require_one_rank(what: str) -> None:
         )
 
 
-def ranks_meant(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
+def ranks_meant(process_group: Mesh | DeviceMesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
     """The mesh or group that ``process_group`` means; None: this process alone. Raises as ``find_ranks``."""
-    meant = process_group or mesh_for_replicas()
+    meant = mesh_for_replicas() if process_group is None else process_group
+    if isinstance(meant, DeviceMesh):
+        return batch_group(meant)
     if meant is None and (started := _unjoined()) is not None:
         raise ValueError(
             f"this process is rank {started.rank} of {started.world_size} ({started.source}), but joined no "
@@ -390,7 +401,9 @@ def ranks_meant(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessGrou
     return meant or (dist.group.WORLD if dist.is_initialized() else None)
 
 
-def _find(process_group: Mesh | ProcessGroup | None, timeout_s: float | None) -> tuple[Group, Recorder]:
+def _find(
+    process_group: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float | None
+) -> tuple[Group, Recorder]:
     meant = ranks_meant(process_group)
     if isinstance(meant, Mesh):
         axis = meant.whole if meant.is_view else meant.data

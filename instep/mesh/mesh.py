@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from instep.events import Recorder
 from instep.mesh.axes import DATA_AXES, Axes, resolve
 from instep.mesh.debug_server import StatusStore
+from instep.mesh.device_mesh import batch_group, place_in, require_used
 from instep.mesh.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
 if TYPE_CHECKING:
@@ -211,15 +213,15 @@ def _no_store(name: str, ranks: Sequence[int]) -> ProcessGroup:
     raise ValueError(f"ranks {tuple(ranks)} need a store to meet in, got store=None")
 
 
-_registered: ContextVar[Mesh | None] = ContextVar("instep_mesh", default=None)
+_registered: ContextVar[Mesh | DeviceMesh | None] = ContextVar("instep_mesh", default=None)
 
 
-def registered_mesh() -> Mesh | None:
+def registered_mesh() -> Mesh | DeviceMesh | None:
     """The mesh of ``get.register_mesh``; None if there is none."""
     return _registered.get()
 
 
-def mesh_for_replicas() -> Mesh | None:
+def mesh_for_replicas() -> Mesh | DeviceMesh | None:
     """The registered mesh, for what replicates or shards a model over ``dp`` and ``shard`` by default.
 
     Raises:
@@ -227,6 +229,9 @@ def mesh_for_replicas() -> Mesh | None:
             train a model of its own. A view ``mesh[axis]`` that is registered has been chosen.
     """
     mesh = registered_mesh()
+    if isinstance(mesh, DeviceMesh):
+        require_used(mesh)
+        return mesh
     if mesh is None or mesh.is_view:
         return mesh
     axes = mesh.axes
@@ -252,18 +257,21 @@ class Get:
 
     "grank" is the global rank. "rank", "ws" (world size) and "pg" (the ``ProcessGroup``, None for a single
     rank) belong to ``mesh`` if it has one axis (``mesh["dp"]``), else to the whole world of ``mesh``, which
-    is by default the registered one. "lrank" is the rank on this host, "device" the rank's device.
+    is by default the registered one. "lrank" is the rank on this host, "device" the rank's device. ``mesh``
+    may be torch's ``DeviceMesh``; one of several dims is all its ranks.
     """
 
     __module__ = "instep"
     _names = ("grank", "rank", "ws", "pg", "lrank", "device")
 
-    def __call__(self, what: str, mesh: Mesh | None = None) -> Any:
-        mesh = mesh or registered_mesh()
+    def __call__(self, what: str, mesh: Mesh | DeviceMesh | None = None) -> Any:
+        mesh = registered_mesh() if mesh is None else mesh
         if what not in self._names:
             raise ValueError(f"get({what!r}): expected one of {', '.join(self._names)}")
         if mesh is None:
             raise ValueError(f"get({what!r}): no mesh yet: call instep.init() first, or pass mesh=")
+        if isinstance(mesh, DeviceMesh):
+            return place_in(mesh, what)
         axis = mesh.whole
         answers = {
             "grank": mesh.rank,
@@ -275,8 +283,22 @@ class Get:
         }
         return answers[what]
 
-    def register_mesh(self, mesh: Mesh | None) -> None:
-        """Make ``mesh`` the default of ``get`` and of every ``process_group=None``."""
+    def register_mesh(self, mesh: Mesh | DeviceMesh | None) -> None:
+        """Make ``mesh`` the default of ``get`` and of every ``process_group=None``; None takes it back.
+
+        Of torch's ``DeviceMesh`` wrappers work over its one dim, or over the one with a name such as "dp".
+
+        Raises:
+            ValueError: it has several dims, and not one of them has such a name.
+            TypeError: it is no mesh.
+        """
+        if isinstance(mesh, DeviceMesh):
+            batch_group(mesh)
+        elif mesh is not None and not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"expected a mesh of instep.init() or a DeviceMesh, got a {type(mesh).__name__}: a process "
+                "group is passed where it is used, process_group=..."
+            )
         _registered.set(mesh)
 
 

@@ -44,6 +44,7 @@ from instep.work import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 # Keywords of torch 2.13's DistributedDataParallel that instep has no use for.
@@ -95,8 +96,9 @@ class DataParallel(WrappedOnce, OwnNames):
 
     Args:
         module: on the device where it shall train.
-        process_group: a mesh (its ``dp`` and ``shard`` axes), ``mesh[axis]``, or a torch process group; by
-            default the registered mesh, else torch's default group, else this process alone.
+        process_group: a mesh (its ``dp`` and ``shard`` axes), ``mesh[axis]``, a torch process group, or a
+            ``DeviceMesh`` (its one dim, or the one with a name such as "dp"), which ``device_mesh=`` takes
+            too; by default the registered mesh, else torch's default group, else this process alone.
         strategy: "naive", "flat", "overlap" or "bucketed"; the same bits, at another speed.
         bucket_cap_mb: bucket size in MiB; a number, one per bucket, or a callable on the parameters' sizes.
         ordered: sum in the fixed order of the sum tree. False is the backend's plain all-reduce.
@@ -130,7 +132,7 @@ class DataParallel(WrappedOnce, OwnNames):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool | str = True,
-        process_group: Mesh | ProcessGroup | None = None,
+        process_group: Mesh | DeviceMesh | ProcessGroup | None = None,
         bucket_cap_mb: Caps | None = None,
         find_unused_parameters: bool | None = None,
         *,
@@ -139,7 +141,7 @@ class DataParallel(WrappedOnce, OwnNames):
         check_replicas: bool = True,
         seed: int = 0,
         timeout_s: float | None = None,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
         bucket_cap_mb_list: Any = None,
         forward_sync_buffers: bool | None = None,
         **others: Any,
@@ -153,7 +155,7 @@ class DataParallel(WrappedOnce, OwnNames):
             find_unused_parameters = True
         self._comm_hook: CommHook | None = None
         caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "process_group": process_group,
             "device_mesh": device_mesh,
             "init_sync": init_sync,
@@ -185,7 +187,7 @@ class DataParallel(WrappedOnce, OwnNames):
 
     def _bind(
         self,
-        process_group: Mesh | ProcessGroup | None,
+        process_group: Mesh | DeviceMesh | ProcessGroup | None,
         timeout_s: float | None,
         considered: Callable[[], object] = lambda: None,
     ) -> None:
@@ -261,7 +263,9 @@ class DataParallel(WrappedOnce, OwnNames):
         sparse = _sparse(self.module, parameters)
         return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
 
-    def rebind(self, process_group: Mesh | ProcessGroup | None, timeout_s: float | None = None) -> None:
+    def rebind(
+        self, process_group: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float | None = None
+    ) -> None:
         """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
         self._unbind()
         self._arguments |= {"process_group": process_group, "device_mesh": None, "timeout_s": timeout_s}
@@ -280,10 +284,10 @@ class DataParallel(WrappedOnce, OwnNames):
         return {"strategy": self._arguments["strategy"], **size}
 
     @property
-    def _process_group(self) -> Mesh | ProcessGroup | None:
+    def _process_group(self) -> Mesh | DeviceMesh | ProcessGroup | None:
         device_mesh = self._arguments["device_mesh"]
-        found: Mesh | ProcessGroup | None = (
-            self._arguments["process_group"] if device_mesh is None else device_mesh.get_group()
+        found: Mesh | DeviceMesh | ProcessGroup | None = (
+            self._arguments["process_group"] if device_mesh is None else device_mesh
         )
         return found
 

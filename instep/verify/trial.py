@@ -45,6 +45,7 @@ from instep.verify.subject import GradientPiece, Loss, Subject, Value, loss_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ Ours = list[tuple[GradientPiece, Tensor | None]]
 
 def verify(
     subject: Subject,
-    process_group: Mesh | ProcessGroup | None,
+    process_group: Mesh | DeviceMesh | ProcessGroup | None,
     batch: Any,
     loss: Loss | None,
     rtol: float | None,
