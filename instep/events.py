@@ -33,6 +33,7 @@ GRADIENT_SYNC = "gradient sync"
 PARAMETER_UPDATE = "parameter update"
 PARAMETER_GATHER = "parameter gather"
 BATCH_NORM = "batch-norm statistics"
+BUFFERS = "broadcast of buffers"
 GLOBAL_LOSS = "loss over the global batch"
 SPLIT_SOFTMAX = "split softmax"
 EXPERT_DISPATCH = "expert dispatch"
@@ -44,6 +45,7 @@ WAITS = frozenset(
         PARAMETER_UPDATE,
         PARAMETER_GATHER,
         BATCH_NORM,
+        BUFFERS,
         GLOBAL_LOSS,
         SPLIT_SOFTMAX,
         EXPERT_DISPATCH,

@@ -62,6 +62,7 @@ class OrderedAllReduce:
         self.offsets_ns = (0,) * group.size  # of the ranks' clocks to that of the first
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.compare: Callable[[Sequence[Header]], None] | None = None  # is shown the headers of a reduction
+        self.buffers: list[int] = []  # what the ranks said of theirs, with the last bucket
 
     @property
     def scratch(self) -> list[Tensor]:
@@ -150,6 +151,7 @@ class OrderedAllReduce:
         self._require_agreement(headers, name)
         bucket.presence = [row[: len(slots)] for row in by_rank]
         bucket.frozen = [row[len(slots) :] for row in by_rank]
+        self.buffers = [header.buffers for header in headers]
         if self.compare is not None and header.bucket == header.round == 0:
             self.compare(headers)
         return headers

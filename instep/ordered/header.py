@@ -62,6 +62,7 @@ class Header:
     act: int = REDUCE  # one of ``ACTS``: what ranks have come for; if to reduce, ``bucket`` follows
     data_position: int = -1  # of the source that the micro-batches of a declared step have their data from
     data_identity: int = 0  # digest of what decides which samples it reads
+    buffers: int = 0  # with the last bucket: of the module's, a checksum (step/agreement.py)
 
 
 AGREED = (

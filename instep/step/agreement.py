@@ -7,14 +7,16 @@ another collective than the others have started.
 
 *The first rank's values*: of parameters and buffers at construction, and of buffers once per step, after the
 gradients. Running statistics differ between ranks, since each has seen other samples; DDP lets rank 0's win
-before each forward. Here they travel in one message, and only bits that differ are written.
+before each forward, and sends all buffers for that. Here those that differ travel, in one message, and only
+bits that differ are written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Container, Mapping
+import zlib
+from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,7 +28,7 @@ from instep.mesh.process_group import Group
 from instep.ordered.hash import block_digests
 
 T = TypeVar("T")
-BUFFERS = "the broadcast of buffers"
+BROADCAST = "the broadcast of buffers"
 
 
 def structure_lines(module: nn.Module) -> list[str]:
@@ -105,21 +107,90 @@ def broadcast_values(module: nn.Module, group: Group, *, but: Container[int] = (
             x.detach().copy_(value.view(x.dtype).view(x.shape))
 
 
-def broadcast_buffers(module: nn.Module, group: Group) -> None:
-    """Give the buffers of ``module`` the values that the group's first rank has in them. Collective.
+class SharedBuffers:
+    """The buffers of ``module`` on all ranks of ``group``: the first rank's, and only what differs travels.
+
+    Most buffers are alike on all ranks for good: position ids, causal masks, rotary tables. So with its last
+    bucket each rank tells a checksum of its buffers. A buffer that has once differed, as running statistics
+    do after every step, is left out of it from then on, and travels in every step.
+
+        all tell the same       nothing follows but what has differed before, if anything has
+        they do not             they tell a hash of each buffer: what differs travels, now and later
+
+    The bytes are looked at, since no version counter moves where ``.data``, numpy or a kernel writes: by the
+    CRC-32 of each buffer, which takes some microseconds, and a millisecond for 6 MB. What is not in the
+    processor's memory would have to be fetched for it, and travels in every step.
+
+    At the end of a step: ``look``, whose number goes with the last bucket; then, with what all have said,
+    ``exchange`` if there is something to.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self.module, self.group = module, group
+        self._seen: list[tuple[str, Tensor]] = []  # of this step
+        self._differed: set[str] = set()  # alike on all ranks
+
+    def look(self) -> int:
+        """A number, of 63 bits, for what this rank has now."""
+        self._seen = [(name, x) for name, x in self.module.named_buffers() if not x.is_meta]
+        whole = hashlib.sha256()
+        for name, x in self._seen:
+            checksum = 0 if self._travels(name, x) else zlib.crc32(_values(x))
+            whole.update(f"{self._line(name, x)}, {checksum}\n".encode())
+        return int.from_bytes(whole.digest()[:8], "little") >> 1
+
+    def differ(self, said: Sequence[int]) -> bool:
+        """Whether there is something to exchange where the ranks have ``said`` this; alike on all ranks."""
+        if len(set(said)) == 1 and not any(self._travels(name, x) for name, x in self._seen):
+            self._seen = []
+            return False
+        return True
+
+    def exchange(self, said: Sequence[int]) -> None:
+        """Take the first rank's values of all that differs. Collective.
+
+        Raises:
+            ValueError: the ranks have other buffers; on all, naming the first difference.
+        """
+        if len(set(said)) != 1:
+            self._compare()
+        broadcast_buffers(self.module, [x for name, x in self._seen if self._travels(name, x)], self.group)
+        self._seen = []
+
+    def _compare(self) -> None:
+        """Find out which differ. Collective."""
+        lines = [self._line(name, x) for name, x in self._seen]
+        fix = ": where each rank makes buffers of its own, pass broadcast_buffers=False"
+        require_same_lines(self.group, "buffers", lines, fix=fix)
+        mine = b"".join(hashlib.sha256(_values(x)).digest() for _, x in self._seen)
+        by_rank = self.group.all_gather_bytes(mine, "the comparison of buffers")
+        for i, (name, _) in enumerate(self._seen):
+            if len({data[32 * i : 32 * i + 32] for data in by_rank}) > 1:
+                self._differed.add(name)
+
+    @staticmethod
+    def _line(name: str, x: Tensor) -> str:
+        return f"buffer {_describe(name, x)}, on {x.device.type}"
+
+    def _travels(self, name: str, x: Tensor) -> bool:
+        return name in self._differed or not x.is_cpu
+
+
+def broadcast_buffers(module: nn.Module, chosen: Sequence[Tensor], group: Group) -> None:
+    """Give ``chosen`` buffers of ``module`` the values that the group's first rank has in them. Collective.
 
     A buffer may have been saved by a forward whose backward is still to come: the second of two losses, or of
     two forwards. Written in place, that backward would compute with numbers its forward never saw. So a
     buffer that a graph holds is replaced by a new tensor, and the graph keeps the old one.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
-    for buffer in module.buffers():
+    for buffer in chosen:
         if buffer.numel():
             by_device.setdefault(buffer.device, []).append(buffer)
     new: dict[Tensor, Tensor] = {}
     for buffers in by_device.values():
         message = torch.cat([as_bytes(buffer) for buffer in buffers])
-        group.broadcast(message, BUFFERS)
+        group.broadcast(message, BROADCAST)
         if group.rank == 0:
             continue
         parts = message.split([buffer.numel() * buffer.element_size() for buffer in buffers])
@@ -134,6 +205,10 @@ def broadcast_buffers(module: nn.Module, group: Group) -> None:
                 owner._buffers[name] = new[mine]
     for buffer in new.keys() - held:
         buffer.detach().copy_(new[buffer])
+
+
+def _values(x: Tensor) -> memoryview:
+    return as_bytes(x).cpu().numpy().data
 
 
 def _describe(name: str, x: Tensor) -> str:

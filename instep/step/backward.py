@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep.events import BATCH_NORM, Span
+from instep.events import BUFFERS, Span
 from instep.ordered.hook import Hook, weakly
 from instep.step import optimizer_guard
-from instep.step.agreement import BUFFERS, broadcast_buffers
+from instep.step.agreement import BROADCAST, SharedBuffers
 from instep.step.micro_batches import DeclaredStep
 from instep.step.nesting import require_outermost
 from instep.step.reduction import StepPlan
@@ -85,7 +85,8 @@ class Backward:
         self.registry = declared.registry
         self.sync = True
         self.step_mode: str | None = None
-        self._broadcast = broadcast and self.reducer.group.size > 1
+        shares = broadcast and self.reducer.group.size > 1
+        self._buffers = SharedBuffers(self.module, self.reducer.group) if shares else None
         self._exchanged = False  # all that has come since the last optimizer step
         self._warned = False
         self._runs = False  # a backward
@@ -251,18 +252,21 @@ class Backward:
         self.reducer.open_leaf(self.reducer.group.rank, last=True)
 
     def _finish(self) -> None:
+        shared = self._buffers
         try:
             self.reducer.close_leaf()
+            if shared is not None:
+                self.reducer.buffers = shared.look()
             self.reducer.finish()
         except BaseException:
             self.reducer.leave()
             raise
         optimizer_guard.reduced(self.reducer)
         self._exchanged = True
-        if self._broadcast and any(True for _ in self.module.buffers()):
-            group = self.reducer.group
-            with self.reducer.recorder.span(BATCH_NORM, lane="host"):
-                self.reducer.lane.submit(BUFFERS, lambda: broadcast_buffers(self.module, group)).wait()
+        said = self.reducer.exchange.buffers
+        if shared is not None and shared.differ(said):
+            with self.reducer.recorder.span(BUFFERS, lane="host"):
+                self.reducer.lane.submit(BROADCAST, lambda: shared.exchange(said)).wait()
 
     def _mark(self) -> Mark:
         micro_batch = self.declared.micro_batch

@@ -164,6 +164,7 @@ class Reduction(ABC):
         self.leaf: int | None = None
         self.afterwards: Afterwards | None = None  # of this reduction
         self.num_running = 0
+        self.buffers = 0  # a checksum of the module's, once the last leaf is closed
         self.observer: Callable[[int, Any], None] | None = None  # is shown each leaf in a bucket, whole
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
@@ -238,7 +239,8 @@ class Reduction(ABC):
             self.lane.reset()
         self.watch.begin()
         self.plan, self._declared = plan, plan.declared
-        self.afterwards, self.num_running = None, 0
+        self.afterwards, self.num_running, self.buffers = None, 0, 0
+        self.exchange.buffers = []
         self._weight = weight
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
@@ -408,6 +410,7 @@ class Reduction(ABC):
             sampled=self.watch.sampled,
             edited=self.watch.edited,
             num_running=self.num_running,
+            buffers=self.buffers,
         )
 
     def _learn(self) -> None:
