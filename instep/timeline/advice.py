@@ -1,7 +1,10 @@
 """What to do about a run: sentences with a predicted gain, from what the run measured. Pure.
 
 Every piece can be checked by following it. What would gain less than 1 % of a step is not said; a healthy
-run gets no advice.
+run gets no advice. None promises more than the median step waits for its cause, and none is said where that
+wait comes and goes: its ``confidence`` is the lower quartile of the wait, over the steps, by the median. One
+that is there in every step has 1; one that a quarter of the steps do not have has 0, and waits like noise,
+which are short more often than long, have less than a half.
 
 Four pieces are about what ranks do by themselves: one is slow, all wait for data, too many threads, unequal
 shares. The others are about the exchange of gradients: in which buckets, when, over what, and how often. All
@@ -18,7 +21,17 @@ from dataclasses import dataclass
 from statistics import median
 
 from instep.events import GRADIENT_SYNC
-from instep.timeline.breakdown import COMPUTE, DATA, EXPOSED, HOST, UPDATE, WAITING, RankBreakdown
+from instep.timeline.breakdown import (
+    COMPUTE,
+    DATA,
+    EXPOSED,
+    HOST,
+    IDLE,
+    UPDATE,
+    WAITING,
+    RankBreakdown,
+    Waited,
+)
 from instep.timeline.bucket_times import BucketRow
 from instep.timeline.predict import (
     CAPS_MB,
@@ -36,6 +49,7 @@ from instep.timeline.predict import (
 from instep.timeline.straggler import PHASES, SlowRank
 
 WORTH_IT = 0.01  # of the median step
+CONFIDENT = 0.5  # in three of four steps at least half of what is promised is waited for
 ADAMW_BYTES = 28  # moved per parameter: reads p, g, m, v, writes p, m, v, four bytes each
 ASSUMED_BYTES_PER_S = 5e9  # of a rank's share of the memory, where no update shows it
 LOADING = 0.05  # of a step, in which batches are read
@@ -74,6 +88,7 @@ class Advice:
     gain_share: float  # of the median step
     try_: str  # what to run; "" if it is no flag
     how: str  # how the gain was predicted
+    confidence: float  # the share of ``gain_ms`` that three of four steps would gain at least: 0 to 1
     changes_training: bool = False  # and not only how the same training is done
 
 
@@ -142,6 +157,13 @@ class RunMeasurements:
         """Seconds per step that ranks wait for messages other than gradients, such as the loss."""
         return max(self.part_s(EXPOSED) - self.sync_s - max(self.waited_s - self.part_s(WAITING), 0.0), 0.0)
 
+    def waited(self, name: str, ranks: Sequence[RankBreakdown] = ()) -> Waited:
+        """What a step loses to the cause called ``name``, one of ``Parts.losses``, on ``ranks``: by default
+        those that are not slow."""
+        rows = ranks or self.others or self.breakdowns
+        found = [row.losses.get(name, Waited(0.0, 0.0)) for row in rows]
+        return Waited(median(low for low, _ in found), median(middle for _, middle in found))
+
     @property
     def measured_memory(self) -> bool:
         """Whether the update shows how fast the memory is."""
@@ -163,14 +185,16 @@ class RunMeasurements:
         self,
         cause: str,
         gain_s: float,
+        waited: Waited,
         text: str,
         how: str,
         try_: str = "",
         *,
         changes_training: bool = False,
     ) -> Advice:
-        """What may gain ``gain_s`` per step."""
-        return Advice(cause, text, gain_s * 1e3, gain_s / self.step_s, try_, how, changes_training)
+        """What may gain ``gain_s`` per step, though no more than what is ``waited`` for."""
+        gain_s, sure = min(gain_s, waited.median_s), waited.confidence
+        return Advice(cause, text, gain_s * 1e3, gain_s / self.step_s, try_, how, sure, changes_training)
 
     def with_micro_batches(self, num_micro_batches: int) -> str:
         """The flag for so many micro-batches per step."""
@@ -223,7 +247,11 @@ def advise(
     if not breakdowns or run.step_s <= 0:
         return []
     found = [slow_rank(run), loader(run), threads(run), uneven(run), *exchange_advice(run)]
-    worth_it = [advice for advice in found if advice and advice.gain_share >= WORTH_IT]
+    worth_it = [
+        advice
+        for advice in found
+        if advice and advice.gain_share >= WORTH_IT and advice.confidence >= CONFIDENT
+    ]
     return sorted(worth_it, key=lambda advice: (advice.changes_training, -advice.gain_ms))
 
 
@@ -236,6 +264,7 @@ def slow_rank(run: RunMeasurements) -> Advice | None:
     return run.advice(
         "slow rank",
         run.waited_s,
+        Waited(slow.low_s, slow.excess_s),
         f"Rank {slow.rank} {what}, {in_ms(slow.excess_s)} in every step since step {slow.since}, "
         f"and all ranks wait for it: look at {slow.phase} on rank {slow.rank}.",
         f"the {in_ms(slow.excess_s)} that rank {slow.rank} takes longer than the median of the other ranks, "
@@ -261,6 +290,7 @@ def loader(run: RunMeasurements) -> Advice | None:
     return run.advice(
         "loader",
         min(data_s, rest_s),
+        run.waited(DATA),
         f"Every rank waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data while "
         "nothing computes: load the next batch in the background, as torch's DataLoader(num_workers=1) does.",
         f"{how}.",
@@ -279,6 +309,7 @@ def threads(run: RunMeasurements) -> Advice | None:
     return run.advice(
         "threads",
         compute_s * share,
+        run.waited(COMPUTE),
         f"The {setting.ranks_per_host} ranks of a host run {setting.threads} threads each on its "
         f"{setting.cores} cores, so that threads wait for a core: give each rank {fewer}, which may change "
         "the bits of the weights.",
@@ -299,6 +330,7 @@ def uneven(run: RunMeasurements) -> Advice | None:
     return run.advice(
         "uneven",
         run.step_s * (1 - num / whole),
+        run.waited(IDLE, [max(run.breakdowns, key=_idle_s)]),
         f"{num} micro-batches on {num_ranks} ranks are {most} on some and {num // num_ranks} "
         f"on others, who wait: take {whole} micro-batches per step, which changes the training.",
         f"a step of {whole} micro-batches takes as long and does {whole / num:.2f} times the work; "
@@ -306,6 +338,10 @@ def uneven(run: RunMeasurements) -> Advice | None:
         run.with_micro_batches(whole),
         changes_training=True,
     )
+
+
+def _idle_s(row: RankBreakdown) -> float:
+    return row.parts.get(WAITING, 0.0) + row.parts.get(EXPOSED, 0.0)
 
 
 def exchange_advice(run: RunMeasurements) -> list[Advice]:
@@ -380,8 +416,8 @@ class RunExchanges:
 
     @property
     def most_s(self) -> float:
-        """The most that a step can get shorter: what is exposed, and what hiding costs."""
-        return self.run.sync_s + self.hiding.cost_s(self.model.now())
+        """The most that a step can get shorter: what it waits for its exchanges."""
+        return min(self.run.sync_s, self.run.waited(GRADIENT_SYNC).median_s)
 
 
 def hiding_cost(run: RunMeasurements, model: ExchangeModel) -> HidingCost:
@@ -435,7 +471,15 @@ def other_buckets(exchanges: RunExchanges) -> Change | None:
     )
     chosen = "" if bucketed else "--parallel.strategy bucketed "
     return Change(
-        run.advice(cause, gain_s(cap_mb), text, how, f"{chosen}--parallel.bucket-mb {cap_mb}"), then
+        run.advice(
+            cause,
+            gain_s(cap_mb),
+            run.waited(GRADIENT_SYNC),
+            text,
+            how,
+            f"{chosen}--parallel.bucket-mb {cap_mb}",
+        ),
+        then,
     )
 
 
@@ -495,6 +539,7 @@ def shared_memory(exchanges: RunExchanges) -> Change | None:
         run.advice(
             "gloo",
             min(saved_s(now, then, exchanges.hiding), exchanges.most_s) + others_s,
+            run.waited(EXPOSED),
             f"All {setting.world_size} ranks are on one host but exchange over sockets (gloo), which takes "
             f"{in_ms(now.total_s)} per step: through shared memory it takes about {in_ms(then.total_s)}.",
             f"in shared memory each rank reads and writes every byte once, at "
@@ -523,7 +568,8 @@ def less_often(exchanges: RunExchanges, exposed_s: float, hiding_s: float, *, na
     slower = f", of the {in_ms(hiding_s)} that those cost which are hidden" if hiding_s >= 5e-5 else ""
     return run.advice(
         LINK if link and not named else "accumulate",
-        (exposed_s + once_s + hiding_s) / 2,
+        min((exposed_s + once_s + hiding_s) / 2, exposed_s),
+        run.waited(GRADIENT_SYNC),
         f"{in_percent(share)} of a step {still} exposed communication{why}: accumulate twice the "
         "micro-batches per step, which changes the training (a larger global batch).",
         f"half of the {in_ms(exposed_s)} of exposed exchanges{slower} and of the {in_ms(once_s)} of update, "
@@ -540,10 +586,11 @@ def server(run: RunMeasurements) -> Advice | None:
     if setting.strategy != "server" or setting.hosts == 1 or run.slow is not None:
         return None
     workers = [row for row in run.breakdowns if row.rank != 0] or run.breakdowns
-    waits_s = median(row.parts.get(WAITING, 0.0) + row.parts.get(EXPOSED, 0.0) for row in workers)
+    waits_s = median(map(_idle_s, workers))
     return run.advice(
         "strategy",
         waits_s * (1 - 1 / setting.world_size),
+        run.waited(IDLE, workers),
         f"The gradients and weights of all {setting.world_size} ranks go through the link of rank 0, for "
         f"which they wait {in_ms(waits_s)} per step: let the ranks exchange with one another.",
         f"every link then carries 1/{setting.world_size} of what rank 0's carries now; what would be hidden "

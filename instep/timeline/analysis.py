@@ -96,7 +96,9 @@ def summary_lines(
     if slow is not None:
         yield "slow", slowness(slow)
     for number, one in enumerate(advice):
-        gain = f"about {in_percent(one.gain_share)} ({in_ms(one.gain_ms / 1e3)} a step)"
+        gain_s = one.gain_ms / 1e3
+        steps = f"{in_ms(gain_s)} a step; in three of four {in_ms(gain_s * one.confidence)} or more"
+        gain = f"about {in_percent(one.gain_share)} ({steps})"
         try_ = f": {one.try_}" if one.try_ else ""
         yield "" if number else "advice", f"{one.text} Predicted gain: {gain}{try_}"
 

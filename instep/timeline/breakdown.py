@@ -11,12 +11,12 @@ it costs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean, median, quantiles
+from typing import Any, NamedTuple
 
-from instep.events import Event
+from instep.events import GRADIENT_SYNC, Event
 from instep.timeline.bubbles import BACKWARD, StepWindow, find_bubbles, idle_intervals
 from instep.timeline.intervals import Interval, difference, intersection, total_ns, union
 
@@ -29,6 +29,8 @@ PARTS = COMPUTE, EXPOSED, WAITING, DATA, UPDATE, HOST, UNATTRIBUTED = (
     "host",
     "unattributed",
 )
+IDLE = "idle"  # waits of either kind: for messages, and for a slower rank
+FEWEST = 4  # steps that have quartiles
 LEAST_UNDER = 0.05  # of a backward: with less communication under it, it says nothing
 
 
@@ -67,6 +69,16 @@ class Parts:
     @property
     def host_s(self) -> float:
         return sum(self.host.values())
+
+    def losses(self) -> dict[str, float]:
+        """What advice is about: seconds that this step would be shorter without."""
+        return {
+            COMPUTE: self.compute,
+            DATA: self.data,
+            EXPOSED: self.exposed_s,
+            GRADIENT_SYNC: self.exposed.get(GRADIENT_SYNC, 0.0),
+            IDLE: self.exposed_s + self.waiting_s,
+        }
 
     def totals(self) -> dict[str, float]:
         """Seconds by the names ``PARTS``."""
@@ -168,6 +180,18 @@ def _seconds(figure_ns: int) -> float:
     return figure_ns / 1e9
 
 
+class Waited(NamedTuple):
+    """Seconds that a step loses to something: the lower quartile over the steps, and the median."""
+
+    low_s: float
+    median_s: float
+
+    @property
+    def confidence(self) -> float:
+        """The one by the other: 1 where every step loses as much, 0 where a quarter of them lose nothing."""
+        return min(max(self.low_s / self.median_s, 0.0), 1.0) if self.median_s > 0 else 0.0
+
+
 @dataclass(frozen=True)
 class RankBreakdown:
     """One rank's steps; seconds per step."""
@@ -184,6 +208,7 @@ class RankBreakdown:
     slowdown: float | None = None  # 0.2: compute takes 20 % longer while communication runs; None: unknown
     gathers_s: float = 0.0  # mean time in which weights are gathered
     gathers_hidden_s: float = 0.0  # of that, under something else
+    losses: dict[str, Waited] = field(default_factory=dict)  # by the names of ``Parts.losses``
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -205,10 +230,18 @@ class RankBreakdown:
                 raise ValueError(
                     f"{name} in a rank's breakdown: expected another kind of value than {value!r:.200}"
                 )
-        return cls(**found)
+        return cls(**{**found, "losses": {name: Waited(*pair) for name, pair in found["losses"].items()}})
 
 
 def _is_right(name: str, value: object) -> bool:
+    if name == "losses":
+        return isinstance(value, dict) and all(
+            isinstance(key, str)
+            and isinstance(pair, list | tuple)
+            and len(pair) == 2
+            and all(map(_is_figure, pair))
+            for key, pair in value.items()
+        )
     if name in ("parts", "causes", "hosts"):
         return isinstance(value, dict) and all(
             isinstance(key, str) and _is_figure(figure) for key, figure in value.items()
@@ -246,7 +279,16 @@ def breakdown(rows: Iterable[Parts], slowdown: float | None = None) -> RankBreak
         slowdown=slowdown,
         gathers_s=fmean(row.gathers for row in steps),
         gathers_hidden_s=fmean(row.gathers_hidden for row in steps),
+        losses=_lower_halves([row.losses() for row in steps]),
     )
+
+
+def _lower_halves(tables: Sequence[Mapping[str, float]]) -> dict[str, Waited]:
+    """Lower quartile and median by name; of fewer than four steps there is no quartile."""
+    if len(tables) < FEWEST:
+        return {}
+    cuts = {name: quantiles([table[name] for table in tables], n=4, method="inclusive") for name in tables[0]}
+    return {name: Waited(low, middle) for name, (low, middle, _) in cuts.items()}
 
 
 def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:

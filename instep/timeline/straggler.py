@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
-from statistics import median
+from statistics import median, quantiles
 
 from instep.timeline.breakdown import Parts
 
@@ -65,6 +65,7 @@ class SlowRank:
     excess_s: float  # per step, over the median of the other ranks (a median over steps)
     share: float  # of the others' median wall time
     steps: int  # looked at
+    low_s: float  # the lower quartile of its excess over these
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def _judge(rank: int, phase: str, steps: Sequence[_Step], noise: float) -> SlowR
     often = sum(step.slowest and step.share > share / 4 for step in last) >= OFTEN * len(last)
     if not often or share <= LEAST_SHARE or share < SURE * by_chance:
         return None
-    excess_s = median(step.excess_s for step in last)
-    return SlowRank(rank, phase, last[0].step, excess_s, share, len(last))
+    low_s, excess_s, _ = quantiles([step.excess_s for step in last], n=4, method="inclusive")
+    return SlowRank(rank, phase, last[0].step, excess_s, share, len(last), low_s)
 
 
 def _began(steps: Sequence[_Step]) -> int:

@@ -79,17 +79,19 @@ def _run(ranks: int) -> dict[str, Any]:
 def _advice() -> list[dict[str, Any]]:
     return [
         {
-            "cause": "slow rank", "gain_ms": 14.4, "gain_share": 0.153, "try": "",
+            "cause": "slow rank", "gain_ms": 14.4, "gain_share": 0.153, "confidence": 0.9, "try": "",
             "text": "Rank 2 computes 14.4 ms longer per step than the others, and all of them wait for it.",
             "how": "the median over 188 steps of its own time, less that of the other ranks",
         },
         {
-            "cause": "gloo", "gain_ms": 7.1, "gain_share": 0.075, "try": "--parallel.backend shm",
+            "cause": "gloo", "gain_ms": 7.1, "gain_share": 0.075, "confidence": 0.8,
+            "try": "--parallel.backend shm",
             "text": "All ranks are on one host, and gradients go through sockets: shared memory is faster.",
             "how": "65.5 MB at the 9.1 GB/s that instep bench has measured here, in place of 2.4 GB/s",
         },
         {
-            "cause": "giant bucket", "gain_ms": 2.6, "gain_share": 0.028, "try": "--parallel.bucket-mb 8",
+            "cause": "giant bucket", "gain_ms": 2.6, "gain_share": 0.028, "confidence": 0.6,
+            "try": "--parallel.bucket-mb 8",
             "text": "The last bucket is ready when backward is over, so none of its 25 MB is hidden.",
             "how": "exposed time of the last bucket, scaled to 8 MB",
         },

@@ -124,7 +124,7 @@ def test_whatever_a_setting_holds_advice_is_given_or_not_but_finite(tmp_path, fi
         assert 0 < advice.gain_ms < 1e9 and advice.gain_share > 0 and advice.text
 
 
-SLOW = SlowRank(rank=2, phase="its data", since=40, excess_s=0.0123, share=0.3, steps=9)
+SLOW = SlowRank(rank=2, phase="its data", since=40, excess_s=0.0123, share=0.3, steps=9, low_s=0.01)
 
 
 def row(rank: int = 0, hidden_s: float = 0.0, **parts: float) -> RankBreakdown:
@@ -175,12 +175,16 @@ def test_the_slow_rank_is_named_with_what_in_how_much_and_since_when():
 
 def test_each_advice_is_a_line_with_its_gain_and_what_to_try_and_only_the_first_has_the_label():
     advice = [
-        Advice("gloo", "Use shared memory.", 4.2, 0.17, "--parallel.backend shm", "measured"),
-        Advice("loader", "Load ahead.", 1.0, 0.04, "", "measured"),
+        Advice("gloo", "Use shared memory.", 4.2, 0.17, "--parallel.backend shm", "measured", 0.5),
+        Advice("loader", "Load ahead.", 1.0, 0.04, "", "measured", 1.0),
     ]
     assert list(summary_lines([row(compute=0.1)], None, advice))[1:] == [
-        ("advice", "Use shared memory. Predicted gain: about 17 % (4.2 ms a step): --parallel.backend shm"),
-        ("", "Load ahead. Predicted gain: about 4 % (1.0 ms a step)"),
+        (
+            "advice",
+            "Use shared memory. Predicted gain: about 17 % (4.2 ms a step; in three of four 2.1 ms or more): "
+            "--parallel.backend shm",
+        ),
+        ("", "Load ahead. Predicted gain: about 4 % (1.0 ms a step; in three of four 1.0 ms or more)"),
     ]
 
 

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.events import GRADIENT_SYNC, STEP, WAITS, Event
-from instep.timeline.breakdown import PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
+from instep.timeline.breakdown import (
+    DATA,
+    EXPOSED,
+    IDLE,
+    PARTS,
+    Parts,
+    RankBreakdown,
+    breakdown,
+    parts,
+    slowdown,
+)
 from tests.timeline.drawings import MS, draw, expected
 
 DRAWINGS = {
@@ -383,8 +393,19 @@ def test_steps_of_no_rank_or_two_are_refused() -> None:
         breakdown(steps(SHORT) + steps(SHORT, rank=1))
 
 
+def test_what_a_step_loses_has_a_lower_quartile_and_a_median() -> None:
+    (one,) = steps(SHORT)
+    waits = [{GRADIENT_SYNC: seconds} for seconds in (9, 1, 2, 4)]
+    rows = [replace(one, step=i, exposed=wait, waiting={}) for i, wait in enumerate(waits)]
+    found = breakdown(rows).losses
+    assert found[GRADIENT_SYNC] == found[EXPOSED] == found[IDLE] == (1.75, 3.0)
+    assert found[GRADIENT_SYNC].confidence == pytest.approx(1.75 / 3)
+    assert found[DATA].confidence == 0.0  # nothing is lost
+    assert breakdown(rows[:3]).losses == {}
+
+
 def test_a_breakdown_travels_as_json() -> None:
-    for found in (breakdown(steps(SHORT, LONG)), breakdown(steps(SHORT), slowdown=0.25)):
+    for found in (breakdown(steps(SHORT, LONG) * 3), breakdown(steps(SHORT), slowdown=0.25)):
         assert RankBreakdown.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
@@ -396,6 +417,8 @@ def test_a_breakdown_travels_as_json() -> None:
         ({"hidden_s": float("nan")}, "hidden_s in"),
         ({"parts": [1.0]}, "parts in"),
         ({"causes": {"gradient sync": "<script>"}}, "causes in"),
+        ({"losses": {"compute": [1.0]}}, "losses in"),
+        ({"losses": {"compute": [1.0, "2"]}}, "losses in"),
         ({"more": 1}, "with fields rank, steps"),
     ],
 )

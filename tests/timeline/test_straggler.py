@@ -96,7 +96,7 @@ def exact(
 
 def test_without_noise_the_figures_are_exact() -> None:
     slow = exact(4, 30, slow_by(2, DATA, 0.02, since=11))
-    assert slow == SlowRank(2, DATA, 11, pytest.approx(0.02), pytest.approx(0.2), 19)
+    assert slow == SlowRank(2, DATA, 11, pytest.approx(0.02), pytest.approx(0.2), 19, pytest.approx(0.02))
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=9))
@@ -138,7 +138,9 @@ def test_more_micro_batches_are_no_slowness_and_slow_ones_are() -> None:
 
     assert exact(3, 20, fair, micro_batches) is None
     slow = exact(3, 20, lambda own: slow_by(2, COMPUTE, 0.024)(fair(own)), micro_batches)
-    assert slow == SlowRank(2, COMPUTE, 0, pytest.approx(0.024), pytest.approx(0.24), 20)
+    assert slow == SlowRank(
+        2, COMPUTE, 0, pytest.approx(0.024), pytest.approx(0.24), 20, pytest.approx(0.024)
+    )
 
 
 def test_a_rank_without_micro_batches_does_not_make_the_others_slow() -> None:
