@@ -140,8 +140,12 @@ class SharedBuffers:
         return int.from_bytes(whole.digest()[:8], "little") >> 1
 
     def differ(self, said: Sequence[int]) -> bool:
-        """Whether there is something to exchange where the ranks have ``said`` this; alike on all ranks."""
-        if len(set(said)) == 1 and not any(self._travels(name, x) for name, x in self._seen):
+        """Whether there is something to exchange where the ranks have ``said`` this; alike on all ranks.
+
+        Where no bucket was sent, nothing was said: all parameters are another wrapper's.
+        """
+        alike = len(set(said)) == 1 or not (said or self._seen)
+        if alike and not any(self._travels(name, x) for name, x in self._seen):
             self._seen = []
             return False
         return True

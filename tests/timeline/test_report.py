@@ -146,6 +146,10 @@ def test_the_tables_have_the_figures():
     assert "<td>77.1</td>" in page and "<td>3.46</td>" in page and "rank 0 at 41.0 ms" in page
 
 
+def test_a_gain_is_said_with_what_three_of_four_steps_would_gain_at_least():
+    assert "13.0 ms or more in three steps of four" in render(example())  # 14.4 ms, with a confidence of 0.9
+
+
 def test_the_headline_names_the_slow_rank():
     told = shares(compute=61, waiting_for_a_slower_rank=22, exposed_communication=9, host=8)
     told["slow"] = {"rank": 2}
