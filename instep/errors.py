@@ -10,6 +10,13 @@
         └── CheckpointRejected    a checkpoint is missing, incomplete, altered, or of another model
 
 What a user did wrong in one call is a plain ``ValueError`` or ``TypeError``.
+
+    >>> try:
+    ...     loss_function(model(x), y).backward()
+    ... except instep.errors.PeerLost as lost:
+    ...     print("without", lost.ranks, "in", lost.operation)
+    ... except instep.errors.InstepError as error:
+    ...     print(error)
 """
 
 from __future__ import annotations
@@ -34,9 +41,14 @@ class InstepError(RuntimeError):
 
 
 class PeerLost(InstepError):
-    """A rank died, or did not come to ``operation`` before the deadline.
+    """A rank died, or did not come to an operation of all ranks before the deadline.
 
-    ``ranks`` are the global ranks that are missing; ``operation`` is what this rank was waiting in.
+    Raised by everything that is collective, on the ranks that wait. The group has lost a rank, and is of no
+    use any more: let the program end, or ``rebind`` the wrapper to a group of the ranks that are left.
+
+    Attributes:
+        ranks: the global ranks that are missing; empty where that is not known.
+        operation: what this rank was waiting in: "the exchange of bucket 0".
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), operation: str = "") -> None:
@@ -63,14 +75,21 @@ def let_go(error: BaseException) -> None:
 
 
 class Desync(InstepError):
-    """The ranks came to the same place with different plans; nothing was reduced, no gradient was written."""
+    """The ranks came to the same place with different plans; nothing was reduced, no gradient was written.
+
+    Raised on every rank alike: one made another step, left a loop over ``micro_batches``, or raised.
+    """
 
 
 class ReplicasDiffer(InstepError):
-    """Numbers that are the same on all ranks by construction are not: memory or arithmetic has failed.
+    """Numbers that should be the same on all ranks are not: one has written to them, or memory has failed.
 
-    ``ranks`` are the global ranks that are suspected, ``parameters`` what differs, by name. Raised on every
-    rank alike. The weights are not to be trusted, nor are snapshots made since the last comparison.
+    Raised on every rank alike. The weights are not to be trusted, nor are snapshots made since the last
+    comparison: load a checkpoint.
+
+    Attributes:
+        ranks: the global ranks that are suspected.
+        parameters: what differs, by name.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
@@ -82,8 +101,11 @@ class ReplicasDiffer(InstepError):
 class Diverged(InstepError):
     """Too many steps in a row had a gradient that is not finite, or far above those before.
 
-    Raised on every rank alike; the weights are those of before these steps. ``ranks`` are the global ranks
-    that computed the first number that is not finite, ``parameter`` is where; both empty if none is known.
+    Raised by ``instep train``, on every rank alike; the weights are those of before these steps.
+
+    Attributes:
+        ranks: the global ranks that computed the first number that is not finite; empty if none is known.
+        parameter: whose gradient it was in, by name; "" if that is not known.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), parameter: str = "") -> None:
@@ -93,7 +115,7 @@ class Diverged(InstepError):
 
 
 class ContractBroken(InstepError):
-    """A field that the bits depend on is not what it was when the run began."""
+    """A field that the bits depend on is not what it was when the run began. Raised by ``instep train``."""
 
 
 class CheckpointRejected(InstepError):

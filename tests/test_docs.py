@@ -34,8 +34,10 @@ SAVED = [
     ("shard", "Shard", ""),
     ("use", "Data from a data set", BEGUN),
 ]
-DECLARED = [*SAVED, ("use", "The declared loop", BEGUN)]
+AVERAGED = ("use", "An average of the weights", "")
+DECLARED = [*SAVED, ("use", "The declared loop", BEGUN), AVERAGED]
 OTHERS = [
+    AVERAGED,
     ("use", "What you print and evaluate", BEGUN),
     ("timeline", "In a loop of your own", BEGUN),
     ("verify", "Your model", BEGUN),
@@ -85,8 +87,8 @@ def run(text: str, directory: Path) -> None:
     os.chdir(directory)
     names = program() | {"instep": instep}
     exec(compile(text, "<example>", "exec"), names)
-    weights = instep.full_state_dict(names["model"])
-    whole = b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
+    held = [instep.full_state_dict(names[kept]) for kept in ("model", "average") if kept in names]
+    whole = b"".join(weights[name].numpy().tobytes() for weights in held for name in sorted(weights))
     Path("{RANK} of {WORLD_SIZE}".format_map(os.environ)).write_text(hashlib.sha256(whole).hexdigest())
 
 

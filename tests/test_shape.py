@@ -153,6 +153,7 @@ ONE_USER = {
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
     "instep/replicate/bucketed.py",
+    "instep/replicate/ddp_keywords.py",
     "instep/replicate/replica.py",
     "instep/replicate/thread_pool.py",
     "instep/run/status.py",

@@ -43,14 +43,27 @@ REASON_CHARACTERS = 1000  # of why a checkpoint was refused, as the other ranks 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What :func:`load` found; ``step`` is 0 and ``path`` None where there was no checkpoint yet."""
+    """What ``instep.load`` has found.
+
+    Attributes:
+        step: what ``save`` was told; 0 where there is no checkpoint yet.
+        data_cursor: the same.
+        extra: the JSON that ``save`` was given besides, tuples as lists.
+        path: the directory of the checkpoint; None where there is none yet.
+        rejected: why newer checkpoints were passed over, the newest first.
+        differences: in words, what of the numerical configuration is not as it was when it was saved.
+
+    Example:
+        >>> instep.load("checkpoints", model, optimizer)  # there is none yet
+        Resumed(step=0, data_cursor=0, extra={}, path=None, rejected=(), differences=())
+    """
 
     step: int = 0
     data_cursor: int = 0
     extra: Mapping[str, Json] = field(default_factory=dict)
     path: Path | None = None
-    rejected: tuple[str, ...] = ()  # why newer checkpoints were passed over
-    differences: tuple[str, ...] = ()  # fields of the numerical configuration that changed since
+    rejected: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
 
 def save(
@@ -65,24 +78,38 @@ def save(
     keep: int = 3,
     **extra: Json,
 ) -> Path:
-    """Save ``model`` (any module, wrapped data-parallel or not) after ``step`` optimizer steps.
+    """Save model and optimizer as ``directory/step-00000100``, in safetensors and JSON: whole or not at all.
 
-    Call it on every rank of a replicated model: rank 0 writes, the others return at once. A ``DataParallel``
-    knows its rank; with another model pass ``rank`` and ``world_size``. ``step`` is a number of your own,
-    which names the checkpoint; that of declared steps, which key random numbers, is kept beside it, where
-    ``model`` is a wrapper. ``extra`` is JSON of your own (a scheduler's state, the loss);
-    tuples come back as lists. The newest ``keep`` stay, at least two.
+    Call it on every rank. Of a replicated model rank 0 writes, and the others return at once. Where weights
+    or moments are sharded (``fully_shard``, ``ShardedOptimizer``) it is collective: every rank writes its
+    part into one directory, which all have to see, and returns when the whole has been verified.
 
-    Where weights or moments are sharded (:func:`instep.fully_shard`, :class:`instep.ShardedOptimizer`) every
-    rank writes its part into one directory, which all have to see, and returns when the whole has been
-    verified. Collective; ``rank`` and ``world_size`` are those of the sharding.
+    Args:
+        directory: of all checkpoints; made if it is not there.
+        model: any module, wrapped, sharded or neither. Of a wrapper the number of declared steps so far,
+            which key the random numbers, is kept too.
+        optimizer: over parameters of ``model``; None saves the model alone.
+        step, data_cursor: numbers of your own; ``step`` names the checkpoint.
+        rank, world_size: of this process, where ``model`` is not wrapped and so does not know them.
+        keep: the newest so many stay, at least 2.
+        extra: JSON of your own: a scheduler's state, the loss. Tuples come back as lists.
+
+    Returns:
+        The directory of this checkpoint, on every rank.
 
     Raises:
-        ValueError: several shard groups have the moments (``instep.init(shard=N)``), and ``model`` is not the
-            wrapper, which knows all of them.
+        ValueError: ``extra`` is no JSON; the optimizer has parameters that ``model`` has not; or there are
+            several shard groups, and ``model`` is not the wrapper, which knows all of them.
+        TypeError: the model's state dict has something that is no tensor.
         CheckpointRejected: what the ranks hold is not one whole state.
         FileExistsError: that step is there already, with another state.
         OSError: the directory cannot be written to.
+        PeerLost: a rank did not come to write its part.
+
+    Example:
+        >>> path = instep.save("checkpoints", model, optimizer, step=100, loss=0.5)
+        >>> path.name, instep.load("checkpoints", model, optimizer).extra
+        ('step-00000100', {'loss': 0.5})
     """
     state = TrainingState(model, optimizer)
     state.require_all_replicas()
@@ -101,26 +128,37 @@ def save(
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
-    """Load the newest checkpoint that verifies into ``model`` and ``optimizer``, on all ranks the same.
+    """Load the newest checkpoint that verifies, in place, on all ranks the same; begin anew if there is none.
 
-    Collective over the ranks that ``model`` is wrapped or sharded for; without a wrapper this process loads
-    for itself. Every rank looks into its own ``directory``, and nothing is changed before all have found the
-    same. A rank that has no checkpoint at all is sent what the others have: of a replicated model only rank 0
-    writes, so with disks of their own the other hosts have none. Else each rank reads what it is to hold.
+    Any number of ranks loads what any other has saved, sharded or not. Collective over the ranks that
+    ``model`` is wrapped or sharded for; without a wrapper this process loads for itself.
 
-    A wrapped or sharded model goes on counting its declared steps, which key the random numbers, where it was
-    saved. Without any checkpoint nothing is touched and ``step`` is 0. One that belongs neither to you nor to
-    root nor to the owner of ``directory``, or that every user may write to, is passed over.
+    Every rank looks into its own ``directory``, and nothing is changed before all have found the same. A rank
+    that has no checkpoint at all is sent what the others have (of a replicated model only rank 0 writes).
+    One that belongs neither to you nor to root nor to the owner of ``directory``, or that every user may
+    write to, is passed over. Rank 0 warns of that, and where it has none and another rank has.
 
-    Any number of ranks loads what any other has saved, sharded or not. Rank 0 warns where the newest
-    checkpoint was passed over, and where its own directory is empty and another rank's is not.
+    Args:
+        directory: as given to ``save``; it need not be there yet.
+        model: as given to ``save``, wrapped or sharded in any other way, or not at all. A wrapper goes on
+            counting declared steps, which key random numbers, where it was saved.
+        optimizer: of the class that was saved; None loads the model alone.
+
+    Returns:
+        A ``Resumed``: ``step`` is where to go on, 0 and nothing touched where there is no checkpoint yet.
 
     Raises:
-        CheckpointRejected: on all ranks; they have found different checkpoints, none verifies, or it is of
-            another model or optimizer, and nothing has been changed; or the model or the optimizer changes
-            what it is given.
-        ValueError: the loop over ``micro_batches`` of a declared step is open.
+        CheckpointRejected: on all ranks; they have found different checkpoints, none verifies, it is of
+            another model or optimizer, and nothing is changed; or these change what they are given.
+        ValueError: the optimizer has parameters that ``model`` has not, or a declared step is open.
         PeerLost: a rank did not come.
+
+    Example:
+        >>> for step in range(instep.load("checkpoints", model, optimizer).step, 3):
+        ...     optimizer.zero_grad()
+        ...     loss_function(model(x), y).backward()
+        ...     optimizer.step()
+        ...     path = instep.save("checkpoints", model, optimizer, step=step + 1)
     """
     state = TrainingState(model, optimizer)
     require_between_steps(list(state.module.parameters()), "instep.load")

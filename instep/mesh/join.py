@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +74,18 @@ def init(
             order of sums inside some kernels.
         outlive_launcher: whether a rank of torchrun or mpirun trains on when that is killed.
 
+    Returns:
+        The mesh; ``close()`` gives back what it has made.
+
     Raises:
-        ValueError: the environment is half set, with no default group; the axes do not multiply to its size.
+        ValueError: the environment is half set, with no default group; the axes do not multiply to its size;
+            or the backend needs a GPU that this rank has not.
         PeerLost: a rank did not come within ``timeout_s``, or the way to it is cut.
+
+    Example:
+        >>> mesh = instep.init(timeout_s=60)  # started by torchrun --nproc-per-node 4, of 4 ranks
+        >>> mesh.world_size, mesh.rank
+        (1, 0)
     """
     started = _environment()
     if dist.is_initialized():
@@ -85,22 +95,13 @@ def init(
     resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)  # before other ranks are waited for
     if started.source in PARENT_LAUNCHERS and not outlive_launcher:
         end_with_parent()
-    local_rank, num_local = started.local_rank, started.local_world_size
-    on_device, config = _choose(backend, local_rank, num_local, threads, one_host=started.one_host)
+    here, one_host = started.local_rank, started.one_host
+    on_device, config = _choose(backend, here, started.local_world_size, threads, one_host=one_host)
     if joins:
         _join(started, device.complete(config), timeout_s)
-    mesh = build(
-        default_store() if dist.is_initialized() else None,
-        rank,
-        world_size,
-        dp=dp,
-        shard=shard,
-        pp=pp,
-        tp=tp,
-        timeout_s=timeout_s,
-        local_rank=local_rank,
-        on_device=on_device,
-    )
+    store = default_store() if dist.is_initialized() else None
+    axes = partial(build, dp=dp, shard=shard, pp=pp, tp=tp)
+    mesh = axes(store, rank, world_size, timeout_s=timeout_s, local_rank=here, on_device=on_device)
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
     return _register(mesh)

@@ -85,12 +85,34 @@ class Axis:
 
 
 class Mesh:
-    """Named axes over the ranks of a world, with this rank's place on each.
+    """Named axes over the ranks of a world, with this rank's place on each; ``instep.init`` makes it.
 
     ``mesh["dp"]`` is the same mesh seen along one axis: what ``process_group=`` and ``get(..., mesh=)``
-    take. ``data`` are the ranks of ``dp`` and ``shard``, among which the batch is shared out. ``recorder``
-    receives the spans of all that use this mesh. ``close()`` gives back the groups that the mesh made,
-    then does what is in ``on_close``, the last first; groups that were there before stay.
+    take. The axes are "dp", "shard", "pp" and "tp"; another one is a ``ValueError``.
+
+    Attributes:
+        axes: their names and sizes: ``axes.size("dp")``.
+        rank: the global rank of this process.
+        local_rank: its rank on this host.
+        device: the ``torch.device`` of this rank.
+        timeout_s: the deadline of every wait, in seconds.
+        recorder: receives the spans of all that use this mesh.
+        along: by the name of an axis, this rank's group along it: ``along["dp"].ranks`` are global ranks.
+        world: the group of all ranks.
+        data: the ranks of ``dp`` and ``shard``, among which the batch is shared out.
+        on_close: functions to be called by ``close``, the last first.
+
+    Example:
+        >>> mesh = instep.init()
+        >>> print(mesh)
+        <mesh dp(1) = 1 rank on cpu; this is rank 0, dp=0>
+        >>> mesh.world_size, mesh.size, mesh["dp"].size
+        (1, 1, 1)
+        >>> mesh.coordinates
+        {'pp': 0, 'dp': 0, 'shard': 0, 'tp': 0}
+        >>> mesh.is_view, mesh["dp"].is_view, mesh["dp"].whole.ranks
+        (False, True, (0,))
+        >>> mesh.close()
     """
 
     def __init__(
@@ -164,7 +186,11 @@ class Mesh:
         return view
 
     def close(self) -> None:
-        """Destroy the groups that this mesh made. Call it on all ranks that are left, at the end."""
+        """Give back the groups that this mesh made, then do what is in ``on_close``, the last first.
+
+        Call it on all ranks that are left, at the end; it waits for none. Groups that were there before the
+        mesh stay, and the mesh is no longer the registered one.
+        """
         for axis in dict.fromkeys([self.world, self.data, *reversed(self.along.values())]):
             axis.close()
         while self.on_close:
@@ -253,12 +279,34 @@ def unregister(mesh: Mesh) -> None:
 
 
 class Get:
-    """``get(what, mesh=None)``: this rank's place in a mesh.
+    """``instep.get(what)``: this rank's place in a mesh, anywhere in the program.
 
-    "grank" is the global rank. "rank", "ws" (world size) and "pg" (the ``ProcessGroup``, None for a single
-    rank) belong to ``mesh`` if it has one axis (``mesh["dp"]``), else to the whole world of ``mesh``, which
-    is by default the registered one. "lrank" is the rank on this host, "device" the rank's device. ``mesh``
-    may be torch's ``DeviceMesh``; one of several dims is all its ranks.
+    Args:
+        what: which of these is wanted:
+            "grank": the global rank, an int.
+            "rank", "ws": rank and number of ranks (world size), ints; along its axis where ``mesh`` is a
+                view ``mesh["dp"]``, else in the world.
+            "pg": the ``torch.distributed.ProcessGroup`` of the same ranks, for collectives of your own;
+                None for a single rank.
+            "lrank": the rank on this host, an int.
+            "device": the ``torch.device`` of this rank.
+        mesh: by default the registered one, which ``instep.init`` has made. It may be torch's
+            ``DeviceMesh``; one of several dims is all its ranks.
+
+    Returns:
+        What was asked for.
+
+    Raises:
+        ValueError: ``what`` is none of these, or there is no mesh yet.
+
+    Example:
+        >>> mesh = instep.init()
+        >>> instep.get("rank"), instep.get("ws"), instep.get("ws", mesh["dp"])
+        (0, 1, 1)
+        >>> instep.get("pg") is None  # of one rank
+        True
+        >>> print(instep.get("device"))
+        cpu
     """
 
     __module__ = "instep"
@@ -286,11 +334,18 @@ class Get:
     def register_mesh(self, mesh: Mesh | DeviceMesh | None) -> None:
         """Make ``mesh`` the default of ``get`` and of every ``process_group=None``; None takes it back.
 
-        Of torch's ``DeviceMesh`` wrappers work over its one dim, or over the one with a name such as "dp".
+        Args:
+            mesh: a mesh, a view of one (``mesh["dp"]``), or torch's ``DeviceMesh``, of which wrappers work
+                over the one dim, or over the one with a name such as "dp".
 
         Raises:
             ValueError: it has several dims, and not one of them has such a name.
             TypeError: it is no mesh.
+
+        Example:
+            >>> instep.get.register_mesh(mesh["dp"])
+            >>> instep.get("rank")  # along dp
+            0
         """
         if isinstance(mesh, DeviceMesh):
             batch_group(mesh)

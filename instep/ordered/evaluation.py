@@ -39,18 +39,10 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
     """The mean of the values that all ranks pass: each as many as it has, or none. Collective.
 
     The sum is exact, and rounded once to float64: the same bits for every number of ranks, if the values are.
-
-        losses = []
-        for micro_batch in model.micro_batches(8):
-            loss = loss_function(model(x[micro_batch.index]), y[micro_batch.index])
-            loss.backward()
-            losses.append(loss.detach())
-        print(instep.mean(losses))                       # of all micro-batches, whichever rank had them
-
-        instep.mean(loss, weights=len(batch))            # batches of several sizes: each sample counts once
+    Costs two small all-gathers: of the values only the exact sum is sent, some numbers of 8 bytes.
 
     Args:
-        values: a number, a tensor of any shape and device, or a list of these.
+        values: a number, a tensor of any shape, dtype and device, or a list of these.
         weights: of each value, in the same form; or one number for all of them. By default all count alike.
         process_group: as for ``DataParallel``: a ``Mesh`` or a process group; by default the registered mesh,
             else torch's default group, else this process alone.
@@ -62,7 +54,11 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
         ValueError: on all ranks: there are not as many weights as values, or a weight is negative.
         PeerLost: a rank did not come.
 
-    Costs two small all-gathers: of the values only the exact sum is sent, some numbers of 8 bytes.
+    Example:
+        >>> instep.mean([torch.tensor([1.0, 2.0]), 6.0])  # on every rank, each with the values that it has
+        3.0
+        >>> instep.mean([0.25, 1.0], weights=[2, 1])  # losses of batches of 2 and 1: each sample counts once
+        0.5
     """
     group = _group(process_group)
 
@@ -80,11 +76,6 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
 def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, process_group: Ranks = None) -> Any:
     """The rows that all ranks pass, on every rank. Collective.
 
-        for x, i in loader:                              # the data set also gives the number of the sample
-            predictions.append(model(x))
-            samples.append(i)
-        predictions = instep.gather(torch.cat(predictions), index=torch.cat(samples))
-
     Args:
         tensors: of shape (num_rows, ...) each, on any device. Ranks may have different numbers of rows, or
             none; dtype and what follows in the shape are the same on all. A number, shape (), is one row.
@@ -98,9 +89,15 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
         tuple of them.
 
     Raises:
-        ValueError: on all ranks: numbers of rows differ between tensors and index, or ranks differ in what
-            they pass.
+        ValueError: on all ranks: numbers of rows differ between tensors and index, ranks differ in what they
+            pass, or nothing is passed.
         PeerLost: a rank did not come.
+
+    Example:
+        >>> rows = torch.tensor([[30.0], [10.0], [10.0]])  # predictions for samples 3, 1 and, repeated, 1
+        >>> instep.gather(rows, index=[3, 1, 1])
+        tensor([[10.],
+                [30.]])
     """
     group = _group(process_group)
     rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]

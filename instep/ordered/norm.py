@@ -79,15 +79,32 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their common 2-norm is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, with a norm whose bits do not depend on the placement. Call it
-    after backward, when the gradients are reduced. No communication, but where ``fully_shard`` has divided
-    the gradients: there all ranks have to call it, and tell each other 8 bytes per 4096 elements.
+    As ``torch.nn.utils.clip_grad_norm_``, with a norm whose bits do not depend on the placement. Call it on
+    every rank, between backward, which reduces the gradients, and the optimizer's step. Where each rank has
+    all of them nothing is sent; where ``fully_shard`` has divided them, ranks tell each other 8 bytes per
+    4096 elements.
+
+    Args:
+        parameters: all that the norm is over, or one; any shapes, dtypes and devices. Those without a
+            gradient are passed over, sparse gradients count by their dense values.
+        max_norm: the largest norm that is left; each gradient is multiplied by max_norm / (norm + 1e-6)
+            where that is below 1.
+        error_if_nonfinite: raise, with the gradients as they are, if the norm is inf or nan. By default they
+            are multiplied all the same, by 0 or nan, as by torch.
 
     Returns:
-        The norm before clipping, a float64 scalar on CPU.
+        The norm before clipping: float64, shape (), on the CPU.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        PeerLost: gradients are divided, and a rank did not come.
+
+    Example:
+        >>> loss_function(model(x), y).backward()
+        >>> norm = instep.clip_grad_norm_(model.parameters(), max_norm=0.01)
+        >>> float(norm) > 0.01  # before clipping; now it is 0.01
+        True
+        >>> optimizer.step()
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -31,6 +31,17 @@ class OwnNames(nn.Module):
     ``functional_call`` finds its way by attributes, and sets those that it does not find. So parts and
     tensors of the module are attributes of the wrapper, too. What else a module has for others (``config``,
     ``generate``, ``save_pretrained``) can be read and called there; what is set there is the wrapper's.
+
+    Example:
+        >>> model = instep.DataParallel(torch.nn.Sequential(torch.nn.BatchNorm1d(8)))
+        >>> [name for name, _ in model.named_parameters()], list(model.state_dict())[-1]
+        (['0.weight', '0.bias'], '0.num_batches_tracked')
+        >>> model.get_parameter("0.weight") is model.get_parameter("module.0.weight")
+        True
+        >>> model.get_buffer("0.running_mean") is dict(model.named_buffers())["0.running_mean"]
+        True
+        >>> model.get_submodule("0") is dict(model.named_modules())["0"]
+        True
     """
 
     rng_block = False  # the module may be a block of random numbers, what wraps it is none

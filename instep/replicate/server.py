@@ -84,6 +84,14 @@ class ParameterServer:
     Raises:
         ValueError: the ranks hold different models, or the optimizer has parameters that ``module`` has not.
         PeerLost: a rank did not come.
+
+    Example:
+        >>> mesh = instep.init()
+        >>> server = instep.ParameterServer(model, optimizer)
+        >>> server.backward_and_step(loss_function(model(x), y))
+        >>> server.is_server, server.step_mode, server.placement
+        (True, 'undeclared', {'strategy': 'server'})
+        >>> server.close()
     """
 
     __module__ = "instep"
@@ -119,6 +127,15 @@ class ParameterServer:
 
         All take the weights of the new server. If the old one was lost, so are its moments: load a
         checkpoint, or begin with new ones.
+
+        Args:
+            process_group, timeout_s: as for ``DataParallel``.
+
+        Raises:
+            ValueError, PeerLost: as when the model was wrapped.
+
+        Example:
+            >>> server.rebind(instep.init())
         """
         self._model.rebind(process_group, timeout_s)
         self._bind()
@@ -166,7 +183,14 @@ class ParameterServer:
         return self._model.step_mode
 
     def backward_and_step(self, loss: Tensor) -> None:
-        """``backward(loss)``, then ``step()``. Collective."""
+        """``backward(loss)``, then ``step()``. Collective.
+
+        Args:
+            loss: as for ``backward``.
+
+        Raises:
+            ValueError, Desync, PeerLost: as ``backward`` and ``step``.
+        """
         self.backward(loss)
         self.step()
 
@@ -175,9 +199,21 @@ class ParameterServer:
 
         What a plain ``backward()`` has accumulated in ``.grad`` before is part of it.
 
+        Args:
+            loss: a scalar, computed with the module.
+
         Raises:
-            ValueError: ``loss`` has no gradient for any parameter of the module; the other ranks then raise
-                ``Desync``, as after any other error in here.
+            ValueError: ``loss`` has no gradient for any parameter of the module, or the last gradient has not
+                been used yet.
+            Desync: another rank raised in here.
+            ReplicasDiffer: the ranks have different weights; on all ranks.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> server = instep.ParameterServer(model, optimizer)
+            >>> server.backward(loss_function(model(x), y))
+            >>> norm = instep.clip_grad_norm_(model.parameters(), 1.0)  # on every rank
+            >>> server.step()
         """
         self._require_no_gradient("backward()")
         try:
@@ -198,7 +234,24 @@ class ParameterServer:
     ) -> Iterator[MicroBatch]:
         """Declare a step, as ``DataParallel.micro_batches``; the end of the loop sends this rank's sums.
 
-        In the loop: ``loss.backward()``. After it: ``step()``.
+        In the loop: ``loss.backward()`` of data that ``micro_batch.index`` names. After it: ``step()``.
+
+        Args:
+            num_micro_batches: G, the number of micro-batches in the global batch; the bits depend on it.
+            step: what the random numbers are keyed by; by default the declared steps so far.
+
+        Yields:
+            A ``MicroBatch`` for each that is this rank's.
+
+        Raises:
+            ValueError, Desync, ReplicasDiffer, PeerLost: as ``DataParallel.micro_batches``.
+
+        Example:
+            >>> server = instep.ParameterServer(model, optimizer)
+            >>> for micro_batch in server.micro_batches(8):
+            ...     rows = range(micro_batch.index * 4, micro_batch.index * 4 + 4)
+            ...     loss_function(model(x[rows]), y[rows]).backward()
+            >>> server.step()
         """
         self._require_no_gradient("micro_batches()")
         yield from self._model.micro_batches(num_micro_batches, step=step)
@@ -209,7 +262,8 @@ class ParameterServer:
 
         Raises:
             ValueError: there was no ``backward`` or ``micro_batches`` since the last step.
-            Desync: on the workers, if the server's optimizer raised.
+            Desync: on the workers, if the server's optimizer raised; on the server that error itself.
+            PeerLost: a rank did not come.
         """
         if not self._pending:
             raise ValueError("step() without a gradient: call backward(loss), or run micro_batches(), first")
@@ -229,7 +283,13 @@ class ParameterServer:
         self.recorder.stepped()
 
     def discard(self) -> None:
-        """Drop the gradient that the server has, on all ranks, in the place of ``step``."""
+        """Drop the gradient that the server has, on all ranks, in the place of ``step``.
+
+        Example:
+            >>> server = instep.ParameterServer(model, optimizer)
+            >>> server.backward(loss_function(model(x), y))
+            >>> server.discard()  # it was nan, say
+        """
         self._pending = False
         self._reducer.gradients.drop()
 

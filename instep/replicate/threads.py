@@ -100,10 +100,16 @@ class ThreadedReplicas(OwnNames):
             which it exchanges nothing.
 
     Raises:
-        ValueError: at once, if this process is one of several ranks and not ``alone``, or, with R > 1, if an
-            embedding rescales its weight in forward (``max_norm``); in forward, if a replica draws random
-            numbers (dropout in training mode): the threads share one generator, so that the numbers would
-            depend on timing.
+        ValueError: at once, if ``num_replicas`` is no positive int, if this process is one of several ranks
+            and not ``alone``, or, with R > 1, if an embedding rescales its weight in forward (``max_norm``);
+            in forward, if a replica draws random numbers (dropout in training mode): the threads share one
+            generator, so that the numbers would depend on timing.
+
+    Example:
+        >>> replicas = instep.ThreadedReplicas(model, 2)
+        >>> loss_function(replicas(x), y).backward()  # the batch is split along dim 0
+        >>> optimizer.step()
+        >>> replicas.close()
     """
 
     __module__ = "instep"
@@ -141,19 +147,13 @@ class ThreadedReplicas(OwnNames):
     def micro_batches(self, num_micro_batches: int | DataSource, body: Body[T]) -> list[T]:
         """Declare a step of ``num_micro_batches`` micro-batches, and make it: R of them at a time.
 
-        ``body(model, micro_batch)`` is called once per micro-batch, in the thread of the replica that has it,
-        with that replica as ``model``: it is what stands in the loop over ``DataParallel.micro_batches``.
-
-            def body(model, micro_batch):
-                loss = f(model(x[micro_batch.index]))
-                loss.backward()
-                return loss.item()
-
-            losses = replicas.micro_batches(G, body)
-            optimizer.step()
-
-        In the place of G may stand an ``instep.Loader``: ``micro_batch.data`` of all is read beforehand.
         Afterwards every ``.grad`` is the sum over the micro-batches divided by the sum of their weights.
+
+        Args:
+            num_micro_batches: G, the number of micro-batches in the step; the bits depend on it. Or an
+                ``instep.Loader``: ``micro_batch.data`` of all is read beforehand.
+            body: ``body(model, micro_batch)`` is what stands in the loop over ``DataParallel.micro_batches``,
+                called in the thread of the replica that has the micro-batch, with that one as ``model``.
 
         Returns:
             What ``body`` has returned, by micro-batch.
@@ -163,6 +163,16 @@ class ThreadedReplicas(OwnNames):
                 without backward, a buffer that forward changed (but a norm's), random numbers (also with
                 R = 1), a parameter with a post-accumulate hook, a backward in a thread that ``body`` has
                 started.
+
+        Example:
+            >>> def body(model, micro_batch):
+            ...     rows = range(micro_batch.index * 4, micro_batch.index * 4 + 4)
+            ...     loss_function(model(x[rows]), y[rows]).backward()
+            ...     return len(rows)
+            >>> optimizer.zero_grad()
+            >>> replicas.micro_batches(8, body)
+            [4, 4, 4, 4, 4, 4, 4, 4]
+            >>> optimizer.step()
         """
         count, source = count_and_source(num_micro_batches)
         self.step_mode = "declared"

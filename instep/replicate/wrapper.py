@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from instep.ordered.buckets import Caps
 from instep.ordered.homes import Wrapped
 from instep.ordered.keys import LeafKeys
 from instep.replicate.comm_hook import CommHook, Hook, check
+from instep.replicate.ddp_keywords import consume, require_no_group
 from instep.replicate.own_names import OwnNames
 from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
@@ -47,26 +47,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# Keywords of torch 2.13's DistributedDataParallel that instep has no use for.
-# Keyword -> (the value that asks for nothing, why it has no effect here).
-NO_EFFECT: dict[str, tuple[Any, str]] = {
-    "device_ids": (None, "the module stays where it is and inputs are not moved"),
-    "output_device": (None, "the module stays where it is and outputs are not moved"),
-    "dim": (0, "inputs are not scattered"),
-    "check_reduction": (False, "every reduction is checked, always"),
-    "gradient_as_bucket_view": (True, "gradients are views of their buckets, always"),
-    "static_graph": (
-        False,
-        "uses are counted in the first backward, always; only that it allows unused ones",
-    ),
-    "skip_all_reduce_unused_params": (False, "an unused parameter is a zero in a bucket that travels anyway"),
-    "batched_grad_copy": (False, "gradients are copied as they appear"),
-}
-REFUSED = {
-    "delay_all_reduce_named_params": "reduce these parameters in a wrapper of their own",
-    "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params",
-    "mixed_precision": "use torch.autocast in the training loop; instep reduces in float32",
-}
 UNBOUND = (
     "this model was loaded from a pickle, and has not been used through its DataParallel since, so that its "
     "gradients are this rank's alone: call the wrapper, on every rank, and not its module"
@@ -107,9 +87,12 @@ class DataParallel(WrappedOnce, OwnNames):
         init_sync: True takes rank 0's parameters and buffers, "verify" raises if values differ, False does
             neither. Structure is always compared.
         find_unused_parameters: see above.
-        broadcast_buffers: rank 0's buffers for all, once per synchronised undeclared step.
+        broadcast_buffers, forward_sync_buffers: False in one of them keeps each rank's own buffers; else all
+            have rank 0's, once per synchronised undeclared step.
         seed: keys the random numbers of declared steps.
-        timeout_s: deadline of every wait in seconds, where no mesh brings one.
+        timeout_s: deadline of every wait in seconds, where no mesh brings one; 300 by default.
+        device_mesh, bucket_cap_mb_list: torch's words for ``process_group`` and ``bucket_cap_mb``.
+        device_ids, output_device, dim: of no effect, with a warning: nothing is moved or scattered.
         others: every other keyword of torch 2.13's ``DistributedDataParallel`` is accepted; one without
             effect warns, and what is not offered is refused with the reason.
 
@@ -120,6 +103,15 @@ class DataParallel(WrappedOnce, OwnNames):
         RuntimeError: no parameter requires a gradient.
         TypeError: an argument before ``process_group`` is a mesh or a group, given without its name.
         PeerLost: a rank did not come.
+
+    Example:
+        >>> mesh = instep.init()
+        >>> model = instep.DataParallel(model)
+        >>> loss_function(model(x), y).backward()  # each rank with its own x and y
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> model.step_mode, model.placement
+        ('undeclared', {'strategy': 'bucketed', 'bucket_mb': 25.0})
     """
 
     __module__ = "instep"
@@ -266,7 +258,18 @@ class DataParallel(WrappedOnce, OwnNames):
     def rebind(
         self, process_group: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float | None = None
     ) -> None:
-        """Go on over another group, between two steps; for survivors of a lost rank. Collective over it."""
+        """Go on over another group, between two steps; for survivors of a lost rank. Collective over it.
+
+        Args:
+            process_group, timeout_s: as when the model was wrapped.
+
+        Raises:
+            ValueError, PeerLost: as when the model was wrapped.
+
+        Example:
+            >>> model.close()  # the old group
+            >>> model.rebind(instep.init())
+        """
         self._unbind()
         self._arguments |= {"process_group": process_group, "device_mesh": None, "timeout_s": timeout_s}
         self._bind(process_group, timeout_s)
@@ -301,8 +304,14 @@ class DataParallel(WrappedOnce, OwnNames):
     ) -> Iterator[MicroBatch]:
         """Declare a step of ``num_micro_batches`` micro-batches and yield those that this rank computes.
 
-        All ranks must run the loop to its end; the last iteration leaves the reduced gradients in
-        ``.grad``. Leaving early discards this rank's part and makes the others raise ``Desync``. In ``zip``,
+        The one rule: the data of a micro-batch is a function of ``step`` and ``micro_batch.index``, never of
+        the rank. No ``DistributedSampler`` then: all ranks have the same order of samples, and each indexes
+        it by the micro-batches that it is given, 3, 3 and 2 of 8 on three ranks. So the step is the same, to
+        the bit, on any number of ranks.
+
+        In the loop: one forward and one backward per micro-batch, of a loss that is divided by nothing (see
+        ``MicroBatch`` for weights). After it: ``.grad`` is the mean over all G, on all ranks. All run it to
+        its end; leaving early discards this rank's part and makes the others raise ``Desync``. In ``zip``,
         ``micro_batches`` comes first: an iterator before it that ends leaves the loop in its last iteration.
 
         Args:
@@ -310,9 +319,25 @@ class DataParallel(WrappedOnce, OwnNames):
                 an ``instep.Loader``, which gives each micro-batch its ``data``.
             step: what the random numbers are keyed by; by default the declared steps so far.
 
+        Yields:
+            A ``MicroBatch`` for each that is this rank's; none where there are more ranks than micro-batches.
+
         Raises:
             ValueError: a rule of declared steps is broken (a buffer changed in forward by something else
-                than a norm, a micro-batch without backward, a gradient left over from before).
+                than a norm, a micro-batch without backward, a gradient left over from before), or there is a
+                communication hook.
+            Desync: another rank left the loop, or declared another step; on all ranks.
+            ReplicasDiffer: the ranks have different weights; on all ranks.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> for step in range(2):
+            ...     for micro_batch in model.micro_batches(8, step=step):  # of 4 samples each
+            ...         first = step * 32 + micro_batch.index * 4
+            ...         rows = order[first : first + 4]
+            ...         loss_function(model(x[rows]), y[rows]).backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
         """
         self._check_alone("micro_batches")
         if self._comm_hook is not None:
@@ -328,7 +353,13 @@ class DataParallel(WrappedOnce, OwnNames):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without exchanging them. Forward *and* backward belong inside, as in DDP."""
+        """Accumulate gradients without exchanging them. Forward *and* backward belong inside, as in DDP.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss_function(model(x[:4]), y[:4]).backward()
+            >>> loss_function(model(x[4:8]), y[4:8]).backward()  # exchanges the sum of both
+        """
         before, self.do_sync = self.do_sync, False
         try:
             yield
@@ -351,21 +382,35 @@ class DataParallel(WrappedOnce, OwnNames):
     require_backward_grad_sync = do_sync
 
     def enable_grad_sync(self) -> None:
-        """Exchange gradients in the backwards of forwards from now on."""
+        """Exchange gradients in the backwards of forwards from now on, as after wrapping."""
         self.do_sync = True
 
     def disable_grad_sync(self) -> None:
-        """Only accumulate in the backwards of forwards from now on."""
+        """Only accumulate in the backwards of forwards from now on: ``no_sync`` without a block."""
         self.do_sync = False
 
     def sync_gradients(self) -> None:
-        """Exchange what was accumulated since the last exchange; a second call does nothing. Collective."""
+        """Exchange what was accumulated since the last exchange; a second call does nothing. Collective.
+
+        Raises:
+            ValueError: called inside of the loop over ``micro_batches``, which exchanges at its end.
+            RuntimeError: the wrapper is closed.
+            Desync, ReplicasDiffer, PeerLost: as ``micro_batches``.
+
+        Example:
+            >>> model.disable_grad_sync()
+            >>> model.do_sync, model.require_backward_grad_sync
+            (False, False)
+            >>> loss_function(model(x), y).backward()
+            >>> model.enable_grad_sync()
+            >>> model.sync_gradients()  # .grad is the mean over the ranks
+        """
         self._check_open()
         self._backward.synchronise()
 
     @contextmanager
     def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Does nothing, and says so: uneven inputs are what ``micro_batches`` is for."""
+        """Does nothing, and warns so, on rank 0: uneven inputs are what ``micro_batches`` is for."""
         if self.group.rank == 0:
             warnings.warn(
                 "join() has no effect: use model.micro_batches(G), where a rank may have fewer micro-batches "
@@ -383,9 +428,22 @@ class DataParallel(WrappedOnce, OwnNames):
         which promises the same bits on any number of ranks, is refused. Call it on every rank, before the
         first backward. Copies and pickles of the wrapper have no hook.
 
+        Args:
+            state: handed to the hook as it is; for torch's, the process group or None.
+            hook: ``hook(state, bucket)`` returns a ``torch.futures.Future`` of a tensor of the size of
+                ``bucket.buffer()``, flat, which is the gradient to go on with: the mean, not the sum.
+
         Raises:
             TypeError, ValueError: it is no such hook.
-            RuntimeError: there is one already.
+            RuntimeError: there is one already, or the wrapper is closed.
+
+        Example:
+            >>> def halved(state, bucket):  # a mean over two ranks would be all-reduced here
+            ...     future = torch.futures.Future()
+            ...     future.set_result(bucket.buffer() / 2)
+            ...     return future
+            >>> model.register_comm_hook(None, halved)
+            >>> loss_function(model(x), y).backward()
         """
         check(hook)
         if self._comm_hook is not None:
@@ -408,25 +466,19 @@ class DataParallel(WrappedOnce, OwnNames):
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """Compare the distributed gradient with that of one process, on this model, strategy and batch.
 
-        Every rank passes the batch that it would train on; sizes may differ, as the gradient is the mean over
-        the ranks. Each makes one synchronised step without an update, as in the plain loop; then rank 0
-        computes every rank's gradient again, alone, and what each rank has is compared with their mean.
-        Weights, buffers, gradients, torch's random generators, training mode and the wrapper's own state are
-        as before when it returns or raises.
-
-        It costs W + 1 forwards and backwards on rank 0, which needs memory for all batches and some 5 copies
-        of the model. Random numbers have to come from torch's default generators. Collective.
-
-            report = model.verify((x, y), lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
-            report.raise_for_error()
+        Each rank makes one synchronised step on its batch, without an update; then rank 0 computes every
+        rank's gradient again, alone, and what each rank has is compared with their mean. Weights, buffers,
+        gradients, torch's random generators, training mode and the wrapper's own state are as before when it
+        returns or raises. W + 1 forwards and backwards on rank 0, which needs memory for all batches and some
+        5 copies of the model. Random numbers have to come from torch's default generators. Collective.
 
         Args:
-            batch: a tensor, or tensors in dicts (with strings for keys), lists and tuples, beside numbers,
-                strings and None. It is used as a contiguous copy.
+            batch: what this rank would train on, of any size: a tensor, or tensors in dicts (with strings for
+                keys), lists and tuples, beside numbers, strings and None.
             loss: ``loss(model, batch)`` returns the scalar mean over the batch; ``model`` is this wrapper,
-                and on rank 0 also the bare module. Without it the model computes the loss by itself (its
-                output, ``output.loss`` or ``output["loss"]``), called with the items of a list or tuple, the
-                keywords of a dict, or the tensor.
+                and on rank 0 also the bare module. Without it the model is called with the items of a list or
+                tuple, the keywords of a dict, or the tensor; the loss is its output, ``output.loss`` or
+                ``output["loss"]``.
             rtol: allowed error, relative to the norm of each gradient; by default 1e-5, 1e-8 for float64,
                 2e-3 for float16 and 1.6e-2 for bfloat16.
 
@@ -436,6 +488,10 @@ class DataParallel(WrappedOnce, OwnNames):
         Raises:
             ValueError, TypeError, InstepError: a rank raised in its part; all do, and name it.
             PeerLost: a rank did not come.
+
+        Example:
+            >>> report = model.verify((x, y), lambda model, batch: loss_function(model(batch[0]), batch[1]))
+            >>> report.raise_for_error()
         """
         self._check_alone("verify")
         parameters = self._reducer.parameters
@@ -537,41 +593,3 @@ def _sparse(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     wanted = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
     return {i for i, parameter in enumerate(parameters) if id(parameter) in wanted}
-
-
-def require_no_group(**arguments: Any) -> None:
-    """Raise ``TypeError`` if one of ``arguments``, which stand before ``process_group``, could be a group.
-
-    Every rank would else train in the default group. The ranks need not agree: those of another group than
-    the one that was meant may never come.
-    """
-    for name, value in arguments.items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        odd = [x for x in parts if not isinstance(x, Integral | str | torch.device | None)]
-        if odd:
-            raise TypeError(
-                f"{name}: expected what it is in torch's DistributedDataParallel (devices, numbers), got a "
-                f"{type(odd[0]).__name__}: pass a mesh or a process group by name, process_group=..."
-            )
-
-
-def consume(keywords: Mapping[str, Any]) -> str:
-    """Accept what has no effect, and refuse the rest by name.
-
-    Returns:
-        The warning that is due, or "".
-
-    Raises:
-        TypeError: a keyword that neither torch nor instep knows.
-        ValueError: a keyword that would have an effect in torch that instep does not offer.
-    """
-    idle = []
-    for name, value in keywords.items():
-        if name in REFUSED:
-            if value is not None:
-                raise ValueError(f"{name} is not offered: {REFUSED[name]}")
-        elif name not in NO_EFFECT:
-            raise TypeError(f"DataParallel got an unknown keyword {name!r}")
-        elif value is not None and value != NO_EFFECT[name][0]:
-            idle.append(f"{name} ({NO_EFFECT[name][1]})")
-    return f"without effect in instep: {'; '.join(idle)}" if idle else ""

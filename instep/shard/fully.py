@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -66,6 +65,17 @@ class FullySharded(WrappedOnce):
     after. Classes that look at whole parameters (Adafactor, Muon, one's own) are refused by name in ``step``.
 
     Buffers and frozen parameters are every rank's; in stage 3 frozen parameters are sharded too.
+
+    Example:
+        >>> model = instep.fully_shard(model, stage=3)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> loss_function(model(x), y).backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> model.step_mode, model.placement
+        ('undeclared', {'strategy': 'fully_shard', 'stage': 3})
+        >>> model.group.size, model.recorder.rank, model.sharding.options.stage
+        (1, 0, 3)
     """
 
     @property
@@ -94,22 +104,43 @@ class FullySharded(WrappedOnce):
         """What a run is told to be: "strategy" and "stage"."""
         return {"strategy": "fully_shard", "stage": self.sharding.options.stage}
 
-    def micro_batches(self, num_leaves: int | DataSource, *, step: int | None = None) -> Iterator[MicroBatch]:
-        """Declare a step of ``num_leaves`` micro-batches and yield those that this rank computes.
+    def micro_batches(
+        self, num_micro_batches: int | DataSource, *, step: int | None = None
+    ) -> Iterator[MicroBatch]:
+        """Declare a step of ``num_micro_batches`` micro-batches and yield those that this rank computes.
 
-        As ``DataParallel.micro_batches``, but ranks take turns: rank r computes r, r + W, r + 2W, ... After
-        the last iteration ``.grad`` says whether there is a gradient, whose pieces optimizers step with.
+        As ``DataParallel.micro_batches``, with its one rule: index data by ``micro_batch.index``, never by
+        rank. But ranks take turns: rank r computes r, r + W, r + 2W, ... After the last iteration ``.grad``
+        says whether there is a gradient, whose pieces optimizers step with.
 
         Args:
-            num_leaves: G, the number of micro-batches in the global batch; the bits depend on it. Or an
-                ``instep.Loader``, which gives each micro-batch its ``data``.
+            num_micro_batches: G, the number of micro-batches in the global batch; the bits depend on it. Or
+                an ``instep.Loader``, which gives each micro-batch its ``data``.
             step: what the random numbers are keyed by; by default the declared steps so far.
+
+        Yields:
+            A ``MicroBatch`` for each that is this rank's.
+
+        Raises:
+            ValueError, Desync, ReplicasDiffer, PeerLost: as ``DataParallel.micro_batches``.
+
+        Example:
+            >>> for micro_batch in model.micro_batches(8):
+            ...     rows = range(micro_batch.index * 4, micro_batch.index * 4 + 4)
+            ...     loss_function(model(x[rows]), y[rows]).backward()
+            >>> optimizer.step()
         """
-        return self.sharding.micro_batches(num_leaves, step)
+        return self.sharding.micro_batches(num_micro_batches, step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate whole gradients on this rank, without exchanging them, as in DDP."""
+        """Accumulate whole gradients on this rank, without exchanging them, as in DDP.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss_function(model(x[:4]), y[:4]).backward()
+            >>> loss_function(model(x[4:8]), y[4:8]).backward()  # exchanges the sum of both
+        """
         backward = self.sharding.backward
         before, backward.sync = backward.sync, False
         try:
@@ -125,22 +156,53 @@ class FullySharded(WrappedOnce):
         self.sharding.backward.sync = requires_gradient_sync
 
     def sync_gradients(self) -> None:
-        """Exchange what was accumulated since the last exchange; a second call does nothing. Collective."""
+        """Exchange what was accumulated since the last exchange; a second call does nothing. Collective.
+
+        Raises:
+            ValueError: called inside of the loop over ``micro_batches``, which exchanges at its end.
+            Desync, ReplicasDiffer, PeerLost: as ``micro_batches``.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss_function(model(x), y).backward()
+            >>> model.sync_gradients()
+        """
         self.sharding.backward.synchronise()
 
     def materialise(self, init: Callable[[str, Tensor], None] | None = None, *, seed: int = 0) -> None:
-        """Give values to parameters from the meta device, one unit after the other; stage 3.
+        """Give values to parameters from the meta device, one unit after the other; stage 3. Collective.
 
-        ``init(name, tensor)`` fills one whole parameter. By default the module's own ``init_parameter`` does,
-        else ``reset_parameters`` of its submodules.
+        Args:
+            init: ``init(name, tensor)`` fills one whole parameter in place. By default the module's own
+                ``init_parameter`` does, else ``reset_parameters`` of its submodules.
+            seed: with the name of a parameter it keys the random numbers of its values.
+
+        Raises:
+            ValueError: the stage is 2, or nothing fills a parameter.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> with torch.device("meta"):
+            ...     large = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+            >>> large = instep.fully_shard(large)
+            >>> large.materialise()
+            >>> large(x).shape
+            torch.Size([64, 1])
         """
         self.sharding.materialise(init, seed)
 
     def close(self, *, wait: bool = True) -> None:
         """End the sharding; the module has its own class again. Stage 3 leaves it without values.
 
-        Take ``full_state_dict`` before, if they are wanted. Optimizers over it are of no use any more. Where
-        weights travel in messages, others may still ask for this rank's; without ``wait`` they ask in vain.
+        Take ``full_state_dict`` before, if they are wanted. Optimizers over it are of no use any more.
+
+        Args:
+            wait: where weights travel in messages, until no other rank asks for this one's; False returns at
+                once, and they ask in vain.
+
+        Example:
+            >>> weights = instep.full_state_dict(model)
+            >>> model.close()
         """
         sharding = self.sharding
         sharding.close(wait=wait)
@@ -172,7 +234,11 @@ class FullySharded(WrappedOnce):
 
 
 class Verifiable(FullySharded):
-    """Of a module that has no ``verify``; one that has keeps its own: ``model.sharding.verify`` is this."""
+    """Of a module that has no ``verify``; one that has keeps its own: ``model.sharding.verify`` is this.
+
+    Example:
+        >>> model = instep.fully_shard(model)
+    """
 
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """Compare the distributed gradient with that of one process, on this model, stage and batch.
@@ -190,11 +256,15 @@ class Verifiable(FullySharded):
                 With ``compute_dtype``, ``rtol`` is by default that of this dtype.
 
         Returns:
-            The same report on every rank. ``Row.rank`` is the one whose slice is the worst.
+            The same report on every rank. ``GradientRow.rank`` is the one whose slice is the worst.
 
         Raises:
             ValueError, TypeError, InstepError: a rank raised in its part; all do, and name it.
             PeerLost: a rank did not come.
+
+        Example:
+            >>> report = model.verify((x, y), lambda model, batch: loss_function(model(batch[0]), batch[1]))
+            >>> report.raise_for_error()
         """
         return self.sharding.verify(batch, loss, rtol=rtol)
 
@@ -222,9 +292,8 @@ def fully_shard(
 
     Args:
         module: whose parameters no other wrapper or sharded optimizer has.
-        process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1, each shard group has
-            the module in slices, and the ``dp`` groups are replicas: only the reduced slices of gradients
-            travel between them, once per step.
+        process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1 each shard group has the module
+            in slices, and only their reduced gradients travel between shard groups, once per step.
         stage: 2 or 3.
         compute_dtype: of weights and gradients in forward and backward, and of floating inputs of the module
             and its units, which are cast; the weights that the optimizer steps stay float32, and are in
@@ -239,22 +308,24 @@ def fully_shard(
         device: where parameters on the meta device shall live; by default the CPU.
         timeout_s: deadline of every wait in seconds, where no mesh brings one.
 
+    Returns:
+        ``module`` itself.
+
     Raises:
         ValueError: on all ranks; an argument is wrong, models differ, or a parameter cannot be sharded.
         PeerLost: a rank did not come.
+
+    Example:
+        >>> model = instep.fully_shard(model, stage=2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     """
-    consider = partial(
-        _consider,
-        module,
-        stage=stage,
-        compute_dtype=compute_dtype,
-        reshard_after_forward=reshard_after_forward,
-        one_copy=one_copy,
-        init_sync=init_sync,
-        find_unused_parameters=find_unused_parameters,
-        seed=seed,
-        overlap=overlap,
-    )
+
+    def consider() -> ShardingOptions:  # what this rank may refuse before it knows of the others
+        require_unwrapped(module)
+        _require_plain(module)
+        sync = (init_sync, find_unused_parameters, seed, overlap)
+        return ShardingOptions(stage, compute_dtype, reshard_after_forward, one_copy, *sync)
+
     local = LocalOptions(units, device, timeout_s)
     sharding = Sharding(module, process_group, consider, local, broadcast_buffers=broadcast_buffers)
     _become_sharded(module, sharding)
@@ -267,10 +338,27 @@ def shardings(module: nn.Module) -> Iterator[Sharding]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of ``module`` with all values, on every rank, in memory of its own. Collective.
+    """The state dict of ``module`` with all values, whole on every rank, in memory of its own. Collective.
 
-    Names are the module's own. Weights are what the optimizer steps: float32 where it computes in less.
-    Modules that are not sharded, or in part, are fine.
+    For other programs, for an evaluation in one process, for a copy that stays as it is; what training goes
+    on from is ``instep.save``, where no rank needs memory for all of it.
+
+    Args:
+        module: sharded by ``fully_shard``, as a whole or some of its parts, wrapped, or plain.
+
+    Returns:
+        As ``module.state_dict()``, by the module's own names: tensors of full shape, on the devices of
+        parameters and buffers, which later steps do not change. Weights are what the optimizer steps:
+        float32 where ``compute_dtype`` is less.
+
+    Raises:
+        PeerLost: a rank did not come.
+
+    Example:
+        >>> model = instep.fully_shard(model)
+        >>> weights = instep.full_state_dict(model)
+        >>> weights["0.weight"].shape
+        torch.Size([96, 8])
     """
     live = {x.untyped_storage()._cdata for x in (*module.parameters(), *module.buffers())}
     whole: dict[str, Any] = {}
@@ -287,13 +375,6 @@ def _become_sharded(module: nn.Module, sharding: Sharding) -> None:
     added = FullySharded if hasattr(module, "verify") else Verifiable
     module.__dict__[KEY] = sharding
     module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (added, sharding.kind), {})
-
-
-def _consider(module: nn.Module, **options: Any) -> ShardingOptions:
-    """What this rank may refuse before it knows of the others."""
-    require_unwrapped(module)
-    _require_plain(module)
-    return ShardingOptions(**options)
 
 
 def _require_plain(module: nn.Module) -> None:

@@ -65,8 +65,6 @@ LOADING = "the loading of an optimizer state"
 class ShardedOptimizer(Optimizer):
     """``optimizer_cls`` over ``params``, with its state and its update divided among the ranks.
 
-        optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
-
     At construction: ranks compare parameters, groups and options. The trainable parameters move into flat
     memory, one per dtype and device, with the values of the group's first rank; they stay the same
     ``Parameter`` objects, but what aliased their memory (a view, a pointer) does not follow. The flat memory
@@ -114,17 +112,29 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: as for ``optimizer_cls``: parameters, groups, or named parameters.
-        optimizer_cls: the class; ``kwargs`` are its options.
+        optimizer_cls: the class, of torch or your own.
         process_group: a mesh (its ``dp`` axis, or its ``shard`` axis if that is larger than 1),
             ``mesh[axis]``, a torch process group; None means the registered mesh, else torch's default
             group, else this process alone.
         one_copy: see above; nothing else for one rank.
+        kwargs: the options of ``optimizer_cls``.
 
     Raises:
         ValueError: the ranks differ, the class cannot be sharded, or a parameter has another sharded
             optimizer already, or is given twice; ``one_copy`` where ranks share no memory.
         TypeError: as ``optimizer_cls``.
         PeerLost: a rank did not come.
+
+    Example:
+        >>> model = instep.DataParallel(model)
+        >>> optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+        >>> loss_function(model(x), y).backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> len(optimizer.shards.held), len(optimizer.local_state), len(optimizer.state)  # of one rank: all 6
+        (6, 6, 6)
+        >>> sorted(optimizer.state_dict())
+        ['param_groups', 'state']
     """
 
     __module__ = "instep"
@@ -189,6 +199,12 @@ class ShardedOptimizer(Optimizer):
 
         Parameters without a gradient are left alone; which have one must be the same on all ranks.
 
+        Args:
+            closure: as for ``optimizer_cls``: computes the loss again, with ``backward``, and returns it.
+
+        Returns:
+            What ``closure`` has returned, or None.
+
         Raises:
             TypeError: a gradient is sparse.
             ValueError: a parameter was unfrozen, or its memory replaced, since construction.
@@ -200,7 +216,11 @@ class ShardedOptimizer(Optimizer):
         return self._update.make(self, self._inner, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``optimizer_cls``; gradients that are in slices are dropped, never set to zero."""
+        """As ``optimizer_cls``; gradients that are in slices are dropped, never set to zero.
+
+        Args:
+            set_to_none: False sets whole gradients to zero, as in torch.
+        """
         for p in self._shards.owned:
             if homes.home(p) is not None:
                 p.grad = None
@@ -209,9 +229,17 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update these parameters, in flat memory of their own. Collective, between two steps.
 
+        Args:
+            param_group: as for ``optimizer_cls``: ``{"params": [...], "lr": 1e-4}``.
+
         Raises:
             ValueError: as at construction; the optimizer is then as before, unless ``optimizer_cls`` itself
                 refuses the group, after which every step raises until a state is loaded.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> head = torch.nn.Linear(4, 2)
+            >>> optimizer.add_param_group({"params": list(head.parameters()), "lr": 1e-4})
         """
         if self._local is None:
             super().add_param_group(param_group)
@@ -234,6 +262,10 @@ class ShardedOptimizer(Optimizer):
         """The whole state, as the plain ``optimizer_cls`` over the same parameters has it. Collective.
 
         Needs memory for all of it on every rank: 8 bytes per parameter for Adam in float32.
+
+        Raises:
+            RuntimeError: the optimizer is closed, or a step was not completed on some rank.
+            PeerLost: a rank did not come.
         """
         self._status.require_sound()
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -250,6 +282,13 @@ class ShardedOptimizer(Optimizer):
 
         ``{"sharded": {"rank", "world_size", "order"}, "pieces": [{"parameter", "first", "last", "state"},
         ...], "param_groups": [...]}``; ranges count elements in logical order, as ``order`` says.
+
+        Raises:
+            RuntimeError: the optimizer is closed, or a step was not completed on some rank.
+
+        Example:
+            >>> [(piece["first"], piece["last"]) for piece in optimizer.sharded_state_dict()["pieces"]][:2]
+            [(0, 768), (0, 96)]
         """
         self._status.require_sound()
         return format_sharded(self._shards.held, self._inner, self.param_groups, self.group)
@@ -259,10 +298,17 @@ class ShardedOptimizer(Optimizer):
 
         State of frozen parameters is not kept.
 
+        Args:
+            state_dict: of ``state_dict``, ``sharded_state_dict`` or a plain optimizer; it is copied.
+
         Raises:
             ValueError: on all ranks, and nothing is changed: it does not fit, it was cut for other ranks, or
                 in another order by an older version, or the ranks pass different ones. After any other error
                 every step raises until one is loaded.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> optimizer.load_state_dict(optimizer.state_dict())
         """
         self._status.require_open()
         state_dict = dict(state_dict)
@@ -285,15 +331,22 @@ class ShardedOptimizer(Optimizer):
             after(self)
 
     def pieces(self) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-        """What this rank holds of the weights: parameter, first, last, and these elements, flat, to be read.
+        """What this rank holds of the weights.
 
-        ``first`` and ``last`` (exclusive) count the parameter's elements in logical order. All ranks'
-        pieces together are every trainable parameter, once: an average of the weights that each rank keeps
-        for its own pieces costs a W-th of a whole one.
+        All ranks' pieces together are every trainable parameter, once: an average of the weights that each
+        rank keeps for its own pieces costs a W-th of a whole one.
 
-            with torch.no_grad():
-                for (_, _, _, mean), (_, _, _, new) in zip(means, optimizer.pieces()):
-                    mean.lerp_(new, 0.01)
+        Yields:
+            (parameter, first, last, values): elements ``first`` to ``last`` (exclusive) of the parameter, in
+            logical order; ``values`` are these, flat (last - first,), to be read.
+
+        Raises:
+            RuntimeError: the optimizer is closed, or a step was not completed on some rank.
+
+        Example:
+            >>> means = [values.clone() for _, _, _, values in optimizer.pieces()]
+            >>> for mean, (_, _, _, values) in zip(means, optimizer.pieces()):  # after each step
+            ...     mean = mean.lerp_(values, 0.01)
         """
         self._status.require_sound()
         for held in self._shards.held.values():
@@ -301,7 +354,14 @@ class ShardedOptimizer(Optimizer):
             yield held.parameter, held.first, held.last, elements(values, 0, values.numel())
 
     def close(self) -> None:
-        """Give the group back; the parameters are free for another optimizer. Also happens when collected."""
+        """Give the group back; the parameters are free for another optimizer. Also happens when collected.
+
+        Example:
+            >>> state = optimizer.state_dict()
+            >>> optimizer.close()
+            >>> plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            >>> plain.load_state_dict(state)
+        """
         self._status.close()
 
     def __reduce__(self) -> Any:

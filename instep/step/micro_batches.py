@@ -41,11 +41,25 @@ State = tuple[Tensor | None, int]  # a buffer and its version
 
 @dataclass
 class MicroBatch:
-    """One micro-batch of the step: number ``index`` of ``num_micro_batches``.
+    """One micro-batch of a declared step, as the loop over ``micro_batches`` yields it.
 
-    Set ``weight`` before backward if the loss is a sum over that many items (tokens, samples): the sum of
-    all losses' gradients is divided by the sum of all weights. 0 is allowed. Left at 1, the loss is a mean
-    and micro-batches count alike. ``data`` is what the ``DataSource`` of the step has read for it.
+    Attributes:
+        index: which one of the step's, from 0 to ``num_micro_batches`` - 1. Take its data by this number and
+            the step, whichever rank you are on: then any number of ranks computes the same step.
+        num_micro_batches: G, how many there are in the step, on all ranks together.
+        weight: set it before backward if the loss is a *sum* over that many items (tokens, samples): the sum
+            of all losses' gradients is divided by the sum of all weights. An int, 0 is allowed. Left at 1,
+            the loss is a *mean*, and micro-batches count alike.
+        data: what the ``instep.Loader`` that the step was declared with has read for it; else None.
+
+    Example:
+        >>> model = instep.DataParallel(model)
+        >>> for micro_batch in model.micro_batches(8):
+        ...     rows = range(micro_batch.index * 4, micro_batch.index * 4 + 4)
+        ...     micro_batch.weight = y[rows].numel()
+        ...     ((model(x[rows]) - y[rows]) ** 2).sum().backward()
+        >>> micro_batch.checked_weight()
+        4
     """
 
     index: int
@@ -54,7 +68,11 @@ class MicroBatch:
     data: Any = None
 
     def checked_weight(self) -> int:
-        """``weight``, or ``ValueError`` if it is none."""
+        """``weight``.
+
+        Raises:
+            ValueError: it is no int, or negative.
+        """
         if type(self.weight) is not int or self.weight < 0:
             raise ValueError(
                 f"weight of micro-batch {self.index}: expected a non-negative int (a number of items), got "

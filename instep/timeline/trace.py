@@ -46,7 +46,22 @@ class Traced(Protocol):
 
 
 class TraceSession:
-    """What was recorded; ``print`` shows this rank's breakdown, with a path that of all ranks of the host."""
+    """What ``instep.trace`` has recorded; printed, where the time went.
+
+    Of this rank's steps; with a ``path`` those of all ranks whose files are there, the slow one, and advice.
+
+    Attributes:
+        recorder: the events, as they were put.
+        path: the directory, or None.
+
+    Example:
+        >>> model = instep.DataParallel(model)
+        >>> with instep.trace(model) as trace:
+        ...     for inputs, targets in trace.data(loader):
+        ...         optimizer.zero_grad()
+        ...         loss_function(model(inputs), targets).backward()
+        ...         optimizer.step()
+    """
 
     def __init__(self, recorder: Recorder, path: Path | None) -> None:
         self.recorder = recorder
@@ -54,7 +69,14 @@ class TraceSession:
         self._first = recorder.step
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """``batches``, with the wait for each of them recorded as waiting for data."""
+        """``batches``, with the wait for each of them recorded as waiting for data.
+
+        Args:
+            batches: a loader, or anything else to iterate over.
+
+        Yields:
+            Its items, as they are.
+        """
         iterator: Iterator[T] | None = None
         while True:
             with self.recorder.span("data", lane="data"):
@@ -67,11 +89,32 @@ class TraceSession:
             yield batch
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """A part of the loop that the breakdown shall have by ``name``, as host code: logging, say."""
+        """A part of the loop that the breakdown shall have by ``name``, as host code: logging, say.
+
+        Args:
+            name: as it is to be shown.
+
+        Returns:
+            A context manager, which records from enter to exit.
+
+        Example:
+            >>> with trace.span("logging"):
+            ...     line = f"step {trace.recorder.step}"
+        """
         return self.recorder.span(name, lane="host")
 
     def analysis(self) -> Analysis:
-        """The steps so far: parts, breakdown, buckets, the slow rank, advice."""
+        """The steps so far, as data: parts of each step, breakdown, buckets, the slow rank, advice.
+
+        Without a ``path`` those of this rank alone, and no buckets, slow rank or advice.
+
+        Example:
+            >>> found = trace.analysis()
+            >>> len(found.breakdowns)  # of one rank
+            1
+            >>> found.breakdowns[0].steps
+            2
+        """
         if self.path is not None:
             return analyse(trace_files.read_traces(self.path / trace_files.FOLDER))
         timeline, rank = Timeline(self.recorder.events), self.recorder.rank
@@ -94,20 +137,39 @@ class TraceSession:
 def trace(
     model: Traced, path: str | Path | None = None, *, capacity: int = CAPACITY
 ) -> Iterator[TraceSession]:
-    """Record the steps of a training loop; a step ends with an optimizer's step. Collective with a ``path``.
+    """Record the steps of a training loop: where does its time go, and which rank is slow?
 
-    Recording needs no profiler and takes some microseconds per micro-batch and bucket.
+    A context manager around the loop. Inside, each step ends with an optimizer's step, and is cut into seven
+    parts: compute, exposed communication, waiting for a slower rank, waiting for data, update, host code, and
+    what is in no event. Needs no profiler, and takes some microseconds per micro-batch and bucket. What the
+    wrapper cannot see, the loop can say: ``data`` around a loader, ``span`` around a part of its own.
+    Collective with a ``path``: the ranks compare their clocks.
 
     Args:
-        model: a ``DataParallel`` or ``ParameterServer``.
+        model: a ``DataParallel``, ``ParameterServer``, or module that ``fully_shard`` has sharded.
         path: a directory, on every rank the same: a file per rank goes into ``path/trace``, 56 bytes an
-            event, and outlives a killed process; ``instep report path`` reads it. None: memory only.
-        capacity: events to keep, the last ones; of no effect without a path.
+            event, and outlives a killed process; ``instep report path`` makes a page of it, and can be run
+            while the loop goes on. None: memory only, and this rank's steps alone.
+        capacity: events to keep in a file, the last ones; of no effect without a path.
+
+    Yields:
+        A ``TraceSession``: ``print(trace)`` says where the time went.
 
     Raises:
         OSError: the file cannot be made.
         TypeError: ``model`` is not wrapped.
         ValueError: ``capacity`` is not positive.
+        PeerLost: a rank did not come.
+
+    Example:
+        >>> model = instep.DataParallel(model)
+        >>> with instep.trace(model, "runs/mine") as trace:  # on every rank
+        ...     for inputs, targets in trace.data(loader):
+        ...         optimizer.zero_grad()
+        ...         loss_function(model(inputs), targets).backward()
+        ...         optimizer.step()  # ends the step
+        >>> print(trace)  # on rank 0, say; then, in a shell: instep report runs/mine
+        time   ... ms a step on average over 2 = compute ...
     """
     if not hasattr(model, "recorder"):
         raise TypeError(

@@ -80,11 +80,26 @@ class GradientRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Whether the distributed gradient is that of one process; the same object on every rank.
+    """Whether the distributed gradient is that of one process; ``model.verify`` gives all ranks the same one.
 
-    ``rows`` are the trainable parameters, the worst first. ``differing`` names parameters whose *values*
-    are not the same on all ranks, ``differing_buffers`` the buffers: those may legally differ, but explain
-    gradients that do. ``print(report)`` shows it as a table.
+    Attributes:
+        rows: a ``GradientRow`` for each trainable parameter, the worst first.
+        world_size: the number of ranks.
+        strategy: how the gradients travelled.
+        ordered: whether they were added in the fixed order.
+        differing: names of parameters whose *values* are not the same on all ranks.
+        differing_buffers: the same of buffers; they may differ, but explain gradients that do.
+
+    Example:
+        >>> model = instep.DataParallel(model)
+        >>> report = model.verify((x, y), lambda model, batch: loss_function(model(batch[0]), batch[1]))
+        >>> report.raise_for_error()
+        >>> report.ok, report.cause, report.to_dict()["world_size"]
+        (True, '', 1)
+        >>> print(report)
+        all 6 gradients on 1 rank(s) (bucketed, ordered) are those of one process
+          parameter  error  rank  ratio to one process
+        ...
     """
 
     rows: tuple[GradientRow, ...]

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.mesh.mesh import Mesh, get, registered_mesh
-from instep.replicate.wrapper import NO_EFFECT, REFUSED, DataParallel
+from instep.replicate.ddp_keywords import NO_EFFECT, REFUSED
+from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Mixed, Twice
 from tests.replicate.replicas import assert_mean_gradients, equal_everywhere, gradients, samples, square
