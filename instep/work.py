@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch.autograd import profiler
 
-from instep.errors import PeerLost, let_go
+from instep.errors import InstepError, PeerLost, let_go
 
 
 class Work:
@@ -39,6 +39,8 @@ class Work:
         timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         if not self.finished.wait(timeout):
             raise PeerLost(f"{self.operation} did not end before its deadline", operation=self.operation)
+        if isinstance(self.error, InstepError):  # it says all, and has the frames of all who have raised it
+            raise self.error.with_traceback(None)
         if self.error is not None:
             raise self.error
 

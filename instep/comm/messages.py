@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import InstepError, PeerLost
+from instep.mesh.hang_report import words_of
 
 if TYPE_CHECKING:  # so that ``cost``, which needs to know how x is cut, does not import torch
     from torch import Tensor
@@ -100,7 +101,7 @@ class Messages:
             operation = f"a message {direction} rank {rank}"
             raise PeerLost(
                 f"rank {self.ranks[self.rank]} waited for {operation}, which failed; the backend reports: "
-                f"{str(error).splitlines()[0][:200]}",
+                f"{words_of(error)}",
                 ranks=[rank],
                 operation=operation,
             ) from error

@@ -105,7 +105,9 @@ def all_tell(
         told = tell(result)
         data = _SUCCESS + told if told else b""
     except Exception as error:
-        failure, data = error, _FAILURE + _record(error, errors)
+        # One of ours says all: a terminal that shows every rank has no use for the way to it.
+        failure = error.with_traceback(None) if isinstance(error, InstepError) else error
+        data = _FAILURE + _record(error, errors)
     try:
         try:
             everyone = group.all_gather_bytes(data, operation, limit=limit)
@@ -168,8 +170,17 @@ def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> 
 
 
 def raise_on_all(group: Group, error: Exception) -> NoReturn:
-    """Raise ``error``, which every rank of ``group`` has found alike: the first one's is to be reported."""
-    raise as_told(error) if group.rank else error
+    """Raise ``error``, which every rank of ``group`` has found alike: the first one's is to be reported.
+
+    Of several lines the others have the first one: a terminal that shows all ranks shows the rest once.
+    """
+    error = error.with_traceback(None)  # of where it was caught and kept
+    if group.rank == 0:
+        raise error
+    head, *rest = str(error).splitlines()
+    if rest:
+        error.args = (f"{head} (rank {group.ranks[0]} says which)",)
+    raise as_told(error)
 
 
 def _record(error: Exception, errors: Errors) -> bytes:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -32,6 +33,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 # Where a rank is in relation to the operation that its row names.
 BEFORE, IN, AFTER, FAILED = "before", "in", "after", "failed in"
@@ -127,6 +129,25 @@ class StatusRow:
             raise ValueError(f"expected a row of a flight recorder: {error!r}") from error
 
 
+class Problem(NamedTuple):
+    """What an error says: ``what`` has happened, the same ``in_short``, and what to do, the ``fix``."""
+
+    what: str
+    in_short: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.fix}"
+
+    def around(self, table: str) -> str:
+        """With the ``status_table``. A terminal shows the end first: there stands what to do."""
+        return f"{self.what}\n{table}\n{self.in_short}. {self.fix}" if table else str(self)
+
+    def beside(self, rank: int) -> str:
+        """Without it, where ``rank`` says all: as many times the same table would bury what is said."""
+        return f"{self}. Rank {rank} shows where each rank stands"
+
+
 class FlightRecorder:
     """The last operations of ``rank`` on one group.
 
@@ -142,6 +163,10 @@ class FlightRecorder:
         self._status = BEFORE
         self._ended_ns = 0
         self._waits: dict[int, tuple[str, int]] = {}  # by thread
+
+    def belongs_here(self) -> None:
+        """The program of the rank runs in this thread, and not in the one that has met its peers."""
+        self._home = threading.get_ident()
 
     def begin(self, operation: str, what: object = "") -> None:
         """This thread begins an operation; ``what`` is described by ``str``, or is (dtype, shape)."""
@@ -222,6 +247,12 @@ def printable(text: object) -> str:
     line = str(text)[: TEXT_LIMIT + 1]
     line = "".join(letter if letter.isprintable() else "?" for letter in line)
     return line if len(line) <= TEXT_LIMIT else line[: TEXT_LIMIT - 1] + "…"
+
+
+def words_of(error: BaseException) -> str:
+    """What a backend's ``error`` says, in one line: without its place in C++ and advice for all cases."""
+    line = str(error).partition("\n")[0]
+    return printable(re.sub(r"^\[\S+?:\d+\] ", "", line).partition(". ")[0])
 
 
 def _look_around(thread: int, home: int) -> tuple[str, tuple[str, ...]]:

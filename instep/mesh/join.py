@@ -22,6 +22,7 @@ from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.device_mesh import batch_group
+from instep.mesh.hang_report import words_of
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
 from instep.mesh.process_group import (
@@ -238,10 +239,10 @@ def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
             f"rank {started.rank} of {started.world_size} does not reach the store at {started.master_addr} "
             f"port {started.master_port}, where {'torchrun' if started.source == 'torchrun' else 'rank 0'} "
             "holds it: look whether it runs there and whether the network lets this host through, or raise "
-            f"timeout_s ({timeout_s:g} s). It was told: {str(error).splitlines()[0][:200]}",
+            f"timeout_s ({timeout_s:g} s). It was told: {words_of(error)}",
             ranks=() if started.source == "torchrun" else (0,),
             operation="joining the world",
-        ) from error
+        ) from None
 
 
 def warn_of_default_threads() -> None:
@@ -370,7 +371,7 @@ def find_ranks(
             f"and in the same order: {error}",
             ranks=getattr(error, "ranks", ()),
             operation=MAKING,
-        ) from error
+        ) from None
 
 
 def require_one_rank(what: str) -> None:

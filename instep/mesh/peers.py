@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from instep.errors import PeerLost
 from instep.mesh import debug_server, device
 from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import AFTER, FlightRecorder, StatusRow, status_table
+from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, status_table, words_of
 from instep.mesh.process_state import look
 from instep.mesh.questions import patience_s
 
@@ -30,6 +30,7 @@ RECORD_BYTES = 256
 STOPPED_S = 5.0
 # A closed connection is seen before the kernel has finished the peer's exit.
 CONFIRM_S = 1.0
+AT_ONCE_S = 0.05  # between ranks that wait for the same one
 NUM_NAMED = 4  # in one sentence
 STATES = {"R": "running", "S": "sleeping", "I": "sleeping", "D": "disk", "T": "stopped", "t": "stopped"}
 
@@ -222,7 +223,8 @@ class Peers:
             raise
         except RuntimeError as error:
             waited_s = time.monotonic() - began
-            raise self._lost(operation, waited_s, limit_s, error, self.confirm(), None) from error
+            # What the backend says is in there, and its stack of C++ would only hide it.
+            raise self._lost(operation, waited_s, limit_s, error, self.confirm(), None) from None
 
     def rows(self) -> list[StatusRow]:
         """The status of every rank, in the order of the table.
@@ -267,10 +269,9 @@ class Peers:
                 operation=operation,
             )
         if error is not None:
-            reason = str(error).splitlines()[0][:200]
             return PeerLost(
-                f"a rank left {operation}: {where}, then the backend said: {reason}. The cause stands in the "
-                "traceback of a rank that has another error than PeerLost",
+                f"a rank left {operation}: {where}, then the backend said: {words_of(error)}. The cause "
+                "stands in the traceback of a rank that has another error than PeerLost",
                 operation=operation,
             )
         rows = self.rows()
@@ -280,12 +281,31 @@ class Peers:
         ranks = [peer.rank for peer in absent]
         status = {row.rank: _status(row) for row in rows}
         names = _listed([f"{describe(peer)}, {status[peer.rank]}" for peer in absent], "; ") or "some rank"
-        return PeerLost(
-            f"{where}, and never came: {names}. Look for a rank with other code or fewer steps, or raise "
-            f"timeout_s ({limit_s:g} s)\n{status_table(rows, ranks)}",
-            ranks=ranks,
-            operation=operation,
+        problem = Problem(
+            f"{where}, and never came: {names}",
+            f"{_listed([f'rank {rank}' for rank in ranks], ', ') or 'some rank'} never came to {operation}",
+            "Look there for other code, fewer steps or something that blocks, or raise timeout_s "
+            f"({limit_s:g} s)",
         )
+        teller = self._teller(rows, operation)
+        shown = teller == self.me.rank
+        text = problem.around(status_table(rows, ranks)) if shown else problem.beside(teller)
+        return PeerLost(text, ranks=ranks, operation=operation)
+
+    def _teller(self, rows: Sequence[StatusRow], operation: str) -> int:
+        """The rank that shows the table, of those that wait here as well: one whose deadline comes first.
+
+        It raises before the others. Of those that have come almost at once it is the lowest.
+        """
+        mine = self.flight.row()
+        came = {
+            row.rank: row.since
+            for row in rows
+            if row.since and (row.status, row.operation, row.number) == (IN, operation, mine.number)
+        }
+        came.setdefault(self.me.rank, mine.since)
+        first = min(came.values())
+        return min(rank for rank, since in came.items() if since <= first + AT_ONCE_S)
 
     def _stopped(self, operation: str, waited_s: float, stopped: Mapping[int, float]) -> PeerLost:
         """The error to raise; ``stopped`` are ranks, and for how many seconds each has been."""
@@ -346,7 +366,7 @@ def describe(peer: Peer) -> str:
 def _status(row: StatusRow) -> str:
     life = {"elsewhere": "on another host", "gone": "ended", "stopped": "stopped"}.get(row.state, "alive")
     if row.status:
-        return f"{life}, {row.status} {row.operation}"
+        return f"{life}, {row.status} {row.operation}{f', at {row.site}' if row.site else ''}"
     return f"{life}, has not waited so far" if row.state == "elsewhere" else f"{life}, gives no answer"
 
 

@@ -31,13 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from instep.errors import PeerLost
+from instep.errors import Desync, PeerLost
 from instep.memory import Segment, allocate
 from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import FlightRecorder, StatusRow, status_table
+from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table, words_of
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.mesh.questions import PATIENCE_S, ask_once, patience_s
+from instep.mesh.rank_process import as_told
 from instep.work import Lane, Work
 
 if TYPE_CHECKING:
@@ -125,17 +126,18 @@ def rendezvous(
     try:
         return ask_once(rank, limit_s, device.as_here(meet))
     except (RuntimeError, TimeoutError) as error:
-        if isinstance(error, PeerLost) or not _is_of_network(error):
+        if isinstance(error, PeerLost):
+            raise error.with_traceback(None) from None  # it says all, and the frames are of the thread
+        if not _is_of_network(error):
             raise
         counts = {other: f"{key}/rank {other}" for other in ranks}
         late = _late(store, counts, number, rank, timeout_s)
-        told = str(error).splitlines()[0][:200]
         raise PeerLost(
             f"rank {rank} waited {time.monotonic() - began:.1f} s in the making of group {name!r} of ranks "
-            f"{', '.join(map(str, ranks))}, {_why(late, timeout_s)}. It was told: {told}",
+            f"{', '.join(map(str, ranks))}, {_why(late, timeout_s)}. It was told: {words_of(error)}",
             ranks=late or (),
             operation=MAKING,
-        ) from error
+        ) from None
 
 
 def _is_of_network(error: Exception) -> bool:
@@ -279,6 +281,7 @@ class Group:
         if pg is not None and known is None:
             self.peers = Peers(self._meet(me), me, timeout_s, status_store, self._flight)
         self.peers.timeout_s = timeout_s
+        self.peers.flight.belongs_here()
 
     @property
     def global_rank(self) -> int:
@@ -424,16 +427,18 @@ class Group:
         """
         return self.peers.rows()
 
-    def gather_status_table(self, operation: str) -> str:
-        """The status table of all ranks, each of which tells its own. Collective: all have to raise the same.
+    def out_of_step(self, problem: Problem, operation: str) -> Desync:
+        """What to raise of ``problem``, which all ranks have found: the first shows all where each stands.
 
-        Empty if that fails too: what is to be raised says more.
+        Collective; without the table if that fails too.
         """
         row = replace(self.peers.flight.row(), stack=(), recent=())
         with suppress(PeerLost, ValueError):
             rows = [StatusRow.from_bytes(data) for data in self.all_gather_bytes(row.to_bytes(), operation)]
-            return "\n" + status_table(rows)
-        return ""
+            if self.rank:
+                return as_told(Desync(problem.beside(self.ranks[0])))
+            return Desync(problem.around(status_table(rows)))
+        return Desync(str(problem))
 
     def _meet(self, me: Peer) -> list[Peer]:
         out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8, device="cpu")

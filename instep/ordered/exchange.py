@@ -158,10 +158,11 @@ class OrderedAllReduce:
 
     def _require_agreement(self, headers: Sequence[Header], name: str) -> None:
         problem = disagreement(headers, self.group.ranks)
-        if problem is not None:
-            # Who has left the step does not compare anything any more.
-            notes = "" if any(h.left for h in headers) else self.group.gather_status_table(name)
-            raise Desync(problem + notes)
+        if problem is None:
+            return
+        if any(h.left for h in headers):  # who has left the step does not compare anything any more
+            raise Desync(str(problem))
+        raise self.group.out_of_step(problem, name)
 
     def _ordered(
         self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str
@@ -257,9 +258,9 @@ def _losing_in(header: Header) -> Iterator[None]:
     try:
         yield
     except PeerLost as lost:
-        # The group keeps the error, and raises it again: it stays as it is.
+        # The group keeps the error, and raises it again: it stays as it is. All that it says is said again.
         message = f"{whereabouts(header)}: {lost}"
-        raise PeerLost(message, ranks=lost.ranks, operation=lost.operation) from lost
+        raise PeerLost(message, ranks=lost.ranks, operation=lost.operation) from None
 
 
 def mean_scale(headers: Sequence[Header]) -> float:

@@ -21,6 +21,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from instep.mesh.hang_report import Problem
+
 VERSION = 8
 BITS = 62  # flags per int64 word
 NUM_WORDS = 4  # at least, in the place of flags
@@ -130,19 +132,21 @@ def words_of(rows: Tensor, count: int) -> list[list[int]]:
     return found
 
 
-def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
+def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> Problem | None:
     """Why these headers do not belong to one exchange, in words that name ranks; None if they do."""
     gone = [rank for rank, header in zip(ranks, headers, strict=True) if header.left]
     if gone:
         names = " and ".join(f"rank {rank}" for rank in gone)
-        return (
+        return Problem(
             f"{names} left step {headers[0].step} before its gradients were whole (an exception, or a break "
-            "out of micro_batches): nothing was reduced. The cause stands in that rank's own traceback"
+            "out of micro_batches): nothing was reduced",
+            f"{names} left the step",
+            "The cause stands in that rank's own traceback",
         )
     for name in AGREED:
         values = [getattr(header, name) for header in headers]
         if len(set(values)) > 1:
-            return f"{_sides(name, values, ranks)}. {_FIX.get(name, '')}".rstrip()
+            return _out_of_step(name, values, ranks)
     return None
 
 
@@ -157,15 +161,20 @@ def in_doubt(headers: Sequence[Header], alike: Sequence[Sequence[int]]) -> bool:
     return any(len({(headers[r].sampled, headers[r].edited) for r in ranks}) > 1 for ranks in alike)
 
 
-def _sides(name: str, values: Sequence[int], ranks: Sequence[int]) -> str:
+def _out_of_step(name: str, values: Sequence[int], ranks: Sequence[int]) -> Problem:
     """ "rank 2 <does> 7, the others 6", with the odd ones first."""
     common = Tally(values).most_common(1)[0][0]
     in_words = {value: f"{WORDS[name]} {value}" for value in values} if name in WORDS else ACTS
     does = {value: in_words.get(value, f"has come for {value}") for value in values}
-    odd = [f"rank {r} {does[v]}" for r, v in zip(ranks, values, strict=True) if v != common]
-    rest = ", ".join(str(rank) for rank, value in zip(ranks, values, strict=True) if value == common)
+    odd = {rank: value for rank, value in zip(ranks, values, strict=True) if value != common}
+    rest = ", ".join(str(rank) for rank in ranks if rank not in odd)
     others = f"{rest} {does[common]}" if name == "act" else f"{rest}: {common}"
-    return f"the ranks are out of step: {'; '.join(odd)}; rank {others}"
+    said = "; ".join(f"rank {rank} {does[value]}" for rank, value in odd.items())
+    return Problem(
+        f"the ranks are out of step: {said}; rank {others}",
+        f"rank {', '.join(map(str, odd))} {'is' if len(odd) == 1 else 'are'} out of step",
+        _FIX[name],
+    )
 
 
 _FIX = {
@@ -184,6 +193,7 @@ _FIX = {
     "act": "Each rank must do the same in the same order, on every rank or on none: synchronised backwards, "
     "clip_grad_norm_, a GradScaler's unscale_, optimizer.step(), gradients that are set by hand",
     "hooked": "Call register_comm_hook on every rank, before the first backward",
+    "num_elements": "Wrap the same module, with the same options, on every rank",
     "num_leaves": "micro_batches(G) must be given the same G on every rank",
     "num_carried": "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",
     "num_running": "The norms of the module must track statistics on every rank, or on none",

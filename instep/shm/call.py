@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from instep.mesh.hang_report import Problem
+
 OPERATIONS = (
     "all_gather",
     "all_reduce",
@@ -109,15 +111,16 @@ class Location:
 NOWHERE = Location(-1, 0, 0, 0)  # private memory
 
 
-def disagreement(calls: Sequence[Call], ranks: Sequence[int]) -> str:
+def disagreement(calls: Sequence[Call], ranks: Sequence[int]) -> Problem:
     """What to tell about unequal ``calls``; ``calls[i]`` is that of global rank ``ranks[i]``."""
     sides: dict[Call, list[int]] = {}
     for call, rank in zip(calls, ranks, strict=True):
         sides.setdefault(call, []).append(rank)
     told = "; ".join(f"{_plural(members)} {call}" for call, members in sides.items())
-    return (
-        f"the ranks came to the same place with different operations: {told}. Nothing was written. All ranks "
-        "of a group must call the same operations in the same order, with equal shapes and dtypes"
+    return Problem(
+        f"the ranks came to the same place with different operations: {told}. Nothing was written",
+        told,
+        "All ranks of a group must call the same operations in the same order, with equal shapes and dtypes",
     )
 
 

@@ -186,7 +186,7 @@ def _here(rank: int) -> str:
 def _absent(ranks: Sequence[int], timeout_s: float) -> PeerLost:
     return PeerLost(
         f"rank {', '.join(map(str, ranks))} did not come to the rendezvous of a shared-memory group within "
-        f"{timeout_s:g} s: look whether it lives, and make groups on every rank alike",
+        f"{timeout_s:g} s: look whether it lives, make groups on every rank alike, or raise timeout_s",
         ranks=ranks,
         operation="the rendezvous of a group",
     )

@@ -22,8 +22,9 @@ from torch import Tensor
 from instep.errors import Desync, PeerLost
 from instep.mesh import hang_report
 from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import AFTER, IN, FlightRecorder, StatusRow, printable
+from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
 from instep.mesh.peers import Peer, Peers, describe
+from instep.mesh.rank_process import as_told
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
 from instep.shm.group_segment import HERE, LEFT, GroupSegment
@@ -93,19 +94,20 @@ class Rounds:
         slots = [self.shared.slot(rank, self.number) for rank in range(self.size)]
         mine = slots[self.rank][:CALL_BYTES]
         if any(slot[:CALL_BYTES] != mine for slot in slots):
-            problem = disagreement([Call.from_bytes(slot) for slot in slots], self.ranks)
-            raise Desync(problem + self._compare_notes(label))
+            calls = [Call.from_bytes(slot) for slot in slots]
+            raise self._out_of_step(disagreement(calls, self.ranks), label)
         return [Location.from_bytes(slot[CALL_BYTES:]) for slot in slots]
 
-    def _compare_notes(self, label: str) -> str:
-        """The table of where all ranks stand; they have all found that they disagree, and all come here."""
+    def _out_of_step(self, problem: Problem, label: str) -> Desync:
+        """As ``Group.out_of_step``: the ranks have all found that they disagree, and all come here."""
         self.shared.write_row(replace(self.flight.row(), stack=(), recent=()).to_bytes())
         with suppress(PeerLost, ValueError):  # then what they disagree about has to do
             self.meet(label, NOTES_S)
-            return "\n" + hang_report.status_table(
-                [StatusRow.from_bytes(self.shared.row(rank)) for rank in range(self.size)]
-            )
-        return ""
+            rows = [StatusRow.from_bytes(self.shared.row(rank)) for rank in range(self.size)]
+            if self.rank:
+                return as_told(Desync(problem.beside(self.ranks[0])))
+            return Desync(problem.around(hang_report.status_table(rows)))
+        return Desync(str(problem))
 
 
 class Arrival:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import instep
 from instep.errors import PeerLost
+from instep.mesh.hang_report import AFTER, Problem
 from instep.mesh.launch import launch
 from instep.mesh.process_group import Group
 from instep.mesh.rank_process import RankFailed
@@ -22,6 +23,7 @@ from tests.world import world
 
 PATIENCE_S = 20
 OPERATION = "the gathering of a test"
+PROBLEM = Problem("this has happened", "this, in short", "Do that")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 
 
@@ -187,9 +189,14 @@ def test_a_rank_that_never_comes_is_named_by_the_deadline(mesh, meeting, operati
         meeting.done.release()
     assert time.monotonic() - began >= 1.0
     assert (lost.value.ranks, lost.value.operation) == ((1,), OPERATION)
-    sentence, _, first, *lines = str(lost.value).splitlines()
+    sentence, *table = str(lost.value).splitlines()
     assert f"rank {mesh.rank} waited 1.0 s in {OPERATION}, and never came: rank 1 (pid" in sentence
+    if not table:
+        assert sentence.endswith(f". Rank {2 - mesh.rank} shows where each rank stands")
+        return
+    _, first, *lines, last = table
     assert first.split()[:3] == ["1", "never", "came;"]
+    assert last.startswith(f"rank 1 never came to {OPERATION}. Look there for other code")
     assert {line.split()[0] for line in lines[:2]} == {"0", "2"}
     mine = next(line for line in lines if line.split()[0] == str(mesh.rank))
     assert f" in {OPERATION} " in mine and " mesh/test_process_group.py:" in mine
@@ -201,8 +208,13 @@ def test_ranks_that_disagree_compare_where_they_stand(mesh):
     group = mesh.world.group
     label = "the first way" if mesh.rank < 2 else "the second way"
     group.barrier(label)
-    nothing, head, *lines = group.gather_status_table(OPERATION).splitlines()
-    assert nothing == "" and head.startswith("rank  where")
+    error = group.out_of_step(PROBLEM, OPERATION)
+    if mesh.rank:
+        assert str(error) == f"{PROBLEM}. Rank 0 shows where each rank stands" and error.told
+        return
+    sentence, head, *lines, last = str(error).splitlines()
+    assert (sentence, last) == ("this has happened", "this, in short. Do that")
+    assert head.startswith("rank  where")
     assert [line.split()[0] for line in lines] == ["2", "0", "1"]
     assert " after the second way " in lines[0] and " after the first way " in lines[1]
     assert all("mesh/test_process_group.py:" in line for line in lines)
@@ -211,7 +223,8 @@ def test_ranks_that_disagree_compare_where_they_stand(mesh):
 @world(3)
 def test_notes_that_cannot_be_compared_are_left_out(mesh):
     if mesh.rank != 1:
-        assert mesh.world.group.gather_status_table(OPERATION) == ""
+        error = mesh.world.group.out_of_step(PROBLEM, OPERATION)
+        assert str(error) == "this has happened. Do that"
 
 
 @world(2)
@@ -221,7 +234,17 @@ def test_a_rank_that_leaves_turns_the_backend_s_error_into_a_lost_peer(mesh):
     with pytest.raises(PeerLost, match=f"a rank left {OPERATION}: .* then the backend said: ") as lost:
         mesh.world.group.all_gather(torch.ones(2), torch.ones(1), OPERATION)
     assert lost.value.operation == OPERATION
-    assert isinstance(lost.value.__cause__, RuntimeError)
+    assert isinstance(lost.value.__context__, RuntimeError)
+
+
+@world(2, by="process", backend="shm")
+def test_a_rank_of_a_group_that_met_in_another_thread_knows_its_own_line(mesh):
+    group = mesh.world.duplicate()
+    group.barrier(OPERATION)
+    row = group.peers.flight.row()
+    assert (row.status, row.operation) == (AFTER, OPERATION)
+    assert " test_a_rank_of_a_group_that_met" in row.site and row.stack
+    group.close()
 
 
 @world(2, by="process")

@@ -88,16 +88,18 @@ def test_the_odd_rank_is_named_with_both_values(field, odd):
     verdict = disagreement(sent, ranks)
     others = ", ".join(str(rank) for i, rank in enumerate(ranks) if i != odd)
     assert verdict is not None
-    assert verdict.startswith(f"the ranks are out of step: rank {ranks[odd]} ")
-    assert f" 77; rank {others}: {getattr(GOOD, field)}" in verdict
+    assert verdict.what.startswith(f"the ranks are out of step: rank {ranks[odd]} ")
+    assert verdict.what.endswith(f" 77; rank {others}: {getattr(GOOD, field)}")
+    assert verdict.in_short == f"rank {ranks[odd]} is out of step"
 
 
 def test_the_first_thing_that_differs_is_told_with_its_fix():
     late = replace(GOOD, step=11, exchange=1, bucket=0)
     verdict = disagreement([GOOD, late], [0, 1])
     assert verdict is not None
-    assert "rank 1 has made optimizer steps: 11; rank 0: 12. Each rank must call optimizer.step()" in verdict
-    assert "bucket" not in verdict
+    said = str(verdict)
+    assert "rank 1 has made optimizer steps: 11; rank 0: 12. Each rank must call optimizer.step()" in said
+    assert "bucket" not in said
 
 
 def test_ranks_that_do_different_things_are_told_what_in_words():
@@ -118,5 +120,5 @@ def test_a_few_words_travel_with_a_header(sent):
 def test_a_rank_that_left_is_named_before_all_else():
     verdict = disagreement([GOOD, replace(GOOD, left=1, bucket=0), replace(GOOD, left=1)], [3, 5, 7])
     assert verdict is not None
-    assert verdict.startswith("rank 5 and rank 7 left step 12 ")
-    assert "nothing was reduced" in verdict
+    assert verdict.what.startswith("rank 5 and rank 7 left step 12 ")
+    assert "nothing was reduced" in verdict.what

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,29 @@ def test_who_leaves_after_an_error_is_named_with_the_step_and_where_the_cause_st
         assert str(lost.value).startswith(
             f"{place}: rank 0 waited in the exchange of bucket 0 for rank 1, which"
         )
+    model.close()
+
+
+@world(2, timeout_s=0.5)
+@pytest.mark.parametrize("left", [False, True])
+def test_what_a_terminal_shows_last_says_who_was_lost_and_what_to_do(
+    mesh: Mesh, left: bool, rank_zero_has_noticed
+) -> None:
+    """It stood above the stacks of all ranks, below that of the lane and the same error three times."""
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    square(model, mesh.rank).backward()
+    if mesh.rank == 0:
+        for again in (False, True):  # an error that is kept grew with everyone who raised it
+            with pytest.raises(PeerLost) as lost:
+                square(model, 0).backward()
+            shown = "".join(traceback.format_exception(lost.value))
+            assert shown.count("Traceback (most recent call last)") == 1
+            assert sum(line.startswith("  File") for line in shown.splitlines()) < 12
+            last = shown.splitlines()[-1]
+            assert "This group is lost" in last if again else "the exchange of bucket 0" in last
+        rank_zero_has_noticed.set()
+    if mesh.rank == 0 or not left:
+        assert rank_zero_has_noticed.wait(10)
     model.close()
 
 
