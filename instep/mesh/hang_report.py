@@ -140,8 +140,8 @@ class Problem(NamedTuple):
         return f"{self.what}. {self.fix}"
 
     def around(self, table: str) -> str:
-        """With the ``status_table``. A terminal shows the end first: there stands what to do."""
-        return f"{self.what}\n{table}\n{self.in_short}. {self.fix}" if table else str(self)
+        """With the ``status_table``. A log shows its first line, a terminal its last: both say what to do."""
+        return f"{self}\n{table}\n{self.in_short}. {self.fix}" if table else str(self)
 
     def beside(self, rank: int) -> str:
         """Without it, where ``rank`` says all: as many times the same table would bury what is said."""

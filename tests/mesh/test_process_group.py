@@ -213,7 +213,7 @@ def test_ranks_that_disagree_compare_where_they_stand(mesh):
         assert str(error) == f"{PROBLEM}. Rank 0 shows where each rank stands" and error.told
         return
     sentence, head, *lines, last = str(error).splitlines()
-    assert (sentence, last) == ("this has happened", "this, in short. Do that")
+    assert (sentence, last) == (str(PROBLEM), "this, in short. Do that")
     assert head.startswith("rank  where")
     assert [line.split()[0] for line in lines] == ["2", "0", "1"]
     assert " after the second way " in lines[0] and " after the first way " in lines[1]
