@@ -29,6 +29,7 @@ from instep.mesh.hang_report import (
     StatusRow,
     printable,
     status_table,
+    words_of,
 )
 from instep.work import Lane
 
@@ -133,6 +134,21 @@ def test_two_waits_at_a_time_are_told_by_the_older_one():
     thread.start()
     thread.join()
     assert (flight.row().status, flight.row().operation) == (IN, "receive from rank 1")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("no route", "no route"),
+        (
+            "[/a/b/pair.cc:537] Read error [127.0.0.1]:22949: Connection reset by peer. This is typically "
+            "caused by a remote worker hanging\n and a stack of ten lines",
+            "Read error [127.0.0.1]:22949: Connection reset by peer",
+        ),
+    ],
+)
+def test_of_a_backend_s_error_its_own_words_are_told(said, words):
+    assert words_of(RuntimeError(said)) == words
 
 
 def test_a_row_arrives_as_it_was_sent():
