@@ -97,6 +97,21 @@ class Loader:
     Raises:
         TypeError: ``dataset`` has no length, or no samples by number.
         ValueError: it is empty, or a size, the seed or the number of lengths does not fit.
+
+    Example:
+        >>> model = instep.DataParallel(model)
+        >>> samples = torch.utils.data.TensorDataset(x, y)
+        >>> loader = instep.Loader(samples, batch_size=32, micro_batch_size=4)
+        >>> for step in range(loader.num_steps(epochs=1)):
+        ...     for micro_batch in model.micro_batches(loader, step=step):
+        ...         inputs, targets = micro_batch.data
+        ...         loss_function(model(inputs), targets).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> loader.position, loader.epoch  # 2 steps of 32 samples
+        (64, 1)
+        >>> loader.load_state_dict(loader.state_dict())
+        >>> loader.close()
     """
 
     def __init__(
@@ -162,11 +177,24 @@ class Loader:
         return self._position // self.num_samples
 
     def num_steps(self, epochs: float) -> int:
-        """Steps, from the beginning, after which every sample was read at least ``epochs`` times."""
+        """Steps, from the beginning, after which every sample was read at least ``epochs`` times.
+
+        Args:
+            epochs: how often, also in parts: 0.5.
+
+        Returns:
+            That many, rounded up.
+        """
         return -int(-epochs * self.num_samples // self.batch_size)
 
     def read(self, own: Sequence[int]) -> Iterator[tuple[Any, int]]:
         """Data and weight of each of the micro-batches ``own`` of the next step. For ``micro_batches``.
+
+        Args:
+            own: the numbers of this rank's micro-batches.
+
+        Yields:
+            (data, weight) of each.
 
         Raises:
             RuntimeError: a worker process has died, or did not answer in time.
@@ -198,6 +226,9 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` says.
+
+        Args:
+            state: of ``state_dict``.
 
         Raises:
             ValueError: it is of another stream.

@@ -303,8 +303,7 @@ def fully_shard(
             outermost ``ModuleList`` or ``Sequential``, and all the rest.
         one_copy: ranks that share a host have the weights once. Stage 2, backend "shm".
         init_sync, find_unused_parameters, broadcast_buffers, seed: as for ``DataParallel``.
-        overlap: False sends gradients when the micro-batch has ended, which takes memory for all of them;
-            needed if a parameter gets several in one micro-batch.
+        overlap: False, where a parameter gets several gradients in one micro-batch, sends them at its end.
         device: where parameters on the meta device shall live; by default the CPU.
         timeout_s: deadline of every wait in seconds, where no mesh brings one.
 
@@ -323,8 +322,8 @@ def fully_shard(
     def consider() -> ShardingOptions:  # what this rank may refuse before it knows of the others
         require_unwrapped(module)
         _require_plain(module)
-        sync = (init_sync, find_unused_parameters, seed, overlap)
-        return ShardingOptions(stage, compute_dtype, reshard_after_forward, one_copy, *sync)
+        rest = (one_copy, init_sync, find_unused_parameters, seed, overlap)
+        return ShardingOptions(stage, compute_dtype, reshard_after_forward, *rest)
 
     local = LocalOptions(units, device, timeout_s)
     sharding = Sharding(module, process_group, consider, local, broadcast_buffers=broadcast_buffers)
