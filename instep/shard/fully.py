@@ -152,6 +152,15 @@ class FullySharded(WrappedOnce):
         """Whether the backwards of forwards from now on exchange gradients, as in torch's ``fully_shard``.
 
         It is the switch behind ``no_sync``, and for all units at once.
+
+        Args:
+            requires_gradient_sync: True exchanges, as after sharding; False accumulates.
+
+        Example:
+            >>> model.set_requires_gradient_sync(False)
+            >>> loss_function(model(x[:4]), y[:4]).backward()
+            >>> model.set_requires_gradient_sync(True)
+            >>> loss_function(model(x[4:8]), y[4:8]).backward()  # exchanges the sum of both
         """
         self.sharding.backward.sync = requires_gradient_sync
 
