@@ -62,6 +62,9 @@ class ShmGroup(ProcessGroup):
     ``PeerLost``, ``Desync``, and ``TypeError`` or ``ValueError`` for arguments, before anything is sent.
     """
 
+    # What torch asks a backend for; ``_get_backend`` says that it is the group itself.
+    supports_splitting = supports_coalescing = False
+
     def __init__(
         self,
         shared: GroupSegment,
@@ -99,6 +102,18 @@ class ShmGroup(ProcessGroup):
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._names["desc"]
+
+    def _get_backend(self, device: torch.device) -> ShmGroup:
+        """What serves tensors on ``device``; torch expects ``RuntimeError`` where there is nothing."""
+        if device.type != "cpu":
+            raise RuntimeError(f"shm: no backend for tensors on {device.type}: use nccl")
+        return self
+
+    get_backend = _get_backend
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """False: torch allocates what it sends by itself."""
+        return False
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of every wait from now on."""
@@ -211,6 +226,15 @@ class ShmGroup(ProcessGroup):
             require_parts(outs, inputs[0], self.getSize(), "output")
         op = self._operation("gather", inputs[0], root=root, opts=opts)
         return self._do(op, lambda: _gather(op, outs, inputs[0]), outputs, opts)
+
+    def gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> ShmWork:
+        outs = []
+        if self.getRank() == self._root(opts):
+            self._require_whole(output, x, "output")
+            outs = split(output, self.getSize())
+        return self.gather([outs], [x], opts)
+
+    gather_into_tensor = gather_single
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> ShmWork:
         root, xs = self._root(opts), []

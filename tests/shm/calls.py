@@ -58,6 +58,10 @@ def gather(pg: Any, outs: Sequence[Tensor], x: Tensor, root: int, *, now: bool =
     return pg.gather([list(outs)] if outs else [], [x], _set(dist.GatherOptions(), now, rootRank=root))
 
 
+def gather_single(pg: Any, out: Tensor, x: Tensor, root: int, *, now: bool = True) -> Any:
+    return pg.gather_single(out, x, _set(dist.GatherOptions(), now, rootRank=root))
+
+
 def scatter(pg: Any, out: Tensor, xs: Sequence[Tensor], root: int, *, now: bool = True) -> Any:
     return pg.scatter([out], [list(xs)] if xs else [], _set(dist.ScatterOptions(), now, rootRank=root))
 

@@ -166,6 +166,9 @@ def gathers_and_scatters(mesh, now):
             outs = [torch.zeros(length) for _ in range(count)] if is_root else []
             calls.gather(pg, outs, parts[mesh.rank], root, now=now).wait()
             assert all(map(same_bits, outs, parts)), (root, length)
+            whole = torch.zeros(count * length if is_root else 0)
+            calls.gather_single(pg, whole, parts[mesh.rank], root, now=now).wait()
+            assert same_bits(whole, torch.cat(outs or [whole])), (root, length)
             back = torch.zeros(length)
             calls.scatter(pg, back, outs, root, now=now).wait()
             assert same_bits(back, parts[mesh.rank]), (root, length)
