@@ -21,6 +21,7 @@ NO_EFFECT: dict[str, tuple[Any, str]] = {
     ),
     "skip_all_reduce_unused_params": (False, "an unused parameter is a zero in a bucket that travels anyway"),
     "batched_grad_copy": (False, "gradients are copied as they appear"),
+    "lazy_bucket_allocation": (False, "gradients are views of their buckets, which stay as long as they do"),
 }
 REFUSED = {
     "delay_all_reduce_named_params": "reduce these parameters in a wrapper of their own",

@@ -93,8 +93,8 @@ class DataParallel(WrappedOnce, OwnNames):
         timeout_s: deadline of every wait in seconds, where no mesh brings one; 300 by default.
         device_mesh, bucket_cap_mb_list: torch's words for ``process_group`` and ``bucket_cap_mb``.
         device_ids, output_device, dim: of no effect, with a warning: nothing is moved or scattered.
-        others: every other keyword of torch 2.13's ``DistributedDataParallel`` is accepted; one without
-            effect warns, and what is not offered is refused with the reason.
+        others: every other keyword of torch's ``DistributedDataParallel``, up to 2.15, is accepted; one
+            without effect warns, and what is not offered is refused with the reason.
 
     Raises:
         ValueError: on all ranks; they hold different models, an embedding rescales its weight in forward
