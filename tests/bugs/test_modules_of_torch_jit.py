@@ -17,7 +17,8 @@ from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+# Of another category in torch 2.15.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 X = torch.arange(16.0).reshape(4, 4).sin()
 
 

@@ -14,6 +14,7 @@ own, under torchrun, or to be interrupted as from a terminal.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -46,6 +47,8 @@ def serve(requests: socket.socket) -> None:
     for module in (*PRELOAD, "instep.train.run"):
         importlib.import_module(module)
     gc.freeze()  # or a fork that ends looks at, and so copies, all that it shares: a second for torch
+    if "triton" in sys.modules:  # which then says in thirty lines what was not collected
+        atexit.register(gc.unfreeze)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need nobody to wait for them
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, REQUEST_LIMIT_BYTES, 3)

@@ -104,3 +104,22 @@ def test_a_forkserver_that_tells_nothing_is_replaced_and_ends_with_its_launcher(
     lines = ["the forkserver has started no process within 0.1 s", "[(0, 255), (1, 255)]", "number 3"]
     assert done.stdout.splitlines() == lines, done.stderr
     assert "does not tell that a process has ended: killed, with all ranks" in done.stderr
+
+
+ENDS = """
+import atexit, os
+atexit.register(print, "looks for what is left")
+import instep.mesh.forkserver
+if os.fork():
+    os.wait()
+    print("forkserver")
+else:
+    print("rank")
+"""
+
+
+def test_it_ends_without_a_look_at_what_is_left() -> None:
+    """That would take a second, or, since nothing is collected, triton would name what it has lost."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split("\n") == ["rank", "looks for what is left", "forkserver", ""]
+    assert (ended.returncode, ended.stderr) == (0, "")
