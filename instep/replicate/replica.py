@@ -22,6 +22,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from instep.replicate.thread_pool import keep_for_thread
+
 
 class Replica:
     """``module`` with the weights of ``original``; ``parameters[i]`` aliases its i-th trainable parameter.
@@ -59,11 +61,11 @@ class Replica:
     def receives(self) -> Iterator[None]:
         """Inside, ``handed_to_replicas`` hands over to this one what backwards of this thread bring."""
         # Not a threading.local, which the engine's own threads (backward on a GPU) would not see.
-        torch._C._stash_obj_in_tls(_RECEIVER, self)
+        keep_for_thread(_RECEIVER, self)
         try:
             yield
         finally:
-            torch._C._stash_obj_in_tls(_RECEIVER, None)
+            keep_for_thread(_RECEIVER, None)
 
     def changed_buffer(self, original: nn.Module) -> str | None:
         """The name of a buffer that forward has changed in this replica, or None."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -101,3 +103,24 @@ class ThreadPool:
 def _close(lanes: Sequence[Lane]) -> None:
     for lane in lanes:
         lane.close()
+
+
+def keep_for_thread(name: str, value: object) -> None:
+    """Let torch keep ``value`` for this thread under ``name``, and for autograd's threads that work for it.
+
+    What it keeps needs a reference, which it gives back; torch 2.10 takes none by itself, and crashed later.
+    """
+    if not _takes_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(name, value)
+
+
+@cache
+def _takes_references() -> bool:
+    tried = object()
+    before = sys.getrefcount(tried)
+    torch._C._stash_obj_in_tls("instep tried", tried)
+    taken = sys.getrefcount(tried) > before
+    if not taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tried))
+    return taken
