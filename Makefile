@@ -1,11 +1,15 @@
 # Every target makes .venv by itself: a fresh clone needs nothing but Python.
 #
 #   make train ARGS="--steps 20 -n 2"      make test ARGS="tests/cli -x"
+#
+# With TORCH=2.15.0 it uses that torch instead of the pinned one, in an environment of its own, .venv/torch-2.15.0.
 
 PYTHON ?= python3
-VENV := .venv
+TORCH :=
+VENV := .venv$(TORCH:%=/torch-%)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+CONSTRAINTS := $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 STAMP := $(VENV)/installed
 ARGS ?=
 
@@ -17,6 +21,7 @@ env: $(STAMP)
 # hatchling comes before instep, so that building instep downloads nothing of its own.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(CONSTRAINTS)
 	$(PIP) torch
 	$(PIP) hatchling
 	$(PIP) --no-build-isolation --editable '.[dev]'
