@@ -155,7 +155,6 @@ ONE_USER = {
     "instep/replicate/bucketed.py",
     "instep/replicate/ddp_keywords.py",
     "instep/replicate/replica.py",
-    "instep/replicate/thread_pool.py",
     "instep/run/status.py",
     "instep/shard/gather.py",
     "instep/shard/one_copy.py",
