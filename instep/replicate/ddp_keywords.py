@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Of torch 2.13. Keyword -> (the value that asks for nothing, why it has no effect here).
+# Of torch up to 2.15. Keyword -> (the value that asks for nothing, why it has no effect here).
 NO_EFFECT: dict[str, tuple[Any, str]] = {
     "device_ids": (None, "the module stays where it is and inputs are not moved"),
     "output_device": (None, "the module stays where it is and outputs are not moved"),
