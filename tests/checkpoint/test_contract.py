@@ -103,7 +103,8 @@ def test_a_changed_layer_is_refused_by_name() -> None:
     before = fields(nn.Linear(3, 4), nn.LayerNorm(4))
     rest = repr(nn.LayerNorm(4)).partition("eps=1e-05")[2]  # torch 2.10 does not name the bias
     assert differences(before, fields(nn.Linear(3, 4), nn.LayerNorm(4, eps=1e-6))) == [
-        f'model.layer.1: "LayerNorm((4,), eps=1e-05{rest}" in the checkpoint, "LayerNorm((4,), eps=1e-06{rest}" now'
+        f'model.layer.1: "LayerNorm((4,), eps=1e-05{rest}" in the checkpoint, '
+        f'"LayerNorm((4,), eps=1e-06{rest}" now'
     ]
 
 

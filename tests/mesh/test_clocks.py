@@ -170,7 +170,7 @@ def test_two_hosts_of_one_kernel_have_one_clock_and_others_are_measured_over_the
             host.popen([sys.executable, __file__], env={**env, "PYTHONPATH": str(ROOT)}, **PIPES)
             for host, env in zip(lab, lab.environments(), strict=True)
         ]
-        (same, other), again = [json.loads(said(rank)) for rank in ranks]
+        (same, other), again = [json.loads(said(rank).splitlines()[-1]) for rank in ranks]
     assert [same, other] == again
     assert same == [[0, 0], [0, 0]]
     offsets, errors = other

@@ -139,6 +139,8 @@ def test_so_they_are_over_shared_memory(mesh: Mesh, tmp_path: Path) -> None:
     check_of_wrappers(mesh, tmp_path)
 
 
+# torch 2.10 warns of any profile without a schedule.
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_replicas_in_threads_are_computation_or_the_profile_is_refused(tmp_path: Path) -> None:
     replicas = ThreadedReplicas(filled(Dense()), 2)
 
