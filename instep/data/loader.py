@@ -92,7 +92,7 @@ class Loader:
         pin_memory: in page-locked memory, from which a GPU copies faster.
         prefetch_factor: micro-batches that each worker process reads ahead.
         timeout_s: how long to wait for a worker process.
-        multiprocessing_context: how worker processes begin: "fork", "forkserver", "spawn"; None is Python's.
+        multiprocessing_context: how worker processes begin: "fork", "forkserver" or "spawn".
 
     Raises:
         TypeError: ``dataset`` has no length, or no samples by number.
@@ -129,7 +129,7 @@ class Loader:
         pin_memory: bool = False,
         prefetch_factor: int = 2,
         timeout_s: float = 300.0,
-        multiprocessing_context: Any = None,
+        multiprocessing_context: Any = "fork",  # also in a rank that a forkserver has started
     ) -> None:
         self.dataset = dataset
         self.num_samples = _require_samples(dataset)

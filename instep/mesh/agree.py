@@ -179,7 +179,7 @@ def raise_on_all(group: Group, error: Exception) -> NoReturn:
         raise error
     head, *rest = str(error).splitlines()
     if rest:
-        error.args = (f"{head} (rank {group.ranks[0]} says which)",)
+        error.args = (f"{head.rstrip(':')} (rank {group.ranks[0]} says which)",)
     raise as_told(error)
 
 

@@ -81,6 +81,7 @@ def test_a_loss_is_compared_with_that_of_the_same_seed() -> None:
     assert "same bits" in said[3]
 
 
+@pytest.mark.slow
 @world(2, by="process")
 def test_what_is_computed_again_is_not_kept(mesh) -> None:
     kept = {}

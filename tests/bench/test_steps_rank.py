@@ -65,6 +65,7 @@ TINY = Workload("tiny", 200_000, batch=2, what="tiny", tokens=8)
 STEPPED = Workload("stepped", 2_000_000, batch=1, what="tiny", tokens=8, optimizer="adamw")
 
 
+@pytest.mark.slow
 @world(2, by="process")
 def test_variants_hold_two_models_and_what_their_exchange_needs(mesh):
     size = TINY.gradient_bytes
