@@ -209,8 +209,8 @@ class Campaign:
 
 
 def pattern(message: str) -> str:
-    """``message`` without its names and numbers, so that those with the same cause are counted together."""
-    first = message.splitlines()[0]
+    """``message`` without names, places and numbers: those with the same cause are counted together."""
+    first = re.sub(r"/\S+/[^\s:]+", "PATH", message.splitlines()[0])
     return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'...'", first))[:160]
 
 

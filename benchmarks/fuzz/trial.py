@@ -364,14 +364,20 @@ def failure(placement: Placement, answers: Mapping[int, Any], raised: BaseExcept
     if crashed:
         return crashed[0]
     if len(errors) == placement.world:
-        # A rank that lost another, or was left by it, only says so.
-        first = [error for error in errors if not error.text.startswith(("PeerLost", "Desync"))]
-        return (first or errors)[0]
+        first = min(errors, key=_consequence)
+        if not first.text.startswith("PeerLost"):
+            return first
+        return Outcome(CRASH, f"all ranks have lost another, and none says why: {first.text}", first.where)
     fared = ", ".join(f"rank {rank}: {'error' if 'error' in x else 'ended'}" for rank, x in answers.items())
     told = errors[0].text if errors else f"{type(raised).__name__}: {raised}"
     return Outcome(
         CRASH, f"not all ranks fare alike ({fared}): {told}"[:2000], errors[0].where if errors else ""
     )
+
+
+def _consequence(error: Outcome) -> int:
+    """Sorts: a rank that was left by another, and one that lost it, only say so."""
+    return next((i for i, word in enumerate(("Desync", "PeerLost"), 1) if error.text.startswith(word)), 0)
 
 
 @contextmanager

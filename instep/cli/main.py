@@ -14,7 +14,7 @@ from instep.mesh.signals import hear_stop_signals
 
 COMMANDS = {
     "train": "train a small GPT on text, with the same bits on any number of ranks",
-    "bench": "measure collectives, strategies and bucket sizes on this machine",
+    "bench": "measure collectives, strategies, buckets, scaling, threads, memory savers",
     "show": "print a collective step by step: who sends what, and who holds what after each round",
     "report": "show where the time of a run went, on a page, as traces, in words",
     "compare": "find where two runs part, in which parameter, and what caused it",

@@ -87,7 +87,7 @@ def chosen(word: str) -> tuple[str, str]:
     """Collective and algorithm that ``word`` names.
 
     Raises:
-        ValueError: none.
+        ValueError: no algorithm has that name.
     """
     words = algorithms()
     if (word := _hyphens(word)) not in words:

@@ -7,7 +7,7 @@ own micro-batches:
 
     step 7, micro-batch    0   1   2   3   4   5   6   7
     on two ranks           rank 0 ......   rank 1 ......     the same samples in each,
-    on three               rank 0 ..   rank 1 ..   rank 2    whoever reads them
+    on three               rank 0 ..   rank 1 ..   rank 2    whichever rank reads
 
 What a data set draws while it reads a sample (a crop, a flip) is keyed by (seed, epoch, sample), so it is the
 same too, in whichever worker process. The reading itself, in worker processes and ahead of time, is a
@@ -92,7 +92,8 @@ class Loader:
         pin_memory: in page-locked memory, from which a GPU copies faster.
         prefetch_factor: micro-batches that each worker process reads ahead.
         timeout_s: how long to wait for a worker process.
-        multiprocessing_context: how worker processes begin: "fork", "forkserver" or "spawn".
+        multiprocessing_context: how worker processes begin: "fork" (the default), "forkserver" or "spawn",
+            which a data set that uses CUDA needs.
 
     Raises:
         TypeError: ``dataset`` has no length, or no samples by number.
@@ -297,7 +298,7 @@ class _Share:
 class KeyedSamples:
     """``dataset``, asked for the samples at places; what it draws meanwhile is keyed by them.
 
-    In this process the generators of the program are then as before; in a worker process nobody else draws.
+    In this process the generators of the program are then as before; in a worker process no other code draws.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:

@@ -93,15 +93,16 @@ class DataParallel(WrappedOnce, OwnNames):
         timeout_s: deadline of every wait in seconds, where no mesh brings one; 300 by default.
         device_mesh, bucket_cap_mb_list: torch's words for ``process_group`` and ``bucket_cap_mb``.
         device_ids, output_device, dim: of no effect, with a warning: nothing is moved or scattered.
-        others: every other keyword of torch's ``DistributedDataParallel``, up to 2.15, is accepted; one
+        others: every other keyword of torch's ``DistributedDataParallel``, up to 2.15, is known; one
             without effect warns, and what is not offered is refused with the reason.
 
     Raises:
         ValueError: on all ranks; they hold different models, an embedding rescales its weight in forward
-            (``max_norm``), torch's DDP or FSDP has a part of the module, or an argument is unknown on one of
-            them. Also in DDP or FSDP around this one.
+            (``max_norm``), or torch's DDP or FSDP has a part of the module. Wrapping this one in DDP or FSDP
+            raises it too.
         RuntimeError: no parameter requires a gradient.
-        TypeError: an argument before ``process_group`` is a mesh or a group, given without its name.
+        TypeError: an argument before ``process_group`` is a mesh or a group, given without its name; or a
+            keyword is known neither to torch nor to instep (on other ranks a ValueError names this one).
         PeerLost: a rank did not come.
 
     Example:
