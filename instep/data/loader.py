@@ -21,12 +21,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from instep.data.length_groups import LengthGroups
 from instep.data.order import MASK_64, sample_at
@@ -87,7 +88,7 @@ class Loader:
         shuffle: False reads the samples in the order of their numbers.
         lengths: of each sample; those of similar lengths then come into one micro-batch.
         collate_fn: makes a micro-batch of a list of samples; by default torch's ``default_collate``, which
-            stacks.
+            stacks. What it draws is keyed as a data set's, by the first sample.
         weigh: the ``weight`` of a micro-batch, an int, from its data: ``lambda x: int(x["mask"].sum())``.
         pin_memory: in page-locked memory, from which a GPU copies faster.
         prefetch_factor: micro-batches that each worker process reads ahead.
@@ -141,15 +142,17 @@ class Loader:
         self.seed, self.shuffle = seed, shuffle
         order = _order(self.num_samples, micro_batch_size, seed, shuffle, lengths)
         self.deal = Deal(self.num_samples, batch_size, micro_batch_size, order)
+        # That of lengths depends on them, and on the size of what is grouped.
+        self.groups = None if lengths is None else _digest(micro_batch_size, lengths)
         self.identity = _digest(self.num_samples, batch_size, micro_batch_size, seed, shuffle, lengths)
         self.weigh = weigh
         self._position = 0
         self._share = _Share(self.deal)
         self._options: dict[str, Any] = {
-            "dataset": KeyedSamples(dataset, seed),
+            "dataset": KeyedSamples(dataset, seed, collate_fn or default_collate),
             "batch_sampler": self._share,
             "num_workers": num_workers,
-            "collate_fn": collate_fn,
+            "collate_fn": itemgetter(0),  # it is collated already, where what that draws is keyed
             "pin_memory": pin_memory,
             "timeout": timeout_s if num_workers else 0,
             "prefetch_factor": prefetch_factor if num_workers else None,
@@ -200,12 +203,11 @@ class Loader:
         Raises:
             RuntimeError: a worker process has died, or did not answer in time.
         """
-        for k, micro_batch in enumerate(own):
-            if self._next != (self._position, tuple(own), k):
-                self._begin(tuple(own), k)
-            data = self._take(micro_batch)
+        for k in range(len(own)):
+            data = self._take(tuple(own), k)
             last = k + 1 == len(own)
             self._next = self._position + last * self.batch_size, tuple(own), 0 if last else k + 1
+            align([x for x in tree_leaves(data) if isinstance(x, Tensor) and x.is_cpu and x.is_leaf])
             yield data, 1 if self.weigh is None else self.weigh(data)
 
     def advance(self) -> None:
@@ -222,7 +224,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, and in which stream, as JSON."""
-        names = ("position", "num_samples", "seed", "shuffle")
+        names = ("position", "num_samples", "seed", "shuffle", "groups")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,24 +245,20 @@ class Loader:
                 )
         self.position = state["position"]
 
-    def _begin(self, own: tuple[int, ...], k: int) -> None:
-        """The stream begins anew, with micro-batch ``own[k]`` of the next step."""
-        self._share.start = self._position, own, k
-        if self._loader is None:
-            self._loader = DataLoader(**self._options)
-        self._stream = iter(self._loader)
-
-    def _take(self, micro_batch: int) -> Any:
-        assert self._stream is not None
+    def _take(self, own: tuple[int, ...], k: int) -> Any:
+        """What was read for micro-batch ``own[k]`` of the next step."""
         try:
-            data = next(self._stream)
+            if self._stream is None or self._next != (self._position, own, k):
+                self._share.start = self._position, own, k
+                if self._loader is None:
+                    self._loader = DataLoader(**self._options)
+                self._stream = iter(self._loader)
+            return next(self._stream)
         except BaseException as error:
             self.close()  # what comes next from it is not known
             if isinstance(error, RuntimeError) and str(error).startswith(LOST):
-                raise RuntimeError(self._lost(micro_batch, error)) from None
+                raise RuntimeError(self._lost(own[k], error)) from None
             raise
-        align([x for x in tree_leaves(data) if isinstance(x, Tensor) and x.is_cpu and x.is_leaf])
-        return data
 
     def _lost(self, micro_batch: int, error: RuntimeError) -> str:
         samples = [place.sample for place in self.deal.places(self._position, micro_batch)]
@@ -296,34 +294,41 @@ class _Share:
 
 
 class KeyedSamples:
-    """``dataset``, asked for the samples at places; what it draws meanwhile is keyed by them.
+    """The micro-batch of the samples of ``dataset`` at places; what it and ``collate`` draw is keyed by them.
 
     In this process the generators of the program are then as before; in a worker process no other code draws.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
         self._own: list[KeyedGenerator] | None = None
 
     def __getitems__(self, places: Sequence[Place]) -> list[Any]:
-        """The samples at ``places``."""
+        """What is made of the samples at ``places``, in a list of its own, as a DataLoader has it."""
         with self._keyed() as generators:
-            at_once = getattr(self.dataset, "__getitems__", None)
-            if at_once is not None:
-                self._key(generators, places[0])
-                with _named(self.dataset, places):
-                    return list(at_once([place.sample for place in places]))
-            samples = []
-            for place in places:
-                self._key(generators, place)
-                with _named(self.dataset, [place]):
-                    samples.append(self.dataset[place.sample])
-            return samples
+            samples = self._samples(places, generators)
+            self._key(generators, places[0], "collate")
+            with _named(self.dataset, places):
+                return [self.collate(samples)]
+
+    def _samples(self, places: Sequence[Place], generators: Sequence[KeyedGenerator]) -> list[Any]:
+        at_once = getattr(self.dataset, "__getitems__", None)
+        if at_once is not None:
+            self._key(generators, places[0])
+            with _named(self.dataset, places):
+                return list(at_once([place.sample for place in places]))
+        samples = []
+        for place in places:
+            self._key(generators, place)
+            with _named(self.dataset, [place]):
+                samples.append(self.dataset[place.sample])
+        return samples
 
     @contextmanager
     def _keyed(self) -> Iterator[list[KeyedGenerator]]:
         if self._own is None:
-            self._own = [default_generator(), *generators_in(self.dataset, "dataset")]
+            own = *generators_in(self.dataset, "dataset"), *generators_in(self.collate, "collate")
+            self._own = [default_generator(), *own]
         generators = [*self._own, *global_generators()]
         before = None if get_worker_info() is not None else [x.save() for x in generators]
         try:
@@ -332,9 +337,9 @@ class KeyedSamples:
             for generator, state in zip(generators, before or (), strict=False):
                 generator.restore(state)
 
-    def _key(self, generators: Sequence[KeyedGenerator], place: Place) -> None:
+    def _key(self, generators: Sequence[KeyedGenerator], place: Place, what: str = "sample") -> None:
         for generator in generators:
-            generator.key(derive(self.seed, "sample", place.epoch, place.sample, generator.name))
+            generator.key(derive(self.seed, what, place.epoch, place.sample, generator.name))
 
     def __getstate__(self) -> Any:
         return {**vars(self), "_own": None}  # to a worker process, which looks for its own

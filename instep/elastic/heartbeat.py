@@ -47,6 +47,8 @@ PHASES = (
 # inside, so here a time is that from one beat to the next.
 BEATING = frozenset({"hash", "save"})
 WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
+# Of those, they do work of their own, too, which takes as long as there is to read or to write.
+OWN_WORK = frozenset({"agree", "summary"})
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 MAX_WORKERS, MAX_FAULTS = 256, 64

@@ -7,8 +7,8 @@
 
 A rank that waits for a stuck one makes no progress either, so phases that wait are never the cause; where
 all wait, the deadline of the wait itself reports it, which knows for whom. A rank that is alone waits for
-none, and none waits for it, so there that deadline is looked at here. One that waits for a device has it,
-too: a disk may be slow, and that is no hang.
+none, and none waits for it, so that deadline is looked at here, but in phases that do work of their own,
+too. One that waits for a device has it as well: a disk may be slow, and that is no hang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from instep.elastic.heartbeat import BEATING, WAITING, Position
+from instep.elastic.heartbeat import BEATING, OWN_WORK, WAITING, Position
 
 CONFIRMED_S = 1.0  # a debugger's glance, or a suspended host, is over by then
 LEAST_S, FACTOR = 5.0, 5.0
@@ -59,12 +59,13 @@ def find_stuck(
         seconds = min(reading.position.seconds, reading.idle_s)
         limit = limit_s(slowest_s(phase), timeout_s, beats=phase in BEATING)
         waits = phase in WAITING
+        alone = reading.alone and phase not in OWN_WORK
         if waits or reading.waits_for_device:
             limit = timeout_s
         if reading.left_behind_s:  # it waits for nothing, so there is no first time to be patient with
             limit = min(limit, max(LEAST_S, FACTOR * slowest_s(phase)))
         if reading.stopped_s >= CONFIRMED_S:
             found[worker] = f"was stopped for {reading.stopped_s:.1f} s"
-        elif seconds > limit and (not waits or reading.alone or reading.left_behind_s > limit):
+        elif seconds > limit and (not waits or alone or reading.left_behind_s > limit):
             found[worker] = f"made no progress in {phase} for {seconds:.1f} s (limit {limit:.1f} s)"
     return found

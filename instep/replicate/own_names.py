@@ -184,8 +184,8 @@ def require_clear_names(wrapper: nn.Module, args: Any) -> None:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    named = (module.named_parameters, module.named_buffers)
-    return {name: x for each in named for name, x in each(remove_duplicate=False)}
+    # Not buffers: a forward may put another one in the place of its own, too.
+    return dict(module.named_parameters(remove_duplicate=False))
 
 
 def _part(module: nn.Module, path: str) -> nn.Module | None:

@@ -183,8 +183,11 @@ class ThreadedReplicas(OwnNames):
         step.begin([MicroBatch(i, count, weight, x) for i, (x, weight) in enumerate(data)])
         functions = [partial(step.compute, r, body) for r in range(self.num_replicas)]
         handed = handed_to_replicas(step.parameters, step.strays)
-        with without_random_numbers(self.module, self._device), handed:
-            results = self._pool.run("micro-batches", functions, ThreadSettings(self._device))
+        try:
+            with without_random_numbers(self.module, self._device), handed:
+                results = self._pool.run("micro-batches", functions, ThreadSettings(self._device))
+        finally:
+            step.micro_batches = ()  # and their data
         with self._pool.recorder.span("aggregate", lane="compute"):
             step.reduce()
         if source is not None:
@@ -254,7 +257,8 @@ class ThreadedStep:
                     f"parameter {name!r} has a post-accumulate hook, of another wrapper or your own, which "
                     "would not run in replicas: close() the other wrapper, or use parameter.register_hook"
                 )
-        self.micro_batches, self.num_micro_batches = micro_batches, len(micro_batches)
+        self.micro_batches: Sequence[MicroBatch] = micro_batches
+        self.num_micro_batches = len(micro_batches)
         self.indices = rank_major(
             self.num_micro_batches, len(self.buckets)
         )  # of each replica's micro-batches

@@ -49,6 +49,18 @@ class ShardedUpdate:
         """
         self._status.require_sound()
         self._status.meeting = meeting_of(optimizer, self._status.group)
+        try:
+            return self._make(optimizer, local, closure, check)
+        finally:
+            self._status.meeting = None  # else a reduction, with all its memory, outlives its wrapper
+
+    def _make(
+        self,
+        optimizer: Optimizer,
+        local: Optimizer,
+        closure: Callable[[], Any] | None,
+        check: Callable[[], None],
+    ) -> Any:
         loss, raised, outcome = None, None, REFUSED
         groups = optimizer.param_groups
         try:

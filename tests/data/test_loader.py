@@ -112,6 +112,18 @@ def test_what_a_data_set_draws_depends_on_seed_epoch_and_sample_alone() -> None:
     assert not torch.equal(next(augmented(1, shuffle=False)), expected[0])
 
 
+def masked(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows) * (torch.rand(len(rows), 1) < 0.5) + random.random()
+
+
+def test_what_is_drawn_while_samples_are_put_together_is_keyed_too() -> None:
+    expected = list(augmented(1, collate_fn=masked))
+    for num_ranks, options in ((2, {}), (1, {"num_workers": 2})):
+        random.seed(num_ranks)
+        found = augmented(num_ranks, collate_fn=masked, **options)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_the_generators_of_the_program_are_as_before() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
@@ -385,6 +397,9 @@ def test_what_cannot_be_dealt_out_is_refused_by_options_too() -> None:
         Loader(range(9), 2, 1, lengths=[1, 2, 3])
     with pytest.raises(ValueError, match="position of at least 0"):
         Loader(range(9), 2, 1).position = -2
+    state = Loader(range(9), 4, 2, lengths=range(9)).state_dict()
+    with pytest.raises(ValueError, match="samples would be read twice or never"):
+        Loader(range(9), 4, 1, lengths=range(9)).load_state_dict(state)
     state = Loader(range(9), 2, 1).state_dict()
     with pytest.raises(ValueError, match="with num_samples 9, and this one has 8"):
         Loader(range(8), 2, 1).load_state_dict(state)

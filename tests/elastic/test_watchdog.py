@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.elastic.heartbeat import BEATING, PHASES, WAITING, Position
+from instep.elastic.heartbeat import BEATING, OWN_WORK, PHASES, WAITING, Position
 from instep.elastic.watchdog import CONFIRMED_S, FACTOR, LEAST_S, Reading, find_stuck, limit_s
 
 TIMEOUT_S = 60.0
@@ -34,7 +34,12 @@ def test_a_worker_that_waits_for_others_is_not_the_cause(phase: str) -> None:
     assert found(w0=at(phase, 1e6)) == {}
 
 
-@pytest.mark.parametrize("phase", sorted(WAITING))
+@pytest.mark.parametrize("phase", sorted(OWN_WORK))
+def test_a_worker_that_is_alone_and_reads_a_large_checkpoint_is_let_be(phase: str) -> None:
+    assert found(w0=at(phase, 1e6, alone=True)) == {}
+
+
+@pytest.mark.parametrize("phase", sorted(WAITING - OWN_WORK))
 def test_a_worker_that_is_alone_waits_for_nobody_and_has_the_deadline(phase: str) -> None:
     assert found(w0=at(phase, TIMEOUT_S - 0.1, alone=True), w1=at("built", 1e6)) == {}
     assert list(found(w0=at(phase, TIMEOUT_S + 0.1, alone=True), w1=at("built", 1e6))) == [0]
