@@ -32,7 +32,10 @@ def work(spec: WorkerSpec, recipe: Recipe) -> None:
     """Train ``recipe`` under whatever ranks the supervisor assigns to this process."""
     config = recipe.config
     assert config.run_dir is not None
-    member = ControlChannel(spec)
+    try:
+        member = ControlChannel(spec)
+    except FileNotFoundError:  # the supervisor, which holds what it opens, has been killed meanwhile
+        exit_now(0)
 
     def stop(name: str) -> None:
         member.page.stop = True

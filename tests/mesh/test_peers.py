@@ -304,6 +304,7 @@ def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
             peer_of(process, rank=4),
             hidden[3],
             status_store=status_store,
+            timeout_s=0.5,  # of which the questions to the store have a part
             flight=in_operation(5),
         )
         began = time.monotonic()
