@@ -310,18 +310,18 @@ def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
         began = time.monotonic()
         with pytest.raises(PeerLost) as lost:
             table.wait(Work(float("inf")), OPERATION)
-    assert time.monotonic() - began >= 0.05
+    assert time.monotonic() - began >= 0.5
     sentence, *lines = str(lost.value).splitlines()
     assert lost.value.ranks == (2, 3, 4)
     assert f"in {OPERATION}, and never came: rank 2 (pid" in sentence
     assert "on another host, in the exchange of bucket 4; rank 3" in sentence
     assert "on another host, after the exchange of bucket 2; rank 4" in sentence
     assert f"(pid {process.pid} on {ME.host}), alive, gives no answer. Look there" in sentence
-    assert sentence.endswith("or raise timeout_s (0.05 s)")
+    assert sentence.endswith("or raise timeout_s (0.5 s)")
     assert lines[-1].startswith(
         f"rank 2, rank 3, rank 4 never came to {OPERATION}. Look there for other code"
     )
-    assert lines[-1].endswith("or raise timeout_s (0.05 s)")
+    assert lines[-1].endswith("or raise timeout_s (0.5 s)")
     assert [line.split()[0] for line in lines[1:7]] == ["2", "3", "4", "0", "1", "5"]
     assert lines[3].split() == ["4", "never", "came", "sleeping"]
     assert (
