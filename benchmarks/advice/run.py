@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.advice.causes import CAUSES, Cause
 from benchmarks.advice.runs import Made, train
 from instep.bench.hosts import Network, network, obstacle
-from instep.bench.tables import environment, markdown, show, write_between, write_json
+from instep.bench.tables import environment, markdown, prepare, show, write_between, write_json
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/advice/run.py"
@@ -206,9 +205,7 @@ def brief(row: Found) -> Found:
 
 def write(found: Found, folder: Path) -> None:
     """Results and tables into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != HERE:
-        shutil.copy(HERE / "README.md", folder)
+    prepare(folder, HERE)
     table = gains(found)
     show(table, "what was promised, and what was got")
     made = found["environment"]

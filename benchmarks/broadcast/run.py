@@ -9,7 +9,6 @@ Needs Linux, root and iproute2.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -43,9 +42,7 @@ def main() -> int:
     began = time.monotonic()
     options = QUICK if wanted.quick else FULL
     results = measure(options)
-    wanted.out.mkdir(parents=True, exist_ok=True)
-    if wanted.out.resolve() != HERE:
-        shutil.copy(HERE / "README.md", wanted.out)
+    tables.prepare(wanted.out, HERE)
     text = block(results, options, (time.monotonic() - began) / 60)
     tables.write_json(wanted.out / "results.json", results, command=COMMAND)
     tables.write_csv(wanted.out / "results.csv", results["rows"])

@@ -7,7 +7,6 @@ python benchmarks/data_parallel/run.py --samples 3 --out DIR  a trial, which lea
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
@@ -25,9 +24,7 @@ def main() -> int:
     rows = [short(row) for row in results["rows"]]
     tables.show(rows, title_of(results), notes=notes(results))
     folder: Path = wanted.out
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != HERE:
-        shutil.copy(HERE / "README.md", folder)
+    tables.prepare(folder, HERE)
     tables.write_json(folder / "results.json", results, command=COMMAND)
     tables.write_csv(folder / "results.csv", results["rows"])
     draw(results, folder / "chart.svg")

@@ -9,7 +9,6 @@ Needs Linux, root and iproute2.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any
 from instep.bench.charts import bars
 from instep.bench.link import RATE_TEXT, LinkResults, chart, measure, report, title
 from instep.bench.options import parse_count
-from instep.bench.tables import environment, markdown, show, write_between, write_csv, write_json
+from instep.bench.tables import environment, markdown, prepare, show, write_between, write_csv, write_json
 from instep.bench.workloads import workload
 
 HERE = Path(__file__).parent
@@ -78,9 +77,7 @@ def growth(several: Sequence[LinkResults]) -> list[dict[str, Any]]:
 
 def write(pair: LinkResults, several: Sequence[LinkResults], folder: Path, minutes: float) -> None:
     """Results, tables and charts into ``folder``, and a README with them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != HERE:
-        shutil.copy(HERE / "README.md", folder)
+    prepare(folder, HERE)
     rows, readme = growth(several), folder / "README.md"
     payload = {"pair": pair.as_json(), "several": [found.as_json() for found in several]}
     write_json(folder / "results.json", payload, command=COMMAND)

@@ -7,7 +7,6 @@ python benchmarks/memory_savers/run.py --params 200K --samples 2 --steps 4 --see
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 from instep.bench.memory_savers import draw, measure, notes, short, tables
 from instep.bench.options import MemorySaversOptions
-from instep.bench.tables import environment, markdown, write_between, write_csv, write_json
+from instep.bench.tables import environment, markdown, prepare, write_between, write_csv, write_json
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/memory_savers/run.py"
@@ -54,9 +53,7 @@ def arguments() -> argparse.Namespace:
 
 def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     """Results, chart and tables into ``folder``, and a README with them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != HERE:
-        shutil.copy(HERE / "README.md", folder)
+    prepare(folder, HERE)
     write_json(folder / "results.json", results, command=COMMAND)
     write_csv(folder / "results.csv", results["rows"])
     draw(results, folder / "chart.svg")

@@ -7,7 +7,6 @@ python benchmarks/scaling/run.py --params 1M --samples 2 --out DIR    a trial, w
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -51,9 +50,7 @@ def arguments() -> argparse.Namespace:
 
 def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     """Results, table and chart into ``folder``, and a README with them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != HERE:
-        shutil.copy(HERE / "README.md", folder)
+    tables.prepare(folder, HERE)
     tables.write_json(folder / "results.json", results, command=COMMAND)
     tables.write_csv(folder / "results.csv", results["rows"])
     draw(results, folder / "chart.svg")

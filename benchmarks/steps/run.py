@@ -7,7 +7,6 @@ python benchmarks/steps/run.py --params 2M --samples 3 --out DIR     a trial, wh
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from instep.bench.options import StepsOptions, parse_count
 from instep.bench.steps import HostResults, chart, measure, report, short, table
-from instep.bench.tables import environment, markdown, write_between, write_csv, write_json
+from instep.bench.tables import environment, markdown, prepare, write_between, write_csv, write_json
 from instep.bench.workloads import Workload, workload
 
 HERE = Path(__file__).parent
@@ -80,9 +79,7 @@ def headline(settings: Sequence[Mapping[str, Any]]) -> str:
 
 def write(found: list[HostResults], folder: Path, ranks: int, minutes: float) -> None:
     """Results, table and charts into ``folder``, and a README with them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != HERE:
-        shutil.copy(HERE / "README.md", folder)
+    prepare(folder, HERE)
     write_json(
         folder / "results.json",
         {"ranks": ranks, "settings": [one.as_json() for one in found]},

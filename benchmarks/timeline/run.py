@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ from benchmarks.timeline.rank import record
 from instep.bench.hosts import network, obstacle
 from instep.bench.link import RATE, RATE_TEXT
 from instep.bench.options import parse_count
-from instep.bench.tables import environment, markdown, show, write_between, write_json
+from instep.bench.tables import environment, markdown, prepare, show, write_between, write_json
 from instep.bench.variants import OURS, Variant
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import on_hosts, on_ranks
@@ -144,9 +143,7 @@ def row(strategy: str, timeline: Timeline, median_ms: float) -> dict[str, Any]:
 
 def write(found: Mapping[str, Any], events: Mapping[str, Any], folder: Path) -> None:
     """Results, table and pictures into ``folder``, and a README with them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != HERE:
-        shutil.copy(HERE / "README.md", folder)
+    prepare(folder, HERE)
     steps = {
         strategy: (Timeline(Event(*fields) for fields in events[strategy]), step)
         for strategy, step in found["steps"].items()

@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +168,13 @@ def show(rows: Sequence[Row], title: str, *, notes: Sequence[str] = ()) -> None:
         console.print()
         for note in [*notes, ""] if notes else ():
             console.print(note)
+
+
+def prepare(folder: Path, home: Path) -> None:
+    """Make ``folder``; where it is not the benchmark's ``home``, with a copy of the README for the tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() != home:
+        shutil.copy(home / "README.md", folder)
 
 
 def write_between(path: str | Path, name: str, text: str) -> None:
