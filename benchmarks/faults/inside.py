@@ -25,7 +25,7 @@ import instep.mesh.rank_process
 import instep.train.worker
 from benchmarks.faults.command import MOMENT
 from instep.cli.main import main
-from instep.train.recovery import Snapshots
+from instep.run.recovery import Snapshots
 from instep.train.trainer import Trainer
 from tests.checkpoint.no_pickle import forbid
 

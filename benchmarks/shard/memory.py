@@ -42,8 +42,8 @@ from instep.models.config import GPTConfig, num_parameters
 from instep.ordered.hash import SharedHash
 from instep.ordered.homes import homes
 from instep.recipes.memory_estimate import formula
+from instep.run.memory_usage import memory_usage
 from instep.shard.unit import Unit
-from instep.train.memory_usage import memory_usage
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/shard/memory.py"

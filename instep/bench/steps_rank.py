@@ -50,8 +50,8 @@ from instep.events import Event
 from instep.mesh.device import peak_bytes, synchronize
 from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.recipes.memory_estimate import formula
+from instep.run.memory_usage import MemoryUsage, activations, memory_usage
 from instep.timeline.intervals import total_ns, union
-from instep.train.memory_usage import MemoryUsage, activations, memory_usage
 
 DROPPED = 2
 NUM_STEPS = 3  # of a variant that is alone

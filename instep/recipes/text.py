@@ -23,7 +23,7 @@ from instep.ordered.generators import seed_generator
 from instep.ordered.keys import derive, initialize
 from instep.recipes.memory_estimate import formula, num_moments
 from instep.recipes.text_config import Config, validate
-from instep.train.losses import gather
+from instep.run.losses import gather
 from instep.train.run import run as run_recipe
 from instep.train.worker import work as train
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from instep.run.summary import throughput
-from instep.run.writer import StepFigures
+from instep.run.training import StepFigures
 from instep.timeline.straggler import SlowRank
 
 LINES_PER_RUN = 20
@@ -66,5 +66,5 @@ def _figures(made: StepFigures, slow: SlowRank | None) -> str:
     culprit = f"  rank {slow.rank} is slow: {slow.phase}, +{slow.excess_s * 1e3:.0f} ms" if slow else ""
     return (
         f"loss {made.loss:.3f}  norm {made.norm:.2f}  lr {made.rate:.1e}  {made.step_ms:.0f} ms"
-        f" ({made.exposed_ms:.0f} exposed{waiting})  {throughput(vars(made))}{culprit}"
+        f" ({made.exposed_ms:.0f} exposed{waiting})  {throughput(made.logged)}{culprit}"
     )

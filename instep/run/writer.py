@@ -16,16 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
-
-from torch import nn
+from typing import Any
 
 from instep.checkpoint.manifest import fingerprint
 from instep.mesh.device import default_backend
 from instep.mesh.launch_environment import detect
-from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
-from instep.ordered.hash import Sampled
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.folder import METRICS
 from instep.run.jsonl import Fields, JsonLines, marked_lines, read_last_lines, read_lines
@@ -42,73 +38,13 @@ from instep.run.ledger import (
     Write,
 )
 from instep.run.shape import COUNT, NUMBER, Shape
+from instep.run.training import StepFigures, Training
 from instep.timeline.advice import RunSetting
 
 METRIC_LINES = Shape({"step": COUNT}, required={"step"}, others=NUMBER)
 
 Log = Callable[[int, Mapping[str, float]], None]
 """Told the figures of a step."""
-
-
-class Phases(Protocol):
-    """Told in which phase of a step the main thread is."""
-
-    def enter(self, phase: str) -> None:
-        """A phase begins."""
-
-
-class StepFigures(Protocol):
-    """A dataclass of one step: every number in it is a figure, and goes to ``metrics.jsonl`` by its name.
-
-    The throughput is the one whose name ends in ``_per_s``: ``tokens_per_s``, ``samples_per_s``.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    loss: float
-    rate: float
-    norm: float
-    step_ms: float
-    exposed_ms: float
-    waiting_ms: float
-    skipped: str
-
-
-class Training(Protocol):
-    """What trains, as far as a run writes about it, on this rank."""
-
-    config: Any  # with parallel, ledger, batch, optim and num_leaves
-    mesh: Mesh
-    group: Group
-    module: nn.Module
-    contract: dict[str, Any]
-    generation: int
-    seen: GradientHashes | None
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps that the state is of."""
-
-    @property
-    def heartbeat(self) -> Phases:
-        """Where the phases are told."""
-
-    @property
-    def canary(self) -> str:
-        """The hash of what this process computes on one fixed micro-batch."""
-
-    @property
-    def cursor(self) -> int:
-        """The global position in the stream of samples."""
-
-    @property
-    def owns(self) -> bool:
-        """Whether this rank owns some of the state, or all: it takes part in its hash."""
-
-    def state_digests(self) -> tuple[str, dict[str, str]]:
-        """``state_sha256``, and the short hash of each entry."""
-
-    def sampled(self, every: int) -> list[Sampled]:
-        """The blocks of the state whose turn it is, one in ``every``."""
 
 
 def position(path: Path) -> int:
@@ -187,11 +123,12 @@ class RunWriter:
             generation=training.generation,
         )
 
-    def before_steps(self, held_out: float) -> None:
-        """Write down the loss of the initial weights."""
+    def before_steps(self, held_out: float | None) -> None:
+        """Write down that the run begins, with the loss of the initial weights where it is known."""
         if self.keeps:
-            self._metrics.write(step=0, held_out_loss=held_out)
-            self._log(0, {"held_out_loss": held_out})
+            figures = {} if held_out is None else {"held_out_loss": held_out}
+            self._metrics.write(step=0, **figures)
+            self._log(0, figures)
 
     def leaves(self, made: StepFigures) -> None:
         """Gather and write down the hashes of the step's micro-batches, if asked for. Collective then."""
@@ -223,7 +160,8 @@ class RunWriter:
     def _figures(self, made: StepFigures, held_out: float | None) -> None:
         """The line to plot."""
         step = self.training.steps_done
-        figures = {name: x for name, x in asdict(made).items() if not isinstance(x, bool | str)}
+        figures = {name: x for name, x in asdict(made).items() if not isinstance(x, bool | str | dict)}
+        figures |= made.logged
         extra = {} if held_out is None else {"held_out_loss": held_out}
         self._metrics.write(step=step, **figures, **extra)
         self._log(step, {**figures, **extra})

@@ -20,14 +20,14 @@ from instep.mesh.process_group import Group
 from instep.mesh.signals import listen_for_preemption
 from instep.run import folder, loggers
 from instep.run.folder import FAULTS
+from instep.run.generation import EXIT_CODES
 from instep.run.jsonl import EVENTS, JsonLines
+from instep.run.recovery import Checkpoints
 from instep.run.writer import require_readable
-from instep.train.loop import Generation
+from instep.train.loop import generation
 from instep.train.recipe import Recipe
-from instep.train.recovery import Checkpoints
 from instep.train.run_config import RunConfig, check_ranks, check_rows, check_world, local_ranks, shard_axis
 from instep.train.trainer import Trainer
-from instep.train.worker import EXIT_CODES
 
 
 def run(recipe: Recipe) -> int:
@@ -92,7 +92,8 @@ def run_rank(recipe: Recipe) -> int:
         asked: list[str] = []
         listen_for_preemption(asked.append)
         trainer.wishes = {"stop": lambda: bool(asked)}
-        ending = Generation(trainer, path, Checkpoints(path, config.timeout_s, trainer.heartbeat)).run()
+        checkpoints = Checkpoints(path, config.timeout_s, trainer.heartbeat)
+        ending = generation(trainer, path, checkpoints).run(trainer.step)
         on_first_rank(mesh.world.group, "looking for the run directory", look_again)
         trainer.leave()
         return EXIT_CODES[ending]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -29,14 +29,15 @@ from instep.ordered.keys import initialize
 from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes, observe_gradients
 from instep.run.health import Health
+from instep.run.losses import mean_loss, share
+from instep.run.memory_usage import MemoryUsage, activations, memory_usage
+from instep.run.rank_state import Made, RankState
 from instep.run.timing import Timing
 from instep.step.micro_batches import MicroBatch
 from instep.step.running_statistics import put_back_on_error
-from instep.train.losses import mean_loss, share
 from instep.train.nonfinite import give_up
 from instep.train.optimizers import forget, learning_rate, make_optimizer, set_learning_rate
 from instep.train.parallel import Replicated, parallel
-from instep.train.rank_state import Made, RankState
 from instep.train.recipe import Recipe
 from instep.train.recompute import Computed, compare_leaves, twin_gradients
 from instep.train.run_config import numerical
@@ -65,7 +66,7 @@ class Trainer:
         self.recipe = recipe
         self.config = config = recipe.config
         self.heartbeat = heartbeat or Heartbeat()
-        self.rank_state = RankState(config.checks)
+        self.rank_state = RankState()
         self.generation = 1
         self.seen: GradientHashes | None = None  # of the last step, where they are asked for
         self.wishes: dict[str, Callable[[], bool]] = {}
@@ -86,6 +87,7 @@ class Trainer:
         elif not self._without_values:
             initialize(self.module, self.config.seed)
         forget(self.optimizer)
+        self.health = Health(self.config.checks)
         self.rank_state.begin()
 
     def prepare(self) -> None:
@@ -164,8 +166,49 @@ class Trainer:
         return self.rank_state.last
 
     @property
-    def health(self) -> Health:
-        return self.rank_state.health
+    def loss_unit(self) -> str:
+        """The recipe's."""
+        return self.recipe.loss_unit
+
+    @property
+    def items_per_step(self) -> int:
+        """The recipe's."""
+        return self.recipe.items_per_step
+
+    @property
+    def num_replicas(self) -> int:
+        """How many share out the micro-batches: ranks, or threads."""
+        return self.parallel.num_replicas
+
+    @property
+    def step_mode(self) -> str | None:
+        """Which of the two contracts the last step was under."""
+        return self.parallel.contract
+
+    def carried(self) -> dict[str, Any]:
+        """What of the state is neither tensor nor option of the optimizer, as JSON."""
+        return {"health": self.health.state()}
+
+    def carry_on(self, carried: Mapping[str, Any]) -> None:
+        """Go on from what ``carried`` has returned."""
+        self.health.restore(carried["health"])
+
+    def memory_usage(self) -> MemoryUsage:
+        """What this rank holds."""
+        return memory_usage(self.module, self.optimizer, self.parallel.model)
+
+    def activations(self) -> int | None:
+        """Bytes that one more forward keeps, of a micro-batch that is not trained on; None where that much
+        is not free any more: a run does not fail for want of a figure."""
+        recipe, module = self.recipe, self.module
+        try:
+            return activations(module, lambda: recipe.loss(module, recipe.example(), self.mesh.device))
+        except Exception:
+            return None
+
+    def memory_estimate(self) -> dict[str, int | float]:
+        """The recipe's."""
+        return self.recipe.memory_estimate(ranks=self.parallel.shard_group_size)
 
     @property
     def cursor(self) -> int:
@@ -269,8 +312,8 @@ class Trainer:
             step_ms=step_s * 1e3,
             exposed_ms=exposed_s * 1e3,
             waiting_ms=waiting_s * 1e3,
-            tokens_per_s=self.recipe.items_per_step / step_s,
             skipped=skipped or "",
+            logged={"tokens_per_s": self.recipe.items_per_step / step_s},
             **{name: told.sums.get(name, 0.0) > 0 for name in WISHES},
         )
         self.rank_state.counted(made)

@@ -17,14 +17,14 @@ from instep.errors import ContractBroken, Desync, InstepError, PeerLost, let_go
 from instep.mesh.join import meet
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
+from instep.run.generation import EXIT_CODES, Ending, Generation
+from instep.run.recovery import Checkpoints, Snapshots
 from instep.run.writer import starts
-from instep.train.loop import Ending, Generation
+from instep.train.loop import generation
 from instep.train.recipe import Recipe
-from instep.train.recovery import Checkpoints, Snapshots
 from instep.train.run_config import shard_axis
 from instep.train.trainer import Trainer
 
-EXIT_CODES = {Ending.DONE: 0, Ending.STOPPED: 75}
 MESSAGE_CHARACTERS = 4096
 
 
@@ -52,11 +52,11 @@ def work(spec: WorkerSpec, recipe: Recipe) -> None:
     trainer.prepare()  # a process that says that it is ready can do without a group all that it has to
     _require_contract(trainer, member.page.contract, config.run_dir)
     checkpoints = Checkpoints(config.run_dir, config.timeout_s, member.heartbeat)
-    part = Generation(trainer, config.run_dir, checkpoints, memory)
+    part = generation(trainer, config.run_dir, checkpoints, memory)
     trainer.heartbeat.enter("built")
     why: dict[str, Any] = {}
     while (assignment := member.next_assignment(**why)) is not None:
-        ending, why = _take_part(part, member, assignment)
+        ending, why = _take_part(part, trainer, member, assignment)
         trainer.heartbeat.enter("lost")
         trainer.leave()
         if ending in EXIT_CODES:
@@ -68,10 +68,10 @@ def work(spec: WorkerSpec, recipe: Recipe) -> None:
 
 
 def _take_part(
-    part: Generation, member: ControlChannel, assignment: Assignment
+    part: Generation, trainer: Trainer, member: ControlChannel, assignment: Assignment
 ) -> tuple[Ending, dict[str, Any]]:
     """One generation; what there is to say if it did not end the run."""
-    trainer, times = part.trainer, dict[str, Any]()
+    times = dict[str, Any]()
     where = {"rank": assignment.rank, "pid": os.getpid()}
 
     def agreed(source: str) -> None:
@@ -96,7 +96,7 @@ def _take_part(
         part.memory.take_over(assignment.memory)
         _join(trainer, assignment, member)
         times.update(joined_ns=time.monotonic_ns())
-        ending = part.run()
+        ending = part.run(trainer.step)
     except RuntimeError as error:
         phase = member.page.position(member.heartbeat.worker).phase
         lost = isinstance(error, PeerLost | Desync | dist.DistError)

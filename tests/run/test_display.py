@@ -5,10 +5,16 @@ from dataclasses import replace
 import pytest
 
 from instep.run.display import LINES_PER_RUN, Display
-from instep.train.trainer import Made
+from instep.run.rank_state import Made
 
 MADE = Made(
-    loss=2.3456, rate=1e-3, norm=0.5, step_ms=12.3, exposed_ms=4.5, waiting_ms=0.2, tokens_per_s=12345.6
+    loss=2.3456,
+    rate=1e-3,
+    norm=0.5,
+    step_ms=12.3,
+    exposed_ms=4.5,
+    waiting_ms=0.2,
+    logged={"tokens_per_s": 12345.6},
 )
 
 

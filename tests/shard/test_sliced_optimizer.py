@@ -21,9 +21,9 @@ from instep.ordered import homes
 from instep.ordered.hash import SharedHash, state_entries, state_sha256
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
+from instep.run.memory_usage import memory_usage
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.train.memory_usage import memory_usage
 from tests.parity import filled, numbers
 from tests.shard.test_classes import CUT
 from tests.shard.test_fully_plain import LOOP, SCRIPTS, replicated

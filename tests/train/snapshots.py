@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.mesh.memory_file import MemoryFile
-from instep.train.recovery import Snapshots
+from instep.run.recovery import Snapshots
 
 
 class Supervisor:

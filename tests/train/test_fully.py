@@ -19,7 +19,7 @@ from instep.ordered.shards import MODEL
 from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config, validate
 from instep.run.ledger import SAMPLE_EVERY
-from instep.train.memory_usage import run_memory, words
+from instep.run.memory_usage import run_memory, words
 from instep.train.run_config import ChecksConfig, LedgerConfig, ParallelConfig
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one

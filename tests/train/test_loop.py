@@ -23,12 +23,14 @@ from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config
 from instep.run.display import Display
 from instep.run.folder import METRICS
+from instep.run.generation import AfterSteps, Aside
 from instep.run.jsonl import read_lines
 from instep.run.ledger import LEDGER
+from instep.run.rank_state import Made
 from instep.run.writer import RunWriter, position
-from instep.train.loop import Aside, global_batch, run_steps
+from instep.train.loop import global_batch
 from instep.train.run_config import BatchConfig, ParallelConfig
-from instep.train.trainer import Made, Trainer
+from instep.train.trainer import Trainer
 from tests.parity import assert_same_bits, world_of_one
 from tests.world import world
 
@@ -186,7 +188,11 @@ def run(path: Path, trainer: Trainer) -> list[int]:
     books = RunWriter(path, trainer, min(position(path), trainer.steps_done))
     books.started(0, [])
     aside = Aside(save=lambda: saved.append(trainer.steps_done))
-    run_steps(trainer, books, display, aside)
+    after = AfterSteps(trainer, books, display, aside)
+    after.begin()
+    while after.ending is None:
+        trainer.step()
+        after.follow_up()
     books.close()
     return saved
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from instep.mesh.mesh import Mesh
-from instep.train.losses import gather, mean_loss, share
+from instep.run.losses import gather, mean_loss, share
 from tests.world import world
 
 

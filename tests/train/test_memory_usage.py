@@ -11,8 +11,8 @@ from instep.models.transformer import GPT
 from instep.replicate.server import ParameterServer
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
+from instep.run.memory_usage import MemoryUsage, Saved, activations, count, memory_usage
 from instep.shard.optimizer import ShardedOptimizer
-from instep.train.memory_usage import MemoryUsage, Saved, activations, count, memory_usage
 from tests.world import world
 
 ALIGN = 64  # a granule of a buffer: what a bucket may be longer than its gradients, per parameter

@@ -16,8 +16,8 @@ from instep.recipes import text_config
 from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config
 from instep.run.folder import CHECKPOINTS
-from instep.train.rank_state import Holds
-from instep.train.recovery import Checkpoints, Snapshots, restore_newest
+from instep.run.rank_state import Holds
+from instep.run.recovery import Checkpoints, Snapshots, restore_newest
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one
 from tests.train.snapshots import Supervisor, snapshots_of

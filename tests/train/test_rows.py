@@ -18,7 +18,7 @@ from instep.mesh.mesh import Mesh
 from instep.recipes.text import TextRecipe, run
 from instep.recipes.text_config import validate
 from instep.run.ledger import SAMPLE_EVERY
-from instep.train.memory_usage import run_memory
+from instep.run.memory_usage import run_memory
 from instep.train.run_config import ChecksConfig, ParallelConfig, check_rows, check_world, shard_axis
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one

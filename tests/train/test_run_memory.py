@@ -10,7 +10,7 @@ from instep.models.config import GPTConfig, num_parameters
 from instep.models.transformer import GPT
 from instep.recipes.memory_estimate import activation_bytes, formula, num_moments
 from instep.recipes.text import text_loss
-from instep.train.memory_usage import activations, everyone, memory_usage, run_memory, words
+from instep.run.memory_usage import activations, everyone, memory_usage, run_memory, words
 from instep.train.optimizers import make_optimizer
 from instep.train.run_config import OptimConfig
 from tests.parity import world_of_one

@@ -16,8 +16,8 @@ import instep
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.recipes.text import TextRecipe
+from instep.run.recovery import send
 from instep.step import replica_watch
-from instep.train.recovery import send
 from instep.train.run_config import ParallelConfig
 from instep.train.trainer import Trainer
 from tests.replicate.test_drift import Loop

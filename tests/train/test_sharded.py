@@ -15,9 +15,9 @@ from instep.recipes import text_config
 from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config, validate
 from instep.run.ledger import SAMPLE_EVERY
+from instep.run.memory_usage import run_memory, words
+from instep.run.rank_state import Holds
 from instep.shard.optimizer import ShardedOptimizer
-from instep.train.memory_usage import run_memory, words
-from instep.train.rank_state import Holds
 from instep.train.run_config import ChecksConfig, OptimConfig, ParallelConfig
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one

@@ -18,7 +18,7 @@ from instep.mesh.mesh import Mesh
 from instep.recipes import text_config
 from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config
-from instep.train.recovery import Checkpoints, Snapshots, restore_newest
+from instep.run.recovery import Checkpoints, Snapshots, restore_newest
 from instep.train.run_config import ParallelConfig
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one

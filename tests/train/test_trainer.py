@@ -17,7 +17,7 @@ from instep.models.transformer import GPT
 from instep.recipes import text_config
 from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import Config
-from instep.train.recovery import Checkpoints, restore_newest, take
+from instep.run.recovery import Checkpoints, restore_newest, take
 from instep.train.run_config import ChecksConfig, ParallelConfig
 from instep.train.trainer import Trainer
 from tests.parity import world_of_one

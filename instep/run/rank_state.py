@@ -20,9 +20,6 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from instep.run.health import Health
-from instep.train.run_config import ChecksConfig
-
 
 @dataclass
 class Made:
@@ -34,8 +31,8 @@ class Made:
     step_ms: float
     exposed_ms: float  # waited while messages travelled
     waiting_ms: float  # waited for a slower rank
-    tokens_per_s: float
     skipped: str = ""
+    logged: dict[str, float] = field(default_factory=dict)  # figures that the training adds
     stop: bool = False  # a rank has been asked to end the run
     regroup: bool = False  # a rank has been asked to leave the group
     copy: bool = False  # it is time for a snapshot
@@ -52,30 +49,23 @@ class Holds(Enum):
 
 @dataclass
 class RankState:
-    """Position and health of a run on one rank, and what the rank ``holds`` of its tensors."""
+    """Position of a run on one rank, and what the rank ``holds`` of its tensors."""
 
-    checks: ChecksConfig
     holds: Holds = Holds.INITIAL
     steps_done: int = 0
     last: Made | None = None  # the step that led here; None after a checkpoint was loaded
-    health: Health = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.begin()
 
     def begin(self) -> None:
         """The weights are those of before the first step."""
         self.holds, self.steps_done, self.last = Holds.INITIAL, 0, None
-        self.health = Health(self.checks)
 
     def restoring(self) -> None:
         """Tensors are about to be written to: until all have agreed that they are those of the run."""
         self.holds = Holds.NOTHING
 
-    def restored(self, step: int, health: dict[str, Any], last: dict[str, Any] | None) -> None:
+    def restored(self, step: int, last: dict[str, Any] | None) -> None:
         """Tensors are those of ``step``; not agreed upon yet."""
         self.steps_done = step
-        self.health.restore(health)
         self.last = None if last is None else Made(**last)
 
     def agreed(self, *, complete: bool) -> None:
@@ -102,6 +92,5 @@ class RankState:
             self.holds = Holds.NOTHING
 
     def to_json(self) -> dict[str, Any]:
-        """What of the state is neither tensor nor option of the optimizer."""
-        last = None if self.last is None else asdict(self.last)
-        return {"step": self.steps_done, "health": self.health.state(), "last": last}
+        """The position, for another process."""
+        return {"step": self.steps_done, "last": None if self.last is None else asdict(self.last)}

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from instep.mesh.process_group import Group
 from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.ordered.homes import homes, offered
-from instep.train.trainer import Trainer
+from instep.run.training import Training
 
 OPERATION = "the gathering of memory"
 PROCESS = {"resident_peak": "peak", "resident": "now", "private": "private", "pss": "pss"}
@@ -223,19 +223,13 @@ def _covered(ranges: Iterable[tuple[int, int]]) -> int:
 # Of all ranks, and in words.
 
 
-def run_memory(trainer: Trainer) -> dict[str, Any]:
-    """``memory`` of ``summary.json``, the same on every rank. Collective over the world.
+def run_memory(training: Training) -> dict[str, Any]:
+    """``memory`` of ``summary.json``, the same on every rank; "formula" is None where there is none.
 
-    Activations are those of one more forward, of a micro-batch that is not trained on.
+    Collective over the world.
     """
-    mine = {
-        **asdict(memory_usage(trainer.module, trainer.optimizer, trainer.parallel.model)),
-        "activations": _activations(trainer),
-    }
-    return {
-        **everyone(trainer.mesh.world.group, mine),
-        "formula": trainer.recipe.memory_estimate(ranks=trainer.parallel.shard_group_size),
-    }
+    mine = {**asdict(training.memory_usage()), "activations": training.activations()}
+    return {**everyone(training.mesh.world.group, mine), "formula": training.memory_estimate()}
 
 
 def everyone(group: Group, mine: Mapping[str, int | None]) -> dict[str, Any]:
@@ -271,10 +265,13 @@ def words(memory: Mapping[str, Any]) -> str:
     return text
 
 
-def _model_states(rows: Sequence[Mapping[str, Any]], said: Mapping[str, int | float]) -> str:
+def _model_states(rows: Sequence[Mapping[str, Any]], said: Mapping[str, int | float] | None) -> str:
     """Model states, and how they stand to the formula."""
     states = [row["parameters"] + row["gradients"] + row["optimizer"] for row in rows]
-    most, predicted = max(states), said["parameters"] + said["gradients"] + said["optimizer"]
+    most = max(states)
+    if said is None:
+        return f"{'' if min(states) == most else 'up to '}{_mb(most)} of state per rank"
+    predicted = said["parameters"] + said["gradients"] + said["optimizer"]
     each, ratio = said["bytes_per_parameter"], most / predicted
     formula = f"{each} bytes per parameter, as the formula says"
     if abs(ratio - 1) > CLOSE:
@@ -285,15 +282,6 @@ def _model_states(rows: Sequence[Mapping[str, Any]], said: Mapping[str, int | fl
 def _most(rows: Sequence[Mapping[str, Any]], name: str) -> int:
     """The greatest that is known, else 0."""
     return max((row[name] for row in rows if row[name] is not None), default=0)
-
-
-def _activations(trainer: Trainer) -> int | None:
-    """None where that much is not free any more: a run does not fail for want of a figure."""
-    recipe, module, device = trainer.recipe, trainer.module, trainer.mesh.device
-    try:
-        return activations(module, lambda: recipe.loss(module, recipe.example(), device))
-    except Exception:
-        return None
 
 
 def _host(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ from instep.mesh.agree import all_or_none, on_first_rank
 from instep.ordered.shards import Shard, without_ties
 from instep.ordered.stored import MemoryReader, Source, assemble, places, rows_from_json, rows_to_json
 from instep.run.folder import CHECKPOINTS, CONFIG
-from instep.train.rank_state import Holds
-from instep.train.trainer import Trainer
+from instep.run.rank_state import Holds
+from instep.run.training import Training
 
 AGREEMENT = "the agreement on the state"
 FRESH, NOTHING = -2, -1
@@ -55,7 +55,7 @@ SNAPSHOT = "the snapshot"
 
 
 def restore_newest(
-    trainer: Trainer, snapshots: Snapshots | None, checkpoints: Checkpoints
+    training: Training, snapshots: Snapshots | None, checkpoints: Checkpoints
 ) -> tuple[str, dict[str, Any]]:
     """All ranks take the newest state that there is: where it came from, and what to tell. Collective.
 
@@ -65,12 +65,12 @@ def restore_newest(
         ReplicasDiffer: ranks that have made the same steps hold different bits.
     """
     checkpoints.give_up()
-    world = trainer.mesh.world.group
-    steps = _known_steps(trainer)
+    world = training.mesh.world.group
+    steps = _known_steps(training)
     source, told = "a survivor", dict[str, Any]()
     if max(steps) >= 0:
         if any(step != max(steps) for step in steps):
-            send(trainer, steps.index(max(steps)))
+            send(training, steps.index(max(steps)))
     else:
 
         def look() -> list[int]:
@@ -78,15 +78,15 @@ def restore_newest(
             return [*in_memory, checkpoints.newest()]
 
         in_memory, number, on_disk = on_first_rank(world, AGREEMENT, look)
-        source, told = _take(trainer, snapshots, checkpoints, (in_memory, number), on_disk)
-    trainer.state.drop_others_moments()
-    trainer.rank_state.agreed(complete=trainer.state.is_complete)
-    trainer.heartbeat.set_step(trainer.steps_done)
+        source, told = _take(training, snapshots, checkpoints, (in_memory, number), on_disk)
+    training.state.drop_others_moments()
+    training.rank_state.agreed(complete=training.state.is_complete)
+    training.heartbeat.set_step(training.steps_done)
     return source, told
 
 
 def _take(
-    trainer: Trainer,
+    training: Training,
     snapshots: Snapshots | None,
     checkpoints: Checkpoints,
     in_memory: tuple[int, int],
@@ -95,27 +95,27 @@ def _take(
     """The newer of snapshot and checkpoint, else the beginning. Collective."""
     step, number = in_memory
     if step < 0:
-        found = checkpoints.restore(trainer)
+        found = checkpoints.restore(training)
         if found is None:
-            trainer.begin()
+            training.begin()
             return "the beginning", {}
         return found
     assert snapshots is not None
     if on_disk > step:
         with suppress(CheckpointRejected):
-            found = checkpoints.restore(trainer)
-            if found is not None and trainer.steps_done > step:
+            found = checkpoints.restore(training)
+            if found is not None and training.steps_done > step:
                 return found
-    snapshots.restore(trainer, step, number)
+    snapshots.restore(training, step, number)
     return SNAPSHOT, {}
 
 
-def _known_steps(trainer: Trainer) -> list[int]:
+def _known_steps(training: Training) -> list[int]:
     """By rank: a number of steps, or ``NOTHING``, or what all begin with, ``FRESH``. Collective."""
-    world, holds = trainer.mesh.world.group, trainer.rank_state.holds
-    has_all = holds is Holds.EVERYTHING and trainer.state.is_complete
-    mine = trainer.steps_done if has_all else FRESH if holds is Holds.INITIAL else NOTHING
-    said = json.dumps([mine, trainer.state_sha256() if has_all else ""]).encode()
+    world, holds = training.mesh.world.group, training.rank_state.holds
+    has_all = holds is Holds.EVERYTHING and training.state.is_complete
+    mine = training.steps_done if has_all else FRESH if holds is Holds.INITIAL else NOTHING
+    said = json.dumps([mine, training.state_sha256() if has_all else ""]).encode()
     known = [json.loads(data) for data in world.all_gather_bytes(said, AGREEMENT)]
     latest = max(step for step, _ in known)
     held = {rank: its for rank, (step, its) in zip(world.ranks, known, strict=True) if step == latest}
@@ -128,57 +128,58 @@ def _known_steps(trainer: Trainer) -> list[int]:
     return [step for step, _ in known]
 
 
-def stored(trainer: Trainer, shards: Sequence[Shard]) -> list[Shard]:
+def stored(training: Training, shards: Sequence[Shard]) -> list[Shard]:
     """Those of ``shards`` that another process needs: each tensor under one of its names."""
-    return without_ties(shards, trainer.state.ties())
+    return without_ties(shards, training.state.ties())
 
 
-def describe(trainer: Trainer, shards: Sequence[Shard]) -> bytes:
+def describe(training: Training, shards: Sequence[Shard]) -> bytes:
     """All that another process has to know of ``shards`` and of what of the state is no tensor, as JSON."""
     body = {
         "rows": rows_to_json(shard.row for shard in shards),
-        "ties": trainer.state.ties(),
-        "options": trainer.state.options(),
-        "run": trainer.rank_state.to_json(),
+        "ties": training.state.ties(),
+        "options": training.state.options(),
+        "run": {**training.rank_state.to_json(), "carried": training.carried()},
     }
     return json.dumps(body).encode()
 
 
-def take(trainer: Trainer, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
-    """Give ``trainer`` the state that ``bodies``, one of each writer, describe. Collective where it is
+def take(training: Training, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
+    """Give ``training`` the state that ``bodies``, one of each writer, describe. Collective where it is
     divided.
     """
     rows = {str(i): rows_from_json(body["rows"]) for i, body in enumerate(bodies)}
     source = Source(assemble(rows), readers, bodies[0]["ties"])
     run = bodies[0]["run"]
     options = merged([body["options"] for body in bodies])
-    trainer.rank_state.restoring()
-    restore(trainer.state, source, options, run["step"], None)
-    trainer.rank_state.restored(run["step"], run["health"], run["last"])
+    training.rank_state.restoring()
+    restore(training.state, source, options, run["step"], None)
+    training.rank_state.restored(run["step"], run["last"])
+    training.carry_on(run["carried"])
 
 
-def send(trainer: Trainer, root: int) -> None:
+def send(training: Training, root: int) -> None:
     """All ranks take the state of group rank ``root``, which has everything. Collective."""
-    world = trainer.mesh.world.group
-    shards = stored(trainer, trainer.state.shards()) if world.rank == root else []
-    said = describe(trainer, shards) if world.rank == root else b""
+    world = training.mesh.world.group
+    shards = stored(training, training.state.shards()) if world.rank == root else []
+    said = describe(training, shards) if world.rank == root else b""
     body, reader = send_shards(world, root, shards, said, AGREEMENT)
     if world.rank != root:
-        take(trainer, [body], {"0": reader})
-    _require_same(trainer, root, "sent")
+        take(training, [body], {"0": reader})
+    _require_same(training, root, "sent")
 
 
-def _require_same(trainer: Trainer, root: int, did: str) -> None:
+def _require_same(training: Training, root: int, did: str) -> None:
     """CheckpointRejected on all ranks where one has another state than group rank ``root``. Collective."""
-    world = trainer.mesh.world.group
-    hashes = world.all_gather_bytes(trainer.state_sha256().encode(), AGREEMENT)
+    world = training.mesh.world.group
+    hashes = world.all_gather_bytes(training.state_sha256().encode(), AGREEMENT)
     odd = [rank for rank, its in zip(world.ranks, hashes, strict=True) if its != hashes[root]]
     if odd:
         raise CheckpointRejected(
             f"rank {', '.join(map(str, odd))}: the state that rank {world.ranks[root]} {did} does not have "
             "its hash: look for broken memory"
         )
-    trainer.state.settled()  # else the first exchange would take what some ranks were given for an edit
+    training.state.settled()  # else the first exchange would take what some ranks were given for an edit
 
 
 class Snapshots:
@@ -213,14 +214,14 @@ class Snapshots:
         found = [(common_step(self._attach(number)), number) for number in self._sets]
         return max(found, default=(-1, -1))
 
-    def restore(self, trainer: Trainer, step: int, number: int) -> None:
-        """Give ``trainer`` what it is to hold of ``step`` from set ``number``. Collective."""
-        world = trainer.mesh.world.group
+    def restore(self, training: Training, step: int, number: int) -> None:
+        """Give ``training`` what it is to hold of ``step`` from set ``number``. Collective."""
+        world = training.mesh.world.group
         bodies, readers = all_or_none(world, AGREEMENT, lambda: self.opened(step, number))
-        all_or_none(world, AGREEMENT, lambda: take(trainer, bodies, readers))
-        _require_same(trainer, 0, "read")
-        group = trainer.state.group
-        if len(self._sets[number]) == group.size and trainer.owns:  # it is written on
+        all_or_none(world, AGREEMENT, lambda: take(training, bodies, readers))
+        _require_same(training, 0, "read")
+        group = training.state.group
+        if len(self._sets[number]) == group.size and training.owns:  # it is written on
             self._own, self._begun = self._attach(number)[group.rank], number
             self._own.return_to(step)
 
@@ -235,31 +236,31 @@ class Snapshots:
             readers[str(i)] = MemoryReader(copy.bytes_of(half, 0, copy.tensor_bytes), begins)
         return bodies, readers
 
-    def due(self, trainer: Trainer) -> bool:
+    def due(self, training: Training) -> bool:
         """Whether this rank wants a snapshot after the step that is under way."""
-        return not trainer.mesh.rank and self._interval.due(trainer.steps_done + 1)
+        return not training.mesh.rank and self._interval.due(training.steps_done + 1)
 
-    def after_step(self, trainer: Trainer, step_s: float) -> None:
+    def after_step(self, training: Training, step_s: float) -> None:
         """Copy the state, if it is time to; a step takes ``step_s``."""
-        made = trainer.last
+        made = training.last
         if made is None or not (made.copy or made.regroup):  # a rank that leaves on purpose loses no step
             return
-        if trainer.owns:
-            trainer.heartbeat.enter("snapshot")
-            with self._interval.copying(trainer.steps_done, step_s):
-                self.write(trainer)
+        if training.owns:
+            training.heartbeat.enter("snapshot")
+            with self._interval.copying(training.steps_done, step_s):
+                self.write(training)
 
-    def write(self, trainer: Trainer) -> None:
+    def write(self, training: Training) -> None:
         """Copy what this rank owns of the state."""
-        group, own = trainer.state.group, stored(trainer, trainer.state.owned())
-        description, live = describe(trainer, own), [shard.tensor for shard in own]
+        group, own = training.state.group, stored(training, training.state.owned())
+        description, live = describe(training, own), [shard.tensor for shard in own]
         self._own = self._own or self._left_by_another(group.size)
         if self._own is not None and self._own.fits(description, live):
-            self._own.write(description, live, trainer.steps_done)
+            self._own.write(description, live, training.steps_done)
             return
         room = 2 * len(description), tensor_bytes(live)
         self._own = Snapshot.create(*room) if self._own is None else self._own.grown(*room)
-        self._own.write(description, live, trainer.steps_done)
+        self._own.write(description, live, training.steps_done)
         self._member.hand_over(self._own, group.rank, group.size, self._begun)
 
     def _left_by_another(self, num_ranks: int) -> Snapshot | None:
@@ -287,18 +288,18 @@ class Checkpoints:
         told = heartbeat or Heartbeat()
         self._saver = Saver(timeout_s=timeout_s, enter=told.enter, beat=told.beat)
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self, training: Training) -> None:
         """Begin to write the state, once what is being written is there. Collective where it is divided."""
-        if not trainer.owns:
+        if not training.owns:
             return
         draft = saving.draft(
-            step=trainer.steps_done,
-            data_cursor=trainer.cursor,
-            numerical=trainer.contract,
-            world_size=trainer.mesh.axes.world_size,
-            extra={"health": trainer.health.state()},
+            step=training.steps_done,
+            data_cursor=training.cursor,
+            numerical=training.contract,
+            world_size=training.mesh.axes.world_size,
+            extra=training.carried(),
         )
-        self._saver.save(self.path / CHECKPOINTS, trainer.state, draft, trainer.config.checkpoint.keep)
+        self._saver.save(self.path / CHECKPOINTS, training.state, draft, training.config.checkpoint.keep)
 
     def give_up(self) -> None:
         """Ranks have been lost: what waits for one of them waits in vain."""
@@ -312,17 +313,17 @@ class Checkpoints:
         """Wait until what this process has begun is on the disk."""
         self._saver.close()
 
-    def finish(self, trainer: Trainer) -> None:
+    def finish(self, training: Training) -> None:
         """Wait until what was begun is on the disk. Collective."""
-        all_or_none(trainer.mesh.world.group, "saving a checkpoint", self._saver.close)
+        all_or_none(training.mesh.world.group, "saving a checkpoint", self._saver.close)
 
     def newest(self) -> int:
         """The step of the newest one, trusted or not; -1 if there is none."""
         steps = files.step_directories(self.path / CHECKPOINTS)
         return steps[0][0] if steps else -1
 
-    def restore(self, trainer: Trainer) -> tuple[str, dict[str, Any]] | None:
-        """Give ``trainer`` the newest one that verifies: where from, and what to tell; None if there is none.
+    def restore(self, training: Training) -> tuple[str, dict[str, Any]] | None:
+        """Give ``training`` the newest one that verifies: where from, and what to tell; None if none does.
 
         Collective. Each rank reads what it is to hold; where every rank has everything, rank 0 reads, and
         sends it.
@@ -331,48 +332,49 @@ class Checkpoints:
             CheckpointRejected: there are some, and none of them can be trusted.
             ContractBroken: it is of another configuration, and that was not accepted.
         """
-        if trainer.state.is_divided:
-            return self._read(trainer)
+        if training.state.is_divided:
+            return self._read(training)
         found: tuple[str, dict[str, Any]] | None
-        found = on_first_rank(trainer.mesh.world.group, AGREEMENT, lambda: self._read(trainer))
+        found = on_first_rank(training.mesh.world.group, AGREEMENT, lambda: self._read(training))
         if found is None:
             return None
-        if trainer.mesh.world.size > 1:
-            send(trainer, 0)
+        if training.mesh.world.size > 1:
+            send(training, 0)
         return found[0], found[1]
 
-    def _read(self, trainer: Trainer) -> tuple[str, dict[str, Any]] | None:
-        found = newest(self.path / CHECKPOINTS, trainer.state.group)
+    def _read(self, training: Training) -> tuple[str, dict[str, Any]] | None:
+        found = newest(self.path / CHECKPOINTS, training.state.group)
         if found is None:
             return None
-        accepted = require_fit(found.manifest, trainer, self.path)
-        trainer.rank_state.restoring()
+        accepted = require_fit(found.manifest, training, self.path)
+        training.rank_state.restoring()
         if accepted:  # what is now, an optimizer's options too
-            options = {**found.manifest.extra["optimizer"], "groups": trainer.state.options()["groups"]}
+            options = {**found.manifest.extra["optimizer"], "groups": training.state.options()["groups"]}
             extra = {**found.manifest.extra, "optimizer": options}
             found = replace(found, manifest=replace(found.manifest, extra=extra))
-        restore_found(found, trainer.state)
-        trainer.rank_state.restored(found.manifest.step, found.manifest.extra["health"], None)
+        restore_found(found, training.state)
+        training.rank_state.restored(found.manifest.step, None)
+        training.carry_on(found.manifest.extra)
         notes = [f"passed over {reason}" for _, reason in found.rejected]
         notes.append(f"resumed from {found.path}, step {found.manifest.step}")
         return str(found.path), {"notes": notes, "accepted": accepted}
 
 
-def require_fit(manifest: Manifest, trainer: Trainer, path: Path) -> list[str]:
+def require_fit(manifest: Manifest, training: Training, path: Path) -> list[str]:
     """Raise unless going on from this checkpoint gives the bits of one uninterrupted run, and leads on.
 
     Returns what has changed, where the user has accepted a new contract. The contract has the settings, from
     which the optimizer's options follow: a manifest with others was not written by this run.
     """
-    changed = differences(manifest.numerical, trainer.contract)
-    changed += differences(_options(manifest.extra.get("optimizer")), _options(trainer.state.options()))
-    if changed and not trainer.config.accept_contract:
+    changed = differences(manifest.numerical, training.contract)
+    changed += differences(_options(manifest.extra.get("optimizer")), _options(training.state.options()))
+    if changed and not training.config.accept_contract:
         raise ContractBroken(
             f"{path} was begun with other settings, and going on with these would not give the bits of one "
             f"uninterrupted run: use its own (they are in {path / CONFIG}), start a new run in another "
             "--run-dir, or pass --accept-contract\n  " + "\n  ".join(changed)
         )
-    stop, steps = trainer.config.stop_after, trainer.config.steps
+    stop, steps = training.config.stop_after, training.config.steps
     if stop and stop <= manifest.step < steps:
         raise ValueError(
             f"stop_after {stop}: the run is at step {manifest.step} of {steps} already: pass a later step, "

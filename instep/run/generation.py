@@ -1,0 +1,360 @@
+"""A generation of a run on one rank: agree on the state, follow up each step, sum up.
+
+    ranks join    Generation.begin      restore_newest    every rank has the newest state       recovery.py
+                  a step is made        keep: a snapshot, if it is time to
+                  Generation.follow_up  ledger, metrics, comparison of replicas, checkpoint, when due
+                  Generation.end        summary, report data                                    summary.py
+    ranks part    because the run has ended, shall stop, or a rank was lost or added
+
+Who makes the steps is not known here: ``train`` does it for recipes, ``run.script`` for a user's loop.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint.canary import agree_on_canary
+from instep.checkpoint.manifest import differences, fingerprint
+from instep.errors import ContractBroken
+from instep.mesh.agree import on_first_rank
+from instep.run import folder, jsonl, summary
+from instep.run.display import Display
+from instep.run.folder import METRICS, SUMMARY
+from instep.run.ledger import part_begins
+from instep.run.loggers import Loggers
+from instep.run.memory_usage import run_memory, words
+from instep.run.recovery import Checkpoints, Snapshots, restore_newest
+from instep.run.timing import LOOKED_AT, REMEMBERED
+from instep.run.training import Training
+from instep.run.writer import (
+    METRIC_LINES,
+    RunWriter,
+    placement,
+    position,
+    starts,
+    trace_head,
+)
+from instep.timeline import trace_files
+from instep.timeline.analysis import Analysis, analyse, summary_lines
+from instep.timeline.breakdown import RankBreakdown
+
+
+class Ending(Enum):
+    """Why a generation has ended."""
+
+    DONE = "the last step is done"
+    STOPPED = "the run stops here, and --resume goes on"
+    REGROUP = "the ranks shall meet again in another group"
+
+
+EXIT_CODES = {Ending.DONE: 0, Ending.STOPPED: 75}
+
+
+@dataclass(frozen=True)
+class Aside:
+    """What happens beside the steps: ``save`` a checkpoint when one is due, ``keep`` a copy after each step
+    (given how many seconds it took), ``watch`` for errors of what goes on in the background."""
+
+    save: Callable[[], None]
+    keep: Callable[[float], None] = lambda step_s: None
+    watch: Callable[[], None] = lambda: None
+    first_step: Callable[[], None] = lambda: None
+
+
+class AfterSteps:
+    """What follows each step, of one generation; all of it may be done twice."""
+
+    def __init__(self, training: Training, writer: RunWriter, display: Display, aside: Aside) -> None:
+        self.training, self.writer, self.display, self.aside = training, writer, display, aside
+        config = training.config
+        self.last = min(config.stop_after or config.steps, config.steps)
+        self._is_first = True
+
+    def begin(self) -> None:
+        """Make up for what follows the step that led here, where the state is newer than the ledger."""
+        training = self.training
+        if training.steps_done == 0 and self.writer.written < 0:
+            self.writer.before_steps(self._evaluate())
+        elif training.steps_done > 0:
+            self._follow_up(stop=False)
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why no further step is made; None while there are some."""
+        if self.training.steps_done < self.last:
+            return None
+        return self._stopped()
+
+    def made(self, step_s: float) -> None:
+        """A step was made, in so many seconds: copy the state, if it is time to."""
+        with self.training.mesh.recorder.span("snapshot", lane="host"):
+            self.aside.keep(step_s)
+        if self._is_first:
+            self.aside.first_step()
+            self._is_first = False
+
+    def follow_up(self) -> Ending | None:
+        """What follows the step that was made; why it was the last, if it was."""
+        made = self.training.last
+        assert made is not None
+        self._follow_up(stop=made.stop)
+        if made.stop:
+            return self._stopped()
+        if made.regroup and self.training.steps_done < self.last:
+            return Ending.REGROUP
+        return self.ending
+
+    def _stopped(self) -> Ending:
+        return Ending.DONE if self.training.steps_done >= self.training.config.steps else Ending.STOPPED
+
+    def _evaluate(self) -> float | None:
+        held_out = self.training.evaluate()
+        if held_out is not None:
+            unit = self.training.loss_unit
+            self.display.say(f"step {self.training.steps_done}  held out {held_out:.3f} {unit}")
+        return held_out
+
+    def _is_due(self, every: int) -> bool:
+        done = self.training.steps_done
+        return done == self.last or (every > 0 and done % every == 0)
+
+    def _follow_up(self, *, stop: bool) -> None:
+        training, config = self.training, self.training.config
+        made, span = training.last, training.mesh.recorder.span
+        saves = stop or self._is_due(config.checkpoint.every)
+        if made is not None and training.steps_done > self.writer.written:
+            training.heartbeat.enter("gather")
+            with span("ledger", lane="host"):
+                self.writer.leaves(made)
+                held_out = self._evaluate() if self._is_due(config.eval.every) else None
+                training.heartbeat.enter("ledger")
+                self.writer.step(made, held_out, last=training.steps_done == self.last or stop)
+                self.display.step(training.steps_done, made, training.timing.slow)
+        every = config.checks.replicas_every
+        if training.group.size > 1 and (saves or (every and training.steps_done % every == 0)):
+            training.compare_replicas()
+        if saves:
+            with span("save", lane="host"):
+                training.heartbeat.enter("save")
+                self.aside.save()
+
+
+@dataclass
+class Generation:
+    """What a process needs to take part in a run, one group of ranks after another.
+
+    In one: ``begin``, then steps, each followed by ``after.made`` and ``after.follow_up``, until that tells
+    the ending; ``end`` with it. ``close`` in any case, which waits for no rank. All but ``close`` are
+    collective over the mesh of ``training``.
+
+    ``introduction`` says what the run is about to do, in lines: all of it, or (False) of another group of
+    ranks alone.
+    """
+
+    training: Training
+    path: Path
+    checkpoints: Checkpoints
+    memory: Snapshots | None = None
+    introduction: Callable[[bool], list[str]] = field(default=lambda is_first: [])
+    agreed: Callable[[str], None] = field(default=lambda source: None)  # told where the state came from
+    stepped: Callable[[], None] = field(default=lambda: None)  # told after the first step
+    _open: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def begin(self) -> Ending | None:
+        """Agree on the state and open the files; the ending, where there is no step left to make."""
+        training, mesh = self.training, self.training.mesh
+        self.display = self._open.enter_context(closing(Display(mesh.rank, training.config.steps)))
+        self._begun = begun = self._agree()
+        if begun["is_finished"]:
+            self.display.say(summary.finished(training.steps_done, training.config.steps))
+            training.heartbeat.enter("summary")
+            on_first_rank(mesh.world.group, "looking at the summary", self._show_again)
+            return Ending.DONE
+        self._record()
+        self._files = self._open.enter_context(ExitStack())
+        loggers = self._files.enter_context(self._loggers(begun["written"]))
+        writer = RunWriter(self.path, training, begun["written"], loggers.step)
+        self._files.enter_context(closing(writer))
+        writer.started(begun["restarts"], begun["accepted"])
+        self.after = AfterSteps(training, writer, self.display, self._aside())
+        self.after.begin()
+        return self.after.ending
+
+    def end(self, ending: Ending) -> None:
+        """Sum up, unless the ranks meet again or there was nothing to do."""
+        training, begun = self.training, self._begun
+        if begun["is_finished"]:
+            self.close()
+            return
+        training.timing.end()
+        self._files.close()
+        if ending is Ending.STOPPED:
+            steps = f"{training.steps_done} of {training.config.steps}"
+            self.display.say(f"stopped after step {steps}; --resume goes on")
+        self.close()
+        if ending is Ending.REGROUP:
+            return
+        world = training.mesh.world.group
+        training.heartbeat.enter("summary")
+        self.checkpoints.finish(training)
+        told = world.all_gather_bytes(
+            json.dumps(training.timing.breakdown(begun["first_step"]).to_json()).encode(),
+            "the gathering of breakdowns",
+        )
+        memory = run_memory(training)
+        state = training.state_sha256() if training.owns else ""
+        training.heartbeat.enter("summary")
+        # The others wait for rank 0 here: some launchers end all ranks when the first has ended.
+        on_first_rank(world, "summing up", lambda: self._sum_up(told, memory, state))
+
+    def close(self) -> None:
+        """Close the files, and give the terminal back."""
+        self._open.close()
+
+    def run(self, step: Callable[[], object]) -> Ending:
+        """Begin, make steps with ``step`` until the end, and sum up."""
+        try:
+            ending = self.begin()
+            while ending is None:
+                self.checkpoints.watch()
+                began = time.monotonic()
+                step()
+                self.after.made(time.monotonic() - began)
+                ending = self.after.follow_up()
+            self.end(ending)
+        finally:
+            self.close()
+        return ending
+
+    def _agree(self) -> dict[str, Any]:
+        """Take the state, and compare what this rank computes with what the run has computed so far."""
+        training, path = self.training, self.path
+        world = training.mesh.world.group
+        training.heartbeat.enter("agree")
+        source, told = restore_newest(training, self.memory, self.checkpoints)
+
+        def look() -> dict[str, Any]:
+            before = starts(path)
+            ours = fingerprint(training.contract)
+            recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
+            if training.generation > 1 and before and before[-1]["fingerprint"] != ours:
+                raise ContractBroken(
+                    "the ranks would go on under another contract than the one they began with:\n  "
+                    + "\n  ".join(differences(before[-1]["numerical"], training.contract))
+                )
+            now = {"step": training.steps_done, "generation": training.generation}
+            return {
+                "restarts": len(before),
+                "first_step": part_begins([*before, {**now, **placement(training).layout()}]),
+                "is_finished": self._is_finished(),
+                "written": min(position(path), training.steps_done),  # the rest is done again
+                "canary": recorded[-1] if recorded else None,
+            }
+
+        seen = on_first_rank(world, "comparing with the recorded run", look)
+        agree_on_canary(world, training.canary, seen["canary"])
+        is_first = training.generation == 1 or not seen["restarts"]
+        for line in [*self.introduction(is_first), *told.get("notes", ())]:
+            self.display.say(line)
+        if training.mesh.rank == 0 and not seen["is_finished"]:
+            folder.begin(path, training.config, world.peers.table)
+        self.agreed(source)
+        return {**seen, "accepted": told.get("accepted", [])}
+
+    def _is_finished(self) -> bool:
+        """Whether an earlier command has made the last step, and summed up."""
+        training, path = self.training, self.path
+        done = training.steps_done
+        if training.generation > 1 or done < training.config.steps or position(path) != done:
+            return False
+        told = jsonl.read_object(path / SUMMARY)
+        return told.get("steps") == done and not summary.SHOWN.problem(told)
+
+    def _show_again(self) -> None:
+        figures = jsonl.read_object(self.path / SUMMARY)
+        summary.show(figures, self.path, loss_unit=self.training.loss_unit)
+
+    def _loggers(self, written: int) -> Loggers:
+        config, rank = self.training.config, self.training.mesh.rank
+        return Loggers(
+            config.logs.names,
+            self.path,
+            asdict(config),
+            rank=rank,
+            written=written,
+            project=config.logs.wandb_project,
+            timeout_s=min(30.0, config.timeout_s / 4),  # the other ranks wait for this one
+            say=self.display.say,
+        )
+
+    def _record(self) -> None:
+        """From now on, what this rank does is on disk, to be read at any time."""
+        mesh, capacity = self.training.mesh, self.training.config.trace.events
+        if not capacity:  # on no rank
+            return
+        placed, run = trace_files.head_of(mesh.world.group), trace_head(self.training)
+        head = {**placed, **run, "generation": self.training.generation}
+        try:
+            trace_files.record(mesh.recorder, self.path / trace_files.FOLDER, capacity, head)
+        except (OSError, ValueError) as error:  # which ends no run for want of its trace
+            self.display.say(f"no trace is kept: {error}")
+
+    def _aside(self) -> Aside:
+        training, memory = self.training, self.memory
+        return Aside(
+            save=lambda: self.checkpoints.save(training),
+            keep=lambda step_s: memory.after_step(training, step_s) if memory else None,
+            watch=self.checkpoints.watch,
+            first_step=self.stepped,
+        )
+
+    def _sum_up(self, told: Sequence[bytes], memory: dict[str, Any], state: str) -> None:
+        first = self._begun["first_step"]
+        figures = _summary(self.training, self.path, first, self._begun["restarts"], state)
+        analysis = self._look([RankBreakdown.from_json(json.loads(each)) for each in told], first)
+        folder.end(self.path, {**figures, "memory": memory, **analysis.figures()})
+        shown = summary_lines(analysis.breakdowns, analysis.slow, analysis.advice)
+        said = [("memory", words(memory)), *shown]
+        summary.show(figures, self.path, said, loss_unit=self.training.loss_unit)
+
+    def _look(self, breakdowns: Sequence[RankBreakdown], first: int) -> Analysis:
+        """Where the time went after step ``first``; a run that is done does not fail for want of it."""
+        slow = None
+        try:
+            slow = self.training.timing.slow(REMEMBERED)
+            if not self.training.config.trace.events:
+                return Analysis({}, breakdowns, [], slow, [])
+            traces = trace_files.read_traces(self.path / trace_files.FOLDER)
+            done = self.training.steps_done  # a rank that is gone may have made more
+            steps = [step for step in traces.steps if first <= step < done]  # counted from 0
+            return analyse(traces, steps[-LOOKED_AT:], breakdowns=breakdowns, slow=slow)
+        except Exception as error:
+            print(f"no advice: the trace cannot be read: {error!r}", file=sys.stderr)
+            return Analysis({}, breakdowns, [], slow, [])
+
+
+def _summary(training: Training, path: Path, first_step: int, restarts: int, state: str) -> dict[str, Any]:
+    config, lines = training.config, jsonl.read_lines(path / METRICS, shape=METRIC_LINES)
+    return {
+        "state_sha256": state,
+        "steps": training.steps_done,
+        "first_step": first_step,
+        "world_size": training.mesh.axes.world_size,
+        "num_replicas": training.num_replicas,
+        "strategy": config.parallel.strategy,
+        "ordered": config.parallel.ordered,
+        "contract": training.step_mode,
+        **summary.figures(lines, first_step, training.items_per_step),
+        "skipped_steps": training.health.skipped,
+        "restarts": restarts,
+        "fingerprint": fingerprint(training.contract),
+        "parallel": asdict(config.parallel),
+    }
