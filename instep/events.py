@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -139,6 +139,7 @@ class Recorder:
         self.step = -1
         self.by_optimizer = True  # an optimizer's step ends the step; False: the caller of begin_step says so
         self.marks: DeviceMarks | None = None
+        self.watch: Callable[[str, bool], None] | None = None  # told when a span begins (True) and ends
         self._capacity = capacity
         self._ring = RingBuffer(capacity)
         self._thread = _Thread()
@@ -284,6 +285,8 @@ class Span:
             return self
         if self.lane != "communication":  # where several threads may do the same at once
             spans.add((self.lane, self.name))
+        if self.recorder.watch is not None:
+            self.recorder.watch(self.name, True)
         marks = self.recorder.marks
         self.token = marks.begin() if marks is not None and self.lane == "compute" else None
         self.start_ns = time.monotonic_ns()
@@ -302,6 +305,8 @@ class Span:
             return
         end_ns, recorder, lane = time.monotonic_ns(), self.recorder, self.lane
         self._open().discard((self.lane, self.name))
+        if recorder.watch is not None:
+            recorder.watch(self.name, False)
         if self.token is not None and recorder.marks is not None:
             recorder.marks.end(self.token, (self.name, lane, recorder.step, self.leaf))
             lane = "host"  # where it was issued
@@ -321,6 +326,8 @@ class Span:
         """It will not end, and leaves no event."""
         if self.start_ns:
             self._open().discard((self.lane, self.name))
+            if self.recorder.watch is not None:
+                self.recorder.watch(self.name, False)
 
     def _open(self) -> set[tuple[str, str]]:
         thread = self.recorder._thread

@@ -258,6 +258,15 @@ def _code_in(module: ModuleType | None) -> dict[str, str]:
         return {}
 
 
+def code_of_script(path: Path) -> str:
+    """The hash of the code in the file at ``path``, without comments, docstrings and layout."""
+    with PARSING:
+        try:
+            return _code_of(path.read_text(encoding="utf-8"))[""]
+        except (OSError, ValueError, SyntaxError):
+            return UNKNOWN
+
+
 def _code_of(source: str) -> dict[str, str]:
     tree = ast.parse(source)
     for node in ast.walk(tree):

@@ -50,7 +50,7 @@ class Assignment:
     """A worker's rank in one generation.
 
     ``store`` is the memory in which its ranks meet (``LogStore``); ``memory`` are the snapshots that the
-    supervisor holds.
+    supervisor holds; ``told`` is what it has answered to those that came first (``SuperviseOptions.admit``).
     """
 
     generation: int
@@ -58,6 +58,7 @@ class Assignment:
     world_size: int
     store: MemoryFile
     memory: tuple[SnapshotHandle, ...] = ()
+    told: str = ""
 
     def to_bytes(self) -> bytes:
         """As it travels."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from instep.elastic.failures import Failure, Recovery, RetryLimit
+from instep.elastic.failures import Failure, Recovery, RetryLimit, RunFailed
 from instep.elastic.faults import Fault
 from instep.elastic.heartbeat import MAX_WORKERS
 from instep.elastic.rendezvous import Assignment
@@ -64,7 +64,9 @@ class SuperviseOptions:
     """How to supervise a run of ``ranks`` workers.
 
     With ``min_ranks`` above 0 the run goes on with as few of them until a lost one is replaced. ``say`` gets
-    what people shall read, ``note`` each failure and recovery as JSON.
+    what people shall read, ``note`` each failure and recovery as JSON. ``admit`` is given what each worker
+    says when it is ready for the first time; its answer to the first is told to all with their ranks, and an
+    error that it raises ends the run.
     """
 
     ranks: int
@@ -74,10 +76,11 @@ class SuperviseOptions:
     faults: Sequence[Fault] = ()
     say: Callable[[str], None] = print
     note: Callable[[dict[str, Any]], None] = field(default=lambda event: None)
+    admit: Callable[[Message], str] = field(default=lambda message: "")
 
 
 def supervise(work: Callable[..., object], args: tuple[Any, ...], options: SuperviseOptions) -> int:
-    """Run ``work(spec, *args)`` in worker processes until one says that the run is finished; its exit code.
+    """Run ``work(spec, *args)`` in worker processes until all have said that it is finished; its exit code.
 
     ``work`` builds what it needs, asks for its rank through a ``ControlChannel`` and trains until a rank is
     lost, again and again. The first SIGTERM or SIGUSR1 sets ``HeartbeatPage.stop``; a second one ends
@@ -126,6 +129,7 @@ class Supervisor:
         self.retries = RetryLimit()
         self.recovery: Recovery | None = None
         self.code: int | None = None
+        self.told: str | None = None  # with each assignment
         self._snapshots = SnapshotStore()
         self._store: MemoryFile | None = None  # in which the current generation has met
         self._spares_lost = 0
@@ -172,6 +176,9 @@ class Supervisor:
         match message["say"]:
             case "ready":
                 worker.ready = True
+                if not worker.generation:
+                    answer = self.options.admit(message)
+                    self.told = answer if self.told is None else self.told
                 if worker in self.members and worker.generation == self.generation and self.generation:
                     self._left(worker, message)
             case "snapshot":
@@ -180,7 +187,9 @@ class Supervisor:
             case "stepped" if message["generation"] == self.generation and not self.forming:
                 self._stepped(message)
             case "finished":
-                self.code = message["code"]
+                worker.finished = message["code"]
+                if worker.finished or all(member.finished is not None for member in self.members):
+                    self.code = worker.finished
 
     def _left(self, worker: Worker, message: Message) -> None:
         """A member has left the current generation, because it has lost a peer or was asked to."""
@@ -205,7 +214,7 @@ class Supervisor:
         self.retries.progressed(max(self.page.position(worker.slot).step for worker, _ in ended))
         if any(end.error is not None and end.error.told for _, end in ended):
             ended = [*ended, *self.pool.wait_all(GRACE_S / 4)]  # one of which raised it first
-        lost = [(worker, end) for worker, end in ended if not worker.dismissed]
+        lost = [(w, end) for w, end in ended if not w.dismissed and w.finished is None]
         self._require_another_try([each for each in lost if each[0] in self.members])
         for worker, end in lost:
             self._failed(worker, end)
@@ -215,7 +224,11 @@ class Supervisor:
             self._find_members()
 
     def _require_another_try(self, lost: Sequence[tuple[Worker, Exit]]) -> None:
-        """Raise ``RankFailed`` if the run has not begun, or failed in a way that would come again."""
+        """Raise ``RankFailed`` if the run has not begun, failed in a way that would come again, or is at its
+        end: those that have finished meet with no newcomer."""
+        if lost and any(member.finished is not None for member in self.members):
+            exits = [replace(end, rank=worker.rank_or_number) for worker, end in lost]
+            raise RankFailed(root_cause(exits) or exits[0], len(self.members))
         begun = max(self.retries.step, self.pool.step) >= 0
         # The members of a run that has begun have what a newcomer could not get.
         lost = [(worker, end) for worker, end in lost if worker.generation or not begun]
@@ -349,6 +362,11 @@ class Supervisor:
 
     def _begin_generation(self) -> None:
         """Assign the ranks of the next generation, if all its members are ready."""
+        if ended := [worker.rank for worker in self.members if worker.finished is not None]:
+            raise RunFailed(
+                f"rank {ended[0]} has ended, and others go on: let all ranks end after the same step",
+                self.retries.in_a_row,
+            )
         if not all(worker.ready for worker in self.members):
             return
         if self.generation and len(self.members) != self.target:
@@ -367,7 +385,14 @@ class Supervisor:
         for worker, rank in zip(self.members, ranks, strict=True):
             worker.missed_since = None
             worker.assign(
-                Assignment(self.generation, rank, len(self.members), store, self._snapshots.handles)
+                Assignment(
+                    self.generation,
+                    rank,
+                    len(self.members),
+                    store,
+                    self._snapshots.handles,
+                    self.told or "",
+                )
             )
 
     def _count_lost_group(self) -> None:

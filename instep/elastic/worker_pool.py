@@ -42,7 +42,7 @@ class Worker:
     """One process, as the supervisor sees it.
 
     ``ready`` while it waits for an assignment; ``rank`` and ``generation`` are those of the last one (none so
-    far: -1 and 0).
+    far: -1 and 0). ``finished`` is the exit code with which it has said that it is done; None before.
     """
 
     child: Child
@@ -53,6 +53,7 @@ class Worker:
     rank: int = -1
     generation: int = 0
     ready: bool = False
+    finished: int | None = None
     missed_since: float | None = None  # when another rank said that it has waited for this one in vain
     killed: str = ""  # why the supervisor has killed it
     dismissed: bool = False

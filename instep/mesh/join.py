@@ -24,7 +24,7 @@ from instep.mesh.debug_server import StatusStore
 from instep.mesh.device_mesh import batch_group
 from instep.mesh.hang_report import words_of
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
-from instep.mesh.mesh import Mesh, build, mesh_for_replicas, registered_mesh
+from instep.mesh.mesh import Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
 from instep.mesh.process_group import (
     MAKING,
     Group,
@@ -161,6 +161,16 @@ def meet(
         local_rank=local_rank,
         on_device=on_device,
     )
+    return _register(mesh)
+
+
+def await_rank(
+    *, backend: str | None = None, timeout_s: float = 300.0, threads: int = 1, place: int = 0
+) -> Mesh:
+    """A registered mesh of this process alone, which is to have a rank later; ``place`` chooses its GPU."""
+    on_device, _ = _choose(backend, place, place + 1, threads, one_host=True)
+    axes = resolve(1, dp=1, shard=1, pp=1, tp=1)
+    mesh = UnrankedMesh(axes, 0, None, no_store, on_device=on_device, timeout_s=timeout_s)
     return _register(mesh)
 
 

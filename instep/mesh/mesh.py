@@ -197,6 +197,41 @@ class Mesh:
             self.on_close.pop()()
 
 
+class UnrankedMesh(Mesh):
+    """The mesh of one of a process that is still to be given its rank: models can be wrapped with it.
+
+    What a script would compute from rank or size before it has them would be wrong on every rank but one.
+    """
+
+    NO_RANK = (
+        "this process has no rank yet: under `instep run` ranks are given where the loop over run.steps "
+        "begins, so that a process can take the place of one that is lost. Ask for rank and size inside of "
+        "that loop, and read data with instep.Loader, which deals the samples out"
+    )
+
+    @property
+    def rank(self) -> int:
+        """Not known yet."""
+        raise ValueError(self.NO_RANK)
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        """A place among others, which it does not have."""
+
+    @property
+    def whole(self) -> Axis:
+        """Not known yet."""
+        raise ValueError(self.NO_RANK)
+
+    @property
+    def world_size(self) -> int:
+        """Not known yet."""
+        raise ValueError(self.NO_RANK)
+
+    def __repr__(self) -> str:
+        return f"<mesh of a process without a rank yet, on {self.device}>"
+
+
 def build(
     store: Store | None,
     rank: int,
@@ -218,7 +253,7 @@ def build(
     makes all groups instead; ``private`` leaves those of the user until they are asked for. Collective.
     """
     axes = resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
-    own = make_group or (_no_store if store is None else from_store(store, rank, timeout_s))
+    own = make_group or (no_store if store is None else from_store(store, rank, timeout_s))
     shared = None if private else own
     if make_group is None and dist.is_initialized():
         partitions = {name: axes.partition(name) for name in axes.names}
@@ -235,7 +270,7 @@ def build(
     )
 
 
-def _no_store(name: str, ranks: Sequence[int]) -> ProcessGroup:
+def no_store(name: str, ranks: Sequence[int]) -> ProcessGroup:
     raise ValueError(f"ranks {tuple(ranks)} need a store to meet in, got store=None")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.buckets import flat_real
 from instep.ordered.placeholder import Slices, by_slices, slices_of
+
+# A list that is set here is told each norm before clipping: a run judges steps by them.
+clipped: ContextVar[list[float] | None] = ContextVar("instep_clipped", default=None)
 
 # torch converts all that it is given before it adds: in pieces of 1 MB that stays in the cache, and takes a
 # seventh of the time. A device with many cores gets everything at once.
@@ -109,6 +113,8 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = grad_norm(gradients)
+    if (told := clipped.get()) is not None:
+        told.append(norm)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
     factor = max_norm / (norm + 1e-6)

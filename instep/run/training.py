@@ -51,14 +51,23 @@ class Training(Protocol):
     config: Any  # settings: steps, stop_after, parallel, and the topics that a run looks at
     mesh: Mesh
     group: Group  # the ranks that share out the batch
-    module: nn.Module
-    contract: dict[str, Any]
     generation: int
-    seen: GradientHashes | None
     state: TrainingState
     rank_state: RankState
     health: Health
     timing: Timing
+
+    @property
+    def module(self) -> nn.Module:
+        """All that is trained, without wrappers."""
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """All that the bits of the run may depend on."""
+
+    @property
+    def seen(self) -> GradientHashes | None:
+        """The hashes of the micro-batches of the last step, where they are asked for."""
 
     @property
     def steps_done(self) -> int:

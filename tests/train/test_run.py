@@ -16,7 +16,7 @@ from instep.recipes import text_config
 from instep.recipes.text_config import Config
 from instep.run import folder
 from instep.run.folder import MADE_UP, RUNS
-from instep.train.run import claim_together
+from instep.run.claim import claim_together
 from tests.world import world
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"  # two hosts' agents of one torchrun

@@ -1,0 +1,130 @@
+"""How a process takes part in a supervised run: one rank in each generation, and why it has lost it."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from instep.checkpoint.manifest import differences
+from instep.elastic.log_store import LogStore
+from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore
+from instep.errors import ContractBroken, Desync, InstepError, PeerLost, let_go
+from instep.mesh.join import meet
+from instep.mesh.mesh import Mesh
+from instep.run.training import Training
+from instep.run.writer import starts
+
+MESSAGE_CHARACTERS = 4096
+LOSSES = (PeerLost, Desync, dist.DistError)
+"""What is raised where ranks that need each other have parted."""
+
+
+class Membership:
+    """A process's part in a run, generation by generation; ``channel`` leads to its supervisor.
+
+    ``take`` an assignment, ``join`` its mesh, train; after a loss ``parted`` says what the supervisor is to
+    be told with the question for the next assignment.
+    """
+
+    def __init__(self, channel: ControlChannel, training: Training) -> None:
+        self.channel, self.training = channel, training
+        self._times = dict[str, Any]()
+
+    def take(self, assignment: Assignment) -> None:
+        """This process is to be a rank of the next generation."""
+        self._assignment, self._times = assignment, {}
+        self.training.generation = assignment.generation
+        self.training.heartbeat.enter("join")
+
+    def meet(
+        self, *, backend: str | None, timeout_s: float, threads: int, local_rank: int, shard: int = 1
+    ) -> Mesh:
+        """A mesh of the ranks of this generation. Collective."""
+        assignment, store = self._assignment, None
+        if assignment.world_size > 1:
+            store = WatchedStore(LogStore(assignment.store), lambda: self.channel.is_over, timeout_s)
+        return meet(
+            store,
+            assignment.rank,
+            assignment.world_size,
+            backend=backend,
+            timeout_s=timeout_s,
+            threads=threads,
+            local_rank=local_rank,
+            num_local=assignment.world_size,
+            shard=shard,
+        )
+
+    def joined(self) -> None:
+        """The ranks have met."""
+        self._times["joined_ns"] = time.monotonic_ns()
+
+    def agreed(self, source: str, contract: int) -> None:
+        """All have the state, which came from ``source``, under the contract of this number."""
+        self._times.update(agreed_ns=time.monotonic_ns(), source=source)
+        if self._assignment.rank == 0:
+            self.channel.page.contract = contract
+
+    def stepped(self) -> None:
+        """The first step of this generation is made."""
+        told = {
+            "step": self.training.steps_done,
+            "world_size": self._assignment.world_size,
+            "stepped_ns": time.monotonic_ns(),
+        }
+        if self._assignment.rank == 0:
+            self.channel.say("stepped", **self._times, **told)
+
+    @property
+    def rank(self) -> int:
+        """In this generation."""
+        return self._assignment.rank
+
+    @property
+    def world_size(self) -> int:
+        """Of this generation."""
+        return self._assignment.world_size
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Who this is, for the supervisor."""
+        return {"rank": self._assignment.rank, "pid": os.getpid()}
+
+    def parted(self, error: BaseException) -> dict[str, Any]:
+        """What to tell of ``error``, if it is the loss of a rank; it holds nothing any more. Any other one is
+        raised."""
+        phase = self.channel.page.position(self.channel.heartbeat.worker).phase
+        lost = isinstance(error, LOSSES)
+        # While ranks meet, a backend may say in words of its own that one of them has gone.
+        is_meeting = (
+            phase == "join" and isinstance(error, RuntimeError) and not isinstance(error, InstepError)
+        )
+        if not lost and not (is_meeting and self.channel.is_over_soon()):
+            raise error
+        ranks = list(getattr(error, "ranks", ()))
+        text = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+        let_go(error)  # else it would hold what this rank is about to leave
+        return {**self.where, "step": self.training.steps_done, "phase": phase, "ranks": ranks, "error": text}
+
+
+def require_contract(contract: dict[str, Any], own: int, number: int, path: Path) -> None:
+    """ContractBroken unless this process, whose ``contract`` has the number ``own``, would compute the bits
+    of the run in ``path``, whose ranks have agreed on ``number``; 0: not yet, and will compare with this one.
+
+    Where they were told, when it has a seat, all of them would raise.
+    """
+    if number == 0 or own in (0, number):
+        return
+    lines: list[str] = []
+    with suppress(OSError, ValueError):  # for words alone
+        run = starts(path)[-1:]
+        lines = differences(run[0]["numerical"], contract, ("in the run", "now")) if run else []
+    why = (
+        f"make these what they were: {'; '.join(lines)}" if lines else "from the same numbers: try its cores"
+    )
+    raise ContractBroken(f"it would compute other bits than the ranks of the run, and takes no part; {why}")

@@ -1,0 +1,115 @@
+"""A user's script as the work of a supervised process: it runs from its top, as ``__main__``, and finds here
+who has started it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint.contract import code_of_script
+from instep.elastic.rendezvous import ControlChannel, WorkerSpec
+from instep.mesh.rank_process import exit_now
+from instep.mesh.signals import listen_for_preemption
+
+OTHERS = {"site-packages", "dist-packages"}  # folders of modules that are not the script's own
+
+
+@dataclass(frozen=True)
+class ScriptCall:
+    """What ``instep run`` was told: the script with its arguments, and what holds for the run whatever the
+    script says; ``run_dir`` None: the script names it."""
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+    run_dir: Path | None = None
+    resume: bool = False
+    accept_contract: bool = False
+    stop_after: int = 0
+    fault: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Started:
+    """Who has started this process, for the ``Run`` that the script makes."""
+
+    channel: ControlChannel
+    call: ScriptCall
+
+
+started: ContextVar[Started | None] = ContextVar("instep_started", default=None)
+
+
+def work(spec: WorkerSpec, call: ScriptCall) -> None:
+    """Run the script from its top, under whatever ranks the supervisor assigns to this process."""
+    try:
+        channel = ControlChannel(spec)
+    except FileNotFoundError:  # the supervisor, which holds what it opens, has been killed meanwhile
+        exit_now(0)
+
+    def stop(name: str) -> None:
+        channel.page.stop = True
+
+    listen_for_preemption(stop)
+    started.set(Started(channel, call))
+    code = 0
+    try:
+        execute(call)
+    except SystemExit as end:
+        code = _code(end)
+    channel.heartbeat.enter("lost")
+    channel.say("finished", code=code)
+    exit_now(code)
+
+
+def execute(call: ScriptCall) -> None:
+    """As ``python SCRIPT ARGS...`` would, in this process."""
+    source = call.path.read_bytes()
+    sys.argv = [str(call.path), *call.arguments]
+    sys.path.insert(0, str(call.path.parent.resolve()))
+    main = types.ModuleType("__main__")
+    main.__file__ = str(call.path)
+    sys.modules["__main__"] = main
+    exec(compile(source, str(call.path), "exec", dont_inherit=True), main.__dict__)
+
+
+def script_fields(arguments: tuple[str, ...]) -> dict[str, Any]:
+    """What of the script the bits may depend on: its code, that of modules from its folder, its arguments."""
+    path = script_path()
+    if path is None:
+        return {"script.arguments": shlex.join(arguments)}
+    fields = {"script.arguments": shlex.join(arguments), "script.code": code_of_script(path)}
+    for name, file in sorted(_neighbours(path.parent.resolve())):
+        fields[f"script.code.{name}"] = code_of_script(file)
+    return fields
+
+
+def script_path() -> Path | None:
+    """The file that this process runs; None in a notebook, or at a prompt."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return None if file is None else Path(file)
+
+
+def _neighbours(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Modules that were imported from ``folder``, or from one below it."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name == "__main__" or not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = Path(file)
+        if path.is_relative_to(folder) and not OTHERS & set(path.relative_to(folder).parts):
+            yield name, path
+
+
+def _code(end: SystemExit) -> int:
+    """The exit code; what is not a number is said, as Python does."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1

@@ -1,0 +1,263 @@
+"""One step of a script, from ``with step:`` to its end: what it draws, which optimizers step, and whether.
+
+    begin      generators are keyed by (seed, step, rank), what is no tensor is noted
+    in it      before an optimizer's step: is it registered? is its gradient finite? then the state is of no step
+    end        ranks tell each other what each wishes, and how long it took; the step is counted
+    abandon    it has raised
+    recover    of a lost rank: if no tensor was touched, the state is what it was, and may be given to others
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from instep.errors import Diverged
+from instep.events import GLOBAL_LOSS, WAITS
+from instep.mesh.device import generators
+from instep.ordered.generators import global_generators, seed_generator
+from instep.ordered.homes import offered
+from instep.ordered.keys import derive
+from instep.ordered.norm import clipped, grad_norm
+from instep.run.losses import share
+from instep.run.rank_state import Holds, Made
+from instep.run.script_training import ScriptTraining
+
+WISHES = ("stop", "regroup", "copy")
+PHASES = {"data": "data", "forward": "forward", "backward": "backward", "update": "update"}
+
+
+class _Skip(Exception):
+    """Leaves a step whose gradient is not to be used."""
+
+
+class Phases:
+    """Tells the heartbeat in which phase the main thread is, by the spans that begin and end there."""
+
+    def __init__(self, enter: Callable[[str], None]) -> None:
+        self._enter = enter
+        self._thread = threading.get_ident()
+        self._open: list[str] = []
+
+    def begin(self) -> None:
+        """A step begins, in the script's own code."""
+        self._open = ["forward"]
+        self._enter("forward")
+
+    def watch(self, name: str, begins: bool) -> None:
+        """A span begins, or ends; of other threads, and of other names, nothing is told."""
+        phase = "exchange" if name in WAITS else PHASES.get(name)
+        if phase is None or not self._open or threading.get_ident() != self._thread:
+            return
+        if begins:
+            self._open.append(phase)
+        elif len(self._open) > 1:
+            self._open.pop()
+        self._enter(self._open[-1])
+
+    def end(self) -> None:
+        """What follows tells its phases itself."""
+        self._open = []
+
+
+class StepWork:
+    """The step that is under way, of one ``training``; ``wishes`` are asked at its end, ``asked`` has who
+    wants the run to end."""
+
+    def __init__(self, training: ScriptTraining, asked: MutableSequence[str]) -> None:
+        self.training, self.asked = training, asked
+        self.phases = Phases(training.heartbeat.enter)
+        self.wishes: dict[str, Callable[[], bool]] = {}
+        self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
+        self._strangers = _strangers(training.registered.optimizers)
+        self._thread = threading.get_ident()
+        self._is_open = False
+        self._logged: dict[str, float] = {}
+        self._require_registered()
+        register_optimizer_step_pre_hook(self._before_update)
+
+    def log(self, figures: Mapping[str, Any]) -> None:
+        """Figures of this step."""
+        for name, value in figures.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"step.log: {name}: expected a number, got {type(value).__name__}")
+            self._logged[name] = float(value)
+
+    def begin(self) -> None:
+        """The step begins."""
+        training = self.training
+        training.timing.begin(training.steps_done)
+        self._began = time.monotonic()
+        self._logged, self._norms, self._judged = {}, [], False
+        self._holds = training.rank_state.holds
+        self._objects = training.registered.objects_to_json()
+        self._versions = [x._version for x in self._tensors()]
+        if training.registered.has_server:  # whose weights come to its workers past every optimizer
+            training.rank_state.holds = Holds.NOTHING
+        self._key_generators()
+        self._token = clipped.set(self._norms)
+        self._is_open = True
+        self.phases.begin()
+
+    def end(self, skipped: str | None) -> float:
+        """The step is made, or was skipped: tell each other, and count it. Collective. The seconds it took."""
+        self._close()
+        training, made = self.training, self._logged
+        training.heartbeat.enter("loss")
+        wishes = {name: float(wish()) for name, wish in self.wishes.items()}
+        with training.mesh.recorder.span(GLOBAL_LOSS, lane="host"):
+            told = share({}, 0, wishes, training.group, training.timing.own)
+        training.timing.heard(told.figures)
+        norm = math.hypot(*self._norms) if self._norms else math.nan
+        if not self._judged and self._norms:
+            training.health.judge(norm)
+        exposed_s, waiting_s = training.timing.waits()
+        step_s = time.monotonic() - self._began
+        figures = {name: x for name, x in made.items() if name != "loss"}
+        training.rank_state.holds = self._holds
+        training.rank_state.counted(
+            Made(
+                loss=made.get("loss", math.nan),
+                rate=self._rate(),
+                norm=norm,
+                step_ms=step_s * 1e3,
+                exposed_ms=exposed_s * 1e3,
+                waiting_ms=waiting_s * 1e3,
+                skipped=skipped or "",
+                logged={**figures, "samples_per_s": training.items_per_step / step_s},
+                **{name: told.sums.get(name, 0.0) > 0 for name in WISHES},
+            )
+        )
+        training.heartbeat.set_step(training.steps_done)
+        return step_s
+
+    def abandon(self) -> None:
+        """The step has raised; nothing of it is counted."""
+        self._close()
+
+    def skipped_by(self, error: BaseException | None) -> str | None:
+        """Why the step was left without an update, if ``error`` says so."""
+        return str(error) if isinstance(error, _Skip) else None
+
+    def recover(self) -> None:
+        """A rank was lost: if no tensor of the state was touched, go back to what this rank had."""
+        training = self.training
+        state = training.rank_state
+        if "_versions" not in self.__dict__ or state.steps_done != self._step_begun:
+            return
+        if self._versions != [x._version for x in self._tensors()]:
+            state.holds = Holds.NOTHING
+        elif state.holds is self._holds and training.registered.objects_to_json() != self._objects:
+            training.registered.load_objects(self._objects)
+
+    def _close(self) -> None:
+        if self._is_open:
+            clipped.reset(self._token)
+        self._is_open = False
+        self.phases.end()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self.training.module.buffers()
+
+    def _key_generators(self) -> None:
+        training = self.training
+        self._step_begun = training.steps_done
+        key = derive(training.config.seed, "step", training.steps_done, training.mesh.rank)
+        for generator in generators(training.mesh.device):
+            seed_generator(generator, key)
+        for other in global_generators():
+            other.key(key)
+
+    def _rate(self) -> float:
+        for optimizer in self.training.registered.optimizers.values():
+            return float(optimizer.param_groups[0].get("lr", math.nan))
+        return math.nan
+
+    # Before an optimizer's step.
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_open or threading.get_ident() != self._thread:
+            return
+        name = self._optimizers.get(id(optimizer))
+        if name is None:
+            if id(optimizer) in self._strangers and not self._is_local(optimizer):
+                raise ValueError(_unregistered(optimizer, self.training.module))
+            return
+        training = self.training
+        if training.registered.has_server:  # of which rank 0 alone has the gradient
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not self._norms or len(self._optimizers) > 1:
+            self._norms.append(grad_norm(gradients))
+        self._judge(name, optimizer, self._norms[-1])
+        training.rank_state.holds = Holds.NOTHING
+
+    def _judge(self, name: str, optimizer: Optimizer, norm: float) -> None:
+        """Leave the step if its gradient is not to be used; all ranks have the same norm."""
+        training, health = self.training, self.training.health
+        if len(self._optimizers) > 1 and math.isfinite(norm):
+            return
+        self._judged = True
+        reason = health.judge(norm)
+        if reason is None:
+            return
+        if health.exhausted:
+            first = next((n for n in _not_finite(training.module)), "")
+            culprit = f"; the first gradient that is not finite is that of {first!r}" if first else ""
+            raise Diverged(
+                f"step {training.steps_done}: {reason}; {health.in_a_row} steps in a row were skipped, and "
+                f"max_skipped is {health.checks.max_skipped}{culprit}. Lower the learning rate of {name!r}, "
+                "or look at the samples of these steps",
+                parameter=first,
+            )
+        for each in training.registered.optimizers.values():
+            each.zero_grad()
+        raise _Skip(reason)
+
+    def _is_local(self, optimizer: Optimizer) -> bool:
+        """Whether it is what a registered one steps with on this rank."""
+        divided = (offered(x) for x in self.training.registered.optimizers.values())
+        return any(x is not None and x.local is optimizer for x in divided)
+
+    def _require_registered(self) -> None:
+        """ValueError for an optimizer of a registered model that is not registered itself."""
+        mine = {id(p) for p in self.training.module.parameters()}
+        for optimizer in self._strangers.values():
+            has_mine = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+            if has_mine and not self._is_local(optimizer):
+                raise ValueError(_unregistered(optimizer, self.training.module))
+
+
+def _strangers(registered: Mapping[str, Optimizer]) -> dict[int, Optimizer]:
+    """The optimizers of this process, by identity, that are not registered."""
+    known = set(map(id, registered.values()))
+    kinds = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
+    return {id(x): x for x in kinds if id(x) not in known and "param_groups" in vars(x)}
+
+
+def _unregistered(optimizer: Optimizer, module: torch.nn.Module) -> str:
+    names = {id(p): name for name, p in module.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    first = next((names[id(p)] for p in parameters if id(p) in names), "")
+    of = f"that of {first!r}" if first else f"of {len(parameters)} parameters of no registered model"
+    return (
+        f"the optimizer {type(optimizer).__name__}, {of}, is not registered: its moments would be lost when a "
+        "rank is replaced. Pass it to run.register, and its model too"
+    )
+
+
+def _not_finite(module: torch.nn.Module) -> Iterator[str]:
+    for name, p in module.named_parameters():
+        if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
+            yield name

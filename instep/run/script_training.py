@@ -1,0 +1,329 @@
+"""What a user's script trains, as the run sees it: what it has registered, as one state on one mesh after
+another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from instep.checkpoint import contract
+from instep.checkpoint.canary import canary
+from instep.checkpoint.contract import require_same
+from instep.checkpoint.manifest import Json, fingerprint, parse_json
+from instep.checkpoint.registered import Registered
+from instep.checkpoint.send import DESCRIPTION_BYTES
+from instep.elastic.heartbeat import Heartbeat
+from instep.elastic.snapshot import Snapshot, tensor_bytes
+from instep.errors import ContractBroken
+from instep.events import COMPARISON
+from instep.mesh.mesh import Mesh
+from instep.ordered.hash import Entry, Sampled, SharedHash, bare
+from instep.ordered.homes import offered
+from instep.ordered.replicas import compare_replicas
+from instep.ordered.stored import MemoryReader, places, rows_from_json
+from instep.replicate.gradient_hashes import GradientHashes
+from instep.run.health import Health
+from instep.run.memory_usage import MemoryUsage, count, memory_usage
+from instep.run.rank_state import Made, RankState
+from instep.run.recovery import describe, send, stored, take
+from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
+from instep.run.timing import Timing
+
+CANARY_SEED = 0
+OPERATION = "the comparison of what was built"
+
+
+class ScriptTraining:
+    """What was registered, and where its steps stand.
+
+    At construction: nothing is touched. ``keep`` what was built, where the first ranks have not met yet.
+    ``join`` a mesh, with which the wrappers meet; ``leave`` it, whatever has happened to the others; again.
+    ``rank_state`` says what this rank has of the run's state; ``state`` is that state, as shards, while there
+    is a mesh.
+    """
+
+    seen: GradientHashes | None = None  # hashes of micro-batches are not asked for
+
+    def __init__(self, settings: ScriptSettings, registered: Registered, heartbeat: Heartbeat) -> None:
+        self.registered = registered
+        self.config = settings
+        self.heartbeat = heartbeat
+        self.rank_state = RankState()
+        self.health = Health(settings.checks)
+        self.generation = 1
+        self._built: Snapshot | None = None
+        self._contract_of: Callable[[], Mapping[str, Any]] = dict
+
+    # What it is made of.
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """All that is trained, in one module."""
+        return self.registered.root
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that the state is of."""
+        return self.rank_state.steps_done
+
+    @property
+    def last(self) -> Made | None:
+        """The step that led here."""
+        return self.rank_state.last
+
+    @property
+    def loss_unit(self) -> str:
+        """Not known."""
+        return ""
+
+    @property
+    def items_per_step(self) -> int:
+        """Samples, where a loader says; else steps are counted."""
+        return self.config.batch.global_size or 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share out the batch."""
+        return self.mesh.data.size
+
+    @property
+    def step_mode(self) -> str | None:
+        """Which of the two contracts the last step was under, of the first wrapper that knows."""
+        found = (getattr(model, "step_mode", None) for model in self.registered.models.values())
+        return next((mode for mode in found if mode is not None), None)
+
+    @property
+    def cursor(self) -> int:
+        """The position of the first loader; else the steps done."""
+        found = (getattr(x, "position", None) for x in self.registered.others.values())
+        return next((position for position in found if isinstance(position, int)), self.steps_done)
+
+    # One mesh after another.
+
+    def keep(self) -> None:
+        """Keep a copy of what was built, until all ranks have agreed on a state: it is what they begin with.
+
+        Where the state is divided, nothing is left of it when a rank joins others.
+        """
+        self.state = self.registered.state()
+        shards = stored(self, self.state.shards())
+        description, tensors = describe(self, shards), [shard.tensor for shard in shards]
+        self._built = Snapshot.create(len(description), tensor_bytes(tensors))
+        self._built.write(description, tensors)
+        self._built_sha256 = self._digests(SharedHash(self.state.group))[0]
+        del self.state
+
+    def join(self, mesh: Mesh, wrappers: bool) -> None:
+        """Take part in ``mesh``, with what was registered if ``wrappers``: else it has met there already.
+
+        Raises:
+            ContractBroken: a rank has another configuration. On all ranks.
+        """
+        self.mesh, self.group = mesh, mesh.data.group
+        if wrappers:
+            self.registered.join(mesh)
+        require_same(mesh.world.group, self.contract)
+        self.state = self.registered.state(self.group)
+        enter = self.heartbeat.enter if self.state.is_divided else _ignore
+        self._hash = SharedHash(self.state.group, enter, self.heartbeat.beat)
+        self.timing = Timing(mesh.recorder, self.group.size)
+
+    def leave(self) -> None:
+        """Give the groups back, without waiting for any rank."""
+        divided = "state" in self.__dict__ and self.state.is_divided
+        self.registered.leave()
+        self.rank_state.left(divided=divided)
+        for name in ("state", "_hash", "group"):
+            self.__dict__.pop(name, None)
+        if (mesh := self.__dict__.pop("mesh", None)) is not None:
+            mesh.recorder.keep_in_memory()
+            mesh.close()
+
+    def begin(self) -> None:
+        """All ranks take what the script has built; where they differ, what the first rank has."""
+        group = self.mesh.world.group
+        if self._built is not None:
+            self._require_same_build()
+            half = self._built.halves[0]
+            body = parse_json(self._built.description(half) or b"", DESCRIPTION_BYTES)
+            begins, _ = places(rows_from_json(body["rows"]))
+            there = MemoryReader(self._built.bytes_of(half, 0, self._built.tensor_bytes), begins)
+            take(self, [body], {"0": there})
+        self.rank_state.begin()
+        self.health = Health(self.config.checks)
+        if self.state.is_divided or group.size == 1:
+            return
+        told = group.all_gather_bytes(self.state_sha256().encode(), OPERATION)
+        if len(set(told)) > 1:
+            send(self, 0)
+            self.rank_state.begin()
+
+    def _require_same_build(self) -> None:
+        """Where each rank is to keep its shards of what it has built, all must have built the same."""
+        if not self.state.is_divided:
+            return
+        world = self.mesh.world.group
+        told = world.all_gather_bytes(self._built_sha256.encode(), OPERATION)
+        odd = [rank for rank, its in zip(world.ranks, told, strict=True) if its != told[0]]
+        if odd:
+            raise ContractBroken(
+                f"rank {', '.join(map(str, odd))} has built a model with other values than rank "
+                f"{world.ranks[0]}, and each would keep its shards of its own: call torch.manual_seed with "
+                "the same number on all ranks before the model is made"
+            )
+
+    def agreed(self) -> None:
+        """All ranks have a state; what was built is needed no longer."""
+        self._built = None
+
+    # The state, for those who write it and compare it.
+
+    def carried(self) -> dict[str, Json]:
+        """What of the state is no tensor, as JSON, but for options of optimizers."""
+        return {"health": self.health.state(), "objects": self.registered.objects_to_json()}
+
+    def carry_on(self, carried: Mapping[str, Json]) -> None:
+        """Go on from what ``carried`` has returned."""
+        self.health.restore(carried["health"])
+        self.registered.load_objects(carried["objects"])
+
+    @property
+    def owns(self) -> bool:
+        """Whether this rank owns some of the state, or all."""
+        return self.state.is_divided or self.mesh.rank == 0
+
+    def entries(self) -> list[Entry]:
+        """What this rank holds of the state, by name."""
+        if "state" not in self.__dict__:
+            return []
+        return [(bare(shard.name), shard.tensor) for shard in self.state.hashed()]
+
+    def state_sha256(self) -> str:
+        """The hash of weights, moments and step. Collective where the state is divided."""
+        return self.state_digests()[0]
+
+    def state_digests(self) -> tuple[str, dict[str, str]]:
+        """``state_sha256``, and the short hash of each tensor. Collective where the state is divided."""
+        self.heartbeat.enter("hash")
+        found = self._digests(self._hash)
+        self.heartbeat.enter("gather")  # others are told of it next, or wait for it
+        return found
+
+    def _digests(self, shared: SharedHash) -> tuple[str, dict[str, str]]:
+        return shared.digests(self.state.owned(self.state.hashed()), self.steps_done)
+
+    def sampled(self, every: int) -> list[Sampled]:
+        """The blocks of the state whose turn it is, one in ``every``. Collective where it is divided."""
+        return self._hash.samples(self.state.owned(self.state.hashed()), self.steps_done, every)
+
+    def compare_replicas(self) -> None:
+        """Raise ``ReplicasDiffer`` unless ranks that hold the same shards hold the same bits. Collective."""
+        self.heartbeat.enter("gather")
+        with self.mesh.recorder.span(COMPARISON, lane="host"):
+            compare_replicas(self.state.hashed(), self.steps_done, self.group)
+
+    def evaluate(self) -> None:
+        """A script evaluates where it wants to."""
+
+    def memory_usage(self) -> MemoryUsage:
+        """What this rank holds, of all models and optimizers together."""
+        models, optimizers = self.registered.models.values(), self.registered.optimizers.values()
+        if len(models) == 1 and len(optimizers) <= 1:
+            return memory_usage(self.module, next(iter(optimizers), None), next(iter(models)))
+        return count(
+            parameters=self.module.parameters(),
+            gradients=[p.grad for p in self.module.parameters() if p.grad is not None],
+            optimizer=[
+                x for each in optimizers for x in _moments(each) if isinstance(x, Tensor)
+            ],
+            buffers=self.module.buffers(),
+        )
+
+    def activations(self) -> None:
+        """Not known: a forward is the script's own."""
+
+    def memory_estimate(self) -> None:
+        """There is no formula."""
+
+    # The contract.
+
+    def describe_by(self, fields: Callable[[], Mapping[str, Any]]) -> None:
+        """``fields()`` are those of the script in the contract."""
+        self._contract_of = fields
+
+    @cached_property
+    def contract(self) -> dict[str, Any]:
+        """All that the bits of this run may depend on, as it is when it is first asked for."""
+        fields = dict(self._contract_of())
+        fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
+        optimizers = self.registered.optimizers
+        for name, optimizer in optimizers.items():
+            divided = offered(optimizer)
+            found = contract.optimizer_fields(optimizer if divided is None else divided.local)
+            prefix = "optimizer." if len(optimizers) == 1 else f"optimizer.{name}."
+            fields |= {prefix + key.removeprefix("optimizer."): value for key, value in found.items()}
+        return contract.describe(
+            config=fields, threads=torch.get_num_threads(), device=str(self._device), module=self.module
+        )
+
+    @property
+    def contract_number(self) -> int:
+        """Another one for another ``contract``, or for another ``canary``."""
+        known = f"{fingerprint(self.contract)} {self.canary}"
+        return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
+
+    @cached_property
+    def canary(self) -> str:
+        """The hash of what this process computes of a small model of its own."""
+        model = nn.Sequential(nn.Linear(96, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 32))
+        x = torch.linspace(-2, 2, 16 * 96).view(16, 96).to(self._device)
+
+        def loss_of(copied: nn.Module) -> Tensor:
+            copied.to(self._device)
+            return F.cross_entropy(copied(x), torch.arange(16, device=self._device))
+
+        return canary(model, loss_of, seed=CANARY_SEED, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+
+def layout_of(registered: Registered, settings: ScriptSettings, backend: str) -> ScriptSettings:
+    """``settings`` with what wrappers, optimizers and loaders say of themselves."""
+    placed: dict[str, Any] = {}
+    for model in registered.models.values():
+        placed |= getattr(model, "placement", None) or {}
+    known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
+    layout = ScriptLayout(**{**known, "backend": backend, "threads": torch.get_num_threads()})
+    loader = next((x for x in registered.others.values() if hasattr(x, "micro_batch_size")), None)
+    batch = ScriptBatch()
+    with suppress(AttributeError):
+        if loader is not None:
+            batch = ScriptBatch(global_size=loader.batch_size, micro_size=loader.micro_batch_size)
+    name = next((type(x).__name__ for x in registered.optimizers.values()), "")
+    return _replaced(settings, parallel=layout, batch=batch, optim=ScriptOptimizer(name=name.lower()))
+
+
+def _replaced(settings: ScriptSettings, **changes: Any) -> ScriptSettings:
+    return ScriptSettings(**{**vars(settings), **changes})
+
+
+def _moments(optimizer: Any) -> Iterator[Any]:
+    divided = offered(optimizer)
+    local = optimizer if divided is None else divided.local
+    for state in local.state.values():
+        yield from state.values()
+
+
+def _ignore(phase: str) -> None:
+    """Of what one rank does for itself, no phase is told."""
