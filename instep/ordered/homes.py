@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.shards import elements
 
@@ -154,6 +155,15 @@ class Wrapped:
     takes beside it. ``counter`` counts declared steps; None where no random numbers are keyed. ``steppers``
     are the ranks of ``group`` that have the optimizer's state; None means all. ``settled`` is called on all
     ranks when what they hold alike has been compared: what was written to it before is no edit of one alone.
+
+    ``leave`` gives the group back and waits for no rank, whatever has happened. A step that is under way is
+    given up: gradients are None, partial sums are gone, a declared step is open no longer. ``join`` takes
+    part in another mesh, with the arguments of the wrapping; collective over it. Module and parameters stay
+    the same objects, what is trained and frozen is what was when it was wrapped, and ``no_sync`` stays on or
+    off. Replicated values stay each rank's own; those of divided parameters are of no step from ``leave``
+    until a state has been put there (``TrainingState``). A ``join`` that raises is followed by ``leave``, and
+    may be tried again. Optimizers leave before the wrappers, whose memory they step, and join after them.
+    What was offered before a ``join`` is out of date after it.
     """
 
     module: nn.Module
@@ -161,6 +171,8 @@ class Wrapped:
     gradients: Callable[[], Iterable[Tensor]]
     scratch: Callable[[], Iterable[Tensor]]
     counter: CountsSteps | None
+    leave: Callable[[], None]
+    join: Callable[[Mesh], None]
     steppers: tuple[int, ...] | None = None
     settled: Callable[[], None] = field(default=lambda: None)
 
@@ -172,6 +184,10 @@ class DividedOptimizer:
     ``local`` steps this rank's ``held``, by the number of the parameter. ``homes`` are the memories of its
     parameters. ``num_replicas`` groups like this one make the same steps. ``load`` takes states by the number
     of the parameter, and groups in the form of ``state_dict``; collective.
+
+    ``leave`` and ``join`` are as those of ``Wrapped``, whose order is written there. The optimizer, its
+    groups and their options stay; moments are gone with ``leave``, and weights are of no step until a state
+    has been put there.
     """
 
     group: Group
@@ -180,6 +196,8 @@ class DividedOptimizer:
     homes: Sequence[Home]
     num_replicas: int
     load: Callable[[Mapping[int, dict[str, Any]], list[dict[str, Any]]], None] = field(repr=False)
+    leave: Callable[[], None] = field(default=lambda: None, repr=False)
+    join: Callable[[Mesh], None] = field(default=lambda mesh: None, repr=False)
 
 
 def offered(x: object) -> Any:

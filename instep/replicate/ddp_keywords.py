@@ -66,3 +66,10 @@ def consume(keywords: Mapping[str, Any]) -> str:
         elif value is not None and value != NO_EFFECT[name][0]:
             idle.append(f"{name} ({NO_EFFECT[name][1]})")
     return f"without effect in instep: {'; '.join(idle)}" if idle else ""
+
+
+def shared_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that have to be the same on all ranks."""
+    own = ("process_group", "device_mesh", "timeout_s")
+    options = {name: value for name, value in arguments.items() if name not in own}
+    return {name: "a function" if callable(value) else value for name, value in options.items()}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.mesh.process_group import Group
@@ -205,3 +205,10 @@ class Reducer(Reduction):
         work.wait()
         if order.tolist() != self._order:
             self._next_order = order.tolist()
+
+
+def sparse_positions(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:
+    """Those of the parameters whose gradients are sparse: those of embeddings that say so."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    wanted = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
+    return {i for i, parameter in enumerate(parameters) if id(parameter) in wanted}

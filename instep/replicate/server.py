@@ -165,7 +165,17 @@ class ParameterServer:
             raise
 
     def __instep_state__(self) -> Wrapped:
-        return replace(self._model.__instep_state__(), steppers=(SERVER,))
+        wrapped = self._model.__instep_state__()
+
+        def leave() -> None:
+            self._pending = False
+            wrapped.leave()
+
+        def join(mesh: Mesh) -> None:
+            wrapped.join(mesh)
+            self._bind()
+
+        return replace(wrapped, steppers=(SERVER,), leave=leave, join=join)
 
     @property
     def is_server(self) -> bool:

@@ -210,6 +210,8 @@ class ThreadedReplicas(OwnNames):
                 *(x for own in others for bucket in own for x in (bucket.home, *bucket.spares)),
             ],
             counter=None,
+            leave=self.module.zero_grad,
+            join=lambda mesh: None,  # no mesh is of use to replicas in one process
         )
 
     @property

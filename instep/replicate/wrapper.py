@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,9 +26,9 @@ from instep.ordered.buckets import Caps
 from instep.ordered.homes import Wrapped
 from instep.ordered.keys import LeafKeys
 from instep.replicate.comm_hook import CommHook, Hook, check
-from instep.replicate.ddp_keywords import consume, require_no_group
+from instep.replicate.ddp_keywords import consume, require_no_group, shared_options
 from instep.replicate.own_names import OwnNames
-from instep.replicate.reducer import Reducer
+from instep.replicate.reducer import Reducer, sparse_positions
 from instep.replicate.strategies import find
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
@@ -194,7 +194,6 @@ class DataParallel(WrappedOnce, OwnNames):
         parameters = self._reducer.parameters
         optimizer_guard.take_over(parameters)
         optimizer_guard.accept(self.module.parameters())
-        self._reducer.exchange.offsets_ns = measure(self.group).offsets_ns
         device = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(device)
         keys = LeafKeys(self.module, self._seed, generators(device))
@@ -228,7 +227,7 @@ class DataParallel(WrappedOnce, OwnNames):
         )
         others = {id(p) for p in self._shared}
         shared = [name for name, p in self.module.named_parameters() if id(p) in others]
-        options = {**_shared_options(self._arguments), "parameters of another wrapper": shared}
+        options = {**shared_options(self._arguments), "parameters of another wrapper": shared}
         agree_on_structure(self.module, options, self.group)
         if not prepared[0].trainable:
             raise RuntimeError(
@@ -236,6 +235,7 @@ class DataParallel(WrappedOnce, OwnNames):
                 "the module as it is, or unfreeze what shall be trained, then wrap"
             )
         compare_threads(self.module, self.group)
+        prepared[1].exchange.offsets_ns = measure(self.group).offsets_ns
         return prepared
 
     def _prepare(self, considered: Callable[[], object]) -> tuple[ParameterRegistry, Reducer]:
@@ -253,7 +253,7 @@ class DataParallel(WrappedOnce, OwnNames):
                 names.append(name)
                 parameters.append(parameter)
         align([*self.module.parameters(), *self.module.buffers()])
-        sparse = _sparse(self.module, parameters)
+        sparse = sparse_positions(self.module, parameters)
         return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
 
     def rebind(
@@ -348,9 +348,9 @@ class DataParallel(WrappedOnce, OwnNames):
             )
         self._backward.step_mode = "declared"
         step = self.next_step if step is None else step
-        yield from self._declared.run(num_micro_batches, step)
-        self.next_step = step + 1
-        optimizer_guard.reduced(self._reducer)
+        if (yield from self._declared.run(num_micro_batches, step)):
+            self.next_step = step + 1
+            optimizer_guard.reduced(self._reducer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -550,8 +550,23 @@ class DataParallel(WrappedOnce, OwnNames):
                 *reducer.exchange.scratch,
             ],
             counter=self,
+            leave=self._leave,
+            join=self._join,
             settled=lambda: reducer.watch.settled(),
         )
+
+    def _leave(self) -> None:
+        if self._is_bound:
+            self.group.peers.given_up = True  # the end of a step that is under way tells no rank
+            self._declared.abandon()
+            self._unbind()
+            self._reducer.gradients.drop()
+
+    def _join(self, mesh: Mesh) -> None:
+        before = self._backward
+        with before.registry.as_wrapped():
+            self.rebind(mesh, self._arguments["timeout_s"])
+        self._backward.sync, self._backward.step_mode = before.sync, before.step_mode
 
     def _check_alone(self, method: str) -> None:
         self._check_open()
@@ -574,23 +589,9 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad
 
 
-def _shared_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``arguments`` that have to be the same on all ranks."""
-    own = ("process_group", "device_mesh", "timeout_s")
-    options = {name: value for name, value in arguments.items() if name not in own}
-    return {name: "a function" if callable(value) else value for name, value in options.items()}
-
-
 def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
     for hook in hooks:
         hook.remove()
     group.peers.given_up = True  # a program that ends after an error must not wait for its peers
     lane.close()
     group.close()
-
-
-def _sparse(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:
-    """Positions of the parameters whose gradients are sparse: those of embeddings that say so."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    wanted = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
-    return {i for i, parameter in enumerate(parameters) if id(parameter) in wanted}

@@ -177,9 +177,9 @@ class WholeParameters(FlatParameters):
     """``parameters`` of one dtype and device, whole on every rank, in flat memory laid out by ``rule``.
 
     At construction, collective: the parameters move into it, or beside it (see above), with the values that
-    they have on the group's first rank; with ``one_copy`` into memory that all have. ``collect`` before each
-    update of ``held``, ``share`` and ``distribute`` after it. ``moved`` tells whose memory is another by now.
-    ``let_go`` gives every rank a copy of its own again.
+    they have on the group's first rank, or, unless ``aligned``, on each; with ``one_copy`` into memory that
+    all have. ``collect`` before each update of ``held``, ``share`` and ``distribute`` after it. ``moved``
+    tells whose memory is another by now. ``let_go`` gives every rank a copy of its own again.
 
     ``flat`` is what parameters lie in, ``stepped`` what optimizers step: with one copy the same memory, but
     that what this rank writes to ``flat`` is its own until the step. What lies beside is behind the slices,
@@ -196,6 +196,7 @@ class WholeParameters(FlatParameters):
         names: Sequence[str] = (),
         *,
         one_copy: bool = False,
+        aligned: bool = True,
     ) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
@@ -216,7 +217,7 @@ class WholeParameters(FlatParameters):
             self._move(number, behind.get(number), memory, stepped)
         if self.one_copy:
             group.barrier("the first values of the parameters")
-        else:
+        elif aligned:
             group.broadcast(self.flat.view(torch.uint8), "the first values of the parameters")
             self.distribute()
         self.others = None if self.one_copy else self._expose()
@@ -400,7 +401,7 @@ class Stage2Parameters(WholeParameters):
 class ShardedParameters:
     """Trainable parameters of the groups of an optimizer: the flat spaces where some live already, and new
     ``WholeParameters``, laid out by ``rule``, one per dtype and device, for all others; without a ``rule``
-    these stay each rank's own.
+    these stay each rank's own. Unless ``aligned``, new ones keep each rank's values.
 
     Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the own pieces by
     number, in that order; ``owned`` all parameters that are sharded.
@@ -412,11 +413,12 @@ class ShardedParameters:
         rule: LayoutRule | None,
         *,
         one_copy: bool = False,
+        aligned: bool = True,
         barrier: Callable[[str], None] | None = None,
     ) -> None:
         self._group, self._rule = group, rule
         self._barrier = barrier or group.barrier
-        self.wants_one_copy = one_copy
+        self.wants_one_copy, self._aligned = one_copy, aligned
         self.spaces: list[FlatParameters] = []
         self.held: dict[int, ParameterShard] = {}
         self.owned: list[Tensor] = []
@@ -456,7 +458,9 @@ class ShardedParameters:
     def _make(self, members: Sequence[Tensor]) -> FlatParameters:
         if self._rule is None:
             return OwnParameters(members, self._group)
-        return WholeParameters(members, self._rule, self._group, one_copy=self.wants_one_copy)
+        return WholeParameters(
+            members, self._rule, self._group, one_copy=self.wants_one_copy, aligned=self._aligned
+        )
 
     @property
     def others_read(self) -> bool:

@@ -226,6 +226,8 @@ class FullySharded(WrappedOnce):
             gradients=lambda: [bucket.reduced for bucket in sharding.reducer.buckets],
             scratch=lambda: sharding.reducer.scratch,
             counter=sharding,
+            leave=sharding.leave,
+            join=sharding.join,
             settled=lambda: sharding.reducer.watch.settled(),
         )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -52,6 +53,7 @@ from instep.shard.optimizer_state import (
 from instep.shard.optimizer_status import OptimizerStatus
 from instep.shard.shard_groups import num_shard_groups, shard_group_of
 from instep.shard.update import ShardedUpdate
+from instep.step.optimizer_guard import requiring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,29 +152,39 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self._local: Optimizer | None = None  # until it is there, methods of the base fill ``param_groups``
         self._optimizer_cls = optimizer_cls
+        self._given, self._one_copy = kwargs, one_copy
+        self._meet(process_group, aligned=True)
+        try:
+            all_or_none(self.group, MAKING, lambda: self._begin(params, kwargs), errors=(ValueError,))
+            self._require_same(self.param_groups)
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, process_group: Mesh | ProcessGroup | None, *, aligned: bool) -> None:
+        """Take part in a group, with nothing of a state yet. Collective."""
         self.group, self.recorder = find_ranks(
             shard_group_of(process_group), what="making a ShardedOptimizer"
         )
         # They make the same steps, and this rank is in one of them.
         self.num_shard_groups = num_shard_groups(process_group)
-        self._shards = ShardedParameters(self.group, layout_rule(optimizer_cls), one_copy=one_copy)
+        rule = layout_rule(self._optimizer_cls)
+        self._shards = ShardedParameters(self.group, rule, one_copy=self._one_copy, aligned=aligned)
         letting_go = weakref.finalize(self, self._shards.let_go)
         letting_go.atexit = False  # the memory that it makes would be of no use
         release = weakref.finalize(self, _release, self.group, self._shards.owned)
         self._status = OptimizerStatus(self.group, release, letting_go)
         self._update = ShardedUpdate(self._shards, self._status, self.recorder)
-        try:
-            all_or_none(self.group, MAKING, lambda: self._begin(params, kwargs), errors=(ValueError,))
-            lines = [
-                f"class {class_name(optimizer_cls)}",
-                f"options {options_text(kwargs)}",
-                f"one_copy={one_copy}",
-            ]
-            require_same_lines(self.group, OPTIMIZERS, [*lines, *describe_groups(self.param_groups)])
-            self._build(kwargs)
-        except BaseException:
-            self.close()
-            raise
+
+    def _require_same(self, groups: list[dict[str, Any]]) -> None:
+        """Ranks have the same class, options and ``groups``, or all raise."""
+        lines = [
+            f"class {class_name(self._optimizer_cls)}",
+            f"options {options_text(self._given)}",
+            f"one_copy={self._one_copy}",
+        ]
+        require_same_lines(self.group, OPTIMIZERS, [*lines, *describe_groups(groups)])
 
     @property
     def shards(self) -> ShardedParameters:
@@ -383,7 +395,28 @@ class ShardedOptimizer(Optimizer):
             homes=self._shards.spaces,
             num_replicas=self.num_shard_groups,
             load=load,
+            leave=self._leave,
+            join=self._join,
         )
+
+    def _leave(self) -> None:
+        self.close()
+        self._inner.state.clear()
+
+    def _join(self, mesh: Mesh) -> None:
+        trained, parameters = self._shards.owned, self._parameters()
+        known = set(map(id, trained))
+        with requiring(trained, [p for p in parameters if id(p) not in known]):
+            self._meet(mesh, aligned=False)
+            try:
+                takeable = partial(self._require_takeable, parameters)
+                all_or_none(self.group, MAKING, takeable, errors=(ValueError,))
+                # Options are those of each rank's last step, a learning rate say, until a state is put.
+                self._require_same([{"params": group["params"]} for group in self.param_groups])
+                self._build()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def _inner(self) -> Optimizer:
@@ -406,11 +439,11 @@ class ShardedOptimizer(Optimizer):
         if self._shards.wants_one_copy:
             checks.require_one_copy(parameters, self.group)
 
-    def _build(self, given: dict[str, Any]) -> None:
+    def _build(self) -> None:
         groups = self._take(0)
 
         def make() -> None:
-            self._local = self._optimizer_cls(groups, **given)
+            self._local = self._optimizer_cls(groups, **self._given)
 
         self._agree_made(make)
         self.defaults = self._inner.defaults

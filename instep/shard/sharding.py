@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 
 WHAT = "sharding a module"
+Considered: TypeAlias = tuple["ShardingOptions", ParameterRegistry, list[UnitMembers]]
+"""The options, the parameters, and which of these are gathered and reduced together."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Sharding:
 
     At construction, collective: ranks compare their modules and options, which ``consider()`` returns or
     refuses, and the parameters move into spaces, one per unit and kind. In forward and backward: as for
-    ``DataParallel``, with another reducer. ``close`` ends it.
+    ``DataParallel``, with another reducer. ``close`` ends it; ``leave`` too, and ``join`` takes part again.
     """
 
     def __init__(
@@ -115,27 +117,68 @@ class Sharding:
         self.kind = type(module)
         self.next_step = 0
         self.stage3: Stage3 | None = None
+        self.spaces: list[FlatParameters] = []
+        self._local, self._broadcast_buffers = local, broadcast_buffers
+
+        def check() -> Considered:
+            options = consider()
+            registry = _checked(module, options, self.ranks.weights)
+            kinds = [kind for unit in partition(module, local.units) for kind in by_kind(unit)]
+            return options, registry, kinds
+
+        self._take_part(module, process_group, check, again=False)
+
+    def _take_part(
+        self,
+        module: nn.Module,
+        process_group: Mesh | ProcessGroup | None,
+        check: Callable[[], Considered],
+        *,
+        again: bool,
+    ) -> None:
         self._process_group = process_group
-        self.ranks, self.recorder = find_shard_ranks(process_group, local.timeout_s, what=WHAT)
+        self.ranks, self.recorder = find_shard_ranks(process_group, self._local.timeout_s, what=WHAT)
         self.group = self.ranks.whole
         try:
-            self.options, registry, kinds = self._compare(module, consider, local.units)
-            spaces = self._make_spaces(module, local, kinds)
+            self.options, registry, self._kinds = self._compare(module, check, again=again)
+            spaces = self._make_spaces(module, again=again)
             align([*module.parameters(), *module.buffers()])  # what is not in them
-            self._reduce(module, registry, kinds, spaces, broadcast_buffers)
+            self._reduce(module, registry, spaces)
         except BaseException:
-            if self.stage3 is not None:
-                self.stage3.close(wait=False)
+            self._let_spaces_go(wait=False)
             self.ranks.close()
             raise
+
+    def leave(self) -> None:
+        """As ``Wrapped`` says; parameters show nothing in stage 3, until ``join`` and a state that is put."""
+        for group in self.ranks.groups:
+            group.peers.given_up = True  # the end of a step that is under way tells no rank
+        self._declared.abandon()
+        self.close(wait=False)
+
+    def join(self, mesh: Mesh) -> None:
+        """As ``Wrapped`` says; after ``leave``."""
+        before, module = self.backward, self.backward.module
+
+        def check() -> Considered:
+            registry = ParameterRegistry(module)
+            if self.options.one_copy:
+                checks.require_one_copy([p for _, p in registry.trainable], self.ranks.weights)
+            return self.options, registry, self._kinds
+
+        with before.registry.as_wrapped():
+            self._take_part(module, mesh, check, again=True)
+        self.backward.sync, self.backward.step_mode = before.sync, before.step_mode
 
     def micro_batches(self, num_leaves: int | DataSource, step: int | None) -> Iterator[MicroBatch]:
         """As ``FullySharded.micro_batches``."""
         self.backward.step_mode = "declared"
         step = self.next_step if step is None else step
-        yield from self._declared.run(num_leaves, step)
-        self.next_step = step + 1
-        optimizer_guard.reduced(self.reducer)
+        if not self._unbind.alive:
+            raise RuntimeError("this sharded module has left its group: join another one first")
+        if (yield from self._declared.run(num_leaves, step)):
+            self.next_step = step + 1
+            optimizer_guard.reduced(self.reducer)
 
     def materialise(self, init: Init | None, seed: int) -> None:
         """As ``FullySharded.materialise``: the values are those of the first rank of all."""
@@ -169,50 +212,43 @@ class Sharding:
         self.reducer.leave()
         self._unbind()
         optimizer_guard.forget([*self.reducer.parameters, *(p for _, p in self._declared.registry.frozen)])
-        for parameter in self.reducer.parameters:
-            parameter.grad = None
+        self.reducer.gradients.drop()
+        self._let_spaces_go(wait=wait)
+
+    def _let_spaces_go(self, *, wait: bool) -> None:
         for space in self.spaces:
             homes.leave(space)
             space.let_go()
         if self.stage3 is not None:
             self.stage3.close(wait=wait)
 
-    def _compare(
-        self, module: nn.Module, consider: Callable[[], ShardingOptions], units: Sequence[nn.Module] | None
-    ) -> tuple[ShardingOptions, ParameterRegistry, list[UnitMembers]]:
+    def _compare(self, module: nn.Module, check: Callable[[], Considered], *, again: bool) -> Considered:
         """All ranks have the same module, which can be sharded, the same options and units, or all raise."""
-
-        def check() -> tuple[ShardingOptions, ParameterRegistry, list[UnitMembers]]:
-            options = consider()
-            registry = _checked(module, options, self.ranks.weights)
-            return options, registry, [kind for unit in partition(module, units) for kind in by_kind(unit)]
-
         checked = all_or_none(self.group, "the preparation of modules to shard", check, errors=(ValueError,))
         options, _, kinds = checked
         agree_on_structure(module, asdict(options), self.group)
         compare_threads(module, self.group)
         lines = [f"unit {kind.name!r} of {', '.join(kind.names)}" for kind in kinds]
         require_same_lines(self.group, "units", lines)
-        if options.init_sync == "verify":
+        if options.init_sync == "verify" and not again:
             agree_on_values(module, self.group)
         return checked
 
-    def _make_spaces(
-        self, module: nn.Module, local: LocalOptions, kinds: Sequence[UnitMembers]
-    ) -> list[Divided]:
-        options = self.options
+    def _make_spaces(self, module: nn.Module, *, again: bool) -> list[Divided]:
+        """Memory for the parameters, which move there; ``again``: with whatever values, until others come."""
+        options, kinds, self.spaces = self.options, self._kinds, []
         trainable = [kind for kind in kinds if kind.parameters[0].requires_grad]
-        divided = {id(p) for kind in (kinds if options.in_slices else trainable) for p in kind.parameters}
-        # Within a shard group, units take the values of its first rank; shard groups share nothing else.
-        broadcast_values(module, self.group, but=divided if self.ranks.replicate_group is None else ())
-        self.spaces: list[FlatParameters] = []
+        if not again:
+            divided = {id(p) for kind in (kinds if options.in_slices else trainable) for p in kind.parameters}
+            # Within a shard group, units take the values of its first rank; shard groups share nothing else.
+            alone = self.ranks.replicate_group is None
+            broadcast_values(module, self.group, but=divided if alone else ())
         spaces: list[Divided]
         if not options.in_slices:
+            same = {"one_copy": options.one_copy, "aligned": not again}
             with torch.no_grad():
                 spaces = [
-                    Stage2Parameters(
-                        kind.parameters, cut, self.ranks.weights, kind.names, one_copy=options.one_copy
-                    )
+                    Stage2Parameters(kind.parameters, cut, self.ranks.weights, kind.names, **same)
                     for kind in trainable
                 ]
             self.spaces += spaces
@@ -224,8 +260,9 @@ class Sharding:
                 self.recorder,
                 compute_dtype=options.compute_dtype,
                 reshard_after_forward=options.stage == 3 and options.reshard_after_forward,
-                units=local.units,
-                device=local.device,
+                units=self._local.units,
+                device=self._local.device,
+                before=self.stage3,
             )
             spaces = [unit for unit in self.stage3.units if unit.trainable]
             self.spaces += self.stage3.units
@@ -234,15 +271,9 @@ class Sharding:
             homes.settle(space)
         return spaces
 
-    def _reduce(
-        self,
-        module: nn.Module,
-        registry: ParameterRegistry,
-        kinds: Sequence[UnitMembers],
-        spaces: Sequence[Divided],
-        broadcast_buffers: bool,
-    ) -> None:
+    def _reduce(self, module: nn.Module, registry: ParameterRegistry, spaces: Sequence[Divided]) -> None:
         """Take part in forward and backward: reducer, keys, hooks."""
+        offsets_ns = measure(self.group).offsets_ns
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         self.reducer = SliceReducer(
             names,
@@ -253,7 +284,7 @@ class Sharding:
             unused=self.options.find_unused_parameters,
             overlap=self.options.overlap,
         )
-        self.reducer.exchange.offsets_ns = measure(self.group).offsets_ns
+        self.reducer.exchange.offsets_ns = offsets_ns
         if self.stage3 is not None:
             self.reducer.closed = weakly(self.stage3.closed)
             self.reducer.ended = weakly(self.stage3.ended)
@@ -263,11 +294,11 @@ class Sharding:
         self.recorder.marks = self.recorder.marks or marks_for(on)
         keys = LeafKeys(module, self.options.seed, generators(on))
         self._declared = DeclaredStep(module, self.reducer, keys, registry)
-        self.backward = Backward(self._declared, broadcast=broadcast_buffers)
+        self.backward = Backward(self._declared, broadcast=self._broadcast_buffers)
         hooks = [*self.backward.hooks, *self.reducer.hooks]
         if (dtype := self.options.compute_dtype) is not None:
             cast = Hook(partial(_cast_inputs, dtype))
-            casts = dict.fromkeys([module, *(kind.module for kind in kinds)])
+            casts = dict.fromkeys([module, *(kind.module for kind in self._kinds)])
             hooks += [m.register_forward_pre_hook(cast, prepend=True, with_kwargs=True) for m in casts]
         # The group for the weights is stage 3's to close: other ranks may still gather.
         groups = [g for g in self.ranks.groups if self.stage3 is None or g is not self.ranks.weights]

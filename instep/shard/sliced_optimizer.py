@@ -34,6 +34,7 @@ from instep.shard.flat_parameters import ShardedParameters
 from instep.shard.optimizer_state import adopt_groups, format_sharded, local_state, part_of
 from instep.shard.optimizer_status import OptimizerStatus
 from instep.shard.update import ShardedUpdate
+from instep.step.optimizer_guard import requiring
 from instep.work import Lane
 
 KEY = "_instep_slices"
@@ -80,6 +81,7 @@ class SlicedOptimizer:
         self._homes: list[Home] = []
         self._undivided: list[tuple[Tensor, bool]] = []
         self._hidden: list[dict[str, Any]] | None = None
+        self._left: list[Tensor] | None = None  # what was stepped, after ``leave``
         self.state_seen: Any = None  # the optimizer's, as it was last looked at
         optimizer.register_step_pre_hook(_require_open)
         self._shown_again = optimizer.register_step_post_hook(_show)
@@ -101,7 +103,7 @@ class SlicedOptimizer:
         """The optimizer's parameters may be others now than they were, or live elsewhere."""
         groups = self.optimizer.param_groups
         ids = [list(map(id, group["params"])) for group in groups]
-        if ids == self._ids and self.is_open and all(map(_is_as_it_was, self._undivided)):
+        if self._left is None and ids == self._ids and self.is_open and self._undivided_are_as_they_were():
             return
         kind, parameters = type(self.optimizer), [p for group in groups for p in group["params"]]
         if (problem := checks.why_not_in_slices(kind, self.optimizer.defaults)) is not None:
@@ -111,7 +113,10 @@ class SlicedOptimizer:
             self._status = OptimizerStatus(ranks.group, name=kind.__name__, lane=ranks.lane)
         self._ranks = ranks
         self.shards = ShardedParameters(ranks.group, None, barrier=self._status.barrier)
-        slices = self.shards.take(groups, 0)
+        trained = [p for p in parameters if p.requires_grad] if self._left is None else self._left
+        known, self._left = set(map(id, trained)), None
+        with requiring(trained, [p for p in parameters if id(p) not in known]):
+            slices = self.shards.take(groups, 0)
         self._homes = homes.homes(self.shards.owned)
         self._undivided = [(p, p.requires_grad) for p in parameters if homes.home(p) is None]
         self._local = _over(slices, self.optimizer)
@@ -119,6 +124,13 @@ class SlicedOptimizer:
         self._local.state = self._states  # type: ignore[assignment]
         self._update = ShardedUpdate(self.shards, self._status, ranks.recorder)
         self._ids = ids
+
+    def leave(self) -> None:
+        """As ``DividedOptimizer`` says. The next use, over another group, takes the slices that are there
+        then of what was stepped until now."""
+        self.show()
+        self.optimizer.state.clear()
+        self._left = self.shards.owned
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """A step of this rank's slices, as the optimizer makes it; returns what ``closure()`` has returned.
@@ -146,6 +158,7 @@ class SlicedOptimizer:
             homes=self._homes,
             num_replicas=self._ranks.num_replicas,
             load=self._load,
+            leave=self.leave,
         )
 
     def show(self) -> None:
@@ -157,6 +170,10 @@ class SlicedOptimizer:
         """Whose slices a state dict has; None where they are all that there is."""
         group = self._ranks.group
         return None if group.size == 1 else f"rank {group.rank} of {group.size}"
+
+    def _undivided_are_as_they_were(self) -> bool:
+        """Whether parameters without a home have none, and are trained or frozen as they were."""
+        return all(homes.home(p) is None and p.requires_grad == trained for p, trained in self._undivided)
 
     def _load(self, states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         optimizer, held = self.optimizer, self.shards.held
@@ -297,12 +314,6 @@ def _require_one_division(parameters: list[Tensor], group: Group, kind: type[Opt
                 f"some parameters are divided among ranks {list(group.ranks)}, and others among "
                 f"{list(there.group.ranks)}: make one {kind.__name__} for each"
             )
-
-
-def _is_as_it_was(undivided: tuple[Tensor, bool]) -> bool:
-    """Whether a parameter without a home has none, and is trained or frozen as it was."""
-    p, trained = undivided
-    return homes.home(p) is None and p.requires_grad == trained
 
 
 def _require_open(optimizer: Optimizer, *_: Any) -> None:

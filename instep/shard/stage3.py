@@ -78,6 +78,8 @@ class Stage3:
             in backward.
         units: submodules that shall be units, instead of the entries of outermost lists.
         device: where parameters from the meta device live; by default the CPU.
+        before: what kept these weights over another group, and is closed; its units are taken over, without
+            values.
     """
 
     def __init__(
@@ -91,16 +93,23 @@ class Stage3:
         reshard_after_forward: bool = True,
         units: Sequence[nn.Module] | None = None,
         device: torch.device | None = None,
+        before: Stage3 | None = None,
     ) -> None:
         self.module, self._group = module, group
-        members = [kind for unit in partition(module, units) for kind in by_kind(unit)]
         storages: dict[int, Unit] = {}
         self._buffers, self._storages = BufferPool(), storages
-        shared: dict[str, Any] = {"storages": storages, "buffers": self._buffers}
-        self.units = [
-            Unit(i, kind, group, compute_dtype=compute_dtype, device=device, **shared)
-            for i, kind in enumerate(members)
-        ]
+        if before is None:
+            self.members = [kind for unit in partition(module, units) for kind in by_kind(unit)]
+            shared: dict[str, Any] = {"storages": storages, "buffers": self._buffers}
+            self.units = [
+                Unit(i, kind, group, compute_dtype=compute_dtype, device=device, **shared)
+                for i, kind in enumerate(self.members)
+            ]
+        else:
+            self.members, self.units = before.members, before.units
+            for unit in self.units:
+                unit.lay_out(group, storages, self._buffers)
+        members = self.members
         self._saved = SavedWeights(self.units, storages, weakly(self._unpacked))
         self._reshard = reshard_after_forward
         self._place = {id(p): unit for unit in self.units for p in unit.parameters}

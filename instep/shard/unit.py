@@ -104,6 +104,21 @@ class Unit(FlatParameters):
         self._sliced = [sliced_class(kind, self) for kind in self._classes]
         self._dress(self._sliced)
 
+    def lay_out(self, group: Group, storages: dict[int, Unit], buffers: BufferPool) -> None:
+        """In slices over another ``group`` from now on, without values until they are loaded.
+
+        What the parameters are by themselves (their strides, dtype and class) is known since construction;
+        they do not show it any more.
+        """
+        self.free(changed=True)
+        self.group = self.everyone = group
+        self._storages, self._buffers = storages, buffers
+        self.materialised = False
+        with torch.inference_mode(False), torch.no_grad():
+            self._allocate(self.slice.device, self._compute)
+            self.held = self._hold()
+        self.hide()
+
     @property
     def is_free(self) -> bool:
         """Nothing is gathered, nor being gathered: the unit has no buffer."""

@@ -11,12 +11,13 @@ In the place of G stands a ``DataSource`` that knows it, and gives each micro-ba
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from operator import index
 from typing import Any, Protocol, SupportsIndex
+from weakref import WeakSet
 
 import torch
 from numpy import ndarray
@@ -136,6 +137,7 @@ class DeclaredStep:
         self.micro_batch: MicroBatch | None = None
         self._weight = 0  # of the micro-batches that have had gradients
         self._weight_taken: int | None = None  # of the open one, when its first gradient came
+        self._iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()
 
     def gradient_came(self) -> None:
         """A gradient of the open micro-batch, if there is one, has come: its weight counts from now on."""
@@ -146,13 +148,26 @@ class DeclaredStep:
     def _sum_of_weights(self) -> int:
         return self._weight
 
-    def run(self, micro_batches: int | DataSource, step: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of step ``step``, then set every ``.grad``.
+    def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
+        """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
 
         Raises:
             ValueError: a rule of declared steps is broken; the message names it and the ways out.
             Desync: another rank left the step, or is in another one.
         """
+        iterator = self._run(micro_batches, step)
+        self._iterators.add(iterator)
+        return iterator
+
+    def abandon(self) -> None:
+        """Give up the step that is under way, if one is, where its iterator was kept: it ends here, and now.
+
+        Else it would do so when it is collected, and put generators back in the middle of another step.
+        """
+        for iterator in list(self._iterators):
+            iterator.close()
+
+    def _run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         num_micro_batches, source = count_and_source(micro_batches)
         group, reducer = self.reducer.group, self.reducer
         plan = replace(reducer.assign(num_micro_batches), step=step)
@@ -191,6 +206,7 @@ class DeclaredStep:
                 self.statistics.apply()
                 if source is not None:
                     source.advance()
+            return True
         finally:
             if self.micro_batch is micro_batch:  # not if another step has begun since
                 self.micro_batch = None

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -56,6 +57,10 @@ class ParameterRegistry:
         self.trainable = [(name, p) for name, p in named if p.requires_grad]
         self.frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._remember()
+
+    def as_wrapped(self) -> AbstractContextManager[None]:
+        """Inside, what required gradients when the model was wrapped does, and no other that was there."""
+        return requiring([p for _, p in self.trainable], [p for _, p in self.frozen])
 
     def check_forward(self) -> None:
         """Raise ``ValueError`` if a parameter that was frozen would be trained; align those that are new."""
@@ -98,6 +103,24 @@ class ParameterRegistry:
     def _remember(self) -> None:
         # The modules are kept, so that no new one can have the id of an old one.
         self._modules = [(module, _ids(module)) for module in self.module.modules()]
+
+
+@contextmanager
+def requiring(trained: Sequence[Tensor], frozen: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, ``trained`` require gradients and ``frozen`` do not.
+
+    For ranks that make a wrapper's or an optimizer's memory anew together, one of which may have lost another
+    in the middle of a step that freezes some for a while.
+    """
+    wanted = [(p, True) for p in trained] + [(p, False) for p in frozen]
+    before = [(p, p.requires_grad) for p, _ in wanted]
+    try:
+        for p, on in wanted:
+            p.requires_grad_(on)
+        yield
+    finally:
+        for p, on in before:
+            p.requires_grad_(on)
 
 
 def _align_frozen(named: Iterable[tuple[str, Tensor]]) -> None:
