@@ -557,10 +557,8 @@ class DataParallel(WrappedOnce, OwnNames):
 
     def _leave(self) -> None:
         if self._is_bound:
-            self.group.peers.given_up = True  # the end of a step that is under way tells no rank
             self._declared.abandon()
             self._unbind()
-            self._reducer.gradients.drop()
 
     def _join(self, mesh: Mesh) -> None:
         before = self._backward

@@ -151,8 +151,6 @@ class Sharding:
 
     def leave(self) -> None:
         """As ``Wrapped`` says; parameters show nothing in stage 3, until ``join`` and a state that is put."""
-        for group in self.ranks.groups:
-            group.peers.given_up = True  # the end of a step that is under way tells no rank
         self._declared.abandon()
         self.close(wait=False)
 

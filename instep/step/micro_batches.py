@@ -160,12 +160,15 @@ class DeclaredStep:
         return iterator
 
     def abandon(self) -> None:
-        """Give up the step that is under way, if one is, where its iterator was kept: it ends here, and now.
+        """Give up the step that is under way, if one is, and tell no rank.
 
-        Else it would do so when it is collected, and put generators back in the middle of another step.
+        Where its iterator was kept it ends here, and now: else it would when it is collected, and put
+        generators back in the middle of another step.
         """
+        self.reducer.plan = self.reducer.leaf = None  # else the end of the iterator would tell the others
         for iterator in list(self._iterators):
             iterator.close()
+        self.reducer.gradients.drop()
 
     def _run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         num_micro_batches, source = count_and_source(micro_batches)

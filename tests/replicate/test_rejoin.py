@@ -1,0 +1,40 @@
+"""Replicas go on over other ranks, in the same modules, parameters and optimizers, with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from instep.mesh.mesh import Mesh
+from tests.rejoin import Kind, Meetings, in_generations, lose_rank_in_backward, replicated, served
+from tests.replicate.nets import Dense, Tied, mean_square, next_token
+from tests.world import world
+
+KINDS = {
+    "bucketed": Kind(Dense, mean_square, replicated, {"bucket_cap_mb": 1e-4}),
+    "overlap": Kind(Tied, next_token, replicated, {"strategy": "overlap"}),
+    "flat": Kind(Tied, next_token, replicated, {"strategy": "flat"}),
+    "naive": Kind(Tied, next_token, replicated, {"strategy": "naive"}),
+    "server": Kind(Tied, next_token, served),
+}
+
+
+@pytest.fixture
+def meetings() -> Meetings:
+    return Meetings(3)
+
+
+@world(3, deadline_s=120)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_two_ranks_then_three_then_one_give_the_bits_of_one_process(
+    mesh: Mesh, kind: Kind, meetings: Meetings
+) -> None:
+    in_generations(kind, meetings, mesh.rank, "gloo", [2, 3, 1, 3])
+
+
+@world(3, deadline_s=120)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_survivors_of_a_rank_that_is_lost_in_backward_give_the_bits_of_one_process(
+    mesh: Mesh, kind: Kind, backend: str, meetings: Meetings
+) -> None:
+    lose_rank_in_backward(kind, meetings, mesh.rank, backend)
