@@ -19,7 +19,7 @@ import torch
 
 from instep.checkpoint import files, load
 from instep.errors import CheckpointRejected
-from instep.ordered.shards import MODEL
+from instep.ordered.shards import MODEL, OPTIMIZER
 from instep.ordered.stored import CODES, Source
 from instep.regular_files import create
 
@@ -44,7 +44,8 @@ def to_safetensors(
     path, out = Path(path), Path(out)
     source = load.open_source(path, load.verify(path))
     files.refuse_existing(out)
-    chosen = [name for name in source.tensors if optimizer or name.startswith(MODEL)]
+    kinds = (MODEL, OPTIMIZER) if optimizer else (MODEL,)
+    chosen = [name for name in source.tensors if name.startswith(kinds)]
     # Wide elements first, then every tensor begins on a multiple of its element.
     chosen.sort(key=lambda name: (-source.tensors[name].dtype.itemsize, name))
     new = files.temporary(out)

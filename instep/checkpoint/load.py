@@ -28,7 +28,7 @@ from instep.errors import CheckpointRejected
 from instep.mesh.agree import all_or_none, all_tell, on_first_rank, raise_on_all
 from instep.mesh.process_group import Group, alone
 from instep.ordered.hash import SharedHash
-from instep.ordered.shards import MODEL, OPTIMIZER
+from instep.ordered.shards import KINDS, MODEL
 from instep.ordered.stored import Extent, Source, StoredTensor, stored_from_json
 
 SUFFIX = ".safetensors"
@@ -176,9 +176,8 @@ def restore_found(
     group = group or state.group
     source = all_or_none(group, "the opening of a checkpoint", opened, errors=(CheckpointRejected,))
     options = found.manifest.extra.get("optimizer")
-    is_all = state.optimizer is not None or options is None  # what the hash is over
     try:
-        sha256 = found.manifest.state_sha256 if is_all else None
+        sha256 = found.manifest.state_sha256 if state.is_all_of(options) else None
         restore(state, source, options, found.manifest.step, sha256, group)
     except CheckpointRejected as error:
         error.args = (f"{found.path}: {error}",)
@@ -309,7 +308,7 @@ def _vouched(path: Path, file: str) -> Manifest:
 
 
 def _kind(file: str) -> str:
-    return OPTIMIZER if file.startswith(OPTIMIZER.removesuffix(":")) else MODEL
+    return next((kind for kind in KINDS if file.startswith(kind.removesuffix(":"))), MODEL)
 
 
 def _require_files(path: Path, stored: Mapping[str, StoredTensor], readers: Mapping[str, FileReader]) -> None:

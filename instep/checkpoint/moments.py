@@ -7,7 +7,7 @@ what comes from a file or from another rank are checked first, for all optimizer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import ASGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
@@ -41,41 +41,47 @@ def split(full: str) -> tuple[str, str]:
 
 
 def require_sound(
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
+    groups: Sequence[Iterable[str]],
     parameters: Mapping[str, Tensor],
     layout: Layout,
     scalars: Mapping[str, Json],
-    num_groups: int,
 ) -> None:
-    """CheckpointRejected unless ``layout`` can be that of state of ``optimizer`` over ``parameters``.
+    """CheckpointRejected unless ``layout`` can be that of the state of ``optimizers``, each of which steps
+    the group of ``parameters`` at its place in ``groups``.
 
     ``layout`` and ``scalars`` go by ``key/name of the parameter``, options of a group by
     ``param_groups.<index>/key``. Optimizers from elsewhere may keep any shape for a parameter.
     """
-    ours = any(
-        base is not Optimizer and base.__module__.startswith("torch.optim") for base in _kinds(optimizer)
-    )
+    by_option = {f"param_groups.{index}": optimizer for index, optimizer in enumerate(optimizers)}
+    by_name = {name: optimizer for names, optimizer in zip(groups, optimizers, strict=True) for name in names}
     keys: dict[str, set[str]] = {}
-    options = {f"param_groups.{index}" for index in range(num_groups)}
     for full in (*layout, *scalars):
         key, name = split(full)
-        if key in options:
-            if ours and full in layout:
+        if key in by_option:
+            if full in layout and _is_of_torch(by_option[key]):
                 _require_one_number(full, layout[full][0])
             continue
-        if name not in parameters:
+        if name not in by_name:
             raise CheckpointRejected(
                 f"{key[:80]}: expected a moment of a parameter of this optimizer, got one of {name[:80]!r}"
             )
         keys.setdefault(name, set())
         if full in layout:
             keys[name].add(key)
-        if ours and full in layout:
-            _require_shape(full, key, layout[full][0], tuple(parameters[name].shape))
-        elif ours:
-            _require_scalar(full, key, scalars[full])
+        if _is_of_torch(by_name[name]):
+            if full in layout:
+                _require_shape(full, key, layout[full][0], tuple(parameters[name].shape))
+            else:
+                _require_scalar(full, key, scalars[full])
     for name, held in keys.items():
-        _require_complete(optimizer, name, held)
+        _require_complete(by_name[name], name, held)
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return any(
+        base is not Optimizer and base.__module__.startswith("torch.optim") for base in _kinds(optimizer)
+    )
 
 
 def _kinds(optimizer: Optimizer) -> tuple[type, ...]:

@@ -53,7 +53,7 @@ from instep.errors import CheckpointRejected
 from instep.mesh.agree import all_or_none, all_tell, on_first_rank
 from instep.mesh.process_group import Group
 from instep.ordered.hash import own_digests, shared_digests
-from instep.ordered.shards import MODEL, OPTIMIZER, Row, Shard, State, without_ties
+from instep.ordered.shards import KINDS, MODEL, OBJECT, Row, Shard, State, without_ties
 from instep.ordered.stored import StoredTensor, assemble, rows_from_json, rows_to_json, stored_to_json
 
 MODEL_FILE = "model.safetensors"
@@ -148,7 +148,7 @@ class Plan:
                     row for row in without_ties(rows, self.ties) if row.name.startswith(kind)
                 ]
                 for rank, rows in enumerate(self.by_rank)
-                for kind in (MODEL, OPTIMIZER)
+                for kind in KINDS
             }
         )
 
@@ -329,12 +329,12 @@ def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> None:
 def _write(path: Path, plan: Plan, wait: Wait) -> tuple[dict[str, FileRecord], bytes]:
     """This rank's files; their records, and the digests of its blocks."""
     records = {}
-    for kind in (MODEL, OPTIMIZER):
+    for kind in KINDS:
         stored = without_ties(plan.shards, plan.ties)
         named = {x.name.removeprefix(kind): x.tensor for x in stored if x.name.startswith(kind)}
         if plan.is_plain and kind == MODEL:  # a file that stands for itself says its ties itself
             named |= {name: named[first] for name, first in plan.ties.items()}
-        if named or plan.is_plain:
+        if named or (plan.is_plain and kind != OBJECT):
             file = path / file_of(kind, plan.rank, plan.num_ranks)
             tensors.write(file, named)
             records[file.name] = FileRecord(file.stat().st_size, files.sha256(file))

@@ -30,12 +30,24 @@ from instep.checkpoint.tensors import Layout
 from instep.errors import CheckpointRejected
 from instep.mesh.process_group import Group, alone
 from instep.ordered.hash import Entry, persistent_buffers
-from instep.ordered.homes import DividedOptimizer, Home, ParameterShard, Wrapped, home, homes, offered
+from instep.ordered.homes import (
+    DividedOptimizer,
+    Home,
+    JoinedOptimizers,
+    ParameterShard,
+    Wrapped,
+    home,
+    homes,
+    offered,
+    undivided,
+    unwrapped,
+)
 from instep.ordered.shards import MODEL, OPTIMIZER, Order, Shard, owned
 from instep.ordered.stored import Source
 
 MAX_NUMBER = 2**1023  # an integer of JSON can be longer than a float
 OPTIONS = "param_groups."
+BESIDE = {"objects": dict, "declared_steps": dict}  # of a registered state, beside its optimizers
 
 
 class TrainingState:
@@ -43,7 +55,8 @@ class TrainingState:
 
     ``everyone`` are the ranks that train together, by default those that ``model`` is wrapped for; ``group``
     those that have to come together for all of the state: everyone where it is divided (``is_divided``), else
-    this rank alone. ``is_complete`` says whether this rank alone has everything.
+    this rank alone. ``is_complete`` says whether this rank alone has everything. Of several models, several
+    optimizers and other objects see ``checkpoint/registered.py``.
 
     It may be kept while the parameters, the optimizer's groups and the wrapper stay the same; values and
     moments are looked at anew in each call.
@@ -52,7 +65,9 @@ class TrainingState:
         ValueError: ``optimizer`` has a parameter that ``model`` does not have.
     """
 
-    def __init__(self, model: Any, optimizer: Optimizer | None = None, group: Group | None = None) -> None:
+    def __init__(
+        self, model: Any, optimizer: Optimizer | JoinedOptimizers | None = None, group: Group | None = None
+    ) -> None:
         wrapped = offered(model)
         self.module = wrapped.module if isinstance(wrapped, Wrapped) else unwrapped(model)
         self.optimizer = optimizer
@@ -63,10 +78,12 @@ class TrainingState:
         self._slices: dict[int, Sequence[int]] = {}  # by the identity of a parameter
         self.steps: DividedOptimizer | None = None if optimizer is None else offered(optimizer)
         divided = [self.steps.group] if self.steps is not None else []
-        self._shard_group = next(iter([*divided, *(there.group for there in self._homes)]), None)
+        divided += [there.group for there in self._homes]
+        self._shard_group = max(divided, key=lambda found: found.size, default=None)
         if optimizer is not None:
             _parameter_names(self.module, optimizer)
-            self.steps = self.steps or _undivided(optimizer)
+            if isinstance(optimizer, Optimizer):
+                self.steps = self.steps or undivided(optimizer)
         self.everyone = self._find_everyone(group)
         self.is_divided = self._shard_group is not None and self._shard_group.size > 1
         self.group = self.everyone if self.is_divided else _alone(self.everyone)
@@ -128,7 +145,7 @@ class TrainingState:
         """Whether it belongs to a parameter, of which all holders have the same bits."""
         if shard.name.startswith(MODEL):
             return shard.name.removeprefix(MODEL) in self._parameters
-        return shard.order is not None
+        return shard.name.startswith(OPTIMIZER) and shard.order is not None
 
     def options(self) -> Json:
         """What of the optimizer is no tensor, as this rank knows it (see ``merged``); None without one.
@@ -139,12 +156,12 @@ class TrainingState:
         if self.optimizer is None or self.steps is None:
             return None
         found = {
-            "class": type(self.steps.local).__name__,
+            "class": _classes(self.steps),
             "groups": _optimizer_groups(self.module, self.optimizer),
             "scalars": {
                 f"{_plain(key)}/{self._names[id(x.parameter)]}": value
                 for x in self.steps.held.values()
-                for key, value in self.steps.local.state.get(x.tensor, {}).items()
+                for key, value in self.steps.state_of(x).items()
                 if not isinstance(value, Tensor)
             },
         }
@@ -193,6 +210,10 @@ class TrainingState:
             wanted += self._moments_in(source, len(self._parameters) + len(buffers))
         return [_read(source, shard, firsts) for shard in wanted]
 
+    def is_all_of(self, options: Json) -> bool:
+        """Whether a state that was saved with ``options`` is no more than this one: its hash is over this."""
+        return self.optimizer is not None or options is None
+
     def put(self, values: Sequence[Shard], options: Json) -> None:
         """Take over what ``read`` has given, in place. Collective over ``group``."""
         self._put_model({x.name.removeprefix(MODEL): x for x in values if x.name.startswith(MODEL)})
@@ -219,8 +240,9 @@ class TrainingState:
 
     def drop_others_moments(self) -> None:
         """Let go of moments that were loaded on a rank that has no use for them."""
-        if self.optimizer is not None and self.everyone.rank not in self._steppers:
-            self.optimizer.state.clear()
+        if self.steps is not None and self.everyone.rank not in self._steppers:
+            for local in self.steps.locals:
+                local.state.clear()
 
     def _model(self, buffers: Sequence[Entry]) -> Iterator[Shard]:
         every = tuple(range(self.everyone.size))
@@ -248,7 +270,7 @@ class TrainingState:
         for place, name in enumerate(self._parameters, start=first):
             if (x := kept.get(name)) is None:
                 continue
-            state = self.steps.local.state.get(x.tensor, {})
+            state = self.steps.state_of(x)
             for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
                 full = f"{OPTIMIZER}{_plain(key)}/{name}"
                 yield self._moment(full, x, state[key], (place, key))
@@ -337,7 +359,8 @@ class TrainingState:
             for live in (*self._model(persistent_buffers(self.module)), *self._beside()):
                 live.tensor.copy_(values[live.name.removeprefix(MODEL)].tensor)
             for there in self._homes:
-                there.loaded()
+                if not there.resident:
+                    there.loaded()
 
     def _put_optimizer(self, values: Sequence[Shard], options: Json) -> None:
         """Options come from the saved state too, as in ``Optimizer.load_state_dict``; moments keep the dtype
@@ -360,7 +383,7 @@ class TrainingState:
                 states[numbers[name]][key] = x.part_of(shard.tensor) if is_moment else shard.tensor
         self.steps.load(states, list(_saved_groups(self.optimizer, given, options)))
         for number, state in states.items():
-            _keep_dtypes(self.steps.local.state.get(self.steps.held[number].tensor, {}), state)
+            _keep_dtypes(self.steps.state_of(self.steps.held[number]), state)
 
     def _firsts_in(self, source: Source) -> dict[str, str]:
         """What ``source`` calls each tensor of the state dict, which may be tied here, there, or in both."""
@@ -393,15 +416,15 @@ class TrainingState:
         """CheckpointRejected unless the optimizer has the saved class, groups, parameter names, kinds of
         options, and moments of these shapes."""
         assert self.optimizer is not None and self.steps is not None
-        local, names = self.steps.local, _parameter_names(self.module, self.optimizer)
+        names = _parameter_names(self.module, self.optimizer)
         if not _is_saved_optimizer(options):
             raise CheckpointRejected(
                 "expected class, groups and scalars of an optimizer: take another checkpoint"
             )
-        if type(local).__name__ != options["class"]:
+        if _classes(self.steps) != options["class"]:
             raise CheckpointRejected(
-                f"expected the optimizer of the checkpoint, {options['class']}, got {type(local).__name__}: "
-                "build that one, or load without an optimizer"
+                f"expected the optimizer of the checkpoint, {options['class'][:80]}, got "
+                f"{_classes(self.steps)}: build that one, or load without an optimizer"
             )
         saved = [set(group["parameters"]) for group in options["groups"]]
         now = [{names[p] for p in group["params"]} for group in self.optimizer.param_groups]
@@ -420,7 +443,8 @@ class TrainingState:
             group = self.optimizer.param_groups[index]
             _require_options(index, group, options["groups"][index]["options"])
         parameters = {name: parameter for parameter, name in names.items()}
-        moments.require_sound(local, parameters, layout, options["scalars"], len(now))
+        by_group = [local for local in self.steps.locals for _ in local.param_groups]
+        moments.require_sound(by_group, now, parameters, layout, options["scalars"])
 
 
 def merged(options: Sequence[Json]) -> Json:
@@ -453,43 +477,7 @@ def _alone(group: Group) -> Group:
     return group if group.size == 1 else alone(group.global_rank, group.timeout_s)
 
 
-def _undivided(optimizer: Optimizer) -> DividedOptimizer:
-    """A plain ``optimizer``, which steps whole parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def load(states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        for number, state in states.items():
-            live = optimizer.state.get(parameters[number], {})
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = _placed(live.get(key), value)
-        optimizer.load_state_dict({"state": {i: x for i, x in states.items() if x}, "param_groups": groups})
-
-    held = {i: ParameterShard(p, 0, p.numel(), p) for i, p in enumerate(parameters)}
-    return DividedOptimizer(alone(), optimizer, held, (), 1, load)
-
-
-def _placed(live: Any, value: Tensor) -> Tensor:
-    """``value`` in the live tensor if there is one like it, else where it is."""
-    if isinstance(live, Tensor) and (live.shape, live.dtype) == (value.shape, value.dtype):
-        with torch.no_grad():
-            return live.copy_(value)
-    return value
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside a data-parallel wrapper: ``model.module`` if it holds all of ``model``'s tensors."""
-    inner = getattr(model, "module", None)
-    if not isinstance(inner, nn.Module):
-        return model
-    return inner if _identities(inner) == _identities(model) else model
-
-
-def _identities(module: nn.Module) -> set[int]:
-    return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-
-
-def _optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[Json]:
+def _optimizer_groups(model: nn.Module, optimizer: Optimizer | JoinedOptimizers) -> list[Json]:
     """The groups with their parameters' names and all options that are no tensors."""
     names = _parameter_names(model, optimizer)
     return [
@@ -514,7 +502,7 @@ def option_fields(options: Json) -> dict[str, Json]:
     }
 
 
-def _parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+def _parameter_names(model: nn.Module, optimizer: Optimizer | JoinedOptimizers) -> dict[Tensor, str]:
     """The name of each parameter of the optimizer, in the optimizer's order."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -560,9 +548,16 @@ def _same_kind(current: object, saved: Json) -> bool:
     return isinstance(saved, type(current))
 
 
+def _classes(steps: DividedOptimizer) -> str:
+    """The class of each optimizer, in the order of the groups."""
+    return ", ".join(type(local).__name__ for local in steps.locals)
+
+
 def _is_saved_optimizer(rest: Json) -> bool:
-    kinds = {"class": str, "groups": list, "scalars": dict}
-    if not isinstance(rest, dict) or {key: type(value) for key, value in rest.items()} != kinds:
+    kinds, found = {"class": str, "groups": list, "scalars": dict}, {}
+    if isinstance(rest, dict):
+        found = {key: type(value) for key, value in rest.items()}
+    if not kinds.items() <= found.items() <= (kinds | BESIDE).items():
         return False
     return all(
         isinstance(group, dict)
@@ -573,7 +568,7 @@ def _is_saved_optimizer(rest: Json) -> bool:
 
 
 def _saved_groups(
-    optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Json
+    optimizer: Optimizer | JoinedOptimizers, tensors: Mapping[str, Tensor], rest: Json
 ) -> Iterator[dict[str, Json]]:
     """The saved groups in the form that ``load_state_dict`` reads, over this optimizer's parameters."""
     first = 0

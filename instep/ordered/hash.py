@@ -306,7 +306,7 @@ def sampled_blocks(entries: Iterable[Entry], step: int, every: int) -> list[Samp
 
 
 def bare(name: str) -> str:
-    """The name of a tensor of the state as the hash has it: without ``MODEL`` or ``OPTIMIZER``."""
+    """The name of a tensor of the state as the hash has it: without its kind."""
     return name.partition(":")[2] or name
 
 

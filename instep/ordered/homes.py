@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
+from instep.mesh.process_group import Group, alone
 from instep.ordered.shards import elements
 
 
@@ -183,7 +184,8 @@ class DividedOptimizer:
 
     ``local`` steps this rank's ``held``, by the number of the parameter. ``homes`` are the memories of its
     parameters. ``num_replicas`` groups like this one make the same steps. ``load`` takes states by the number
-    of the parameter, and groups in the form of ``state_dict``; collective.
+    of the parameter, and groups in the form of ``state_dict``; collective. ``others`` are further local
+    optimizers, where several are described as one (``JoinedOptimizers``).
 
     ``leave`` and ``join`` are as those of ``Wrapped``, whose order is written there. The optimizer, its
     groups and their options stay; moments are gone with ``leave``, and weights are of no step until a state
@@ -198,6 +200,96 @@ class DividedOptimizer:
     load: Callable[[Mapping[int, dict[str, Any]], list[dict[str, Any]]], None] = field(repr=False)
     leave: Callable[[], None] = field(default=lambda: None, repr=False)
     join: Callable[[Mesh], None] = field(default=lambda mesh: None, repr=False)
+    others: Sequence[Optimizer] = ()
+
+    @property
+    def locals(self) -> tuple[Optimizer, ...]:
+        """All local optimizers, of which each has groups of its own, in the order of the groups."""
+        return (self.local, *self.others)
+
+    def state_of(self, x: ParameterShard) -> dict[str, Any]:
+        """What is kept for ``x``: live, and nothing before the first step."""
+        found = (local.state[x.tensor] for local in self.locals if x.tensor in local.state)
+        return next(found, {})
+
+
+def undivided(optimizer: Optimizer) -> DividedOptimizer:
+    """What a plain ``optimizer``, which steps whole parameters, would say of itself."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def load(states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        for number, state in states.items():
+            live = optimizer.state.get(parameters[number], {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = _placed(live.get(key), value)
+        optimizer.load_state_dict({"state": {i: x for i, x in states.items() if x}, "param_groups": groups})
+
+    held = {i: ParameterShard(p, 0, p.numel(), p) for i, p in enumerate(parameters)}
+    return DividedOptimizer(alone(), optimizer, held, (), 1, load)
+
+
+def _placed(live: Any, value: Tensor) -> Tensor:
+    """``value`` in the live tensor if there is one like it, else where it is."""
+    if isinstance(live, Tensor) and (live.shape, live.dtype) == (value.shape, value.dtype):
+        with torch.no_grad():
+            return live.copy_(value)
+    return value
+
+
+class JoinedOptimizers:
+    """Several optimizers as one: all their groups, in order, and their parameters numbered through.
+
+    Each may be divided or not. Together they are divided as those are that are.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all, as they are now."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def __instep_state__(self) -> DividedOptimizer:
+        parts: list[DividedOptimizer] = [offered(x) or undivided(x) for x in self.optimizers]
+        local, *others = (x for part in parts for x in part.locals)
+        begins = self._begins()
+        lived_in = {id(there): there for part in parts for there in part.homes}
+        return DividedOptimizer(
+            group=max((part.group for part in parts), key=lambda group: group.size),
+            local=local,
+            held={
+                begin + i: x for begin, part in zip(begins, parts, strict=False) for i, x in part.held.items()
+            },
+            homes=list(lived_in.values()),
+            num_replicas=max(part.num_replicas for part in parts),
+            load=lambda states, groups: self._load(parts, states, groups),
+            others=others,
+        )
+
+    def _begins(self) -> list[int]:
+        """The number of the first parameter of each, and how many there are."""
+        counts = [sum(len(group["params"]) for group in x.param_groups) for x in self.optimizers]
+        return [0, *accumulate(counts)]
+
+    def _load(
+        self,
+        parts: Sequence[DividedOptimizer],
+        states: Mapping[int, dict[str, Any]],
+        groups: Sequence[dict[str, Any]],
+    ) -> None:
+        """Each gets its own, by its own numbers."""
+        left = iter(groups)
+        for part, optimizer, (begin, end) in zip(
+            parts, self.optimizers, pairwise(self._begins()), strict=True
+        ):
+            own = {number - begin: state for number, state in states.items() if begin <= number < end}
+            numbered = [
+                {**group, "params": [number - begin for number in group["params"]]}
+                for group in islice(left, len(optimizer.param_groups))
+            ]
+            part.load(own, numbered)
 
 
 def offered(x: object) -> Any:
@@ -210,3 +302,15 @@ def offered(x: object) -> Any:
         return None
     said = (there.divided(x) for there in homes(p for group in x.param_groups for p in group["params"]))
     return next((found for found in said if found is not None), None)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside a data-parallel wrapper: ``model.module`` if it holds all of ``model``'s tensors."""
+    inner = getattr(model, "module", None)
+    if not isinstance(inner, nn.Module):
+        return model
+    return inner if _identities(inner) == _identities(model) else model
+
+
+def _identities(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}

@@ -29,13 +29,14 @@ Shape: TypeAlias = tuple[int, ...]
 Order: TypeAlias = tuple[int, str]
 Json: TypeAlias = Any
 
-MODEL, OPTIMIZER = "model:", "optimizer:"
+MODEL, OPTIMIZER, OBJECT = "model:", "optimizer:", "object:"
+KINDS = (MODEL, OPTIMIZER, OBJECT)
 
 
 class Shard(NamedTuple):
     """Elements ``first`` to ``last`` (exclusive), in logical order, of one tensor of the state.
 
-    ``name`` begins with ``MODEL`` or ``OPTIMIZER``; ``shape`` is that of the whole tensor. ``tensor`` is the
+    ``name`` begins with one of ``KINDS``; ``shape`` is that of the whole tensor. ``tensor`` is the
     live memory: of that shape if it is all of it, else flat. ``holders`` are the ranks that hold these very
     elements, by their place in the group that trains together. ``order`` is its place in the state's hash,
     which each rank can tell without the others' tensors (the place of the parameter or buffer in the module,

@@ -21,7 +21,7 @@ from instep import memory
 from instep.errors import CheckpointRejected
 from instep.mesh.axes import round_up
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.shards import MODEL, OPTIMIZER, Json, Order, Row, Shape
+from instep.ordered.shards import KINDS, MODEL, Json, Order, Row, Shape
 
 # What files can hold, by the code that safetensors has for it.
 CODES = {
@@ -143,7 +143,7 @@ class Source:
         return out
 
     def layout(self, kind: str) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of what there is of ``kind``, ``MODEL`` or ``OPTIMIZER``, by names without it."""
+        """Shape and dtype of what there is of ``kind``, one of ``KINDS``, by names without it."""
         return {
             name.removeprefix(kind): (stored.shape, stored.dtype)
             for name, stored in self.tensors.items()
@@ -295,8 +295,8 @@ def _extent(name: str, extent: Json) -> Extent:
 
 
 def _require_name(name: Json) -> str:
-    ok = isinstance(name, str) and name.startswith((MODEL, OPTIMIZER))
-    _require(ok, "shards", f"a name that begins with {MODEL} or {OPTIMIZER}", name)
+    ok = isinstance(name, str) and name.startswith(KINDS)
+    _require(ok, "shards", f"a name that begins with {', '.join(KINDS[:-1])} or {KINDS[-1]}", name)
     return str(name)
 
 
