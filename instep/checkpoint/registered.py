@@ -1,0 +1,351 @@
+"""Several models, several optimizers and any objects with a ``state_dict`` as one state of training.
+
+    Registered({"generator": DataParallel, "critic": DataParallel, "g": AdamW, "c": Adam, "plan": StepLR})
+
+    shards    "model:generator.net.0.weight", "optimizer:exp_avg/critic.net.0.weight", "object:ema/shadow/w"
+    JSON      {"class": "AdamW, Adam", "groups": [those of g, those of c], "scalars": {...},
+               "objects": {"plan": {"last_epoch": 7, ...}}, "declared_steps": {"generator": 7, "critic": 7}}
+
+Models and optimizers are sorted by what they are; all else must have ``state_dict`` and ``load_state_dict``.
+A model alone keeps its own names, as in a checkpoint of ``instep.save``; of several each name begins with the
+one that the model is registered by, as if one module held them all. That module is made for the names alone:
+nothing of the user's is changed.
+
+``RegisteredState`` is a ``TrainingState``: what saves, sends, hashes or compares one has all of this with it,
+in its shards and its ``options()``, and ``read`` and ``put`` bring all of it back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.checkpoint.manifest import Json, canonical, require_json
+from instep.checkpoint.state import TrainingState
+from instep.errors import CheckpointRejected
+from instep.mesh.process_group import Group, alone
+from instep.ordered.homes import CountsSteps, JoinedOptimizers, Wrapped, homes, offered, unwrapped
+from instep.ordered.objects import put_together, take_apart, tensors_of
+from instep.ordered.shards import OBJECT, Shard
+from instep.ordered.stored import Source
+
+AFTER_ALL = 1 << 40  # places in the hash: parameters, buffers and moments come before
+NO_OPTIMIZER = "none"  # in the place of its class
+DIGITS = 16  # hexadecimal, of a digest that need not withstand an adversary
+
+
+class Registered:
+    """``objects`` by name, sorted into ``models``, ``optimizers`` and ``others``, in the order given.
+
+    At construction all is looked at that can be refused: before anything is trained. ``state`` describes them
+    as they are now, so it is called again when a wrapper has been given another group.
+
+    Raises:
+        ValueError: two names for one object; an object that is none of the three; a parameter in two
+            optimizers, or in no model; the state of an object that is neither data nor tensors.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.models: dict[str, Any] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.others: dict[str, Any] = {}
+        known: dict[int, str] = {}
+        for name, x in objects.items():
+            _require_name(name)
+            if known.setdefault(id(x), name) != name:
+                raise ValueError(f"{known[id(x)]!r} and {name!r} are one object: register it once")
+            if isinstance(x, Optimizer):
+                self.optimizers[name] = x
+            elif isinstance(x, nn.Module) or isinstance(offered(x), Wrapped):
+                self.models[name] = x
+            else:
+                _require_stateful(name, x)
+                self.others[name] = x
+        self._require_one_owner()
+        for name, x in self.others.items():
+            take_apart(name, x.state_dict())
+
+    def state(self, group: Group | None = None) -> RegisteredState:
+        """All of it as one state, for as long as wrappers, parameters and groups stay the same.
+
+        ``group``: the ranks that train together, by default those that the models are wrapped for.
+
+        Raises:
+            ValueError: models are trained by different ranks, or divided among different ones.
+        """
+        self._require_one_owner()
+        self._require_one_group(group)
+        return RegisteredState(self, group)
+
+    def objects_to_json(self) -> Json:
+        """What of the other objects is no tensor, by name."""
+        return {name: take_apart(name, x.state_dict())[0] for name, x in self.others.items()}
+
+    def object_tensors(self) -> dict[str, Tensor]:
+        """The live tensors of the other objects, by the object's name and their path in its state."""
+        found: dict[str, Tensor] = {}
+        for name, x in self.others.items():
+            found |= take_apart(name, x.state_dict())[1]
+        return found
+
+    def declared_steps(self) -> dict[str, int]:
+        """How many each model has made, where its wrapper counts them."""
+        return {name: counter.next_step for name, counter in self.counters().items()}
+
+    def counters(self) -> dict[str, CountsSteps]:
+        """What counts the declared steps of each model, where something does."""
+        found = ((name, offered(model)) for name, model in self.models.items())
+        return {name: x.counter for name, x in found if isinstance(x, Wrapped) and x.counter is not None}
+
+    def digest(self) -> str:
+        """Of what is neither in a model nor in an optimizer, nor a tensor: whether it is as it was."""
+        found = [self.objects_to_json(), self.declared_steps()]
+        return hashlib.sha256(canonical(found)).hexdigest()[:DIGITS]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The models without their wrappers, as they are named."""
+        found = {name: offered(model) for name, model in self.models.items()}
+        return {
+            name: found[name].module if isinstance(found[name], Wrapped) else unwrapped(model)
+            for name, model in self.models.items()
+        }
+
+    def _require_one_owner(self) -> None:
+        """Each parameter of an optimizer is in a model, and in no other optimizer."""
+        modules = self.modules()
+        names: dict[int, str] = {}
+        for name, module in modules.items():
+            prefix = f"{name}." if len(modules) > 1 else ""
+            for own, p in module.named_parameters():
+                names.setdefault(id(p), prefix + own)
+        owners: dict[int, str] = {}
+        for name, optimizer in self.optimizers.items():
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(p) not in names:
+                    raise ValueError(
+                        f"the optimizer {name!r} has a parameter of shape {list(p.shape)} that is in none of "
+                        f"the registered models ({', '.join(modules) or 'there are none'}): register its "
+                        "model too, or make the optimizer from the parameters of one that is registered"
+                    )
+                if owners.setdefault(id(p), name) != name:
+                    raise ValueError(
+                        f"the parameter {names[id(p)]!r} is in two optimizers, {owners[id(p)]!r} and "
+                        f"{name!r}: leave it out of one"
+                    )
+
+    def _require_one_group(self, group: Group | None) -> None:
+        """All ranks train all models, and what is divided is divided among the same ranks."""
+        trained = [] if group is None else [("the run", group)]
+        divided: list[tuple[str, Group]] = []
+        for name, model in self.models.items():
+            said, module = offered(model), self.modules()[name]
+            lived_in = homes(module.parameters())
+            trained += [(repr(name), said.group)] if isinstance(said, Wrapped) else []
+            divided += [(repr(name), there.group) for there in lived_in if there.group.size > 1]
+        for name, optimizer in self.optimizers.items():
+            part = offered(optimizer)
+            divided += [(repr(name), part.group)] if part is not None and part.group.size > 1 else []
+        _require_same_ranks(trained, "is trained by", "wrap all models for the same ranks")
+        _require_same_ranks(divided, "is divided among", "shard all over the same ranks")
+
+
+class NamedModels(nn.Module):
+    """Several models, each under its name: for their names alone, it is never called."""
+
+    def __init__(self, registered: Registered) -> None:
+        super().__init__()
+        self._modules.update(registered.modules())  # so that a name may be that of a method of modules
+        found = {name: offered(model) for name, model in registered.models.items()}
+        self._wrapped = {name: said for name, said in found.items() if isinstance(said, Wrapped)}
+
+    def __instep_state__(self) -> Wrapped:
+        wrapped = list(self._wrapped.values())
+        steppers = {said.steppers: name for name, said in self._wrapped.items()}
+        if len(steppers) > 1:
+            raise ValueError(
+                f"models {' and '.join(map(repr, steppers.values()))}: expected optimizers that step on all "
+                "ranks, or all on one, got both: wrap every model with ParameterServer, or none"
+            )
+        lived_in = (there.everyone for there in homes(self.parameters()))
+        group = wrapped[0].group if wrapped else max(lived_in, key=lambda its: its.size, default=alone())
+
+        def settled() -> None:
+            for said in wrapped:
+                said.settled()
+
+        return Wrapped(
+            module=self,
+            group=group,
+            gradients=lambda: [x for said in wrapped for x in said.gradients()],
+            scratch=lambda: [x for said in wrapped for x in said.scratch()],
+            counter=None,  # each has its own
+            steppers=next(iter(steppers), None),
+            settled=settled,
+        )
+
+
+class RegisteredState(TrainingState):
+    """The state of all that is ``registered``.
+
+    Of objects the tensors come last in the hash; all ranks have them, and the first one writes them. The
+    number of declared steps that each model has made is in ``options()``, and ``put`` sets it.
+
+    Raises:
+        ValueError: as for ``TrainingState``.
+    """
+
+    def __init__(self, registered: Registered, group: Group | None = None) -> None:
+        models, optimizers = list(registered.models.values()), list(registered.optimizers.values())
+        self._registered = registered
+        self._places = {name: place for place, name in enumerate(registered.others, start=AFTER_ALL)}
+        super().__init__(
+            models[0] if len(models) == 1 else NamedModels(registered),
+            JoinedOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None),
+            group,
+        )
+
+    def hashed(self) -> list[Shard]:
+        """As of every state, then the tensors of objects."""
+        tensors = self._registered.object_tensors()
+        return [*super().hashed(), *(self._of_object(name, tensors[name]) for name in self._ordered(tensors))]
+
+    def options(self) -> Json:
+        """As of every state, and what of objects is no tensor."""
+        found = {
+            **(super().options() or {"class": NO_OPTIMIZER, "groups": [], "scalars": {}}),
+            "objects": self._registered.objects_to_json(),
+            "declared_steps": self._registered.declared_steps(),
+        }
+        require_json("the state of registered objects", found)
+        return found
+
+    def is_all_of(self, options: Json) -> bool:
+        """Always: ``read`` refuses what is more than this."""
+        return True
+
+    def read(self, source: Source, options: Json) -> list[Shard]:
+        """As of every state. Of objects nothing but their names is known before: they may have fewer tensors
+        now than they are given.
+        """
+        bodies = self._require_objects(source, options)
+        found = super().read(source, options)
+        names = [full.removeprefix(OBJECT) for full in source.tensors if full.startswith(OBJECT)]
+        values = {name: _read_whole(source, OBJECT + name) for name in names}
+        for name, body in bodies.items():
+            put_together(name, body, values)  # or it is rejected before anything has changed
+        return [*found, *(self._of_object(name, values[name]) for name in self._ordered(values))]
+
+    def put(self, values: Sequence[Shard], options: Json) -> None:
+        """As of every state; then each object is given its own, in the order of registration."""
+        super().put([x for x in values if not x.name.startswith(OBJECT)], options)
+        given = {x.name.removeprefix(OBJECT): x.tensor for x in values if x.name.startswith(OBJECT)}
+        live = self._registered.object_tensors()
+        for name, x in self._registered.others.items():
+            body = options["objects"][name]
+            tensors = {
+                full: given[full].to(live[full].device if full in live else self._device(kind))
+                for full, kind in tensors_of(body)
+            }
+            try:
+                x.load_state_dict(put_together(name, body, tensors))
+            except Exception as error:
+                error.add_note(f"in load_state_dict() of the registered object {name!r}")
+                raise
+        counters = self._registered.counters()
+        for name, count in options.get("declared_steps", {}).items():
+            counters[name].next_step = count
+
+    def _of_object(self, name: str, x: Tensor) -> Shard:
+        every = tuple(range(self.everyone.size))
+        return Shard.whole(OBJECT + name, x, every, (self._place(name), name))
+
+    def _place(self, name: str) -> int:
+        """That of the object in the hash, of which ``name`` is a tensor."""
+        return self._places[name.partition("/")[0]]
+
+    def _ordered(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: (self._place(name), name))
+
+    def _device(self, kind: str) -> torch.device:
+        """The models' device of this kind; the CPU where they have none."""
+        devices = (p.device for p in self.module.parameters())
+        return next((device for device in devices if device.type == kind), torch.device("cpu"))
+
+    def _require_objects(self, source: Source, options: Json) -> dict[str, Json]:
+        """The JSON of each object, or CheckpointRejected if this is a state of others."""
+        said = options if isinstance(options, dict) else {}
+        bodies, counted = said.get("objects", {}), said.get("declared_steps", {})
+        _require_names("objects", bodies, self._registered.others)
+        counters = self._registered.counters()
+        _require_names("wrapped models", counted, counters if "declared_steps" in said else {})
+        if not all(type(count) is int and 0 <= count < 2**62 for count in counted.values()):
+            raise CheckpointRejected(
+                f"expected numbers of declared steps, got {repr(counted)[:80]}: take another checkpoint"
+            )
+        if self.optimizer is None and said.get("class", NO_OPTIMIZER) != NO_OPTIMIZER:
+            raise CheckpointRejected(
+                f"expected a state without an optimizer, got one with {repr(said['class'])[:80]}: register "
+                "that too"
+            )
+        try:
+            require_json("the state of registered objects", bodies)  # which bounds its depth
+        except ValueError as error:
+            raise CheckpointRejected(f"{error}: take another checkpoint") from error
+        needed = {full for body in bodies.values() for full, _ in tensors_of(body)}
+        there = {full.removeprefix(OBJECT) for full in source.tensors if full.startswith(OBJECT)}
+        if needed != there:
+            raise CheckpointRejected(
+                f"tensors of registered objects: expected those that their state names, got other ones: "
+                f"{min(needed ^ there)[:80]!r} is in one of the two: take another checkpoint"
+            )
+        return dict(bodies)
+
+
+def _read_whole(source: Source, full: str) -> Tensor:
+    stored = source.tensors[full]
+    return source.read(full, 0, stored.numel).view(stored.shape)
+
+
+def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
+    if isinstance(saved, dict) and set(saved) == set(now):
+        return
+    names = sorted(saved) if isinstance(saved, dict) else []
+    missing = ", ".join(repr(name[:80]) for name in names if name not in now) or "none"
+    more = ", ".join(repr(name) for name in now if name not in names) or "none"
+    raise CheckpointRejected(
+        f"expected the registered {what} of the saved state: only that has {missing}, only this run has "
+        f"{more}: register what was registered then, by the same names"
+    )
+
+
+def _require_name(name: str) -> None:
+    if not name.isidentifier():
+        raise ValueError(f"expected a name like one of Python's, got {name!r}: use letters, digits and _")
+
+
+def _require_stateful(name: str, x: object) -> None:
+    missing = [
+        f"{method}()"
+        for method in ("state_dict", "load_state_dict")
+        if not callable(getattr(x, method, None))
+    ]
+    if missing:
+        raise ValueError(
+            f"{name!r} is of class {type(x).__qualname__}, which has no {' and no '.join(missing)}: give it "
+            "state_dict() and load_state_dict(), or leave it out if it does not change"
+        )
+
+
+def _require_same_ranks(found: Sequence[tuple[str, Group]], verb: str, fix: str) -> None:
+    """ValueError unless all groups are of the same ranks."""
+    for name, group in found[1:]:
+        first, its = found[0]
+        if group.ranks != its.ranks:
+            raise ValueError(
+                f"{first} {verb} ranks {list(its.ranks)}, and {name} {verb} ranks {list(group.ranks)}: {fix}"
+            )

@@ -1,0 +1,220 @@
+"""What any object's ``state_dict()`` gives, as tensors by name and JSON, and back: exactly, never pickled.
+
+    {"best": inf, "betas": (0.9, 0.99), "shadow": {"w": tensor}}          of the object registered as "ema"
+
+    tensors   "ema/shadow/w"
+    JSON      {"best": {"$float": "inf"}, "betas": {"$tuple": [0.9, 0.99]},
+               "shadow": {"w": {"$tensor": ["ema/shadow/w", "cpu"]}}}
+
+JSON knows lists, text, numbers and objects with text as keys, whose order is not kept. What else there is in
+Python becomes an object with one key that begins with ``$``. A subclass of a type would come back as the type
+alone, so it is refused, as is all that is neither data nor a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.errors import CheckpointRejected
+from instep.ordered.shards import Json
+from instep.ordered.stored import CODES
+
+MAX_LEVELS = 12  # of a state; each can take two of the JSON, and a manifest has room for 32
+MAX_VALUES = 1 << 18  # of one object, outside of tensors
+MAX_TEXT = 1 << 20
+TENSOR, ARRAY, NUMBER, FLOAT = "$tensor", "$array", "$number", "$float"
+PLAIN = (str, int, bool, type(None))
+LISTS: dict[str, Callable[[list[Any]], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$Size": torch.Size,
+}
+DICTS: dict[str, Callable[[Iterable[tuple[Any, Any]]], Any]] = {
+    "$dict": dict,
+    "$OrderedDict": OrderedDict,
+    "$Counter": lambda pairs: Counter(dict(pairs)),
+}
+KIND_OF_LIST: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$Size"}
+KIND_OF_DICT: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
+NUMBERS = {np.dtype(code).name: np.dtype(code) for code in "?bBhHiIlLqQefdFD"}
+
+
+def take_apart(name: str, state: object) -> tuple[Json, dict[str, Tensor]]:
+    """The JSON and the tensors of ``state``, which the object registered as ``name`` has given.
+
+    Tensors are the live ones; arrays of numpy are copied.
+
+    Raises:
+        ValueError: it has something that is neither data nor a tensor, by its path and type.
+    """
+    parts = _Parts(name)
+    body = parts.taken(state, name, 0)
+    return body, parts.tensors
+
+
+def put_together(name: str, body: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """What ``take_apart`` was given, with ``tensors`` by their names.
+
+    Raises:
+        CheckpointRejected: ``take_apart`` did not make this.
+    """
+    try:
+        return _together(body, tensors, 0)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointRejected(
+            f"the state of the object {name!r}: {str(reason)[:200]}: take another checkpoint"
+        ) from error
+
+
+def tensors_of(body: Json) -> Iterator[tuple[str, str]]:
+    """The names of the tensors that ``body`` needs, each with the kind of device that it was on."""
+    if isinstance(body, list):
+        for each in body:
+            yield from tensors_of(each)
+    elif isinstance(body, dict):
+        if set(body) == {TENSOR} and _is_reference(body[TENSOR]):
+            yield body[TENSOR][0], body[TENSOR][1]
+        elif set(body) == {ARRAY} and isinstance(body[ARRAY], str):
+            yield body[ARRAY], "cpu"
+        else:
+            yield from chain.from_iterable(map(tensors_of, body.values()))
+
+
+class _Parts:
+    """The tensors of one object's state, as they are found on the way through it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tensors: dict[str, Tensor] = {}
+        self._num_values = 0
+
+    def taken(self, value: object, path: str, level: int) -> Json:
+        """``value``, which lies at ``path``, as JSON."""
+        self._num_values += 1
+        if level > MAX_LEVELS:
+            raise ValueError(
+                f"{path[:200]}: expected at most {MAX_LEVELS} levels, got more: flatten the state"
+            )
+        if self._num_values > MAX_VALUES:
+            raise ValueError(
+                f"the state of {self.name!r}: expected at most {MAX_VALUES} values outside of tensors, got "
+                "more: keep long lists as a tensor, or out of state_dict()"
+            )
+        kind = type(value)
+        if kind is float:
+            return value if math.isfinite(value) else {FLOAT: str(value)}  # type: ignore[arg-type]
+        if kind in PLAIN:
+            if isinstance(value, str) and len(value) > MAX_TEXT:
+                raise ValueError(f"{path[:200]}: expected at most {MAX_TEXT} characters, got {len(value)}")
+            return value
+        if kind is list or kind in KIND_OF_LIST:
+            return self._list(value, path, level)
+        if kind in KIND_OF_DICT:
+            return self._dict(value, path, level)
+        if isinstance(value, Tensor):
+            return {TENSOR: [self._named(path, _sound(path, value)), value.device.type]}
+        if isinstance(value, np.ndarray):
+            return {ARRAY: self._named(path, _of_array(path, value))}
+        if isinstance(value, np.generic) and value.dtype.name in NUMBERS:
+            return {NUMBER: [value.dtype.name, value.tobytes().hex()]}
+        raise ValueError(
+            f"{path[:200]}: expected data or a tensor in state_dict(), got {kind.__module__}."
+            f"{kind.__qualname__}: leave it out of the state and make it anew in load_state_dict(), or give "
+            "what it holds as numbers, text, lists, dicts and tensors"
+        )
+
+    def _list(self, value: Any, path: str, level: int) -> Json:
+        kind = KIND_OF_LIST.get(type(value))
+        found = [self.taken(each, f"{path}/{i}", level + 1) for i, each in enumerate(value)]
+        if isinstance(value, set | frozenset):
+            found.sort(key=repr)  # the order of a set is another in each process
+        return found if kind is None else {kind: found}
+
+    def _dict(self, value: Any, path: str, level: int) -> Json:
+        found = [
+            (self.taken(key, f"{path}, a key", level + 1), self.taken(each, f"{path}/{key}", level + 1))
+            for key, each in value.items()
+        ]
+        keys = list(value)
+        plain = type(value) is dict and all(type(key) is str and key[:1] != "$" for key in keys)
+        if plain and keys == sorted(keys):
+            return dict(found)
+        return {KIND_OF_DICT[type(value)]: list(chain.from_iterable(found))}
+
+    def _named(self, path: str, x: Tensor) -> str:
+        """The name of a tensor that lies at ``path``."""
+        if path in self.tensors:
+            raise ValueError(f"{path[:200]}: expected one tensor there, got two: give them keys that differ")
+        self.tensors[path] = x
+        return path
+
+
+def _sound(path: str, x: Tensor) -> Tensor:
+    """``x``, or ValueError if files cannot hold it."""
+    if x.layout != torch.strided or x.is_meta or x.is_quantized or x.dtype not in CODES.values():
+        what = "a meta tensor" if x.is_meta else f"{x.layout}, {x.dtype}"
+        raise ValueError(
+            f"{path[:200]}: expected a dense tensor with values of a dtype that safetensors has, got {what}: "
+            "convert it in state_dict(), and back in load_state_dict()"
+        )
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _of_array(path: str, x: np.ndarray) -> Tensor:
+    try:
+        return _sound(path, torch.from_numpy(np.array(x, copy=True, order="C", subok=False)))
+    except TypeError as error:
+        raise ValueError(
+            f"{path[:200]}: expected an array of numbers, got one of {x.dtype}: convert it in state_dict(), "
+            "and back in load_state_dict()"
+        ) from error
+
+
+def _together(body: Json, tensors: Mapping[str, Tensor], level: int) -> Any:
+    if level > 2 * MAX_LEVELS:
+        raise ValueError(f"expected at most {MAX_LEVELS} levels, got more")
+    if isinstance(body, list):
+        return [_together(each, tensors, level + 1) for each in body]
+    if not isinstance(body, dict):
+        return body
+    if not any(key.startswith("$") for key in body):
+        return {key: _together(each, tensors, level + 1) for key, each in body.items()}
+    if len(body) > 1:
+        raise ValueError(f"expected one key, got {len(body)}")
+    ((kind, value),) = body.items()
+    if kind in LISTS or kind in DICTS:
+        inside = _together(value, tensors, level + 1)
+        if not isinstance(inside, list):
+            raise ValueError(f"expected a list for {kind}, got {type(inside).__name__}")
+        if kind in LISTS:
+            return LISTS[kind](inside)
+        return DICTS[kind](zip(inside[::2], inside[1::2], strict=True))
+    return _value(kind, value, tensors)
+
+
+def _value(kind: str, value: Json, tensors: Mapping[str, Tensor]) -> Any:
+    if kind == FLOAT and value in ("inf", "-inf", "nan"):
+        return float(value)
+    if kind == TENSOR and _is_reference(value):
+        return tensors[value[0]]
+    if kind == ARRAY and isinstance(value, str):
+        return tensors[value].cpu().numpy()
+    if kind == NUMBER and _is_reference(value) and value[0] in NUMBERS:
+        found = np.frombuffer(bytes.fromhex(value[1]), NUMBERS[value[0]])
+        if found.size == 1:
+            return found[0]
+    raise ValueError(f"expected a value as instep writes it, got {kind[:40]} of {repr(value)[:80]}")
+
+
+def _is_reference(value: Json) -> bool:
+    return isinstance(value, list) and [type(each) for each in value] == [str, str]
