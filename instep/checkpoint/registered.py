@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from instep.checkpoint.manifest import Json, canonical, require_json
 from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
+from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
 from instep.ordered.homes import CountsSteps, JoinedOptimizers, Wrapped, homes, offered, unwrapped
 from instep.ordered.objects import put_together, take_apart, tensors_of
@@ -81,6 +82,53 @@ class Registered:
         self._require_one_owner()
         self._require_one_group(group)
         return RegisteredState(self, group)
+
+    @property
+    def root(self) -> nn.Module:
+        """All models as one module, with the names that the state has."""
+        modules = list(self.modules().values())
+        return modules[0] if len(modules) == 1 else NamedModels(self)
+
+    @property
+    def has_server(self) -> bool:
+        """Whether one rank steps for all."""
+        return any(said.steppers is not None for said in self._wrapped())
+
+    def leave(self) -> None:
+        """All give their groups back, without waiting for any rank."""
+        for optimizer in self.optimizers.values():
+            if (divided := offered(optimizer)) is not None:
+                divided.leave()
+        for said in self._wrapped():
+            said.leave()
+
+    def join(self, mesh: Mesh) -> None:
+        """All take part in ``mesh``, after ``leave``. Collective over it."""
+        for said in self._wrapped():
+            said.join(mesh)
+        for optimizer in self.optimizers.values():
+            if (divided := offered(optimizer)) is not None:
+                divided.join(mesh)
+
+    def _wrapped(self) -> list[Wrapped]:
+        found = (offered(model) for model in self.models.values())
+        return [said for said in found if isinstance(said, Wrapped)]
+
+    def position(self) -> tuple[Json, dict[str, int]]:
+        """What is no tensor, and no option of an optimizer, for ``return_to``."""
+        return self.objects_to_json(), self.declared_steps()
+
+    def return_to(self, position: tuple[Json, dict[str, int]]) -> bool:
+        """Make it what it was at ``position``; False, and nothing done, if tensors would have to be known."""
+        bodies, counted = position
+        changed = {name: body for name, body in bodies.items() if body != self.objects_to_json()[name]}
+        if any(tensors_of(body) for body in changed.values()):
+            return False
+        for name, body in changed.items():
+            self.others[name].load_state_dict(put_together(name, body, {}))
+        for name, counter in self.counters().items():
+            counter.next_step = counted[name]
+        return True
 
     def objects_to_json(self) -> Json:
         """What of the other objects is no tensor, by name."""
@@ -178,12 +226,22 @@ class NamedModels(nn.Module):
             for said in wrapped:
                 said.settled()
 
+        def leave() -> None:
+            for said in wrapped:
+                said.leave()
+
+        def join(mesh: Mesh) -> None:
+            for said in wrapped:
+                said.join(mesh)
+
         return Wrapped(
             module=self,
             group=group,
             gradients=lambda: [x for said in wrapped for x in said.gradients()],
             scratch=lambda: [x for said in wrapped for x in said.scratch()],
             counter=None,  # each has its own
+            leave=leave,
+            join=join,
             steppers=next(iter(steppers), None),
             settled=settled,
         )

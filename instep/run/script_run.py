@@ -21,10 +21,8 @@ one ends the others, and the launcher's restart goes on from the newest checkpoi
 from __future__ import annotations
 
 import os
-import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -33,22 +31,27 @@ from typing import Any, NoReturn
 from instep.checkpoint.registered import Registered
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
-from instep.errors import InstepError
 from instep.mesh.join import await_rank, init
 from instep.mesh.launch_environment import detect
 from instep.mesh.mesh import Mesh
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
 from instep.run import folder
-from instep.run.claim import Wanted, claim_together, say
+from instep.run.claim import Wanted, claim_together
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.recovery import Checkpoints, Snapshots
 from instep.run.script import Started, script_fields, script_path, started
 from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining, layout_of
-from instep.run.settings import CheckpointConfig, ChecksConfig, LedgerConfig, LogsConfig, ScriptSettings
-from instep.run.settings import TraceConfig
+from instep.run.settings import (
+    CheckpointConfig,
+    ChecksConfig,
+    LedgerConfig,
+    LogsConfig,
+    ScriptSettings,
+    TraceConfig,
+)
 
 FORGOTTEN = (
     "step {} was not entered: write `with step:` around all that it does; the loss of a rank in there is "
@@ -417,12 +420,10 @@ class _Steps(Iterator[Step]):
 
     def _await_assignment(self, member: Membership) -> None:
         settings, training = self.training.config, self.training
-        wanted = {"run_dir": None if settings.run_dir is None else str(settings.run_dir)}
-        wanted |= {"resume": settings.resume}
+        path = None if settings.run_dir is None else str(settings.run_dir)
         training.heartbeat.enter("built" if not self._why else "lost")
-        assignment = member.channel.next_assignment(**{**wanted, **self._why})
-        if assignment is None:
-            exit_now(0)
+        asked = member.channel.next_assignment(run_dir=path, resume=settings.resume, **self._why)
+        assignment = exit_now(0) if asked is None else asked
         member.take(assignment)
         self.path = Path(assignment.told)
         self._injector.rank = assignment.rank

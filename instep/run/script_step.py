@@ -1,10 +1,10 @@
 """One step of a script, from ``with step:`` to its end: what it draws, which optimizers step, and whether.
 
-    begin      generators are keyed by (seed, step, rank), what is no tensor is noted
-    in it      before an optimizer's step: is it registered? is its gradient finite? then the state is of no step
-    end        ranks tell each other what each wishes, and how long it took; the step is counted
-    abandon    it has raised
-    recover    of a lost rank: if no tensor was touched, the state is what it was, and may be given to others
+begin      generators are keyed by (seed, step, rank), what is no tensor is noted
+in it      before an optimizer's step: is it registered? is its gradient finite? then the state is of no step
+end        ranks tell each other what each wishes, and how long it took; the step is counted
+abandon    it has raised
+recover    of a lost rank: if no tensor was touched, the state is what it was, and may be given to others
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class StepWork:
         self._thread = threading.get_ident()
         self._is_open = False
         self._logged: dict[str, float] = {}
+        self._norms: list[float] = []
         self._require_registered()
         register_optimizer_step_pre_hook(self._before_update)
 
@@ -101,7 +102,7 @@ class StepWork:
         self._began = time.monotonic()
         self._logged, self._norms, self._judged = {}, [], False
         self._holds = training.rank_state.holds
-        self._objects = training.registered.objects_to_json()
+        self._position = training.registered.position()
         self._versions = [x._version for x in self._tensors()]
         if training.registered.has_server:  # whose weights come to its workers past every optimizer
             training.rank_state.holds = Holds.NOTHING
@@ -156,10 +157,9 @@ class StepWork:
         state = training.rank_state
         if "_versions" not in self.__dict__ or state.steps_done != self._step_begun:
             return
-        if self._versions != [x._version for x in self._tensors()]:
+        untouched = self._versions == [x._version for x in self._tensors()]
+        if state.holds is self._holds and not (untouched and training.registered.return_to(self._position)):
             state.holds = Holds.NOTHING
-        elif state.holds is self._holds and training.registered.objects_to_json() != self._objects:
-            training.registered.load_objects(self._objects)
 
     def _close(self) -> None:
         if self._is_open:
@@ -197,7 +197,9 @@ class StepWork:
         training = self.training
         if training.registered.has_server:  # of which rank 0 alone has the gradient
             return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         if not self._norms or len(self._optimizers) > 1:
             self._norms.append(grad_norm(gradients))
         self._judge(name, optimizer, self._norms[-1])
@@ -252,8 +254,8 @@ def _unregistered(optimizer: Optimizer, module: torch.nn.Module) -> str:
     first = next((names[id(p)] for p in parameters if id(p) in names), "")
     of = f"that of {first!r}" if first else f"of {len(parameters)} parameters of no registered model"
     return (
-        f"the optimizer {type(optimizer).__name__}, {of}, is not registered: its moments would be lost when a "
-        "rank is replaced. Pass it to run.register, and its model too"
+        f"the optimizer {type(optimizer).__name__}, {of}, is not registered: its moments would be lost when "
+        "a rank is replaced. Pass it to run.register, and its model too"
     )
 
 

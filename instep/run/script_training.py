@@ -21,11 +21,13 @@ from instep.checkpoint.contract import require_same
 from instep.checkpoint.manifest import Json, fingerprint, parse_json
 from instep.checkpoint.registered import Registered
 from instep.checkpoint.send import DESCRIPTION_BYTES
+from instep.checkpoint.state import TrainingState
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.snapshot import Snapshot, tensor_bytes
 from instep.errors import ContractBroken
 from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
+from instep.mesh.process_group import Group
 from instep.ordered.hash import Entry, Sampled, SharedHash, bare
 from instep.ordered.homes import offered
 from instep.ordered.replicas import compare_replicas
@@ -52,6 +54,10 @@ class ScriptTraining:
     """
 
     seen: GradientHashes | None = None  # hashes of micro-batches are not asked for
+    state: TrainingState
+    mesh: Mesh
+    group: Group
+    timing: Timing
 
     def __init__(self, settings: ScriptSettings, registered: Registered, heartbeat: Heartbeat) -> None:
         self.registered = registered
@@ -188,13 +194,12 @@ class ScriptTraining:
     # The state, for those who write it and compare it.
 
     def carried(self) -> dict[str, Json]:
-        """What of the state is no tensor, as JSON, but for options of optimizers."""
-        return {"health": self.health.state(), "objects": self.registered.objects_to_json()}
+        """What is in no registered object, as JSON."""
+        return {"health": self.health.state()}
 
     def carry_on(self, carried: Mapping[str, Json]) -> None:
         """Go on from what ``carried`` has returned."""
         self.health.restore(carried["health"])
-        self.registered.load_objects(carried["objects"])
 
     @property
     def owns(self) -> bool:
@@ -242,9 +247,7 @@ class ScriptTraining:
         return count(
             parameters=self.module.parameters(),
             gradients=[p.grad for p in self.module.parameters() if p.grad is not None],
-            optimizer=[
-                x for each in optimizers for x in _moments(each) if isinstance(x, Tensor)
-            ],
+            optimizer=[x for each in optimizers for x in _moments(each) if isinstance(x, Tensor)],
             buffers=self.module.buffers(),
         )
 

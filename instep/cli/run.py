@@ -1,0 +1,114 @@
+"""``instep run``: a user's own script on ranks of this host that may die."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from instep.cli.exit_codes import USAGE, exit_code, report_error
+from instep.mesh.launch_environment import detect
+
+PROGRAM = "instep run"
+DESCRIPTION = """\
+Run a training script of your own, which makes an instep.Run, on ranks of this host. When one dies another
+takes its place, and the step is made again with the same bits. What follows SCRIPT is the script's own.
+
+Under torchrun, Slurm or mpirun the script needs no command: start it as it is.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on);
+else what the script ends with.\
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The words of the command."""
+    words = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    words.add_argument("-n", "--ranks", type=int, default=0, metavar="N", help="processes; 0: one per core")
+    words.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="the run's folder, whatever the script says"
+    )
+    words.add_argument("--resume", action="store_true", help="go on with the run that is in the folder")
+    words.add_argument(
+        "--min-ranks", type=int, default=0, metavar="N", help="go on with so few until a lost one is replaced"
+    )
+    words.add_argument(
+        "--stop-after", type=int, default=0, metavar="STEP", help="end, to be resumed, after STEP"
+    )
+    words.add_argument(
+        "--accept-contract",
+        action="store_true",
+        help="go on although script, arguments, libraries or processor have changed",
+    )
+    words.add_argument("--threads", type=int, default=1, metavar="N", help="threads per rank on a CPU")
+    words.add_argument(
+        "--timeout-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="until a rank without progress is replaced",
+    )
+    words.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="KIND:KEY=VALUE,...",
+        help="inject a fault: kill:rank=1,step=12,phase=exchange; several may be given",
+    )
+    words.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
+    words.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
+    return words
+
+
+def main(args: Sequence[str]) -> int:
+    """Run as ``args`` say; return the exit code."""
+    speaks = True
+    try:
+        speaks = detect(os.environ).local_rank == 0
+        given = parser().parse_args(args)
+        _require_sane(given)
+        from instep.mesh.launch import warm
+
+        if detect(os.environ).source == "single":
+            warm("instep.run.script")  # the process that ranks are forked from loads torch meanwhile
+        from instep.run.launch_script import launch_script
+        from instep.run.script import ScriptCall
+
+        call = ScriptCall(
+            path=given.script,
+            arguments=tuple(given.arguments),
+            run_dir=given.run_dir,
+            resume=given.resume,
+            accept_contract=given.accept_contract,
+            stop_after=given.stop_after,
+            fault=tuple(given.fault),
+        )
+        ranks = given.ranks or len(os.sched_getaffinity(0))
+        return launch_script(
+            call,
+            ranks=ranks,
+            min_ranks=given.min_ranks,
+            threads=given.threads,
+            timeout_s=given.timeout_s,
+        )
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else USAGE
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(PROGRAM, error) if speaks else exit_code(error)
+
+
+def _require_sane(given: argparse.Namespace) -> None:
+    if not given.script.is_file():
+        kind = "a folder" if given.script.is_dir() else "not there"
+        raise ValueError(f"{given.script} is {kind}: expected a Python script: instep run -n 4 train.py")
+    for name in ("ranks", "min_ranks", "stop_after"):
+        if getattr(given, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
+    if given.threads < 1 or given.timeout_s <= 0:
+        raise ValueError("expected --threads of 1 or more, and --timeout-s above 0")

@@ -1,0 +1,102 @@
+"""``instep run`` from words to exit code: claim the folder that the script names, supervise its ranks."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from instep.elastic.faults import parse_all
+from instep.elastic.supervise import SuperviseOptions, supervise
+from instep.mesh.launch_environment import detect
+from instep.run import folder
+from instep.run.claim import FaultLog, Wanted, how_to_go_on, say
+from instep.run.script import ScriptCall, execute, work
+from instep.run.writer import require_readable
+
+
+def launch_script(
+    call: ScriptCall, *, ranks: int, min_ranks: int = 0, threads: int = 1, timeout_s: float = 300.0
+) -> int:
+    """Run the script of ``call`` on ``ranks`` processes of this host until it is done; its exit code.
+
+    In a world that another launcher has started, and to print its help, it runs in this process.
+    """
+    faults = parse_all(call.fault)
+    if detect(os.environ).source != "single" or "--help" in call.arguments:
+        execute(call)
+        return 0
+    with ExitStack() as stack:
+        admission = _Admission(call, stack)
+        terms = SuperviseOptions(
+            ranks=ranks,
+            min_ranks=min_ranks,
+            threads=threads,
+            timeout_s=timeout_s,
+            faults=faults,
+            say=say,
+            note=admission.note,
+            admit=admission.admit,
+        )
+        path = call.path.resolve()
+        try:
+            code = supervise(work, (replace(call, path=path),), terms)
+        except KeyboardInterrupt as error:
+            if admission.path is None:
+                raise
+            raise KeyboardInterrupt(f"{error}, {how_to_go_on(admission.path)}") from error
+        admission.require_in_place()
+        return code
+
+
+class _Admission:
+    """The folder of the run, claimed when the first process says what the script calls it."""
+
+    def __init__(self, call: ScriptCall, stack: ExitStack) -> None:
+        self.path: Path | None = None
+        self._call, self._stack = call, stack
+        self._wanted: str | None = None
+        self._claimed: folder.Claimed | None = None
+        self._log: FaultLog | None = None
+        self._events: list[dict[str, Any]] = []  # of before there is a folder
+
+    def admit(self, message: dict[str, Any]) -> str:
+        """What every process is told: the folder.
+
+        Raises:
+            ValueError: scripts of one run name different ones, or as ``folder.claim``.
+        """
+        wanted = message["run_dir"]
+        if self.path is not None:
+            if wanted != self._wanted:
+                raise ValueError(
+                    f"one process of the script calls the run directory {self._wanted}, another {wanted}: "
+                    "take a name that has no time and no process id in it, or pass --run-dir"
+                )
+            return str(self.path)
+        self._wanted = wanted
+        run_dir = None if wanted is None else Path(wanted)
+        self._claimed = self._stack.enter_context(folder.claim(Wanted(run_dir, message["resume"]), say))
+        self.path = self._claimed.path.resolve()
+        require_readable(self.path)
+        self._log = FaultLog(self.path)
+        self._stack.callback(self._log.close)
+        for event in self._events:
+            self._log.note(event)
+        return str(self.path)
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Write down what went wrong, and how it went on."""
+        if self._log is None:
+            self._events.append(event)
+        else:
+            self._log.note(event)
+
+    def require_in_place(self) -> None:
+        """OSError if the folder was removed meanwhile."""
+        if self._claimed is None:
+            say("the script has made no instep.Run: each rank ran it for itself")
+        else:
+            self._claimed.require_in_place()
