@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from instep.errors import InstepError
 from instep.mesh.memory_file import MemoryFile
@@ -168,7 +168,7 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
         exit_now(1)
 
 
-def exit_now(code: int) -> None:
+def exit_now(code: int) -> NoReturn:
     """End this process now, without destructors and exit hooks: they may wait for peers that wait for us."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -422,8 +422,9 @@ class _Steps(Iterator[Step]):
         settings, training = self.training.config, self.training
         path = None if settings.run_dir is None else str(settings.run_dir)
         training.heartbeat.enter("built" if not self._why else "lost")
-        asked = member.channel.next_assignment(run_dir=path, resume=settings.resume, **self._why)
-        assignment = exit_now(0) if asked is None else asked
+        assignment = member.channel.next_assignment(run_dir=path, resume=settings.resume, **self._why)
+        if assignment is None:  # this process is not needed any more
+            exit_now(0)
         member.take(assignment)
         self.path = Path(assignment.told)
         self._injector.rank = assignment.rank

@@ -112,7 +112,7 @@ class StepWork:
         self.phases.begin()
 
     def end(self, skipped: str | None) -> float:
-        """The step is made, or was skipped: tell each other, and count it. Collective. The seconds it took."""
+        """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
         self._close()
         training, made = self.training, self._logged
         training.heartbeat.enter("loss")

@@ -66,6 +66,7 @@ class ScriptTraining:
         self.rank_state = RankState()
         self.health = Health(settings.checks)
         self.generation = 1
+        self._is_wrapped = True  # over some mesh: first that which the script was built with
         self._built: Snapshot | None = None
         self._contract_of: Callable[[], Mapping[str, Any]] = dict
 
@@ -136,6 +137,9 @@ class ScriptTraining:
         """
         self.mesh, self.group = mesh, mesh.data.group
         if wrappers:
+            if self._is_wrapped:
+                self.registered.leave()
+            self._is_wrapped = True
             self.registered.join(mesh)
         require_same(mesh.world.group, self.contract)
         self.state = self.registered.state(self.group)
@@ -147,6 +151,7 @@ class ScriptTraining:
         """Give the groups back, without waiting for any rank."""
         divided = "state" in self.__dict__ and self.state.is_divided
         self.registered.leave()
+        self._is_wrapped = False
         self.rank_state.left(divided=divided)
         for name in ("state", "_hash", "group"):
             self.__dict__.pop(name, None)
