@@ -318,6 +318,14 @@ class RegisteredState(TrainingState):
         for name, count in options.get("declared_steps", {}).items():
             counters[name].next_step = count
 
+    def mark(self) -> tuple[Any, ...]:
+        """Another one after anything of this state has been written to on this rank. No communication.
+
+        For whether a step that was broken off has left all as it was: that a survivor has made one of two
+        updates shows here. By torch's count of in-place writes, which writes to ``.data`` go past.
+        """
+        return self._registered.digest(), *((x.name, x.tensor._version) for x in self.shards())
+
     def _of_object(self, name: str, x: Tensor) -> Shard:
         every = tuple(range(self.everyone.size))
         return Shard.whole(OBJECT + name, x, every, (self._place(name), name))

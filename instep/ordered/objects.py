@@ -45,7 +45,9 @@ DICTS: dict[str, Callable[[Iterable[tuple[Any, Any]]], Any]] = {
 }
 KIND_OF_LIST: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$Size"}
 KIND_OF_DICT: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
-NUMBERS = {np.dtype(code).name: np.dtype(code) for code in "?bBhHiIlLqQefdFD"}
+INTEGERS = (np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
+FLOATS = (np.float16, np.float32, np.float64, np.complex64, np.complex128)
+NUMBERS = {kind.__name__: np.dtype(kind) for kind in (np.bool_, *INTEGERS, *FLOATS)}
 
 
 def take_apart(name: str, state: object) -> tuple[Json, dict[str, Tensor]]:

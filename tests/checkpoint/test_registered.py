@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LRScheduler
 
 from instep.checkpoint import save as saving
-from instep.checkpoint.load import newest, restore_found
+from instep.checkpoint.convert import to_safetensors
+from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.registered import Registered
+from instep.checkpoint.send import send_shards
+from instep.checkpoint.state import TrainingState, merged
+from instep.checkpoint.tensors import contents
+from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
-from tests.checkpoint.registry import KINDS, hash_of, train
-from tests.parity import world_of_one
+from instep.ordered.replicas import compare_replicas
+from instep.ordered.shards import without_ties
+from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.replicate.server import ParameterServer
+from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import fully_shard
+from instep.shard.optimizer import ShardedOptimizer
+from tests.checkpoint.elsewhere import Elsewhere
+from tests.checkpoint.registry import KINDS, Average, Net, hash_of, train
+from tests.checkpoint.states import all_bits
+from tests.parity import numbers, world_of_one
 from tests.world import world as make_world
 
 world = partial(make_world, timeout_s=20.0)  # a disk takes its time
@@ -61,3 +82,307 @@ def test_what_some_ranks_have_saved_goes_on_on_others_with_the_same_bits(
     expected(kind)
     world(saved_by)(train_and_save)(kind=kind, directory=tmp_path)
     world(loaded_by)(load_and_go_on)(kind=kind, directory=tmp_path)
+
+
+UNDIVIDED = ("gan", "two optimizers of one model", "one optimizer of two models", "averages", "tied")
+
+
+@pytest.mark.parametrize("kind", UNDIVIDED)
+@world(3)
+def test_a_rank_that_has_everything_sends_it_to_the_others(mesh: Mesh, kind: str) -> None:
+    objects = KINDS[kind](mesh, "a")
+    train(objects, range(2))
+    state, group = Registered(objects).state(), mesh.world.group
+    assert state.is_complete and not state.is_divided
+    shards, said = [], b""
+    if mesh.rank == 0:
+        shards = without_ties(state.shards(), state.ties())
+        body = {"rows": rows_to_json(x.row for x in shards), "ties": state.ties(), "options": state.options()}
+        said = json.dumps(body).encode()
+    else:
+        _spoil(objects)
+    body, reader = send_shards(group, 0, shards, said, "the test")
+    if mesh.rank:
+        source = Source(assemble({"0": rows_from_json(body["rows"])}), {"0": reader}, body["ties"])
+        restore(state, source, merged([body["options"]]), 2, None)
+    state.settled()
+    train(objects, range(2, 4))
+    assert hash_of(objects, 4) == expected(kind)[1]
+    assert Registered(objects).digest() == expected(kind)[2]
+
+
+def _spoil(objects: dict[str, Any]) -> None:
+    """As on a rank that has begun anew."""
+    with torch.no_grad():
+        for x in objects.values():
+            if isinstance(x, nn.Module):
+                for p in x.parameters():
+                    p.zero_()
+            elif isinstance(x, torch.optim.Optimizer):
+                x.state.clear()
+            elif isinstance(x, Average):
+                x.__init__()  # type: ignore[misc]
+    for counter in Registered(objects).counters().values():
+        counter.next_step = 7
+
+
+def test_one_model_and_one_optimizer_have_the_state_that_they_have_without_names() -> None:
+    model = DataParallel(Net("a"), process_group=world_of_one())
+    optimizer = AdamW(model.parameters())
+    objects = {"model": model, "optimizer": optimizer}
+    train(objects, range(1))
+    plain, named = TrainingState(model, optimizer), Registered(objects).state()
+    assert [x.row for x in named.shards()] == [x.row for x in plain.shards()]
+    assert named.options() == {**plain.options(), "objects": {}, "declared_steps": {"model": 1}}
+    assert named.declared_steps == plain.declared_steps == 1
+    named.resume_at(5)
+    assert model.next_step == 5
+    Elsewhere.of(plain).restore(named)  # as a state that was saved by itself
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    Elsewhere.of(named).restore(plain)
+
+
+def test_names_of_several_begin_with_that_of_the_model() -> None:
+    objects = KINDS["gan"](world_of_one(), "a")
+    train(objects, range(1))
+    state = Registered(objects).state()
+    names = [x.name for x in state.shards()]
+    assert names[0] == "model:generator.first.weight"
+    assert names[5] == "model:critic.first.bias"
+    assert "optimizer:exp_avg/generator.last.bias" in names
+    assert "optimizer:momentum_buffer/critic.last.bias" in names
+    assert state.options()["class"] == "AdamW, SGD"
+    assert [group["parameters"][0] for group in state.options()["groups"]] == [
+        "generator.first.weight",
+        "critic.first.weight",
+    ]
+    assert state.options()["declared_steps"] == {"generator": 1, "critic": 1}
+    assert "first.weight" in objects["generator"].module.state_dict()
+    tied = Registered(KINDS["tied"](world_of_one(), "a")).state()
+    assert tied.ties() == {"head.first.weight": "model.last.weight"}
+
+
+def test_each_model_goes_on_counting_its_own_steps() -> None:
+    objects = KINDS["gan"](world_of_one(), "a")
+    train(objects, range(1))
+    for micro_batch in objects["critic"].micro_batches(1):
+        objects["critic"](numbers(2, 70, key=f"{micro_batch.index}")).sum().backward()
+    objects["c"].step()
+    other = KINDS["gan"](world_of_one(), "b")
+    Elsewhere.of(Registered(objects).state()).restore(Registered(other).state())
+    assert (other["generator"].next_step, other["critic"].next_step) == (1, 2)
+
+
+@world(2)
+def test_a_server_steps_and_its_workers_average(mesh: Mesh, tmp_path: Path) -> None:
+    def made(key: str) -> dict[str, Any]:
+        module = Net(key)
+        optimizer = AdamW(module.parameters(), lr=0.01)
+        server = ParameterServer(module, optimizer, mesh)
+        return {"server": server, "optimizer": optimizer, "ema": copy.deepcopy(module)}
+
+    objects = made("a")
+    objects["server"].backward_and_step(objects["server"].module(numbers(2, 70, key="x")).sum())
+    state = Registered(objects).state()
+    assert not state.is_divided and state.is_complete == (mesh.rank == 0)
+    if not mesh.rank:
+        draft = saving.draft(step=1, data_cursor=0, numerical={}, world_size=2)
+        saving.save(tmp_path, state, draft)
+    mesh.world.group.barrier("the test")
+    other = made("b")
+    fresh, found = Registered(other).state(), newest(tmp_path)
+    assert found is not None
+    restore_found(found, fresh)
+    fresh.drop_others_moments()
+    assert bool(other["optimizer"].state) == (mesh.rank == 0)
+    if not mesh.rank:
+        assert hash_of(other, 1) == hash_of(objects, 1)
+    objects["server"].close()
+    other["server"].close()
+
+
+@pytest.mark.parametrize("kind", ["gan", "averages", "sharded optimizers", "one model in slices"])
+@world(2)
+def test_a_mark_stays_until_something_is_written_to(mesh: Mesh, kind: str) -> None:
+    objects = KINDS[kind](mesh, "a")
+    train(objects, range(1))
+    state = Registered(objects).state()
+    before = state.mark()
+    models = [model for model in objects.values() if hasattr(model, "micro_batches")]
+    for model in models:
+        model(numbers(2, 70, key="x")).sum().backward()
+    assert state.mark() == before == Registered(objects).state().mark()
+    for x in objects.values():
+        if isinstance(x, torch.optim.Optimizer | LRScheduler | Average):
+            known = state.mark()
+            x.update(models[-1]) if isinstance(x, Average) else x.step()
+            assert state.mark() != known
+            x.zero_grad() if isinstance(x, torch.optim.Optimizer) else None
+
+
+@world(3)
+def test_an_object_that_is_another_on_one_rank_is_named(mesh: Mesh) -> None:
+    objects = KINDS["averages"](mesh, "a")
+    train(objects, range(1))
+    if mesh.rank == 1:
+        objects["average"].values["first.bias"][3] += 1
+    with pytest.raises(ReplicasDiffer, match=r"rank 1 holds .*'average/values/first\.bias'"):
+        compare_replicas(Registered(objects).state().hashed(), 1, mesh.world.group)
+
+
+def test_tensors_of_objects_have_a_file_of_their_own(tmp_path: Path) -> None:
+    objects = KINDS["averages"](world_of_one(), "a")
+    train(objects, range(1))
+    draft = saving.draft(step=1, data_cursor=0, numerical={}, world_size=1)
+    path = saving.save(tmp_path, Registered(objects).state(), draft)
+    names = set(contents(path / "object.safetensors").layout)
+    assert names == {f"average/values/{name}" for name, _ in objects["model"].module.named_parameters()}
+    out = to_safetensors(path, tmp_path / "model.safetensors", optimizer=True)
+    assert not names & set(contents(out).layout)
+
+
+def two(**more: Any) -> dict[str, Any]:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 3)
+    return {"a": a, "b": b, **more}
+
+
+def in_two_optimizers() -> dict[str, Any]:
+    objects = two()
+    both = [*objects["a"].parameters(), *objects["b"].parameters()]
+    return {**objects, "x": AdamW(both), "y": SGD(objects["b"].parameters())}
+
+
+def registered_twice() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"model": model, "again": model}
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        (
+            in_two_optimizers,
+            r"the parameter 'b\.weight' is in two optimizers, 'x' and 'y': leave it out of one",
+        ),
+        (
+            lambda: two(opt=SGD(nn.Linear(7, 5).parameters())),
+            r"the optimizer 'opt' has a parameter of shape \[5, 7\] that is in none of the registered models "
+            r"\(a, b\): register its model too",
+        ),
+        (lambda: {"opt": SGD(nn.Linear(7, 5).parameters())}, r"\(there are none\)"),
+        (registered_twice, "'model' and 'again' are one object"),
+        (
+            lambda: two(best=1.5),
+            r"'best' is of class float, which has no state_dict\(\) and no load_state_dict",
+        ),
+        (
+            lambda: two(g=torch.Generator()),
+            r"'g' is of class Generator, .* or leave it out if it does not change",
+        ),
+        (lambda: {"my model": nn.Linear(1, 1)}, "expected a name like one of Python's, got 'my model'"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused_by_name(
+    objects: Callable[[], dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Registered(objects())
+
+
+def drop(objects: dict[str, Any], *names: str) -> None:
+    for name in names:
+        del objects[name]
+
+
+def other_order(objects: dict[str, Any]) -> None:
+    for name in ("g", "generator"):
+        objects[name] = objects.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: drop(x, "g_plan"), "registered objects .* only that has 'g_plan', only this run has none"),
+        (lambda x: x.update(more=Average()), "only that has none, only this run has 'more'"),
+        (lambda x: drop(x, "g_plan", "c_plan"), "only that has 'c_plan', 'g_plan'"),
+        (lambda x: x.update(critic=x["critic"].module), "wrapped models .* only that has 'critic'"),
+        (other_order, "expected the optimizer of the checkpoint, AdamW, SGD, got SGD, AdamW"),
+    ],
+)
+def test_a_state_of_other_objects_is_rejected_and_nothing_changes(
+    change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    objects = KINDS["gan"](world_of_one(), "a")
+    train(objects, range(1))
+    there = Elsewhere.of(Registered(objects).state())
+    other = KINDS["gan"](world_of_one(), "b")
+    change(other)
+    before = all_bits(other["generator"].state_dict())
+    with pytest.raises(CheckpointRejected, match=message):
+        there.restore(Registered(other).state())
+    assert all_bits(other["generator"].state_dict()) == before
+
+
+def test_a_state_with_an_optimizer_is_not_taken_without_it() -> None:
+    objects = {"model": nn.Linear(2, 2)}
+    with_one = {**objects, "optimizer": SGD(objects["model"].parameters())}
+    with pytest.raises(CheckpointRejected, match="expected a state without an optimizer, got one with 'SGD'"):
+        Elsewhere.of(Registered(with_one).state()).restore(Registered(objects).state())
+    with pytest.raises(CheckpointRejected, match="expected the optimizer of the checkpoint, none, got SGD"):
+        Elsewhere.of(Registered(objects).state()).restore(Registered(with_one).state())
+
+
+def nested(levels: int) -> list[Any]:
+    return [nested(levels - 1)] if levels else []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.update(objects=[]), "expected class, groups and scalars"),
+        (lambda x: x.update(objects={"average": {"$what": 1}}), "names, got other ones"),
+        (lambda x: x.update(declared_steps={"model": -1}), "expected numbers of declared steps"),
+        (lambda x: x["objects"]["average"].update(best=1), "the state of the object 'average'"),
+        (lambda x: x["objects"]["average"].update(best=nested(40)), "at most 32 levels"),
+    ],
+)
+def test_json_that_was_changed_is_rejected_before_anything_has_changed(
+    change: Callable[[Any], object], message: str
+) -> None:
+    objects = KINDS["averages"](world_of_one(), "a")
+    train(objects, range(1))
+    there = Elsewhere.of(Registered(objects).state())
+    change(there.options)
+    other = KINDS["averages"](world_of_one(), "b")
+    before = hash_of(other, 0)
+    with pytest.raises(CheckpointRejected, match=message):
+        there.restore(Registered(other).state())
+    assert hash_of(other, 0) == before
+
+
+@world(2)
+def test_models_of_different_ranks_are_refused(mesh: Mesh) -> None:
+    wide, narrow = (
+        DataParallel(Net(key), process_group=of) for key, of in (("a", mesh), ("b", world_of_one()))
+    )
+    with pytest.raises(ValueError, match=r"'wide' is trained by ranks \[0, 1\], and 'narrow' is trained by"):
+        Registered({"wide": wide, "narrow": narrow}).state()
+    with pytest.raises(ValueError, match="the run is trained by ranks"):
+        Registered({"narrow": narrow}).state(mesh.world.group)
+
+
+@world(4, dp=2, shard=2)
+def test_slices_of_different_groups_are_refused(mesh: Mesh) -> None:
+    half, module = fully_shard(Net("a"), mesh, stage=3), Net("b")
+    model = DataParallel(module, process_group=mesh)
+    other = ShardedOptimizer(module.parameters(), SGD, mesh["dp"], lr=0.1)
+    with pytest.raises(ValueError, match=r"'half' is divided among ranks .*shard all over the same ranks"):
+        Registered({"half": half, "model": model, "other": other}).state()
+
+
+def test_several_shard_groups_save_what_any_ranks_load(tmp_path: Path) -> None:
+    kind = "one model in slices"
+    expected(kind)
+    world(4, dp=2, shard=2)(train_and_save)(kind=kind, directory=tmp_path)
+    world(2)(load_and_go_on)(kind=kind, directory=tmp_path)
