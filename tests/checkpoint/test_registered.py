@@ -219,6 +219,8 @@ def test_a_mark_stays_until_something_is_written_to(mesh: Mesh, kind: str) -> No
             x.update(models[-1]) if isinstance(x, Average) else x.step()
             assert state.mark() != known
             x.zero_grad() if isinstance(x, torch.optim.Optimizer) else None
+    for model in models:
+        model.close()
 
 
 @world(3)
