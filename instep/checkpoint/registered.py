@@ -18,7 +18,10 @@ in its shards and its ``options()``, and ``read`` and ``put`` bring all of it ba
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +58,7 @@ class Registered:
         self.models: dict[str, Any] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self.num_updates: Counter[str] = Counter()  # of each optimizer, begun since construction
         known: dict[int, str] = {}
         for name, x in objects.items():
             _require_name(name)
@@ -70,6 +74,9 @@ class Registered:
         self._require_one_owner()
         for name, x in self.others.items():
             take_apart(name, x.state_dict())
+        for name, optimizer in self.optimizers.items():
+            hook = optimizer.register_step_pre_hook(partial(_count, weakref.ref(self), name))
+            weakref.finalize(self, hook.remove)
 
     def state(self, group: Group | None = None) -> RegisteredState:
         """All of it as one state, for as long as wrappers, parameters and groups stay the same.
@@ -319,12 +326,18 @@ class RegisteredState(TrainingState):
             counters[name].next_step = count
 
     def mark(self) -> tuple[Any, ...]:
-        """Another one after anything of this state has been written to on this rank. No communication.
+        """Another one after this state has been written to on this rank. No communication.
 
         For whether a step that was broken off has left all as it was: that a survivor has made one of two
-        updates shows here. By torch's count of in-place writes, which writes to ``.data`` go past.
+        updates shows here. Optimizers are seen by their steps, as fused ones write past torch's count of
+        writes, by which all other tensors are seen; so do writes to ``.data``, which stay unseen.
         """
-        return self._registered.digest(), *((x.name, x.tensor._version) for x in self.shards())
+        live = (*self.module.parameters(), *self.module.buffers())
+        sliced = (x.tensor for there in self._homes for x in there.held)
+        versions = [x._version for x in (*live, *sliced)]
+        objects = [(name, x._version) for name, x in self._registered.object_tensors().items()]
+        updates = sorted(self._registered.num_updates.items())
+        return self._registered.digest(), *updates, *objects, *versions
 
     def _of_object(self, name: str, x: Tensor) -> Shard:
         every = tuple(range(self.everyone.size))
@@ -370,6 +383,13 @@ class RegisteredState(TrainingState):
                 f"{min(needed ^ there)[:80]!r} is in one of the two: take another checkpoint"
             )
         return dict(bodies)
+
+
+def _count(reference: weakref.ref[Registered], name: str, *_: Any) -> None:
+    """A step of the optimizer ``name`` begins."""
+    registered = reference()
+    if registered is not None:
+        registered.num_updates[name] += 1
 
 
 def _read_whole(source: Source, full: str) -> Tensor:
