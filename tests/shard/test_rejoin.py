@@ -19,9 +19,7 @@ KINDS = {
     "stage 3": Kind(*TIED, divided),
     "stage 3 of images, sharded optimizer": Kind(*IMAGES, divided, {"sharded": True}),
     "stage 2 in bfloat16": Kind(*TIED, divided, {"stage": 2, "compute_dtype": torch.bfloat16}),
-    "stage 3 in bfloat16": Kind(
-        lambda: Wide(dropout=0.1), wide_step, divided, {"compute_dtype": torch.bfloat16}
-    ),
+    "stage 3 in bfloat16": Kind(Wide, wide_step, divided, {"compute_dtype": torch.bfloat16}),
 }
 ONE_COPY = {
     "sharded optimizer": Kind(*TIED, stage1, {"one_copy": True}),
