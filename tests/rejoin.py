@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from instep.checkpoint.load import restore
 from instep.checkpoint.manifest import Json, canonical
@@ -34,16 +35,23 @@ from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
+from instep.shard.shard_groups import shard_group_of
 from instep.step.micro_batches import MicroBatch
 from tests.parity import LeafStep, filled, world_of_one
 from tests.world import _raw_groups
 
 NUM_LEAVES = 5
 Made = tuple[Any, Any]
+# The second keeps sums from its construction on; of the third there is nothing before the first step.
+OPTIONS: dict[type[Optimizer], dict[str, Any]] = {
+    AdamW: {"fused": True},
+    Adagrad: {"initial_accumulator_value": 0.1},
+    SGD: {"momentum": 0.9},
+}
 
 
-def plainly(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=0.02, fused=True)
+def plainly(model: nn.Module, optimizer: type[Optimizer] = AdamW) -> Optimizer:
+    return optimizer(model.parameters(), lr=0.02, **OPTIONS[optimizer])
 
 
 def replicated(module: nn.Module, mesh: Mesh, **options: Any) -> Made:
@@ -55,16 +63,28 @@ def served(module: nn.Module, mesh: Mesh) -> Made:
     return ParameterServer(module, optimizer, mesh, find_unused_parameters=True), optimizer
 
 
-def stage1(module: nn.Module, mesh: Mesh, **options: Any) -> Made:
+def stage1(
+    module: nn.Module, mesh: Mesh, *, optimizer: type[Optimizer] = AdamW, one_copy: bool = False
+) -> Made:
     model = DataParallel(module, process_group=mesh, find_unused_parameters=True)
-    return model, ShardedOptimizer(module.parameters(), AdamW, mesh, lr=0.02, fused=True, **options)
+    return model, in_shards(model, mesh, optimizer, one_copy=one_copy)
 
 
-def divided(module: nn.Module, mesh: Mesh, *, sharded: bool = False, **options: Any) -> Made:
+def divided(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    sharded: bool = False,
+    optimizer: type[Optimizer] = AdamW,
+    **options: Any,
+) -> Made:
     model = fully_shard(module, mesh, find_unused_parameters=True, **options)
-    if sharded:
-        return model, ShardedOptimizer(model.parameters(), AdamW, mesh, lr=0.02, fused=True)
-    return model, plainly(model)
+    return model, in_shards(model, mesh, optimizer) if sharded else plainly(model, optimizer)
+
+
+def in_shards(model: nn.Module, mesh: Mesh, optimizer: type[Optimizer], **options: Any) -> Optimizer:
+    among = shard_group_of(mesh)
+    return ShardedOptimizer(model.parameters(), optimizer, among, lr=0.02, **OPTIONS[optimizer], **options)
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,7 @@ class Rejoined:
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
         self.step = 0
         self.parameters = list(self.module.parameters())
+        self.under_way: list[Iterator[MicroBatch]] = []
         self.num_forwards = self.num_updates = 0
         self.module.register_forward_pre_hook(lambda *_: self._count_forward())
         self.optimizer.register_step_post_hook(lambda *_: self._count_update())
@@ -165,25 +186,29 @@ class Rejoined:
     def steps(self, count: int) -> None:
         for _ in range(count):
             for micro_batch in self.micro_batches():
-                self.kind.leaf_step(self._called, micro_batch, self.step)
+                self.kind.leaf_step(self.called, micro_batch, self.step)
             clip_grad_norm_(self.module.parameters(), 0.5)
-            if isinstance(self.model, ParameterServer):
-                self.model.step()
-            else:
-                self.optimizer.step()
+            self.update()
             if not isinstance(self.model, ParameterServer) or self.model.is_server:
                 self.schedule.step()
             self.optimizer.zero_grad()
             self.step += 1
 
+    def update(self) -> None:
+        """The optimizer's step."""
+        if isinstance(self.model, ParameterServer):
+            self.model.step()
+        else:
+            self.optimizer.step()
+
     def go_on(self, micro_batch: MicroBatch | None, others: Iterator[MicroBatch]) -> None:
         """Forward and backward of the rest of a step."""
         while micro_batch is not None:
-            self.kind.leaf_step(self._called, micro_batch, self.step)
+            self.kind.leaf_step(self.called, micro_batch, self.step)
             micro_batch = next(others, None)
 
     @property
-    def _called(self) -> nn.Module:
+    def called(self) -> nn.Module:
         return self.module if isinstance(self.model, ParameterServer) else self.model
 
 
@@ -260,32 +285,62 @@ class Lost(Exception):
     """What a rank dies of."""
 
 
-def lose_rank_in_backward(kind: Kind, meetings: Meetings, rank: int, backend: str) -> None:
-    """Of three ranks the last is lost in the third step; the others repeat it, and make another one."""
+def lose_rank(kind: Kind, meetings: Meetings, rank: int, backend: str, place: str) -> None:
+    """Of three ranks the last is lost in the third step; the others repeat it, and make another one.
+
+    ``place``: "backward", of a micro-batch; "undeclared", in a step without any; "update", of the optimizer.
+    """
     joined = Rejoined(kind)
     kept = meetings.keep(rank, joined.keep() if rank == 0 else None)
     joined.leave()
     joined.join(generation(meetings.store, "three", rank, 3, backend), kept)
     joined.steps(2)
     kept = meetings.keep(rank, joined.keep())
-    step_under_way = joined.micro_batches()  # kept, so that no collector ends it
-    micro_batch = next(step_under_way)
-    if rank == 2:
-        last = joined.parameters[-1].register_hook(_die)
-        with pytest.raises(Lost):
-            joined.kind.leaf_step(joined._called, micro_batch, 2)
-        last.remove()
-    else:
-        with pytest.raises(PeerLost):
-            joined.go_on(micro_batch, step_under_way)
+    half_a_step = {"backward": _backward, "undeclared": _undeclared, "update": _update}[place]
+    with pytest.raises(Lost if rank == 2 else PeerLost):
+        half_a_step(joined, rank)
+    under_way = list(joined.under_way)
     joined.leave()
     if rank < 2:
         joined.join(generation(meetings.store, "two", rank, 2, backend), kept)
         joined.steps(2)
         assert joined.sha256() in (None, undisturbed(kind, 4))
         joined.leave()
-    assert not list(step_under_way)
+    assert not [micro_batch for each in under_way for micro_batch in each]
     meetings.wait()
+
+
+def _backward(joined: Rejoined, rank: int) -> None:
+    iterator = joined.micro_batches()
+    joined.under_way.append(iterator)  # kept, so that no collector ends it
+    with dying(joined, rank):
+        joined.go_on(next(iterator), iterator)
+
+
+def _undeclared(joined: Rejoined, rank: int) -> None:
+    micro_batch = MicroBatch(rank, 3)
+    joined.kind.leaf_step(joined.called, micro_batch, 2)
+    with dying(joined, rank):
+        joined.kind.leaf_step(joined.called, micro_batch, 2)
+
+
+def _update(joined: Rejoined, rank: int) -> None:
+    iterator = joined.micro_batches()
+    joined.go_on(next(iterator), iterator)
+    if rank == 2:
+        raise Lost
+    joined.update()
+
+
+@contextmanager
+def dying(joined: Rejoined, rank: int) -> Iterator[None]:
+    """Inside, the last rank dies in backward."""
+    hooks = [joined.parameters[-1].register_hook(_die)] if rank == 2 else []
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _die(gradient: Tensor) -> None:

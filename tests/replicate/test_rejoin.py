@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from instep.mesh.mesh import Mesh
-from tests.rejoin import Kind, Meetings, in_generations, lose_rank_in_backward, replicated, served
+from tests.rejoin import Kind, Meetings, in_generations, lose_rank, replicated, served
 from tests.replicate.nets import Dense, Tied, mean_square, next_token
 from tests.world import world
 
@@ -37,4 +37,17 @@ def test_two_ranks_then_three_then_one_give_the_bits_of_one_process(
 def test_survivors_of_a_rank_that_is_lost_in_backward_give_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, backend: str, meetings: Meetings
 ) -> None:
-    lose_rank_in_backward(kind, meetings, mesh.rank, backend)
+    lose_rank(kind, meetings, mesh.rank, backend, "backward")
+
+
+@world(3, deadline_s=120)
+@pytest.mark.parametrize("strategy", ["bucketed", "naive"])
+def test_a_rank_may_be_lost_in_a_step_that_declares_nothing(
+    mesh: Mesh, strategy: str, meetings: Meetings
+) -> None:
+    lose_rank(KINDS[strategy], meetings, mesh.rank, "gloo", "undeclared")
+
+
+@world(3, deadline_s=120)
+def test_a_rank_may_be_lost_while_the_server_updates(mesh: Mesh, meetings: Meetings) -> None:
+    lose_rank(KINDS["server"], meetings, mesh.rank, "gloo", "update")
