@@ -38,7 +38,7 @@ from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.shard_groups import shard_group_of
 from instep.step.micro_batches import MicroBatch
 from tests.parity import LeafStep, filled, world_of_one
-from tests.world import _raw_groups
+from tests.world import raw_groups
 
 NUM_LEAVES = 5
 Made = tuple[Any, Any]
@@ -228,12 +228,12 @@ def undisturbed(kind: Kind, num_steps: int) -> str | None:
 
 
 def generation(
-    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout_s: float = 20.0
+    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout_s: float = 20.0, **axes: int
 ) -> Mesh:
     """A mesh of ranks that are threads of one process, who meet under ``name``."""
     own = dist.PrefixStore(name, store)
-    make = _raw_groups(backend, own, rank, backend_timeout(timeout_s))
-    return build(own, rank, size, timeout_s=timeout_s, make_group=make)
+    make = raw_groups(backend, own, rank, backend_timeout(timeout_s))
+    return build(own, rank, size, timeout_s=timeout_s, make_group=make, **axes)
 
 
 class Meetings:

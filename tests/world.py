@@ -138,7 +138,7 @@ class _Threads:
         self.ends.put(end)
 
     def _mesh(self, rank: int) -> Mesh:
-        make = _raw_groups(self.backend, self.store, rank, backend_timeout(self.timeout_s))
+        make = raw_groups(self.backend, self.store, rank, backend_timeout(self.timeout_s))
         return build(self.store, rank, self.size, timeout_s=self.timeout_s, make_group=make, **self.axes)
 
     def _collect(self, deadline_s: float) -> dict[int, _End]:
@@ -170,7 +170,7 @@ class _Threads:
         return blamed.error
 
 
-def _raw_groups(backend: str, store: dist.Store, rank: int, timeout: timedelta) -> MakeGroup:
+def raw_groups(backend: str, store: dist.Store, rank: int, timeout: timedelta) -> MakeGroup:
     """Groups for one thread, without the default group that a process can have only one of."""
     made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 

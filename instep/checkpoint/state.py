@@ -280,6 +280,7 @@ class TrainingState:
         assert self.steps is not None
         kept = {self._names[id(x.parameter)]: x for x in self.steps.held.values()}
         places = {name: place for place, name in enumerate(self._parameters, start=first)}
+        unstepped = {n for n, p in self._parameters.items() if not (p.requires_grad or self._slices_with(p))}
         for full, stored in source.tensors.items():
             if not full.startswith(OPTIMIZER):
                 continue
@@ -291,7 +292,7 @@ class TrainingState:
                 is_moment = stored.shape == tuple(x.parameter.shape) and stored.shape
                 value = nothing.view(-1)[x.first : x.last] if is_moment and not x.is_whole else nothing
                 yield self._moment(full, x, value, (places[name], key))
-            elif name in places and not self._parameters[name].requires_grad:
+            elif name in unstepped:
                 raise CheckpointRejected(
                     f"the optimizer's {key!r} of {name!r}: expected none: this optimizer holds nothing "
                     "of frozen parameters: unfreeze it until the optimizer is made and the state is loaded, "

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from instep.mesh.mesh import Mesh
+from instep.ordered.homes import offered
+from instep.replicate.threads import ThreadedReplicas
+from instep.replicate.wrapper import DataParallel
+from tests.parity import filled, numbers, world_of_one
 from tests.rejoin import Kind, Meetings, in_generations, lose_rank, replicated, served
 from tests.replicate.nets import Dense, Tied, mean_square, next_token
+from tests.replicate.replicas import assert_mean_gradients, square
 from tests.world import world
 
 KINDS = {
@@ -51,3 +56,31 @@ def test_a_rank_may_be_lost_in_a_step_that_declares_nothing(
 @world(3, deadline_s=120)
 def test_a_rank_may_be_lost_while_the_server_updates(mesh: Mesh, meetings: Meetings) -> None:
     lose_rank(KINDS["server"], meetings, mesh.rank, "gloo", "update")
+
+
+@world(2)
+def test_synchronisation_stays_off_where_a_loop_has_turned_it_off(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    model.disable_grad_sync()
+    square(model, mesh.rank).backward()
+    wrapped = offered(model)
+    wrapped.leave()
+    wrapped.join(mesh)
+    assert not model.do_sync and model.step_mode is None
+    assert all(p.grad is None for p in model.parameters())
+    square(model, mesh.rank).backward()
+    model.sync_gradients()
+    assert_mean_gradients(mesh, model.module, square)
+    model.close()
+
+
+def test_replicas_in_threads_drop_what_they_have() -> None:
+    model = ThreadedReplicas(filled(Dense()), 2)
+    model(numbers(4, 6, key="x")).square().mean().backward()
+    wrapped = offered(model)
+    wrapped.leave()
+    assert all(p.grad is None for p in model.parameters())
+    wrapped.join(world_of_one())
+    model(numbers(4, 6, key="x")).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.close()

@@ -43,8 +43,7 @@ from tests.shard.trained import (
     train_fully,
     wide_step,
 )
-from tests.world import _raw_groups as raw_groups
-from tests.world import world
+from tests.world import raw_groups, world
 
 STAGES = pytest.mark.parametrize("stage", [2, 3])
 # Two by two: where ranks share memory, below.

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.optim import SGD, Adagrad
 
+from instep.errors import PeerLost
+from instep.mesh.join import init
+from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
-from tests.rejoin import Kind, Meetings, divided, in_generations, lose_rank, stage1
+from tests.parity import world_of_one
+from tests.rejoin import (
+    Kind,
+    Meetings,
+    Rejoined,
+    divided,
+    generation,
+    in_generations,
+    lose_rank,
+    replicated,
+    stage1,
+    undisturbed,
+)
 from tests.shard.trained import TiedWide, Wide, WideImages, images_step, tokens_step, wide_step
 from tests.world import world
 
@@ -30,6 +53,16 @@ ONE_COPY = {
     ),
 }
 
+SOME_KINDS = {
+    "replicated": Kind(*TIED, replicated),
+    "sharded optimizer": KINDS["sharded optimizer"],
+    "stage 2": KINDS["stage 2"],
+    "stage 3": KINDS["stage 3"],
+    "stage 3, sharded": Kind(*TIED, divided, {"sharded": True}),
+}
+HYBRID = {
+    name: KINDS[name] for name in ("sharded optimizer", "stage 2", "stage 3 of images, sharded optimizer")
+}
 SHARED = {
     "stage 3": KINDS["stage 3"],
     "sharded optimizer": KINDS["sharded optimizer"],
@@ -47,6 +80,30 @@ OTHER_OPTIMIZERS = {
 @pytest.fixture
 def meetings() -> Meetings:
     return Meetings(3)
+
+
+@pytest.fixture
+def pair() -> Meetings:
+    return Meetings(2)
+
+
+@pytest.fixture
+def four() -> Meetings:
+    return Meetings(4)
+
+
+def num_hooks(joined: Rejoined) -> int:
+    of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in joined.module.modules())
+    of_parameters = sum(
+        len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ()) for p in joined.parameters
+    )
+    optimizer: Any = joined.optimizer
+    of_optimizer = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return of_modules + of_parameters + of_optimizer
+
+
+def num_threads(rank: int) -> int:
+    return sum(t.name.startswith("instep") and f"rank {rank}" in t.name for t in threading.enumerate())
 
 
 @world(3, deadline_s=120)
@@ -85,3 +142,114 @@ def test_survivors_that_had_shared_memory_give_them_too(
     mesh: Mesh, kind: Kind, place: str, meetings: Meetings
 ) -> None:
     lose_rank(kind, meetings, mesh.rank, "shm", place)
+
+
+@world(3, deadline_s=120)
+@pytest.mark.parametrize("kind", SOME_KINDS.values(), ids=SOME_KINDS)
+def test_what_is_frozen_for_a_while_when_a_rank_is_lost_is_trained_again(
+    mesh: Mesh, kind: Kind, meetings: Meetings
+) -> None:
+    """As the discriminator of a GAN is while the generator learns; a newcomer has not come to that yet."""
+    joined = Rejoined(kind)
+    kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
+    joined.leave()
+    if mesh.rank < 2:
+        joined.join(generation(meetings.store, "two", mesh.rank, 2, "gloo"), kept)
+        joined.steps(2)
+    kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank < 2 else None)
+    trained = [p for p in joined.parameters if p.requires_grad]
+    if mesh.rank < 2:
+        for p in trained:
+            p.requires_grad_(False)
+    joined.leave()
+    joined.join(generation(meetings.store, "three", mesh.rank, 3, "gloo"), kept)
+    assert [p.requires_grad for p in trained] == [mesh.rank == 2] * len(trained)
+    for p in trained:
+        p.requires_grad_(True)
+    joined.steps(2)
+    assert joined.sha256() == undisturbed(kind, 4) or (kind.make is replicated and mesh.rank)
+    joined.leave()
+
+
+@world(3, deadline_s=120)
+@pytest.mark.parametrize("kind", SOME_KINDS.values(), ids=SOME_KINDS)
+def test_who_is_lost_while_the_others_join_is_no_end(mesh: Mesh, kind: Kind, meetings: Meetings) -> None:
+    joined = Rejoined(kind)
+    kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
+    joined.leave()
+    three = generation(meetings.store, "three", mesh.rank, 3, "gloo", timeout_s=0.5)
+    if mesh.rank < 2:
+        with pytest.raises(PeerLost):
+            joined.join(three, kept)
+        joined.leave()
+        joined.join(generation(meetings.store, "two", mesh.rank, 2, "gloo"), kept)
+        joined.steps(2)
+        assert joined.sha256() in (None, undisturbed(kind, 2))
+        joined.leave()
+    meetings.wait()
+    three.close()
+
+
+@world(2, deadline_s=120)
+@pytest.mark.parametrize("kind", SOME_KINDS.values(), ids=SOME_KINDS)
+def test_a_generation_leaves_neither_hooks_nor_threads_behind(mesh: Mesh, kind: Kind, pair: Meetings) -> None:
+    meetings = pair
+    joined, found = Rejoined(kind), []
+    kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
+    for number in range(3):
+        joined.leave()
+        joined.join(generation(meetings.store, f"{number}", mesh.rank, 2, "gloo"), kept)
+        joined.steps(1)
+        kept = meetings.keep(mesh.rank, joined.keep())
+        found.append((num_hooks(joined), num_threads(mesh.rank)))
+        meetings.wait()
+    assert found[1] == found[2] == found[0]
+    joined.leave()
+
+
+@world(4, deadline_s=120)
+@pytest.mark.parametrize("kind", HYBRID.values(), ids=HYBRID)
+def test_shard_groups_are_other_ones_in_another_mesh(mesh: Mesh, kind: Kind, four: Meetings) -> None:
+    joined = Rejoined(kind)
+    kept = four.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
+    for number, axes in enumerate(({"dp": 2, "shard": 2}, {"shard": 4}, {"dp": 4}, {"dp": 2, "shard": 2})):
+        joined.leave()
+        joined.join(generation(four.store, f"{number}", mesh.rank, 4, "gloo", **axes), kept)
+        joined.steps(1)
+        assert joined.sha256() in (None, undisturbed(kind, number + 1))
+        kept = four.keep(mesh.rank, joined.keep())
+    joined.leave()
+
+
+def lose_rank_by_signal(path: str, stage: int) -> None:
+    """Rank 1 is killed in backward; rank 0 goes on alone from what it began with, with dropout."""
+    mesh = init(timeout_s=30)
+    kind = Kind(lambda: Wide(dropout=0.1), wide_step, divided, {"stage": stage})
+    joined = Rejoined(kind)
+    kept = [joined.keep()]
+    joined.leave()
+    joined.join(mesh, kept)
+    joined.steps(1)
+    iterator = joined.micro_batches()
+    micro_batch = next(iterator)
+    if mesh.rank == 1:
+        joined.parameters[-1].register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        joined.go_on(micro_batch, iterator)
+    except PeerLost:
+        began = time.monotonic()
+        joined.leave()
+        joined.join(world_of_one(), kept)
+        took_s = time.monotonic() - began
+        joined.steps(3)
+        hashes = joined.sha256(), undisturbed(kind, 3)
+        Path(path, "report").write_text(json.dumps([*hashes, took_s]))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_who_survives_a_kill_goes_on_in_the_same_objects(tmp_path: Path, stage: int) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        launch(lose_rank_by_signal, (str(tmp_path), stage), ranks=2, grace_s=30)
+    found, expected, took_s = json.loads((tmp_path / "report").read_text())
+    assert found == expected
+    assert took_s < 15  # half the deadline: no rank is waited for
