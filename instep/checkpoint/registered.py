@@ -121,22 +121,6 @@ class Registered:
         found = (offered(model) for model in self.models.values())
         return [said for said in found if isinstance(said, Wrapped)]
 
-    def position(self) -> tuple[Json, dict[str, int]]:
-        """What is no tensor, and no option of an optimizer, for ``return_to``."""
-        return self.objects_to_json(), self.declared_steps()
-
-    def return_to(self, position: tuple[Json, dict[str, int]]) -> bool:
-        """Make it what it was at ``position``; False, and nothing done, if tensors would have to be known."""
-        bodies, counted = position
-        changed = {name: body for name, body in bodies.items() if body != self.objects_to_json()[name]}
-        if any(tensors_of(body) for body in changed.values()):
-            return False
-        for name, body in changed.items():
-            self.others[name].load_state_dict(put_together(name, body, {}))
-        for name, counter in self.counters().items():
-            counter.next_step = counted[name]
-        return True
-
     def objects_to_json(self) -> Json:
         """What of the other objects is no tensor, by name."""
         return {name: take_apart(name, x.state_dict())[0] for name, x in self.others.items()}

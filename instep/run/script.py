@@ -18,6 +18,10 @@ from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
 
+NO_GROUP = (
+    "Under `instep run` ranks meet where the loop over run.steps begins, and again when one is lost: take "
+    "init_process_group() out of the script, and use run.mesh there"
+)
 OTHERS = {"site-packages", "dist-packages"}  # folders of modules that are not the script's own
 
 
@@ -63,6 +67,10 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
         execute(call)
     except SystemExit as end:
         code = _code(end)
+    except ValueError as error:
+        if "env:// rendezvous" in str(error):
+            raise ValueError(f"{error}. {NO_GROUP}") from error
+        raise
     channel.heartbeat.enter("lost")
     channel.say("finished", code=code)
     exit_now(code)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from instep.checkpoint.registered import RegisteredState
 from instep.errors import Diverged
 from instep.events import GLOBAL_LOSS, WAITS
 from instep.mesh.device import generators
@@ -81,6 +82,7 @@ class StepWork:
         self._strangers = _strangers(training.registered.optimizers)
         self._thread = threading.get_ident()
         self._is_open = False
+        self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []
         self._require_registered()
@@ -102,8 +104,7 @@ class StepWork:
         self._began = time.monotonic()
         self._logged, self._norms, self._judged = {}, [], False
         self._holds = training.rank_state.holds
-        self._position = training.registered.position()
-        self._versions = [x._version for x in self._tensors()]
+        self._step_begun, self._mark = training.steps_done, self._state_mark()
         if training.registered.has_server:  # whose weights come to its workers past every optimizer
             training.rank_state.holds = Holds.NOTHING
         self._key_generators()
@@ -136,7 +137,7 @@ class StepWork:
                 exposed_ms=exposed_s * 1e3,
                 waiting_ms=waiting_s * 1e3,
                 skipped=skipped or "",
-                logged={**figures, "samples_per_s": training.items_per_step / step_s},
+                logged={**figures, f"{training.item}_per_s": training.items_per_step / step_s},
                 **{name: told.sums.get(name, 0.0) > 0 for name in WISHES},
             )
         )
@@ -155,10 +156,9 @@ class StepWork:
         """A rank was lost: if no tensor of the state was touched, go back to what this rank had."""
         training = self.training
         state = training.rank_state
-        if "_versions" not in self.__dict__ or state.steps_done != self._step_begun:
+        if state.steps_done != self._step_begun or state.holds is not self._holds:
             return
-        untouched = self._versions == [x._version for x in self._tensors()]
-        if state.holds is self._holds and not (untouched and training.registered.return_to(self._position)):
+        if self._state_mark() != self._mark:
             state.holds = Holds.NOTHING
 
     def _close(self) -> None:
@@ -167,12 +167,13 @@ class StepWork:
         self._is_open = False
         self.phases.end()
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self.training.module.buffers()
+    def _state_mark(self) -> object:
+        state = self.training.state
+        assert isinstance(state, RegisteredState)
+        return state.mark()
 
     def _key_generators(self) -> None:
         training = self.training
-        self._step_begun = training.steps_done
         key = derive(training.config.seed, "step", training.steps_done, training.mesh.rank)
         for generator in generators(training.mesh.device):
             seed_generator(generator, key)

@@ -4,10 +4,10 @@ another.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -98,6 +98,11 @@ class ScriptTraining:
         return self.config.batch.global_size or 1
 
     @property
+    def item(self) -> str:
+        """What the throughput counts."""
+        return "samples" if self.config.batch.global_size else "steps"
+
+    @property
     def num_replicas(self) -> int:
         """Ranks that share out the batch."""
         return self.mesh.data.size
@@ -136,6 +141,9 @@ class ScriptTraining:
             ContractBroken: a rank has another configuration. On all ranks.
         """
         self.mesh, self.group = mesh, mesh.data.group
+        if not self.config.batch.global_size:  # each rank has a micro-batch of its own
+            batch = ScriptBatch(num_micro_batches=self.group.size)
+            self.config = dataclasses.replace(self.config, batch=batch)
         if wrappers:
             if self._is_wrapped:
                 self.registered.leave()
@@ -313,17 +321,16 @@ def layout_of(registered: Registered, settings: ScriptSettings, backend: str) ->
         placed |= getattr(model, "placement", None) or {}
     known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
     layout = ScriptLayout(**{**known, "backend": backend, "threads": torch.get_num_threads()})
-    loader = next((x for x in registered.others.values() if hasattr(x, "micro_batch_size")), None)
+    loader = next((x for x in registered.others.values() if hasattr(x, "num_micro_batches")), None)
     batch = ScriptBatch()
-    with suppress(AttributeError):
-        if loader is not None:
-            batch = ScriptBatch(global_size=loader.batch_size, micro_size=loader.micro_batch_size)
+    if loader is not None:
+        sizes = loader.batch_size, loader.micro_batch_size
+        batch = ScriptBatch(
+            global_size=sizes[0], micro_size=sizes[1], num_micro_batches=loader.num_micro_batches
+        )
     name = next((type(x).__name__ for x in registered.optimizers.values()), "")
-    return _replaced(settings, parallel=layout, batch=batch, optim=ScriptOptimizer(name=name.lower()))
-
-
-def _replaced(settings: ScriptSettings, **changes: Any) -> ScriptSettings:
-    return ScriptSettings(**{**vars(settings), **changes})
+    optimizer = ScriptOptimizer(name=name.lower())
+    return dataclasses.replace(settings, parallel=layout, batch=batch, optim=optimizer)
 
 
 def _moments(optimizer: Any) -> Iterator[Any]:

@@ -91,10 +91,11 @@ class ScriptLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptBatch:
-    """The sizes of a loader's batches; 0 where there is none."""
+    """The sizes of a loader's batches, 0 where there is none; and how many micro-batches a step has."""
 
     global_size: int = 0
     micro_size: int = 0
+    num_micro_batches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,5 +137,5 @@ class ScriptSettings:
 
     @property
     def num_leaves(self) -> int:
-        """Micro-batches in a step; 1 where no loader says."""
-        return self.batch.global_size // self.batch.micro_size if self.batch.micro_size else 1
+        """Micro-batches in a step."""
+        return self.batch.num_micro_batches
