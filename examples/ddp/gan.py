@@ -1,10 +1,9 @@
 """Learn to draw points on a ring: a generator and a critic, each with an optimizer of its own.
 
-    torchrun --nproc-per-node 2 gan.py
+torchrun --nproc-per-node 2 gan.py
 """
 
 import math
-import os
 
 import torch
 import torch.distributed as dist
@@ -27,12 +26,13 @@ def ring(n):
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(int(os.environ.get("RANK", 0)))
+RANK = dist.get_rank() if dist.is_initialized() else 0
+torch.manual_seed(RANK)  # other points and other noise on every rank
 
 generator = DistributedDataParallel(perceptron(NOISE, 2))
 critic = DistributedDataParallel(perceptron(2, 1))
-g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
-c_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+g_adam = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+c_adam = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
 loss_function = nn.BCEWithLogitsLoss()
 ones, zeros = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
 
@@ -40,16 +40,19 @@ for step in range(STEPS):
     # The critic learns to tell real points from drawn ones.
     fake = generator(torch.randn(BATCH, NOISE))
     c_loss = loss_function(critic(ring(BATCH)), ones) + loss_function(critic(fake.detach()), zeros)
-    c_optimizer.zero_grad()
+    c_adam.zero_grad()
     c_loss.backward()
-    c_optimizer.step()
+    c_adam.step()
 
     # The generator learns to draw what the critic takes for real.
     g_loss = loss_function(critic(fake), ones)
-    g_optimizer.zero_grad()
+    g_adam.zero_grad()
     g_loss.backward()
-    g_optimizer.step()
+    g_adam.step()
+
+    if step % 100 == 0 and RANK == 0:
+        print(f"step {step}: losses {c_loss:.2f} of the critic, {g_loss:.2f} of the generator")
 
 with torch.no_grad():
     radius = generator(torch.randn(1000, NOISE)).norm(dim=1)
-print(f"radius {radius.mean():.2f} +- {radius.std():.2f}, to be 2.00; losses {c_loss:.2f}, {g_loss:.2f}")
+print(f"radius {radius.mean():.2f} +- {radius.std():.2f}, to be 2.00 +- 0.10")

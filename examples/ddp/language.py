@@ -1,6 +1,6 @@
 """Predict the next byte of Python's own source: a small transformer, with warm-up and clipped gradients.
 
-    torchrun --nproc-per-node 2 language.py
+torchrun --nproc-per-node 2 language.py
 """
 
 import argparse
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=150)
@@ -19,13 +19,17 @@ parser.add_argument("--lr", type=float, default=3e-3)
 args = parser.parse_args()
 
 
+def get_rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 class Transformer(nn.Module):
     def __init__(self, width=64, layers=2, heads=4, dropout=0.1):
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(args.context, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(width, 256)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(args.context))
 
@@ -42,13 +46,13 @@ def random_batch(text):
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(1234 + dist.get_rank())  # every rank draws windows of its own
+torch.manual_seed(1234 + get_rank())  # every rank draws windows of its own
 
 library = Path(argparse.__file__).parent
 text = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
 text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
-model = DDP(Transformer())
+model = DistributedDataParallel(Transformer())
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps - 10)
@@ -62,5 +66,5 @@ for step in range(args.steps):
     optimizer.step()
     schedule.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and step % 25 == 0:
+    if get_rank() == 0 and step % 25 == 0:
         print(f"step {step}: loss {loss.item():.3f}")

@@ -1,6 +1,6 @@
 """Tell four textures apart: a conv net on random crops and flips, on several CPUs.
 
-    torchrun --nproc-per-node 2 vision.py
+torchrun --nproc-per-node 2 vision.py
 """
 
 import torch
@@ -23,7 +23,7 @@ class Textures(Dataset):
         shift, width = torch.rand(2, num_images, 1, 1) * 6, 0.8 + torch.rand(num_images, 1, 1)
         waves = torch.sin(columns * width + shift[0]) * across.view(-1, 1, 1)
         waves += torch.sin(rows * width + shift[1]) * down.view(-1, 1, 1)
-        self.images = (waves + torch.randn(num_images, 20, 20)).unsqueeze(1)
+        self.images = (waves + 1.5 * torch.randn(num_images, 20, 20)).unsqueeze(1)
         self.augment = augment
 
     def __len__(self):
@@ -36,9 +36,8 @@ class Textures(Dataset):
 
 
 def convolution(num_in, num_out):
-    return nn.Sequential(
-        nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(), nn.MaxPool2d(2)
-    )
+    layer = nn.Conv2d(num_in, num_out, kernel_size=3, padding=1, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(num_out), nn.ReLU(), nn.MaxPool2d(2))
 
 
 def main():
@@ -53,13 +52,14 @@ def main():
         loader.sampler.set_epoch(epoch)
         for x, y in loader:
             loss = criterion(model(x), y)
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
     net.eval()
     x, y = torch.utils.data.default_collate(list(Textures(NUM_HELD_OUT, seed=1, augment=False)))
     right = (net(x).argmax(dim=1) == y).float().mean()
-    print(f"{right:.1%} of {NUM_HELD_OUT} other images are told right")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"{right:.1%} of {NUM_HELD_OUT} other images are told right")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Predict the next byte of Python's own source: a small transformer, with warm-up and clipped gradients.
 
-    instep run -n 2 language.py
+instep run -n 2 language.py
 """
 
 import argparse
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
-
-from instep import DataParallel as DDP, Run
+from instep import DataParallel as DistributedDataParallel, Run
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=150)
@@ -19,13 +19,17 @@ parser.add_argument("--lr", type=float, default=3e-3)
 args = parser.parse_args()
 
 
+def get_rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 class Transformer(nn.Module):
     def __init__(self, width=64, layers=2, heads=4, dropout=0.1):
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(args.context, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(width, 256)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(args.context))
 
@@ -41,13 +45,14 @@ def random_batch(text):
     return windows[:, :-1], windows[:, 1:]
 
 
-run = Run("runs/language", seed=1234)
+run = Run("runs/language")
+torch.manual_seed(1234 + get_rank())  # every rank draws windows of its own
 
 library = Path(argparse.__file__).parent
 text = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
 text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
-model = DDP(Transformer())
+model = DistributedDataParallel(Transformer())
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps - 10)
@@ -62,5 +67,5 @@ for step in run.steps(args.steps, model=model, optimizer=optimizer, schedule=sch
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if run.rank == 0 and step % 25 == 0:
+        if get_rank() == 0 and step % 25 == 0:
             print(f"step {step}: loss {loss.item():.3f}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,32 +19,42 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 
 class SmallConvNet(nn.Module):
-    """Images (B, C, H, W) to logits (B, num_classes), for H and W of at least 4.
+    """Images (B, C, H, W) to logits (B, num_classes).
+
+    A convolution for each of ``widths``, its number of channels, after which H and W are halved; then the
+    mean over what is left of the image.
 
     ``norm="group"`` normalises each image by itself. ``norm="batch"`` normalises by the micro-batch and keeps
-    running statistics in buffers that forward changes; those depend on the order of the micro-batches, so it
-    trains in the plain loop, but is refused where results must not depend on placement.
+    running statistics in buffers that forward changes; declared steps apply them in micro-batch order, so
+    that they have the same bits on any number of ranks, too.
 
     Nothing in it is random, so it declares no blocks. Raises ``ValueError`` for an unknown norm.
     """
 
-    def __init__(self, num_classes: int = 10, channels: int = 3, norm: str = "batch") -> None:
+    def __init__(
+        self,
+        num_classes: int = 10,
+        channels: int = 3,
+        norm: str = "batch",
+        *,
+        widths: Sequence[int] = (32, 64),
+    ) -> None:
         super().__init__()
         if norm not in NORMS:
             raise ValueError(f"expected norm to be one of {', '.join(NORMS)}, got {norm!r}")
         layers: list[nn.Module] = []
-        for num_in, num_out in ((channels, 32), (32, 64)):
+        for num_in, num_out in pairwise((channels, *widths)):
             # no bias: the norm's own takes its place
             layers += [nn.Conv2d(num_in, num_out, kernel_size=3, padding=1, bias=False)]
             layers += [NORMS[norm](num_out), nn.ReLU(), nn.MaxPool2d(2)]
         self.features = nn.Sequential(*layers)
-        self.out = nn.Linear(64, num_classes)
+        self.out = nn.Linear(widths[-1], num_classes)
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
                 self.init_parameter(name, parameter, torch.default_generator)
 
     def forward(self, images: Tensor) -> Tensor:
-        features = self.features(images)  # (B, 64, H / 4, W / 4)
+        features = self.features(images)  # (B, widths[-1], H / 4, W / 4) for two widths
         return self.out(features.mean(dim=(2, 3)))
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:

@@ -51,7 +51,8 @@ class MicroBatch:
         weight: set it before backward if the loss is a *sum* over that many items (tokens, samples): the sum
             of all losses' gradients is divided by the sum of all weights. An int, 0 is allowed. Left at 1,
             the loss is a *mean*, and micro-batches count alike.
-        data: what the ``instep.Loader`` that the step was declared with has read for it; else None.
+        data: what the ``instep.Loader`` that the step was declared with has read for it; else None. A tuple
+            or a list can be taken apart in the loop: ``for x, y in model.micro_batches(loader)``.
 
     Example:
         >>> model = instep.DataParallel(model)
@@ -67,6 +68,17 @@ class MicroBatch:
     num_micro_batches: int
     weight: int = 1
     data: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if not isinstance(self.data, tuple | list):
+            raise TypeError(
+                f"expected a tuple or a list in micro_batch.data to take apart, got {type(self.data).__name__}: "
+                "read micro_batch.data as it is"
+                if self.data is not None
+                else "this micro-batch has no data, because its step was declared with a number: declare it with "
+                "an instep.Loader, or read your data by micro_batch.index"
+            )
+        return iter(self.data)
 
     def checked_weight(self) -> int:
         """``weight``.
