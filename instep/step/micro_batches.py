@@ -72,11 +72,9 @@ class MicroBatch:
     def __iter__(self) -> Iterator[Any]:
         if not isinstance(self.data, tuple | list):
             raise TypeError(
-                f"expected a tuple or a list in micro_batch.data to take apart, got {type(self.data).__name__}: "
-                "read micro_batch.data as it is"
-                if self.data is not None
-                else "this micro-batch has no data, because its step was declared with a number: declare it with "
-                "an instep.Loader, or read your data by micro_batch.index"
+                "expected a tuple or a list in micro_batch.data to take apart, got "
+                f"{type(self.data).__name__}: read micro_batch.data as it is; without an instep.Loader, read "
+                "your data by micro_batch.index"
             )
         return iter(self.data)
 
