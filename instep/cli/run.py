@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from instep import _HOMES as PUBLIC
 from instep.cli.exit_codes import USAGE, exit_code, report_error
 from instep.mesh.launch_environment import detect
 
@@ -76,7 +77,9 @@ def main(args: Sequence[str]) -> int:
         from instep.mesh.launch import warm
 
         if detect(os.environ).source == "single":
-            warm("instep.run.script")  # the process that ranks are forked from loads torch meanwhile
+            # The process that ranks are forked from loads torch meanwhile, and what a script calls: a process
+            # that takes another's place would else import for a second, while all others wait for it.
+            warm("instep.run.script", *dict.fromkeys(PUBLIC.values()))
         from instep.run.launch_script import launch_script
         from instep.run.script import ScriptCall
 
