@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on although script, arguments, libraries or processor have changed",
     )
+    words.add_argument(
+        "--check-every", type=int, default=0, metavar="N", help="make one step in N twice, and compare"
+    )
     words.add_argument("--threads", type=int, default=1, metavar="N", help="threads per rank on a CPU")
     words.add_argument(
         "--timeout-s",
@@ -90,6 +93,7 @@ def main(args: Sequence[str]) -> int:
             resume=given.resume,
             accept_contract=given.accept_contract,
             stop_after=given.stop_after,
+            check_every=given.check_every,
             fault=tuple(given.fault),
         )
         ranks = given.ranks or len(os.sched_getaffinity(0))
@@ -110,7 +114,7 @@ def _require_sane(given: argparse.Namespace) -> None:
     if not given.script.is_file():
         kind = "a folder" if given.script.is_dir() else "not there"
         raise ValueError(f"{given.script} is {kind}: expected a Python script: instep run -n 4 train.py")
-    for name in ("ranks", "min_ranks", "stop_after"):
+    for name in ("ranks", "min_ranks", "stop_after", "check_every"):
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
     if given.threads < 1 or given.timeout_s <= 0:

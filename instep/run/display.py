@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -64,7 +65,9 @@ class Display:
 def _figures(made: StepFigures, slow: SlowRank | None) -> str:
     waiting = f", {made.waiting_ms:.0f} waiting" if made.waiting_ms >= 0.5 else ""
     culprit = f"  rank {slow.rank} is slow: {slow.phase}, +{slow.excess_s * 1e3:.0f} ms" if slow else ""
+    known = {"loss": (made.loss, ".3f"), "norm": (made.norm, ".2f"), "lr": (made.rate, ".1e")}
+    shown = "  ".join(f"{name} {x:{form}}" for name, (x, form) in known.items() if not math.isnan(x))
     return (
-        f"loss {made.loss:.3f}  norm {made.norm:.2f}  lr {made.rate:.1e}  {made.step_ms:.0f} ms"
+        f"{shown}  {made.step_ms:.0f} ms"
         f" ({made.exposed_ms:.0f} exposed{waiting})  {throughput(made.logged)}{culprit}"
     )

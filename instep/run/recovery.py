@@ -182,6 +182,47 @@ def _require_same(training: Training, root: int, did: str) -> None:
     training.state.settled()  # else the first exchange would take what some ranks were given for an edit
 
 
+class Built:
+    """The state that one rank has alone, in memory of its own, to take in whatever group it is then."""
+
+    def __init__(self, training: Training) -> None:
+        shards = stored(training, training.state.shards())
+        description, tensors = describe(training, shards), [shard.tensor for shard in shards]
+        self._kept = Snapshot.create(len(description), tensor_bytes(tensors))
+        self._kept.write(description, tensors)
+
+    def put(self, training: Training) -> None:
+        """Give it to ``training``. Collective where the state is divided."""
+        half = self._kept.halves[0]
+        body = parse_json(self._kept.description(half) or b"", DESCRIPTION_BYTES)
+        begins, _ = places(rows_from_json(body["rows"]))
+        there = MemoryReader(self._kept.bytes_of(half, 0, self._kept.tensor_bytes), begins)
+        take(training, [body], {"0": there})
+
+
+class Copy:
+    """What a rank holds of the state at a moment, to go back to in the same group."""
+
+    def __init__(self, training: Training) -> None:
+        held = training.state.shards()
+        self._values = [shard._replace(tensor=shard.tensor.detach().clone()) for shard in held]
+        self._options = json.loads(json.dumps(training.state.options()))
+        self._run = training.rank_state.to_json()
+        self._carried = json.loads(json.dumps(training.carried()))
+
+    def put(self, training: Training) -> None:
+        """Give it to ``training``, once. Collective where the state is divided."""
+        state = training.rank_state
+        holds = state.holds
+        state.restoring()
+        training.state.put(self._values, self._options)
+        training.state.drop_others_moments()
+        state.restored(self._run["step"], self._run["last"])
+        training.carry_on(self._carried)
+        state.holds = holds
+        training.state.settled()
+
+
 class Snapshots:
     """One rank's snapshots, and what it knows of those that a generation before has left.
 

@@ -37,6 +37,7 @@ class ScriptCall:
     resume: bool = False
     accept_contract: bool = False
     stop_after: int = 0
+    check_every: int = 0
     fault: tuple[str, ...] = ()
 
 
@@ -110,7 +111,7 @@ def _neighbours(folder: Path) -> Iterator[tuple[str, Path]]:
     begin = os.path.join(folder, "")
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        # Text first: there are some thousand modules, and a Path of each would take longer than all else here.
+        # Text first: there are some thousand modules, and a Path of each takes longer than all else here.
         if name == "__main__" or not isinstance(file, str) or not file.startswith(begin):
             continue
         if file.endswith(".py") and not OTHERS & set(Path(file).relative_to(folder).parts):

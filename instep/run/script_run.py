@@ -52,6 +52,7 @@ from instep.run.settings import (
     ScriptSettings,
     TraceConfig,
 )
+from instep.run.twice import Twice
 
 FORGOTTEN = (
     "step {} was not entered: write `with step:` around all that it does; the loss of a rank in there is "
@@ -80,6 +81,8 @@ class Run:
         checkpoint_every: steps between two checkpoints; 0 saves at the end only.
         keep: newest checkpoints to keep, at least 2.
         replicas_every: steps between two comparisons of what ranks hold alike; 0: never.
+        check_every: steps from one that is made twice, on other ranks each time, and compared, to the next:
+            see ``run/twice.py``; 0: none.
         ledger_every: steps between two hashes of the whole state; 0: at the end only.
         max_skipped: steps in a row that may be skipped because a gradient is not finite, or a spike.
         spike: skip a step whose gradient norm is above the median of the last ones by so many median absolute
@@ -122,6 +125,7 @@ class Run:
         checkpoint_every: int = 100,
         keep: int = 3,
         replicas_every: int = 50,
+        check_every: int = 0,
         ledger_every: int = 50,
         max_skipped: int = 5,
         spike: float = 0.0,
@@ -147,7 +151,12 @@ class Run:
             resume=resume or (call is not None and call.resume),
             accept_contract=accept_contract or (call is not None and call.accept_contract),
             checkpoint=CheckpointConfig(every=checkpoint_every, keep=keep),
-            checks=ChecksConfig(max_skipped=max_skipped, spike=spike, replicas_every=replicas_every),
+            checks=ChecksConfig(
+                max_skipped=max_skipped,
+                spike=spike,
+                replicas_every=replicas_every,
+                leaves_every=(call.check_every if call else 0) or check_every,
+            ),
             ledger=LedgerConfig(every=ledger_every),
             trace=TraceConfig(events=trace_events),
             logs=LogsConfig(tensorboard=tensorboard, wandb=wandb),
@@ -336,6 +345,7 @@ class _Steps(Iterator[Step]):
         self._injector.rank = -1 if launch else run.mesh.rank
         heartbeat.on_enter = self._injector.reach
         self.work = StepWork(training, self.asked)
+        self.twice = Twice(training, settings.checks.leaves_every)
         if launch is not None:
             self._member = Membership(launch.channel, training)
             self._memory = Snapshots(launch.channel)
@@ -477,6 +487,7 @@ class _Steps(Iterator[Step]):
             self.close()
             raise error
         self._why = self._member.where if error is None else self._member.parted(error)
+        self.twice.give_up()
         if error is not None:
             self.work.recover()
         self.training.heartbeat.enter("lost")
@@ -509,6 +520,7 @@ class _Steps(Iterator[Step]):
         self._entered = True
         assert self._generation is not None
         self._generation.checkpoints.watch()
+        self.twice.begin()
         self.work.begin()
 
     def leave(self, error: BaseException | None) -> bool:
@@ -527,6 +539,8 @@ class _Steps(Iterator[Step]):
             return True
         assert self._generation is not None
         try:
+            if self.work.closed(self.twice.end):
+                return True
             self._generation.after.made(self.work.end(skipped))
         except RuntimeError as lost:
             self.work.abandon()

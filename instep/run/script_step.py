@@ -112,9 +112,14 @@ class StepWork:
         self._is_open = True
         self.phases.begin()
 
+    def closed(self, then: Callable[[], bool]) -> bool:
+        """The block of the step is over; what ``then`` answers."""
+        self._close()
+        self.training.rank_state.holds = self._holds
+        return then()
+
     def end(self, skipped: str | None) -> float:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
-        self._close()
         training, made = self.training, self._logged
         training.heartbeat.enter("loss")
         wishes = {name: float(wish()) for name, wish in self.wishes.items()}
@@ -127,7 +132,6 @@ class StepWork:
         exposed_s, waiting_s = training.timing.waits()
         step_s = time.monotonic() - self._began
         figures = {name: x for name, x in made.items() if name != "loss"}
-        training.rank_state.holds = self._holds
         training.rank_state.counted(
             Made(
                 loss=made.get("loss", math.nan),

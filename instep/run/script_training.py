@@ -18,12 +18,10 @@ from torch.nn import functional as F
 from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
 from instep.checkpoint.contract import require_same
-from instep.checkpoint.manifest import Json, fingerprint, parse_json
+from instep.checkpoint.manifest import Json, fingerprint
 from instep.checkpoint.registered import Registered
-from instep.checkpoint.send import DESCRIPTION_BYTES
 from instep.checkpoint.state import TrainingState
 from instep.elastic.heartbeat import Heartbeat
-from instep.elastic.snapshot import Snapshot, tensor_bytes
 from instep.errors import ContractBroken
 from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
@@ -31,12 +29,11 @@ from instep.mesh.process_group import Group
 from instep.ordered.hash import Entry, Sampled, SharedHash, bare
 from instep.ordered.homes import offered
 from instep.ordered.replicas import compare_replicas
-from instep.ordered.stored import MemoryReader, places, rows_from_json
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
 from instep.run.memory_usage import MemoryUsage, count, memory_usage
 from instep.run.rank_state import Made, RankState
-from instep.run.recovery import describe, send, stored, take
+from instep.run.recovery import Built, send
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
 from instep.run.timing import Timing
 
@@ -67,7 +64,7 @@ class ScriptTraining:
         self.health = Health(settings.checks)
         self.generation = 1
         self._is_wrapped = True  # over some mesh: first that which the script was built with
-        self._built: Snapshot | None = None
+        self._built: Built | None = None
         self._contract_of: Callable[[], Mapping[str, Any]] = dict
 
     # What it is made of.
@@ -127,10 +124,7 @@ class ScriptTraining:
         Where the state is divided, nothing is left of it when a rank joins others.
         """
         self.state = self.registered.state()
-        shards = stored(self, self.state.shards())
-        description, tensors = describe(self, shards), [shard.tensor for shard in shards]
-        self._built = Snapshot.create(len(description), tensor_bytes(tensors))
-        self._built.write(description, tensors)
+        self._built = Built(self)
         self._built_sha256 = self._digests(SharedHash(self.state.group))[0]
         del self.state
 
@@ -172,11 +166,7 @@ class ScriptTraining:
         group = self.mesh.world.group
         if self._built is not None:
             self._require_same_build()
-            half = self._built.halves[0]
-            body = parse_json(self._built.description(half) or b"", DESCRIPTION_BYTES)
-            begins, _ = places(rows_from_json(body["rows"]))
-            there = MemoryReader(self._built.bytes_of(half, 0, self._built.tensor_bytes), begins)
-            take(self, [body], {"0": there})
+            self._built.put(self)
         self.rank_state.begin()
         self.health = Health(self.config.checks)
         if self.state.is_divided or group.size == 1:
@@ -235,6 +225,13 @@ class ScriptTraining:
         found = self._digests(self._hash)
         self.heartbeat.enter("gather")  # others are told of it next, or wait for it
         return found
+
+    def own_digests(self) -> dict[str, str]:
+        """The short hash of each tensor that this rank has, by name; of its shard, where it is divided.
+
+        Collective where the state is divided.
+        """
+        return self._digests(self._hash)[1]
 
     def _digests(self, shared: SharedHash) -> tuple[str, dict[str, str]]:
         return shared.digests(self.state.owned(self.state.hashed()), self.steps_done)

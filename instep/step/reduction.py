@@ -161,6 +161,7 @@ class Reduction(ABC):
         self._update: Span | None = None
         self.local = [False] * len(self.names)
         self.plan: StepPlan | None = None
+        self.turn = 0  # of declared steps: each rank has the share of the one so many after it
         self.leaf: int | None = None
         self.afterwards: Afterwards | None = None  # of this reduction
         self.num_running = 0
@@ -201,7 +202,8 @@ class Reduction(ABC):
 
     def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
-        return StepPlan(True, num_leaves, rank_major(num_leaves, self.group.size))
+        shares = rank_major(num_leaves, self.group.size)
+        return StepPlan(True, num_leaves, [*shares[self.turn :], *shares[: self.turn]])
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` cannot use these gradients, or None."""
