@@ -70,14 +70,15 @@ def memory_usage(module: nn.Module, optimizer: Optimizer | None = None, model: A
     wrapped, divided = offered(model), offered(optimizer)
     there = homes(module.parameters()) + ([] if divided is None else list(divided.homes))
     there = list({id(x): x for x in there}.values())
-    local = optimizer if divided is None else divided.local
+    alone = () if optimizer is None else (optimizer,)
+    steppers = alone if divided is None else divided.locals
     found = count(
         parameters=[*module.parameters(), *(x.tensor for home in there for x in home.held)],
         gradients=[
             *(() if wrapped is None else wrapped.gradients()),
             *(p.grad for p in module.parameters() if p.grad is not None),
         ],
-        optimizer=() if local is None else _tensors(dict(local.state)),
+        optimizer=[x for local in steppers for x in _tensors(dict(local.state))],
         buffers=module.buffers(),
         scratch=() if wrapped is None else wrapped.scratch(),
     )

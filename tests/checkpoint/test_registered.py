@@ -27,7 +27,7 @@ from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.ordered.replicas import compare_replicas
 from instep.ordered.shards import without_ties
-from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.ordered.stored import MemoryReader, Source, assemble, places, rows_from_json, rows_to_json
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
@@ -110,6 +110,39 @@ def test_a_rank_that_has_everything_sends_it_to_the_others(mesh: Mesh, kind: str
     train(objects, range(2, 4))
     assert hash_of(objects, 4) == expected(kind)[1]
     assert Registered(objects).digest() == expected(kind)[2]
+
+
+def copy_to_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
+    objects = KINDS[kind](mesh, "a")
+    train(objects, range(2))
+    state = Registered(objects).state()
+    own = without_ties(state.owned(), state.ties())
+    begins, nbytes = places([x.row for x in own])
+    reader = MemoryReader(torch.zeros(nbytes, dtype=torch.uint8), begins)
+    for x in own:
+        reader.place(x.name, x.tensor).copy_(x.tensor)
+    body = {"rows": rows_to_json(x.row for x in own), "ties": state.ties(), "options": state.options()}
+    copies[mesh.rank] = json.dumps(body), reader
+    mesh.world.group.barrier("the test")
+
+
+def take_from_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
+    objects = KINDS[kind](mesh, "other")
+    bodies = [json.loads(copies[rank][0]) for rank in sorted(copies)]
+    rows = {str(rank): rows_from_json(body["rows"]) for rank, body in enumerate(bodies)}
+    readers = {str(rank): reader for rank, (_, reader) in copies.items()}
+    source = Source(assemble(rows), readers, bodies[0]["ties"])
+    restore(Registered(objects).state(), source, merged([body["options"] for body in bodies]), 2, None)
+    train(objects, range(2, 4))
+    assert hash_of(objects, 4) == expected(kind)[1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNDIVIDED])
+def test_copies_in_memory_of_all_ranks_are_the_state_for_any_others(kind: str) -> None:
+    expected(kind)
+    copies: dict[int, Any] = {}
+    world(3)(copy_to_memory)(kind=kind, copies=copies)
+    world(2)(take_from_memory)(kind=kind, copies=copies)
 
 
 def _spoil(objects: dict[str, Any]) -> None:
@@ -238,6 +271,14 @@ def test_a_mark_stays_until_something_is_written_to(mesh: Mesh, kind: str) -> No
             x.zero_grad() if isinstance(x, torch.optim.Optimizer) else None
     for model in models:
         model.close()
+
+
+def test_a_compiled_wrapper_is_the_wrapper() -> None:
+    wrapped = DataParallel(Net("a"), process_group=world_of_one())
+    compiled = Registered({"model": torch.compile(wrapped, backend="eager")})
+    plain = Registered({"model": wrapped})
+    assert [x.name for x in compiled.state().shards()] == [x.name for x in plain.state().shards()]
+    assert compiled.declared_steps() == plain.declared_steps() == {"model": 0}
 
 
 @world(3)
