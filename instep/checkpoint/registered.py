@@ -59,6 +59,7 @@ class Registered:
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
         self.num_updates: Counter[str] = Counter()  # of each optimizer, begun since construction
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step nothing of this
         known: dict[int, str] = {}
         for name, x in objects.items():
             _require_name(name)
@@ -146,6 +147,24 @@ class Registered:
         found = [self.objects_to_json(), self.declared_steps()]
         return hashlib.sha256(canonical(found)).hexdigest()[:DIGITS]
 
+    def require_registered(self, optimizer: Optimizer) -> None:
+        """To be asked when ``optimizer`` steps: what it steps is saved, and so must its moments be.
+
+        Raises:
+            ValueError: it steps a parameter of a registered model, and is not registered.
+        """
+        if optimizer in self._strangers or any(optimizer is known for known in self.optimizers.values()):
+            return
+        names = self._parameter_names()
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        first = next((names[id(p)] for p in stepped if id(p) in names), None)
+        if first is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} steps {first!r} of a registered model, and is not registered: "
+                "what it keeps would be lost with a rank: register it too, by a name of its own"
+            )
+        self._strangers.add(optimizer)
+
     def modules(self) -> dict[str, nn.Module]:
         """The models without their wrappers, as they are named."""
         found = {name: offered(model) for name, model in self.models.items()}
@@ -154,21 +173,25 @@ class Registered:
             for name, model in self.models.items()
         }
 
-    def _require_one_owner(self) -> None:
-        """Each parameter of an optimizer is in a model, and in no other optimizer."""
-        modules = self.modules()
+    def _parameter_names(self) -> dict[int, str]:
+        """As in the state, by the identity of the parameter."""
         names: dict[int, str] = {}
-        for name, module in modules.items():
-            prefix = f"{name}." if len(modules) > 1 else ""
+        for name, module in self.modules().items():
+            prefix = f"{name}." if len(self.models) > 1 else ""
             for own, p in module.named_parameters():
                 names.setdefault(id(p), prefix + own)
+        return names
+
+    def _require_one_owner(self) -> None:
+        """Each parameter of an optimizer is in a model, and in no other optimizer."""
+        names = self._parameter_names()
         owners: dict[int, str] = {}
         for name, optimizer in self.optimizers.items():
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(p) not in names:
                     raise ValueError(
                         f"the optimizer {name!r} has a parameter of shape {list(p.shape)} that is in none of "
-                        f"the registered models ({', '.join(modules) or 'there are none'}): register its "
+                        f"the registered models ({', '.join(self.models) or 'there are none'}): register its "
                         "model too, or make the optimizer from the parameters of one that is registered"
                     )
                 if owners.setdefault(id(p), name) != name:

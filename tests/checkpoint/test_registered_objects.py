@@ -75,7 +75,8 @@ def options_of(objects: dict[str, Any], steps: int) -> list[tuple[Any, ...]]:
         objects["optimizer"].step()
         objects["schedule"].step(*loss)
         group = objects["optimizer"].param_groups[0]
-        found.append((group["lr"], group["momentum"], objects["schedule"].get_last_lr()))
+        rates = [float(rate) for rate in (group["lr"], *objects["schedule"].get_last_lr())]
+        found.append((*rates, group["momentum"]))
     return found
 
 
@@ -86,6 +87,19 @@ def test_a_schedule_goes_on_as_it_would_have(name: str) -> None:
     Elsewhere.of(Registered(objects).state()).restore(Registered(fresh).state())
     assert Registered(fresh).digest() == Registered(objects).digest()
     assert options_of(fresh, 8) == options_of(objects, 8)
+
+
+def test_a_schedule_of_a_learning_rate_in_a_tensor_goes_on_too() -> None:
+    def made() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
+        return {"model": model, "optimizer": optimizer, "schedule": SCHEDULES["SequentialLR"](optimizer)}
+
+    objects, fresh = made(), made()
+    options_of(objects, 4)
+    Elsewhere.of(Registered(objects).state()).restore(Registered(fresh).state())
+    found = options_of(fresh, 8)
+    assert found == options_of(objects, 8) and len(set(found)) > 4
 
 
 class Holds:
