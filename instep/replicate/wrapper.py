@@ -78,7 +78,8 @@ class DataParallel(WrappedOnce, OwnNames):
         module: on the device where it shall train.
         process_group: a mesh (its ``dp`` and ``shard`` axes), ``mesh[axis]``, a torch process group, or a
             ``DeviceMesh`` (its one dim, or the one with a name such as "dp"), which ``device_mesh=`` takes
-            too; by default the registered mesh, else torch's default group, else this process alone.
+            too; by default the registered mesh, else torch's default group, else this process alone. A mesh
+            may be the second argument, too.
         strategy: "naive", "flat", "overlap" or "bucketed"; the same bits, at another speed.
         bucket_cap_mb: bucket size in MiB; a number, one per bucket, or a callable on the parameters' sizes.
         ordered: sum in the fixed order of the sum tree. False is the backend's plain all-reduce.
@@ -140,6 +141,8 @@ class DataParallel(WrappedOnce, OwnNames):
         **others: Any,
     ) -> None:
         super().__init__(module)
+        if isinstance(device_ids, Mesh) and process_group is None:  # DataParallel(module, mesh)
+            device_ids, process_group = None, device_ids
         before_group = {"device_ids": device_ids, "output_device": output_device, "dim": dim}
         require_no_group(**before_group, broadcast_buffers=broadcast_buffers, init_sync=init_sync)
         if device_mesh is not None and process_group is not None:

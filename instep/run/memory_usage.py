@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from instep.mesh.process_group import Group
 from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
-from instep.ordered.homes import homes, offered
+from instep.ordered.homes import JoinedOptimizers, homes, offered
 from instep.run.training import Training
 
 OPERATION = "the gathering of memory"
@@ -62,7 +62,9 @@ class MemoryUsage:
         return self.parameters + self.gradients + self.optimizer
 
 
-def memory_usage(module: nn.Module, optimizer: Optimizer | None = None, model: Any = None) -> MemoryUsage:
+def memory_usage(
+    module: nn.Module, optimizer: Optimizer | JoinedOptimizers | None = None, model: Any = None
+) -> MemoryUsage:
     """What this rank holds to train ``module`` with ``optimizer``, wrapped as ``model``. No communication.
 
     Gradients outside of buckets count while they are there: before ``zero_grad``.
@@ -70,7 +72,7 @@ def memory_usage(module: nn.Module, optimizer: Optimizer | None = None, model: A
     wrapped, divided = offered(model), offered(optimizer)
     there = homes(module.parameters()) + ([] if divided is None else list(divided.homes))
     there = list({id(x): x for x in there}.values())
-    alone = () if optimizer is None else (optimizer,)
+    alone = (optimizer,) if isinstance(optimizer, Optimizer) else ()
     steppers = alone if divided is None else divided.locals
     found = count(
         parameters=[*module.parameters(), *(x.tensor for home in there for x in home.held)],

@@ -31,7 +31,7 @@ from instep.checkpoint.background import Saver
 from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.manifest import Json, Manifest, differences, parse_json
 from instep.checkpoint.send import DESCRIPTION_BYTES, send_shards
-from instep.checkpoint.state import merged, option_fields
+from instep.checkpoint.state import merged
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
 from instep.elastic.snapshot import (
@@ -408,7 +408,8 @@ def require_fit(manifest: Manifest, training: Training, path: Path) -> list[str]
     which the optimizer's options follow: a manifest with others was not written by this run.
     """
     changed = differences(manifest.numerical, training.contract)
-    changed += differences(_options(manifest.extra.get("optimizer")), _options(training.state.options()))
+    before, now = manifest.extra.get("optimizer"), training.state.options()
+    changed += differences(training.lasting_options(before), training.lasting_options(now))
     if changed and not training.config.accept_contract:
         raise ContractBroken(
             f"{path} was begun with other settings, and going on with these would not give the bits of one "
@@ -422,8 +423,3 @@ def require_fit(manifest: Manifest, training: Training, path: Path) -> list[str]
             "or 0 to go on to the end"
         )
     return changed
-
-
-def _options(options: Json) -> dict[str, Json]:
-    """Those of an optimizer that stay; the learning rate is set anew before each step."""
-    return {name: value for name, value in option_fields(options).items() if not name.endswith(".lr")}

@@ -13,6 +13,7 @@ import gc
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from typing import Any
 
@@ -26,7 +27,6 @@ from instep.errors import Diverged
 from instep.events import GLOBAL_LOSS, WAITS
 from instep.mesh.device import generators
 from instep.ordered.generators import global_generators, seed_generator
-from instep.ordered.homes import offered
 from instep.ordered.keys import derive
 from instep.ordered.norm import clipped, grad_norm
 from instep.run.losses import share
@@ -79,13 +79,15 @@ class StepWork:
         self.phases = Phases(training.heartbeat.enter)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
-        self._strangers = _strangers(training.registered.optimizers)
+        # Weak: an optimizer that a script makes for a moment is its own affair.
+        self._strangers = weakref.WeakSet(_others(training.registered.optimizers))
         self._thread = threading.get_ident()
         self._is_open = False
         self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []
-        self._require_registered()
+        for other in list(self._strangers):
+            training.registered.require_registered(other)
         register_optimizer_step_pre_hook(self._before_update)
 
     def log(self, figures: Mapping[str, Any]) -> None:
@@ -196,8 +198,7 @@ class StepWork:
             return
         name = self._optimizers.get(id(optimizer))
         if name is None:
-            if id(optimizer) in self._strangers and not self._is_local(optimizer):
-                raise ValueError(_unregistered(optimizer, self.training.module))
+            self._require_known(optimizer)
             return
         training = self.training
         if training.registered.has_server:  # of which rank 0 alone has the gradient
@@ -232,36 +233,25 @@ class StepWork:
             each.zero_grad()
         raise _Skip(reason)
 
-    def _is_local(self, optimizer: Optimizer) -> bool:
-        """Whether it is what a registered one steps with on this rank."""
-        divided = (offered(x) for x in self.training.registered.optimizers.values())
-        return any(x is not None and x.local is optimizer for x in divided)
+    def _require_known(self, optimizer: Optimizer) -> None:
+        """ValueError for one that was there before the steps, and whose moments would be lost with a rank."""
+        registered = self.training.registered
+        registered.require_registered(optimizer)
+        steppers = () if self.training.state.steps is None else self.training.state.steps.locals
+        if optimizer in self._strangers and not any(optimizer is local for local in steppers):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            raise ValueError(
+                f"{type(optimizer).__name__} steps {len(parameters)} parameters, the first of shape "
+                f"{list(parameters[0].shape)}, and neither it nor their model is registered: they would be "
+                "lost with a rank: register both"
+            )
 
-    def _require_registered(self) -> None:
-        """ValueError for an optimizer of a registered model that is not registered itself."""
-        mine = {id(p) for p in self.training.module.parameters()}
-        for optimizer in self._strangers.values():
-            has_mine = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-            if has_mine and not self._is_local(optimizer):
-                raise ValueError(_unregistered(optimizer, self.training.module))
 
-
-def _strangers(registered: Mapping[str, Optimizer]) -> dict[int, Optimizer]:
-    """The optimizers of this process, by identity, that are not registered."""
+def _others(registered: Mapping[str, Optimizer]) -> list[Optimizer]:
+    """The optimizers of this process that are not registered, without their wrappers' own."""
     known = set(map(id, registered.values()))
-    kinds = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
-    return {id(x): x for x in kinds if id(x) not in known and "param_groups" in vars(x)}
-
-
-def _unregistered(optimizer: Optimizer, module: torch.nn.Module) -> str:
-    names = {id(p): name for name, p in module.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    first = next((names[id(p)] for p in parameters if id(p) in names), "")
-    of = f"that of {first!r}" if first else f"of {len(parameters)} parameters of no registered model"
-    return (
-        f"the optimizer {type(optimizer).__name__}, {of}, is not registered: its moments would be lost when "
-        "a rank is replaced. Pass it to run.register, and its model too"
-    )
+    found = [x for x in gc.get_objects() if issubclass(type(x), Optimizer) and "param_groups" in vars(x)]
+    return [x for x in found if id(x) not in known]
 
 
 def _not_finite(module: torch.nn.Module) -> Iterator[str]:

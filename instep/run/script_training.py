@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ from instep.ordered.homes import offered
 from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
-from instep.run.memory_usage import MemoryUsage, count, memory_usage
+from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.run.rank_state import Made, RankState
 from instep.run.recovery import Built, send
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
@@ -204,6 +204,10 @@ class ScriptTraining:
         """Go on from what ``carried`` has returned."""
         self.health.restore(carried["health"])
 
+    def lasting_options(self, options: Any) -> dict[str, Any]:
+        """None: a schedule may move any of them, and the script that sets them is in the contract."""
+        return {}
+
     @property
     def owns(self) -> bool:
         """Whether this rank owns some of the state, or all."""
@@ -251,15 +255,8 @@ class ScriptTraining:
 
     def memory_usage(self) -> MemoryUsage:
         """What this rank holds, of all models and optimizers together."""
-        models, optimizers = self.registered.models.values(), self.registered.optimizers.values()
-        if len(models) == 1 and len(optimizers) <= 1:
-            return memory_usage(self.module, next(iter(optimizers), None), next(iter(models)))
-        return count(
-            parameters=self.module.parameters(),
-            gradients=[p.grad for p in self.module.parameters() if p.grad is not None],
-            optimizer=[x for each in optimizers for x in _moments(each) if isinstance(x, Tensor)],
-            buffers=self.module.buffers(),
-        )
+        models = list(self.registered.models.values())
+        return memory_usage(self.module, self.state.optimizer, models[0] if len(models) == 1 else self.module)
 
     def activations(self) -> None:
         """Not known: a forward is the script's own."""
@@ -328,13 +325,6 @@ def layout_of(registered: Registered, settings: ScriptSettings, backend: str) ->
     name = next((type(x).__name__ for x in registered.optimizers.values()), "")
     optimizer = ScriptOptimizer(name=name.lower())
     return dataclasses.replace(settings, parallel=layout, batch=batch, optim=optimizer)
-
-
-def _moments(optimizer: Any) -> Iterator[Any]:
-    divided = offered(optimizer)
-    local = optimizer if divided is None else divided.local
-    for state in local.state.values():
-        yield from state.values()
 
 
 def _ignore(phase: str) -> None:

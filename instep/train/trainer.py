@@ -18,7 +18,7 @@ from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
 from instep.checkpoint.contract import require_same
 from instep.checkpoint.manifest import fingerprint
-from instep.checkpoint.state import TrainingState
+from instep.checkpoint.state import TrainingState, option_fields
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
 from instep.events import COMPARISON, GLOBAL_LOSS
@@ -192,6 +192,10 @@ class Trainer:
     def carry_on(self, carried: Mapping[str, Any]) -> None:
         """Go on from what ``carried`` has returned."""
         self.health.restore(carried["health"])
+
+    def lasting_options(self, options: Any) -> dict[str, Any]:
+        """All but the learning rate, which is set anew before each step."""
+        return {name: value for name, value in option_fields(options).items() if not name.endswith(".lr")}
 
     def memory_usage(self) -> MemoryUsage:
         """What this rank holds."""
