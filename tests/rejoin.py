@@ -142,6 +142,8 @@ class Rejoined:
             if (said := offered(part)) is not None:
                 said.leave()
         assert all(p.grad is None for p in self.parameters)
+        with pytest.raises(RuntimeError, match=r"is closed|has left its group"):
+            next(self.micro_batches())  # this rank would train alone, and not know it
         self.mesh.close()
 
     def join(self, mesh: Mesh, kept: Sequence[Kept]) -> None:

@@ -31,6 +31,7 @@ class Reducer(Reduction):
 
     # The buckets too: the first exchange may put them into another order.
     changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "buckets", "place", "_order", "_next_order")
+    buckets: list[Bucket]
 
     def __init__(
         self,
@@ -120,6 +121,10 @@ class Reducer(Reduction):
         self.gradients.drop()
         self.local = [False] * len(self.names)
         self._make_buckets(self._order)  # the lane may still be writing to the old ones
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.buckets = []
 
     def _make_buckets(self, order: list[int]) -> None:
         self._order = order

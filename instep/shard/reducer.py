@@ -229,6 +229,10 @@ class SliceReducer(Reduction):
         self._carried.clear()
         self.local = [False] * len(self.names)
 
+    def abandon(self) -> None:
+        super().abandon()
+        self.buckets, self._works = [], []
+
     def backward_ended(self) -> None:
         self._put_back()
         if self.ended is not None:

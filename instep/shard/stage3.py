@@ -96,30 +96,25 @@ class Stage3:
         before: Stage3 | None = None,
     ) -> None:
         self.module, self._group = module, group
-        storages: dict[int, Unit] = {}
-        self._buffers, self._storages = BufferPool(), storages
+        self._storages: dict[int, Unit] = {}
+        self._buffers = BufferPool()
         if before is None:
             self.members = [kind for unit in partition(module, units) for kind in by_kind(unit)]
-            shared: dict[str, Any] = {"storages": storages, "buffers": self._buffers}
-            self.units = [
-                Unit(i, kind, group, compute_dtype=compute_dtype, device=device, **shared)
-                for i, kind in enumerate(self.members)
-            ]
+            self.units = self._cut(compute_dtype, device)
         else:
             self.members, self.units = before.members, before.units
             for unit in self.units:
-                unit.lay_out(group, storages, self._buffers)
-        members = self.members
-        self._saved = SavedWeights(self.units, storages, weakly(self._unpacked))
+                unit.lay_out(group, self._storages, self._buffers)
+        self._saved = SavedWeights(self.units, self._storages, weakly(self._unpacked))
         self._reshard = reshard_after_forward
         self._place = {id(p): unit for unit in self.units for p in unit.parameters}
         self._root = {unit.number for unit in self.units if unit.name == ""}
-        self._needs = entries(module, members)
+        self._needs = entries(module, self.members)
         source = find_source(group, gather_group, self.units)
         self._source = source
         target = self.units[0].flat.device if self.units else torch.device("cpu")
         self._gathers = Gathers(group, source, recorder, target)
-        self._guess([x.module for x in members])
+        self._guess([x.module for x in self.members])
         self._last: Numbers = ()  # what was needed last, in this forward or backward
         self._inside = [0] * len(self.units)  # calls of modules that use the unit, and have not returned
         self._kept: set[int] = set()  # whose parameters are used where no module is called
@@ -143,6 +138,13 @@ class Stage3:
         hooks = [*self._hook(), *self._states.hooks]
         self._close = weakref.finalize(self, _let_go, hooks, self._gathers.lane, source, gather_group)
         self._close.atexit = False  # at the end of a process its source waits itself
+
+    def _cut(self, compute_dtype: torch.dtype | None, device: torch.device | None) -> list[Unit]:
+        shared: dict[str, Any] = {"storages": self._storages, "buffers": self._buffers}
+        return [
+            Unit(i, kind, self._group, compute_dtype=compute_dtype, device=device, **shared)
+            for i, kind in enumerate(self.members)
+        ]
 
     def materialise(self, init: Init | None = None, *, seed: int = 0) -> None:
         """Give values to what was on the meta device, on every rank the same. Collective.

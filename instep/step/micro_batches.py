@@ -175,10 +175,9 @@ class DeclaredStep:
         Where its iterator was kept it ends here, and now: else it would when it is collected, and put
         generators back in the middle of another step.
         """
-        self.reducer.plan = self.reducer.leaf = None  # else the end of the iterator would tell the others
+        self.reducer.abandon()  # first, else the end of an iterator would tell the others
         for iterator in list(self._iterators):
             iterator.close()
-        self.reducer.gradients.drop()
 
     def _run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         num_micro_batches, source = count_and_source(micro_batches)

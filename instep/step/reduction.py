@@ -189,6 +189,12 @@ class Reduction(ABC):
     def leave(self) -> None:
         """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``."""
 
+    def abandon(self) -> None:
+        """End here, for good: no rank is told, and memory is free for what goes on in this one's place."""
+        self.plan = self.leaf = None
+        self.gradients.drop()
+        self.place = {}
+
     @abstractmethod
     def _open(self, bucket: Bundle) -> None:
         """A leaf begins."""

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from instep.elastic.heartbeat import Heartbeat
 from instep.mesh.mesh import Mesh
-from instep.ordered import homes
 from instep.ordered.keys import initialize
 from instep.ordered.norm import clip_grad_norm_, grad_norm
 from instep.ordered.tree import rank_major
@@ -211,22 +210,17 @@ class FullyDivided(DividedOptimizerState):
 
     def _unwrap_module(self) -> None:
         self.model.close(wait=False)  # all leave after the same step, or after one that was given up
-        _leave_homes(self.module)
 
     def _wrap_module(self, mesh: Mesh) -> None:
-        try:
-            self.model = fully_shard(
-                self.module,
-                mesh,
-                stage=self.config.parallel.shard_stage,
-                one_copy=self.config.parallel.one_copy,
-                find_unused_parameters=False,
-                seed=self.config.seed,
-                device=mesh.device,
-            )
-        except BaseException:
-            _leave_homes(self.module)  # a rank may have been lost half-way
-            raise
+        self.model = fully_shard(
+            self.module,
+            mesh,
+            stage=self.config.parallel.shard_stage,
+            one_copy=self.config.parallel.one_copy,
+            find_unused_parameters=False,
+            seed=self.config.seed,
+            device=mesh.device,
+        )
 
 
 class Server(Replicated):
@@ -292,9 +286,3 @@ def parallel(
     others = DividedOptimizerState if config.parallel.shard_stage else Replicated
     kind = {"server": Server, "threads": Threads}.get(config.parallel.strategy, others)
     return kind(config, mesh, module, optimizer, heartbeat)
-
-
-def _leave_homes(module: nn.Module) -> None:
-    """The parameters of ``module`` are free for another home."""
-    for home in homes.homes(module.parameters()):
-        homes.leave(home)
