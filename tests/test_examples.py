@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from difflib import SequenceMatcher
 from pathlib import Path
 from types import ModuleType
 
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 import instep
+from instep.bench.tables import write_between
 from instep.mesh.mesh import Mesh
 from tests.world import world
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+PAGE = EXAMPLES.parent / "docs" / "run.md"
 
 
 def example(name: str) -> ModuleType:
@@ -52,3 +55,39 @@ def test_the_sixty_lines_are_counted() -> None:
     lines = (EXAMPLES / "ddp_in_sixty_lines.py").read_text().split('"""', 2)[2].splitlines()
     code = [line for line in lines if line.strip() and not line.lstrip().startswith(("#", '"""'))]
     assert len(code) <= 60
+
+
+def code(path: Path) -> list[str]:
+    """Its lines, but for the docstring, in which the command is another one."""
+    return path.read_text().split('"""\n', 1)[1].splitlines()
+
+
+def changes(name: str, before: str, after: str) -> tuple[str, int]:
+    """The lines that differ by more than their indentation, and how many of them are new."""
+    old, new = code(EXAMPLES / before / name), code(EXAMPLES / after / name)
+    same = SequenceMatcher(None, [x.strip() for x in old], [x.strip() for x in new], autojunk=False)
+    hunks, num_new = [], 0
+    for what, i, j, k, m in same.get_opcodes():
+        if what != "equal":
+            hunks.append("\n".join([f"-{x}" for x in old[i:j]] + [f"+{x}" for x in new[k:m]]))
+            num_new += m - k
+    return "```diff\n" + "\n\n".join(hunks) + "\n```", num_new
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "place", "most"),
+    [
+        ("gan.py", "ddp", "run", "changes", 4),
+        ("language.py", "ddp", "run", "changes", 4),
+        ("vision.py", "ddp", "run", "changes", 6),
+        ("language.py", "run", "declared", "further changes", 1),
+        ("gan.py", "run", "declared", "further changes", 4),
+    ],
+)
+def test_the_changes_that_the_page_shows_are_those_of_the_files(name, before, after, place, most, tmp_path):
+    shown, num_new = changes(name, before, after)
+    assert num_new == most
+    copy = tmp_path / "run.md"
+    copy.write_text(PAGE.read_text())
+    write_between(copy, f"{place} of {name}", shown)
+    assert copy.read_text() == PAGE.read_text()

@@ -38,15 +38,15 @@ ones, zeros = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
 
 for step in range(STEPS):
     # The critic learns to tell real points from drawn ones.
+    c_adam.zero_grad()
     fake = generator(torch.randn(BATCH, NOISE))
     c_loss = loss_function(critic(ring(BATCH)), ones) + loss_function(critic(fake.detach()), zeros)
-    c_adam.zero_grad()
     c_loss.backward()
     c_adam.step()
 
     # The generator learns to draw what the critic takes for real.
-    g_loss = loss_function(critic(fake), ones)
     g_adam.zero_grad()
+    g_loss = loss_function(critic(fake), ones)
     g_loss.backward()
     g_adam.step()
 

@@ -1,0 +1,63 @@
+"""Learn to draw points on a ring: a generator and a critic, each with an optimizer of its own.
+
+instep run -n 2 gan.py     and the same bits with -n 1, -n 3
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from instep import DataParallel as DistributedDataParallel, Run
+
+STEPS, BATCH, NOISE = 400, 128, 8
+
+
+def perceptron(num_in, num_out):
+    return nn.Sequential(
+        nn.Linear(num_in, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, num_out)
+    )
+
+
+def ring(n):
+    """n points near a circle of radius 2, in eight heaps."""
+    angle = torch.randint(8, (n,)) * (math.pi / 4)
+    return torch.stack([angle.cos(), angle.sin()], dim=1) * 2 + torch.randn(n, 2) * 0.1
+
+
+run = Run("runs/gan")
+RANK = dist.get_rank() if dist.is_initialized() else 0
+torch.manual_seed(RANK)  # other points and other noise on every rank
+
+generator = DistributedDataParallel(perceptron(NOISE, 2))
+critic = DistributedDataParallel(perceptron(2, 1))
+g_adam = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+c_adam = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+loss_function = nn.BCEWithLogitsLoss()
+ones, zeros = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
+
+for step in run.steps(STEPS, generator=generator, critic=critic, g_adam=g_adam, c_adam=c_adam):
+    with step:
+        # The critic learns to tell real points from drawn ones.
+        c_adam.zero_grad()
+        for _ in critic.micro_batches(3):
+            fake = generator(torch.randn(BATCH, NOISE))
+            c_loss = loss_function(critic(ring(BATCH)), ones) + loss_function(critic(fake.detach()), zeros)
+            c_loss.backward()
+        c_adam.step()
+
+        # The generator learns to draw what the critic takes for real.
+        g_adam.zero_grad()
+        for _ in generator.micro_batches(3):
+            with critic.no_sync():  # what it would learn is thrown away
+                fake = generator(torch.randn(BATCH, NOISE))
+                g_loss = loss_function(critic(fake), ones)
+                g_loss.backward()
+        g_adam.step()
+
+        if step % 100 == 0 and RANK == 0:
+            print(f"step {step}: losses {c_loss:.2f} of the critic, {g_loss:.2f} of the generator")
+
+with torch.no_grad():
+    radius = generator(torch.randn(1000, NOISE)).norm(dim=1)
+print(f"radius {radius.mean():.2f} +- {radius.std():.2f}, to be 2.00 +- 0.10")
