@@ -242,6 +242,16 @@ class Run:
         self._steps = _Steps(self, num_steps)
         return self._steps
 
+    def close(self) -> None:
+        """Give back what the run holds, and the ranks' groups: at the end of a script it is done anyway.
+
+        Example:
+            >>> run.close()
+        """
+        if self._steps is not None:
+            self._steps.close()
+        self.mesh.close()
+
     def stop(self) -> None:
         """End the run after this step, on all ranks, with a checkpoint: as SIGTERM does.
 
@@ -506,6 +516,8 @@ class _Steps(Iterator[Step]):
 
     def close(self) -> None:
         """Give the files back; the mesh stays, for what a script does after its last step."""
+        self._is_over = True
+        self.work.close()
         if self._generation is not None:
             self._generation.close()
         while self._claimed:

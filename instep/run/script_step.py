@@ -88,7 +88,11 @@ class StepWork:
         self._norms: list[float] = []
         for other in list(self._strangers):
             training.registered.require_registered(other)
-        register_optimizer_step_pre_hook(self._before_update)
+        self._hook = register_optimizer_step_pre_hook(self._before_update)
+
+    def close(self) -> None:
+        """There are no more steps."""
+        self._hook.remove()
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Figures of this step."""
