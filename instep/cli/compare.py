@@ -12,9 +12,9 @@ from typing import Annotated
 import tyro
 
 from instep.cli.exit_codes import DONE, FAILED, report_error
+from instep.run.again import again, word
 from instep.run.compare import BEFORE, Cause, Comparison, DifferingMicroBatch, FirstDifference, compare
 from instep.run.ledger import RecordedRun, placement_text, read_run
-from instep.run.toml import CONFIG
 
 PROGRAM = "instep compare"
 DESCRIPTION = """\
@@ -104,7 +104,7 @@ def _parted(a: RecordedRun, b: RecordedRun, parting: FirstDifference) -> Iterato
     if parting.cause is None:
         yield from _how_to_learn_more(a, b, parting)
     else:
-        yield from _cause(parting.cause)
+        yield from _cause(parting.cause, word(a.path, "--ledger.every"))
 
 
 def _value(text: str) -> str:
@@ -122,14 +122,14 @@ def _parameters(parting: FirstDifference) -> Iterator[str]:
     yield f"parameter: {_listed(parting.parameters)} ({number} step {parting.parameters_step} tells of)"
 
 
-def _cause(cause: Cause) -> Iterator[str]:
+def _cause(cause: Cause, every: str) -> Iterator[str]:
     said = "came into the step" if cause.part == BEFORE else cause.part
     yield f"cause: {said}: {cause.what}"
     if cause.parameters:
         yield f"   in {_listed(cause.parameters)}"
     yield from _shortened([_leaf(odd) for odd in cause.leaves])
     if cause.part == BEFORE and cause.leaves:
-        yield "   run both again with --ledger.every 1 to see after which step the state differs"
+        yield f"   run both again with {every} 1 to see after which step the state differs"
 
 
 def _leaf(odd: DifferingMicroBatch) -> str:
@@ -146,10 +146,8 @@ def _how_to_learn_more(a: RecordedRun, b: RecordedRun, parting: FirstDifference)
     yield "cause: not known without the hashes of micro-batches; these commands write them:"
     for run in (a, b):
         if parting.step not in run.reduced:
-            again = run.path.with_name(f"{run.path.name}-leaves")
-            begin = ["--config", str(run.path / CONFIG), "--run-dir", str(again), "--no-resume"]
-            stop = ["--stop-after", str(parting.step), "--ledger.leaves"]
-            yield f"   instep train {shlex.join([*begin, *stop])}"
+            beside = run.path.with_name(f"{run.path.name}-leaves")
+            yield f"   {again(run.path, beside, ('--stop-after', str(parting.step), '--ledger.leaves'))}"
     runs = [
         r.path if parting.step in r.reduced else r.path.with_name(f"{r.path.name}-leaves") for r in (a, b)
     ]

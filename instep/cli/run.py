@@ -50,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument(
         "--check-every", type=int, default=0, metavar="N", help="make one step in N twice, and compare"
     )
+    words.add_argument(
+        "--leaves",
+        action="store_true",
+        help="write hashes of each micro-batch's gradient, for instep compare",
+    )
     words.add_argument("--threads", type=int, default=1, metavar="N", help="threads per rank on a CPU")
     words.add_argument(
         "--timeout-s",
@@ -94,6 +99,8 @@ def main(args: Sequence[str]) -> int:
             accept_contract=given.accept_contract,
             stop_after=given.stop_after,
             check_every=given.check_every,
+            leaves=given.leaves,
+            ledger_every=given.ledger_every,
             fault=tuple(given.fault),
         )
         ranks = given.ranks or len(os.sched_getaffinity(0))
@@ -114,7 +121,7 @@ def _require_sane(given: argparse.Namespace) -> None:
     if not given.script.is_file():
         kind = "a folder" if given.script.is_dir() else "not there"
         raise ValueError(f"{given.script} is {kind}: expected a Python script: instep run -n 4 train.py")
-    for name in ("ranks", "min_ranks", "stop_after", "check_every"):
+    for name in ("ranks", "min_ranks", "stop_after", "check_every", "ledger_every"):
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
     if given.threads < 1 or given.timeout_s <= 0:

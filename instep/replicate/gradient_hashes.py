@@ -8,7 +8,7 @@ CPU, and a SHA-256 of every gradient: for a search, not for every day.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -60,6 +60,18 @@ def observe_gradients(model: nn.Module | ParameterServer) -> Iterator[GradientHa
         hashes.reduced = entry_digests(_gradients(reducer))
     finally:
         reducer.observer = None
+
+
+def joined(models: Mapping[str, GradientHashes]) -> GradientHashes:
+    """Those of several models as one; a parameter's name begins with its model's, if there are several."""
+    if len(models) == 1:
+        return next(iter(models.values()))
+    found = GradientHashes()
+    for model, hashes in models.items():
+        for leaf, digests in hashes.leaves.items():
+            found.leaves.setdefault(leaf, {}).update({f"{model}.{name}": x for name, x in digests.items()})
+        found.reduced |= {f"{model}.{name}": x for name, x in hashes.reduced.items()}
+    return found
 
 
 def _leaf_digests(reducer: Reducer, bucket: Bucket) -> Iterator[tuple[int, str]]:

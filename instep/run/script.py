@@ -38,6 +38,8 @@ class ScriptCall:
     accept_contract: bool = False
     stop_after: int = 0
     check_every: int = 0
+    leaves: bool = False
+    ledger_every: int = 0
     fault: tuple[str, ...] = ()
 
 

@@ -84,6 +84,7 @@ class Run:
         check_every: steps from one that is made twice, on other ranks each time, and compared, to the next:
             see ``run/twice.py``; 0: none.
         ledger_every: steps between two hashes of the whole state; 0: at the end only.
+        ledger_leaves: write down the hash of every micro-batch's gradient, for ``instep compare``.
         max_skipped: steps in a row that may be skipped because a gradient is not finite, or a spike.
         spike: skip a step whose gradient norm is above the median of the last ones by so many median absolute
             deviations; 0: never. With one optimizer.
@@ -127,6 +128,7 @@ class Run:
         replicas_every: int = 50,
         check_every: int = 0,
         ledger_every: int = 50,
+        ledger_leaves: bool = False,
         max_skipped: int = 5,
         spike: float = 0.0,
         trace_events: int = 1 << 17,
@@ -157,7 +159,9 @@ class Run:
                 replicas_every=replicas_every,
                 leaves_every=(call.check_every if call else 0) or check_every,
             ),
-            ledger=LedgerConfig(every=ledger_every),
+            ledger=LedgerConfig(
+                every=ledger_every, leaves=ledger_leaves or (call is not None and call.leaves)
+            ),
             trace=TraceConfig(events=trace_events),
             logs=LogsConfig(tensorboard=tensorboard, wandb=wandb),
         )
@@ -355,7 +359,7 @@ class _Steps(Iterator[Step]):
         self._injector.rank = -1 if launch else run.mesh.rank
         heartbeat.on_enter = self._injector.reach
         self.work = StepWork(training, self.asked)
-        self.twice = Twice(training, settings.checks.leaves_every)
+        self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:
             self._member = Membership(launch.channel, training)
             self._memory = Snapshots(launch.channel)
@@ -532,8 +536,7 @@ class _Steps(Iterator[Step]):
         self._entered = True
         assert self._generation is not None
         self._generation.checkpoints.watch()
-        self.twice.begin()
-        self.work.begin()
+        self.work.begin(watched=self.twice.begin())
 
     def leave(self, error: BaseException | None) -> bool:
         """It ends, or has raised ``error``; whether that is taken care of."""

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from instep.mesh.device import generators
 from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
 from instep.ordered.norm import clipped, grad_norm
+from instep.replicate.gradient_hashes import GradientHashes, joined, observe_gradients
+from instep.replicate.server import ParameterServer
+from instep.replicate.wrapper import DataParallel
 from instep.run.losses import share
 from instep.run.rank_state import Holds, Made
 from instep.run.script_training import ScriptTraining
@@ -83,6 +87,8 @@ class StepWork:
         self._strangers = weakref.WeakSet(_others(training.registered.optimizers))
         self._thread = threading.get_ident()
         self._is_open = False
+        self._watching = ExitStack()
+        self.hashes: dict[str, GradientHashes] = {}  # of the gradients of the last step that was watched
         self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []
@@ -103,9 +109,19 @@ class StepWork:
                 raise ValueError(f"step.log: {name}: expected a number, got {type(value).__name__}")
             self._logged[name] = float(value)
 
-    def begin(self) -> None:
-        """The step begins."""
+    @property
+    def reduced(self) -> dict[str, DataParallel | ParameterServer]:
+        """The models whose gradients can be hashed, one micro-batch after the other."""
+        models = self.training.registered.models
+        return {name: x for name, x in models.items() if isinstance(x, DataParallel | ParameterServer)}
+
+    def begin(self, *, watched: bool = False) -> None:
+        """The step begins; if it is ``watched``, every gradient is hashed."""
         training = self.training
+        training.seen, self.hashes = None, {}
+        if watched or training.config.ledger.leaves:
+            for name, model in self.reduced.items():
+                self.hashes[name] = self._watching.enter_context(observe_gradients(model))
         training.timing.begin(training.steps_done)
         self._began = time.monotonic()
         self._logged, self._norms, self._judged = {}, [], False
@@ -174,6 +190,9 @@ class StepWork:
     def _close(self) -> None:
         if self._is_open:
             clipped.reset(self._token)
+            self._watching.close()
+            if self.training.config.ledger.leaves:
+                self.training.seen = joined(self.hashes)
         self._is_open = False
         self.phases.end()
 

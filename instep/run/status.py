@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import shlex
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from instep.mesh.peers import is_alive
 from instep.regular_files import open_regular
+from instep.run.again import again
 from instep.run.folder import CONFIG, SUMMARY, workers
 from instep.run.jsonl import Fields
 from instep.run.ledger import part_begins
@@ -26,7 +26,7 @@ def run_status(
     return {
         "name": path.absolute().name,
         "state": _state(path, config, summary, metrics, notes) if is_run else "recorded",
-        "command": _again(path) if is_run else "",
+        "command": again(path, path.with_name(f"{path.absolute().name}-again")) if is_run else "",
         "versions": _versions(tapes),
         "summary": {name: value for name, value in summary.items() if not isinstance(value, list | dict)},
         "strategy": setting and setting.strategy,
@@ -35,12 +35,6 @@ def run_status(
         "threads": setting and setting.threads,
         "config": config,
     }
-
-
-def _again(path: Path) -> str:
-    """The command that makes the run at ``path`` once more, beside it."""
-    config, beside = path / CONFIG, path.with_name(f"{path.absolute().name}-again")
-    return f"instep train --config {shlex.quote(str(config))} --run-dir {shlex.quote(str(beside))}"
 
 
 def last_part(starts: Sequence[Fields], metrics: Sequence[Fields], steps: Sequence[int]) -> list[int]:

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from instep.errors import ReplicasDiffer
 from instep.mesh.rank_process import as_told
-from instep.replicate.gradient_hashes import GradientHashes, observe_gradients
-from instep.replicate.server import ParameterServer
+from instep.replicate.gradient_hashes import GradientHashes
 from instep.replicate.wrapper import DataParallel
 from instep.run.recovery import Copy
-from instep.run.script_training import ScriptTraining
+from instep.run.script_step import StepWork
 
 OPERATION = "the comparison of a step that was made twice"
 LIMIT_BYTES = 1 << 28
@@ -34,31 +32,27 @@ Votes = dict[str, dict[str, list[str]]]
 
 
 class Twice:
-    """Makes one step in ``every`` twice; 0: none.
+    """Makes one step in ``every`` of ``work`` twice; 0: none.
 
     ``begin`` and ``end`` of each step: ``end`` says whether it is to be made again.
     """
 
-    def __init__(self, training: ScriptTraining, every: int) -> None:
-        self.training, self.every = training, every
-        models = training.registered.models
-        self._reduced = {n: m for n, m in models.items() if isinstance(m, DataParallel | ParameterServer)}
+    def __init__(self, work: StepWork, every: int) -> None:
+        self.work, self.training, self.every = work, work.training, every
         self._copy: Copy | None = None
         self._votes: list[Votes] = []
         self._states: list[Mapping[str, str]] = []
-        self._seen: dict[str, GradientHashes] = {}
-        self._watching = ExitStack()
 
-    def begin(self) -> None:
-        """A step begins, for the first time or the second."""
+    def begin(self) -> bool:
+        """A step begins, for the first time or the second; whether it is to be watched."""
         if not self.every or self.training.steps_done % self.every:
-            return
+            return False
         if self._copy is None:
             self._copy, self._votes, self._states = Copy(self.training), [], []
-        for name, model in self._reduced.items():
+        for model in self.work.reduced.values():
             if isinstance(model, DataParallel):  # a server adds what each rank sends in the ranks' order
                 model._reducer.turn = len(self._states)
-            self._seen[name] = self._watching.enter_context(observe_gradients(model))
+        return True
 
     def end(self) -> bool:
         """The step is over: whether all ranks are to make it again. Collective, where it was watched.
@@ -69,8 +63,8 @@ class Twice:
         if self._copy is None:
             return False
         self.stop()
-        training = self.training
-        self._votes.append({name: _leaves(self._reduced[name], seen) for name, seen in self._seen.items()})
+        training, reduced = self.training, self.work.reduced
+        self._votes.append({name: _leaves(reduced[name], x) for name, x in self.work.hashes.items()})
         self._states.append(training.own_digests())
         if len(self._states) == 1:
             self._copy.put(training)
@@ -80,9 +74,8 @@ class Twice:
         return False
 
     def stop(self) -> None:
-        """Watch no longer, and have the usual micro-batches."""
-        self._watching.close()
-        for model in self._reduced.values():
+        """Have the usual micro-batches again."""
+        for model in self.work.reduced.values():
             model._reducer.turn = 0
 
     def give_up(self) -> None:
@@ -112,7 +105,7 @@ class Twice:
         raise as_told(error) if group.rank else error
 
     def _names(self) -> dict[str, list[str]]:
-        return {name: list(model._reducer.names) for name, model in self._reduced.items()}
+        return {name: list(model._reducer.names) for name, model in self.work.reduced.items()}
 
 
 def _leaves(model: Any, seen: GradientHashes) -> dict[str, list[str]]:

@@ -1,0 +1,42 @@
+"""The command that makes a recorded run once more, from its ``config.toml``. Pure."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from instep.regular_files import open_regular
+from instep.run.toml import CONFIG
+
+# What the two commands call the same.
+WORDS = {"--ledger.leaves": "--leaves", "--ledger.every": "--ledger-every"}
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The settings of the run in ``path``; {} if it has none that can be read."""
+    try:
+        with open(path / CONFIG, encoding="utf-8", errors="replace", opener=open_regular) as file:
+            return tomllib.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def again(path: Path, beside: Path, flags: tuple[str, ...] = ()) -> str:
+    """The command that makes the run in ``path`` once more, in ``beside``; ``flags`` as ``instep train`` has
+    them."""
+    config = config_of(path)
+    script, arguments = config.get("script"), config.get("arguments", [])
+    if isinstance(script, str) and isinstance(arguments, list):
+        own = [WORDS.get(flag, flag) for flag in flags]
+        words = ["run", "--run-dir", str(beside), *own, script, *map(str, arguments)]
+    else:
+        fresh = ["--no-resume"] if flags else []
+        words = ["train", "--config", str(path / CONFIG), "--run-dir", str(beside), *fresh, *flags]
+    return f"instep {shlex.join(words)}"
+
+
+def word(path: Path, flag: str) -> str:
+    """What the command of the run in ``path`` calls ``flag`` of ``instep train``."""
+    return WORDS.get(flag, flag) if "script" in config_of(path) else flag
