@@ -103,7 +103,7 @@ class SlicedOptimizer:
         """The optimizer's parameters may be others now than they were, or live elsewhere."""
         groups = self.optimizer.param_groups
         ids = [list(map(id, group["params"])) for group in groups]
-        if self._left is None and ids == self._ids and self.is_open and self._undivided_are_as_they_were():
+        if self._left is None and ids == self._ids and self._is_up_to_date(ranks):
             return
         kind, parameters = type(self.optimizer), [p for group in groups for p in group["params"]]
         if (problem := checks.why_not_in_slices(kind, self.optimizer.defaults)) is not None:
@@ -171,9 +171,11 @@ class SlicedOptimizer:
         group = self._ranks.group
         return None if group.size == 1 else f"rank {group.rank} of {group.size}"
 
-    def _undivided_are_as_they_were(self) -> bool:
-        """Whether parameters without a home have none, and are trained or frozen as they were."""
-        return all(homes.home(p) is None and p.requires_grad == trained for p, trained in self._undivided)
+    def _is_up_to_date(self, ranks: SteppingRanks) -> bool:
+        """Whether the slices are those of these ranks, and parameters without a home have none, and are
+        trained or frozen as they were."""
+        undivided = all(homes.home(p) is None and p.requires_grad == on for p, on in self._undivided)
+        return self._ranks.group is ranks.group and self.is_open and undivided
 
     def _load(self, states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         optimizer, held = self.optimizer, self.shards.held

@@ -10,7 +10,7 @@ from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, numbers, world_of_one
 from tests.rejoin import Kind, Meetings, in_generations, lose_rank, replicated, served
-from tests.replicate.nets import Dense, Tied, mean_square, next_token
+from tests.replicate.nets import Dense, Residual, Tied, images, mean_square, next_token
 from tests.replicate.replicas import assert_mean_gradients, square
 from tests.world import world
 
@@ -19,6 +19,7 @@ KINDS = {
     "overlap": Kind(Tied, next_token, replicated, {"strategy": "overlap"}),
     "flat": Kind(Tied, next_token, replicated, {"strategy": "flat"}),
     "naive": Kind(Tied, next_token, replicated, {"strategy": "naive"}),
+    "running statistics": Kind(Residual, images),
     "server": Kind(Tied, next_token, served),
 }
 

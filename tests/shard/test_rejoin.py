@@ -31,6 +31,7 @@ from tests.rejoin import (
     stage1,
     undisturbed,
 )
+from tests.replicate.nets import Residual, images
 from tests.shard.trained import TiedWide, Wide, WideImages, images_step, tokens_step, wide_step
 from tests.world import world
 
@@ -42,6 +43,7 @@ KINDS = {
     "stage 2 of images, sharded optimizer": Kind(*IMAGES, divided, {"stage": 2, "sharded": True}),
     "stage 3": Kind(*TIED, divided),
     "stage 3 of images, sharded optimizer": Kind(*IMAGES, divided, {"sharded": True}),
+    "stage 3, running statistics": Kind(Residual, images, divided),
     "stage 2 in bfloat16": Kind(*TIED, divided, {"stage": 2, "compute_dtype": torch.bfloat16}),
     "stage 3 in bfloat16": Kind(Wide, wide_step, divided, {"compute_dtype": torch.bfloat16}),
 }
