@@ -153,6 +153,7 @@ class ShardedOptimizer(Optimizer):
         self._local: Optimizer | None = None  # until it is there, methods of the base fill ``param_groups``
         self._optimizer_cls = optimizer_cls
         self._given, self._one_copy = kwargs, one_copy
+        self._to_take: list[Tensor] = []  # what it had before a ``_join`` that has not succeeded yet
         self._meet(process_group, aligned=True)
         try:
             all_or_none(self.group, MAKING, lambda: self._begin(params, kwargs), errors=(ValueError,))
@@ -404,8 +405,8 @@ class ShardedOptimizer(Optimizer):
         self._inner.state.clear()
 
     def _join(self, mesh: Mesh) -> None:
-        trained, parameters = self._shards.owned, self._parameters()
-        known = set(map(id, trained))
+        trained, parameters = self._to_take or self._shards.owned, self._parameters()
+        self._to_take, known = trained, set(map(id, trained))
         with requiring(trained, [p for p in parameters if id(p) not in known]):
             self._meet(mesh, aligned=False)
             try:
@@ -414,6 +415,7 @@ class ShardedOptimizer(Optimizer):
                 # Options are those of each rank's last step, a learning rate say, until a state is put.
                 self._require_same([{"params": group["params"]} for group in self.param_groups])
                 self._build()
+                self._to_take = []
             except BaseException:
                 self.close()
                 raise

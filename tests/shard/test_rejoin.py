@@ -18,6 +18,7 @@ from instep.errors import PeerLost
 from instep.mesh.join import init
 from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
+from instep.ordered.homes import offered
 from tests.parity import world_of_one
 from tests.rejoin import (
     Kind,
@@ -189,6 +190,26 @@ def test_who_is_lost_while_the_others_join_is_no_end(mesh: Mesh, kind: Kind, mee
         assert joined.sha256() in (None, undisturbed(kind, 2))
         joined.leave()
     meetings.wait()
+    three.close()
+
+
+@world(3, deadline_s=120)
+@pytest.mark.parametrize("name", ["sharded optimizer", "stage 3, sharded"])
+def test_who_is_lost_while_optimizers_join_is_no_end(mesh: Mesh, name: str, meetings: Meetings) -> None:
+    joined = Rejoined(SOME_KINDS[name])
+    kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
+    joined.leave()
+    three = generation(meetings.store, "three", mesh.rank, 3, "gloo", timeout_s=0.5)
+    offered(joined.model).join(three)
+    if mesh.rank < 2:
+        with pytest.raises(PeerLost):
+            offered(joined.optimizer).join(three)
+        joined.leave()
+        joined.join(generation(meetings.store, "two", mesh.rank, 2, "gloo"), kept)
+        joined.steps(2)
+        assert joined.sha256() in (None, undisturbed(joined.kind, 2))
+    meetings.wait()
+    joined.leave()
     three.close()
 
 
