@@ -51,9 +51,10 @@ def parser() -> argparse.ArgumentParser:
         "--check-every", type=int, default=0, metavar="N", help="make one step in N twice, and compare"
     )
     words.add_argument(
-        "--leaves",
-        action="store_true",
-        help="write hashes of each micro-batch's gradient, for instep compare",
+        "--leaves", action="store_true", help="for instep compare: hash the gradient of each micro-batch"
+    )
+    words.add_argument(
+        "--ledger-every", type=int, default=0, metavar="N", help="for instep compare: hash the state so often"
     )
     words.add_argument("--threads", type=int, default=1, metavar="N", help="threads per rank on a CPU")
     words.add_argument(

@@ -160,7 +160,8 @@ class Run:
                 leaves_every=(call.check_every if call else 0) or check_every,
             ),
             ledger=LedgerConfig(
-                every=ledger_every, leaves=ledger_leaves or (call is not None and call.leaves)
+                every=(call.ledger_every if call else 0) or ledger_every,
+                leaves=ledger_leaves or (call is not None and call.leaves),
             ),
             trace=TraceConfig(events=trace_events),
             logs=LogsConfig(tensorboard=tensorboard, wandb=wandb),

@@ -90,6 +90,7 @@ class StepWork:
         self._watching = ExitStack()
         self.hashes: dict[str, GradientHashes] = {}  # of the gradients of the last step that was watched
         self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
+        self._modes: list[str] = []
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []
         for other in list(self._strangers):
@@ -126,7 +127,7 @@ class StepWork:
         self._began = time.monotonic()
         self._logged, self._norms, self._judged = {}, [], False
         self._holds = training.rank_state.holds
-        self._step_begun, self._mark = training.steps_done, self._state_mark()
+        self._step_begun, self._mark, self._modes = training.steps_done, self._state_mark(), training.modes()
         if training.registered.has_server:  # whose weights come to its workers past every optimizer
             training.rank_state.holds = Holds.NOTHING
         self._key_generators()
@@ -182,8 +183,9 @@ class StepWork:
         """A rank was lost: if no tensor of the state was touched, go back to what this rank had."""
         training = self.training
         state = training.rank_state
-        if state.steps_done != self._step_begun or state.holds is not self._holds:
+        if state.steps_done != self._step_begun:
             return
+        training.set_modes(self._modes)  # it may have been evaluating
         if self._state_mark() != self._mark:
             state.holds = Holds.NOTHING
 

@@ -22,7 +22,7 @@ from instep.checkpoint.manifest import Json, fingerprint
 from instep.checkpoint.registered import Registered
 from instep.checkpoint.state import TrainingState
 from instep.elastic.heartbeat import Heartbeat
-from instep.errors import ContractBroken
+from instep.errors import CheckpointRejected, ContractBroken
 from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
@@ -198,11 +198,38 @@ class ScriptTraining:
 
     def carried(self) -> dict[str, Json]:
         """What is in no registered object, as JSON."""
-        return {"health": self.health.state()}
+        return {"health": self.health.state(), "modes": self.modes()}
 
     def carry_on(self, carried: Mapping[str, Json]) -> None:
-        """Go on from what ``carried`` has returned."""
+        """Go on from what ``carried`` has returned.
+
+        Raises:
+            CheckpointRejected: it is nothing that ``carried`` returns.
+        """
         self.health.restore(carried["health"])
+        self.set_modes(carried.get("modes"))
+
+    def modes(self) -> list[str]:
+        """Which parameters are trained, and which modules are in training mode, one digit for each."""
+        flags = (
+            [p.requires_grad for p in self.module.parameters()],
+            [m.training for m in self.module.modules()],
+        )
+        return ["".join("01"[flag] for flag in its) for its in flags]
+
+    def set_modes(self, modes: Json) -> None:
+        """Make them what ``modes`` has returned."""
+        now = self.modes()
+        if not isinstance(modes, list) or [len(str(its)) for its in modes] != [len(its) for its in now]:
+            raise CheckpointRejected(
+                "expected the modes of these modules and parameters, got those of others"
+            )
+        if modes == now:
+            return
+        for p, flag in zip(self.module.parameters(), modes[0], strict=True):
+            p.requires_grad_(flag == "1")
+        for module, flag in zip(self.module.modules(), modes[1], strict=True):
+            module.training = flag == "1"
 
     def lasting_options(self, options: Any) -> dict[str, Any]:
         """None: a schedule may move any of them, and the script that sets them is in the contract."""
