@@ -31,6 +31,14 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_words(words)
+    words.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
+    words.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
+    return words
+
+
+def add_words(words: argparse.ArgumentParser) -> None:
+    """Those that say how a script is run, whichever it is."""
     words.add_argument("-n", "--ranks", type=int, default=0, metavar="N", help="processes; 0: one per core")
     words.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="the run's folder, whatever the script says"
@@ -71,9 +79,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="KIND:KEY=VALUE,...",
         help="inject a fault: kill:rank=1,step=12,phase=exchange; several may be given",
     )
-    words.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
-    words.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
-    return words
 
 
 def main(args: Sequence[str]) -> int:
@@ -81,41 +86,44 @@ def main(args: Sequence[str]) -> int:
     speaks = True
     try:
         speaks = detect(os.environ).local_rank == 0
-        given = parser().parse_args(args)
-        _require_sane(given)
-        from instep.mesh.launch import warm
-
-        if detect(os.environ).source == "single":
-            # The process that ranks are forked from loads torch meanwhile, and what a script calls: a process
-            # that takes another's place would else import for a second, while all others wait for it.
-            warm("instep.run.script", *dict.fromkeys(PUBLIC.values()))
-        from instep.run.launch_script import launch_script
-        from instep.run.script import ScriptCall
-
-        call = ScriptCall(
-            path=given.script,
-            arguments=tuple(given.arguments),
-            run_dir=given.run_dir,
-            resume=given.resume,
-            accept_contract=given.accept_contract,
-            stop_after=given.stop_after,
-            check_every=given.check_every,
-            leaves=given.leaves,
-            ledger_every=given.ledger_every,
-            fault=tuple(given.fault),
-        )
-        ranks = given.ranks or len(os.sched_getaffinity(0))
-        return launch_script(
-            call,
-            ranks=ranks,
-            min_ranks=given.min_ranks,
-            threads=given.threads,
-            timeout_s=given.timeout_s,
-        )
+        return run_script(parser().parse_args(args))
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else USAGE
     except (Exception, KeyboardInterrupt) as error:
         return report_error(PROGRAM, error) if speaks else exit_code(error)
+
+
+def run_script(given: argparse.Namespace) -> int:
+    """Run the script that was ``given``, as the words of the command say; its exit code."""
+    _require_sane(given)
+    if detect(os.environ).source == "single":
+        from instep.mesh.launch import warm
+
+        # The process that ranks are forked from loads torch meanwhile, and what a script calls: a process
+        # that takes another's place would else import for a second, while all others wait for it.
+        warm("instep.run.script", *dict.fromkeys(PUBLIC.values()))
+    from instep.run.launch_script import launch_script
+    from instep.run.script import ScriptCall
+
+    call = ScriptCall(
+        path=given.script,
+        arguments=tuple(given.arguments),
+        run_dir=given.run_dir,
+        resume=given.resume,
+        accept_contract=given.accept_contract,
+        stop_after=given.stop_after,
+        check_every=given.check_every,
+        leaves=given.leaves,
+        ledger_every=given.ledger_every,
+        fault=tuple(given.fault),
+    )
+    return launch_script(
+        call,
+        ranks=given.ranks or len(os.sched_getaffinity(0)),
+        min_ranks=given.min_ranks,
+        threads=given.threads,
+        timeout_s=given.timeout_s,
+    )
 
 
 def _require_sane(given: argparse.Namespace) -> None:

@@ -1,8 +1,11 @@
-"""``instep train``: a config from the default recipe, a TOML file and flags, in this order; then the run."""
+"""``instep train``: a config from the text recipe, a TOML file and flags, in this order; then the run. Other
+recipes are scripts.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +14,8 @@ from typing import Annotated
 
 import tyro
 
-from instep.cli.exit_codes import exit_code, report_error
+from instep.cli import run
+from instep.cli.exit_codes import USAGE, exit_code, report_error
 from instep.mesh.launch_environment import detect
 from instep.models.config import PRESETS
 from instep.recipes import text_config
@@ -19,9 +23,12 @@ from instep.recipes.text_config import Config, validate
 from instep.run import toml
 
 PROGRAM = "instep train"
+TEXT, SCRIPTS = "text", {"images": "ImagesConfig"}  # recipes, and the options of those that are scripts
 SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
+
+Other recipes: instep train images --help (a conv net on drawn shapes).
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on).\
 """
@@ -88,6 +95,10 @@ def _base(args: Sequence[str]) -> Config:
 
 def main(args: Sequence[str]) -> int:
     """Train as ``args`` say; return the exit code."""
+    if args and args[0] in SCRIPTS:
+        return _train_by_script(args[0], args[1:])
+    if args and args[0] == TEXT:
+        args = args[1:]
     speaks = True
     try:
         place = detect(os.environ)
@@ -101,8 +112,30 @@ def main(args: Sequence[str]) -> int:
 
             # The process that ranks are forked from loads torch, and all else, while this one does.
             warm("instep.recipes.text")
-        from instep.recipes.text import run
+        from instep.recipes.text import run as run_text
 
-        return run(config)
+        return run_text(config)
     except (Exception, KeyboardInterrupt) as error:
         return report_error(PROGRAM, error) if speaks else exit_code(error)
+
+
+def _train_by_script(recipe: str, args: Sequence[str]) -> int:
+    """Run the script of ``recipe``: words of ``instep run``, and its own in any order; the exit code."""
+    program = f"{PROGRAM} {recipe}"
+    words = argparse.ArgumentParser(prog=program, allow_abbrev=False, add_help=False)
+    run.add_words(words)
+    own = importlib.import_module(f"instep.recipes.{recipe}_config")
+    speaks = True
+    try:
+        speaks = detect(os.environ).local_rank == 0
+        given, rest = words.parse_known_args(args)
+        if "-h" in rest or "--help" in rest:
+            print(f"{words.format_help()}\nand of the recipe:\n")
+        # Here already: a mistyped flag need not wait for torch, nor be told by every rank.
+        tyro.cli(getattr(own, SCRIPTS[recipe]), prog=program, args=rest, console_outputs=speaks)
+        given.script, given.arguments = Path(str(own.__file__)).with_name(f"{recipe}.py"), rest
+        return run.run_script(given)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else USAGE
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(program, error) if speaks else exit_code(error)

@@ -219,7 +219,8 @@ def trace_head(training: Training) -> Fields:
         micro_size=config.batch.micro_size,
     )
     num_parameters = sum(p.numel() for p in training.module.parameters())
-    return {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}
+    head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}
+    return {**head, "script": True} if hasattr(config, "script") else head
 
 
 def _hash_lines(step: int, said: Mapping[int, bytes]) -> Iterator[Fields]:

@@ -8,7 +8,8 @@ straggler and the advice. ``summary_lines`` says it in lines to read; ``Analysis
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,13 @@ SAMPLED = 60  # steps, for what needs all events of all ranks at once
 WARM_UP = 2  # steps in which the order of the buckets is learned
 MOST = 1 << 40  # of anything that a setting counts
 WORTH_SAYING = 0.0005  # of a step
+ARGUMENTS = {  # of what a script calls, for flags of instep train
+    "--batch.global-size": "batch_size",
+    "--parallel.backend": "backend",
+    "--parallel.bucket-mb": "bucket_cap_mb",
+    "--parallel.strategy": "strategy",
+    "--parallel.threads": "threads",
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,19 @@ def analyse(
     breakdowns = [row for row in breakdowns if row.steps]
     buckets = bucket_rows(traces.timeline(step) for step in sampled)
     advice = _advice(traces, breakdowns, buckets, slow, sampled) if breakdowns else []
+    if traces.first is not None and traces.first.head.get("script"):
+        advice = [replace(one, try_=_as_arguments(one.try_)) for one in advice]
     return Analysis(rows, breakdowns, buckets, slow, advice)
+
+
+def _as_arguments(flags: str) -> str:
+    """Flags of ``instep train`` as arguments of what a script calls: ``strategy="bucketed"``."""
+    words = flags.split()
+    pairs = [(ARGUMENTS[name], value) for name, value in pairwise(words) if name in ARGUMENTS]
+    return ", ".join(
+        f"{name}={value}" if value.replace(".", "").isdigit() else f'{name}="{value}"'
+        for name, value in pairs
+    )
 
 
 def summary_lines(

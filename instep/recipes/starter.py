@@ -1,0 +1,47 @@
+"""A training script to start from: a small net on made-up data, for your own model, data and loss.
+
+python SCRIPT                      one process
+instep run -n 4 SCRIPT             four, of which any may die: another one takes its place
+torchrun --nproc-per-node 4 SCRIPT
+"""
+
+import torch
+from torch import nn
+
+import instep
+
+# The run: its folder, and who has started this process. Everything below runs in every process.
+run = instep.Run("runs/mine", checkpoint_every=100)
+
+# Your data: anything with len() and data[i]. One sample is one row here: a tensor (16,) and its class.
+torch.manual_seed(0)  # the same data and the same first weights in every process
+inputs = torch.randn(4096, 16)
+classes = (inputs @ torch.randn(16, 5)).argmax(dim=1)
+dataset = torch.utils.data.TensorDataset(inputs, classes)
+
+# A step has 64 samples, cut into 8 micro-batches of 8. The bits of the weights depend on these two numbers,
+# and not on how many ranks share out the micro-batches.
+data = instep.Loader(dataset, batch_size=64, micro_batch_size=8)
+
+# Your model. One that is too large for a rank: instep.fully_shard(net, run.mesh).
+net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
+model = instep.DataParallel(net, run.mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+
+# What changes from step to step, by names of your own: it is saved, and comes back when a rank is lost.
+run.register(model=model, optimizer=optimizer, schedule=schedule, data=data)
+
+for step in run.steps(300):  # goes on where the newest whole state is
+    with step:  # what a lost rank breaks in here is made again, by all
+        losses = []
+        for micro_batch in model.micro_batches(data):
+            x, y = micro_batch.data
+            loss = nn.functional.cross_entropy(model(x), y)  # divided by nothing
+            loss.backward()
+            losses.append(loss.detach())
+        instep.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        step.log(loss=instep.mean(losses))  # metrics.jsonl, and a line on the terminal
