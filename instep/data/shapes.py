@@ -29,7 +29,7 @@ NOISE = 12.0  # standard deviation, of 255
 NUM_NOISES = 1 << 16  # pieces of a long strip, of which an image has one: to draw it would double the time
 CONTRAST = 100.0  # between colour and background, in at least one of red, green and blue
 
-Grid = NDArray[np.float32]
+Grid = NDArray[np.floating]
 Mask = NDArray[np.bool_]
 
 

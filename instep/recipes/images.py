@@ -10,6 +10,8 @@ model, the optimizer, the loop, and how good it is in the end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import tyro
 from torch import Tensor, nn
@@ -77,6 +79,8 @@ def main(config: ImagesConfig) -> float:
 
     torch.manual_seed(config.seed)  # of the initial weights
     net = SmallConvNet(len(CLASSES), widths=[config.width * k for k in (1, 2, 4, 8)])
+    model: Any
+    optimizer: torch.optim.Optimizer
     if config.shard_stage >= 2:
         model = instep.fully_shard(net, run.mesh, stage=config.shard_stage)
     else:
@@ -92,7 +96,7 @@ def main(config: ImagesConfig) -> float:
     # Whatever changes from step to step: it is kept, and comes back when a rank is lost.
     run.register(model=model, optimizer=optimizer, schedule=schedule, data=data)
     found = float("nan")
-    for step in run.steps(config.steps):
+    for step in run.steps(config.steps):  # goes on where the newest state is
         with step:  # what a lost rank breaks in here is made again, by all
             losses = []
             for micro_batch in model.micro_batches(data):
@@ -108,6 +112,8 @@ def main(config: ImagesConfig) -> float:
             if step.is_last or (config.eval_every and (step.number + 1) % config.eval_every == 0):
                 found = accuracy(model, held_out, config.micro_batch_size)
                 step.log(accuracy=found)
+    if run.rank == 0:
+        print(f"accuracy {found:.1%} on {config.held_out} held-out images")
     return found
 
 

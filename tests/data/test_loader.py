@@ -413,6 +413,21 @@ def test_it_is_read_in_micro_batches_and_they_take_no_other_loader() -> None:
         next(model.micro_batches(torch.utils.data.DataLoader(samples())))  # type: ignore[arg-type]
 
 
+def test_data_that_is_a_tuple_is_taken_apart_in_the_loop_and_nothing_else_is() -> None:
+    model = DataParallel(filled(Dense()), process_group=world_of_one())
+    for micro_batch, (x, y) in zip(model.micro_batches(loader_of()), read_step(loader_of(), 1), strict=True):
+        inputs, targets = micro_batch
+        assert torch.equal(inputs, x) and torch.equal(targets, y)
+        (model(inputs)[:, :3] - targets[:, :1]).square().mean().backward()
+    model.zero_grad()
+    with pytest.raises(TypeError, match=r"a tuple or a list in .* got NoneType: .* by micro_batch\.index"):
+        for _, _ in model.micro_batches(2):
+            pass
+    with pytest.raises(TypeError, match=r"got Tensor: read micro_batch\.data as it is"):
+        for _ in MicroBatch(0, 1, data=torch.zeros(2)):
+            pass
+
+
 def test_each_sample_is_read_as_often_as_any() -> None:
     loader = Loader(range(7), 6, 2, collate_fn=whole)
     counted = Counter(s for _ in range(7) for batch in read_step(loader, 2) for s in batch)

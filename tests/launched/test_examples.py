@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from instep.mesh.launch import launch
-from instep.run.folder import FAULTS, SUMMARY
+from instep.run.folder import FAULTS, METRICS, SUMMARY
 from instep.run.jsonl import read_lines
 from tests.launched.command import ROOT, instep
 
@@ -81,3 +81,23 @@ def test_a_script_ends_with_the_same_bits_after_three_kills(
     assert hashes[0] == hashes[1]
     failures = [x for x in read_lines(tmp_path / "killed" / FAULTS) if x.get("event") == "failure"]
     assert [(x["rank"], x["step"]) for x in failures] == [(1, 2), (0, 4), (1, 5)]
+
+
+def test_the_images_recipe_has_the_bits_of_one_rank_in_every_stage_and_after_kills(tmp_path: Path) -> None:
+    """Ten held-out images in batches of four: three ranks have four, four and two of them."""
+    recipe = ROOT / "instep" / "recipes" / "images.py"
+    sizes = "--width 4 --images 64 --held-out 10 --batch-size 16 --micro-batch-size 4"
+    figures = []
+    for run_dir, words, options in (
+        ("alone", ["-n", 1], []),
+        ("stage 1", ["-n", 2, "--fault", KILLS[0]], ["--shard-stage", 1, "--workers", 1]),
+        ("stage 3", ["-n", 3, "--fault", KILLS[1]], ["--shard-stage", 3]),
+    ):
+        command = ["run", *words, "--run-dir", run_dir, recipe, "--steps", 8, "--eval-every", 3]
+        ended = instep(*command, *sizes.split(), *options, cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        lines = read_lines(tmp_path / run_dir / METRICS)
+        told = [(x["step"], x["loss"], x.get("accuracy")) for x in lines if "loss" in x]
+        figures.append((json.loads((tmp_path / run_dir / SUMMARY).read_text())["state_sha256"], told))
+    assert figures[1] == figures[2] == figures[0]
+    assert [step for step, _, accuracy in figures[0][1] if accuracy is not None] == [3, 6, 8]

@@ -13,6 +13,12 @@ def test_logits_have_one_row_per_image(norm: str) -> None:
     assert bool(list(model.buffers())) == (norm == "batch")
 
 
+def test_a_width_is_a_convolution_after_which_images_are_half_as_large() -> None:
+    model = SmallConvNet(num_classes=7, widths=(4, 8, 16))
+    assert model.features(torch.randn(2, 3, 32, 32)).shape == (2, 16, 4, 4)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
+
+
 def test_with_group_norm_an_image_does_not_see_its_neighbours() -> None:
     torch.manual_seed(0)
     images = torch.randn(4, 3, 8, 8)
