@@ -63,6 +63,7 @@ class OrderedAllReduce:
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.compare: Callable[[Sequence[Header]], None] | None = None  # is shown the headers of a reduction
         self.buffers: list[int] = []  # what the ranks said of theirs, with the last bucket
+        self.fed: list[int] = []  # and of what their micro-batches were given
 
     @property
     def scratch(self) -> list[Tensor]:
@@ -152,6 +153,7 @@ class OrderedAllReduce:
         bucket.presence = [row[: len(slots)] for row in by_rank]
         bucket.frozen = [row[len(slots) :] for row in by_rank]
         self.buffers = [header.buffers for header in headers]
+        self.fed = [header.fed for header in headers]
         if self.compare is not None and header.bucket == header.round == 0:
             self.compare(headers)
         return headers

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from instep.mesh.hang_report import Problem
 
-VERSION = 8
+VERSION = 9
 BITS = 62  # flags per int64 word
 NUM_WORDS = 4  # at least, in the place of flags
 
@@ -65,6 +65,7 @@ class Header:
     data_position: int = -1  # of the source that the micro-batches of a declared step have their data from
     data_identity: int = 0  # digest of what decides which samples it reads
     buffers: int = 0  # with the last bucket: of the module's, a checksum (step/agreement.py)
+    fed: int = 0  # what the first micro-batches of this rank were given (step/first_inputs.py)
 
 
 AGREED = (

@@ -23,21 +23,20 @@ backward and under which flag, and both exchange what they have:
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from instep.events import BUFFERS, Span
 from instep.ordered.hook import Hook, weakly
 from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
+from instep.step.first_inputs import tensors_in
 from instep.step.micro_batches import DeclaredStep
 from instep.step.nesting import require_outermost
 from instep.step.reduction import StepPlan
@@ -102,7 +101,7 @@ class Backward:
             for i, parameter in enumerate(self.reducer.parameters)
         ]
         self.hooks: list[Any] = [
-            called.register_forward_pre_hook(Hook(weakly(self._forward_begins))),
+            called.register_forward_pre_hook(Hook(weakly(self._forward_begins)), with_kwargs=True),
             called.register_forward_hook(Hook(weakly(self._forward_ended))),
             *declared.keys.hooks,
             declared.statistics.handles,
@@ -137,13 +136,14 @@ class Backward:
         """Whether a backward inside this one runs now, as of a reentrant checkpoint."""
         return self._runs and torch._C._current_graph_task_id() != self._task
 
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for each in (self, *self._hosts()):
             each.look_back()
         self._cancel("forward")  # of one that raised
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
             require_outermost([*self.reducer.parameters, *self.shared])
             self._start("forward")
+        self.declared.inputs.given((args, kwargs))
 
     def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stop("forward")
@@ -153,7 +153,7 @@ class Backward:
         for each in (self, *self._hosts()):
             each._go_last()
         reached = partial(self._output_hook, self._mark())
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(reached)
 
@@ -295,15 +295,3 @@ def _on(switch: bool) -> str:
 
 def _name(micro_batch: int | None) -> str:
     return "no micro-batch" if micro_batch is None else f"micro-batch {micro_batch}"
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers and dataclasses, and among the attributes of other objects."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        else:
-            attributes = getattr(leaf, "__dict__", {}).values()
-            yield from (value for value in attributes if isinstance(value, Tensor))

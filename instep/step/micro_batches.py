@@ -28,6 +28,7 @@ from instep.ordered.attributes import contents, own_attributes, within
 from instep.ordered.hook import weakly
 from instep.ordered.keys import LeafKeys
 from instep.ordered.placeholder import slices_of
+from instep.step.first_inputs import FirstInputs
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction
 from instep.step.running_statistics import RunningStatistics
@@ -143,6 +144,8 @@ class DeclaredStep:
         self.counters = Counters(module)
         self.statistics = RunningStatistics(module, reducer.group, reducer.lane)
         self.written = WrittenWeights()
+        self.inputs = FirstInputs()
+        reducer.fed = weakly(self._fed)
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._weight = 0  # of the micro-batches that have had gradients
@@ -157,6 +160,9 @@ class DeclaredStep:
 
     def _sum_of_weights(self) -> int:
         return self._weight
+
+    def _fed(self) -> int:
+        return self.inputs.fed
 
     def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
@@ -190,6 +196,7 @@ class DeclaredStep:
             self._check_start(num_micro_batches)
             num_running = self.statistics.begin()
             reducer.begin(plan, weakly(self._sum_of_weights))
+            self.inputs.begin(plan.leaves, looks=source is None)
             if num_running:
                 reducer.go_on_with(self.statistics, num_running)
         self._weight = 0
@@ -204,6 +211,7 @@ class DeclaredStep:
                         self._weight_taken = None
                         before = self._buffer_states()
                         reducer.open_leaf(leaf, last=leaf == own[-1])
+                        self.inputs.opened()
                         watched = self.counters.watched(), self.statistics.leaf(leaf)
                         with self.keys.leaf(step, leaf), watched[0], watched[1]:
                             yield micro_batch
@@ -216,6 +224,8 @@ class DeclaredStep:
                 self.unregistered.end()
                 reducer.finish()
                 self.statistics.apply()
+                if group.rank == 0:
+                    self.inputs.compare(reducer.exchange.fed, group.ranks)
                 if source is not None:
                     source.advance()
             return True

@@ -166,6 +166,7 @@ class Reduction(ABC):
         self.afterwards: Afterwards | None = None  # of this reduction
         self.num_running = 0
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
+        self.fed: Callable[[], int] = int  # what the micro-batches of a declared step were given, in a word
         self.observer: Callable[[int, Any], None] | None = None  # is shown each leaf in a bucket, whole
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
@@ -248,7 +249,7 @@ class Reduction(ABC):
         self.watch.begin()
         self.plan, self._declared = plan, plan.declared
         self.afterwards, self.num_running, self.buffers = None, 0, 0
-        self.exchange.buffers = []
+        self.exchange.buffers, self.exchange.fed = [], []
         self._weight = weight
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
@@ -419,6 +420,7 @@ class Reduction(ABC):
             edited=self.watch.edited,
             num_running=self.num_running,
             buffers=self.buffers,
+            fed=self.fed() if plan.declared else 0,
         )
 
     def _learn(self) -> None:

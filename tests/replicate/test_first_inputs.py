@@ -1,0 +1,182 @@
+"""Micro-batches that are given the same data by mistake are noticed in the first steps; right use is quiet."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep.data.loader import Loader
+from instep.mesh.mesh import Mesh
+from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import fully_shard
+from instep.step import first_inputs
+from instep.step.micro_batches import MicroBatch
+from tests.parity import filled, world_of_one
+from tests.replicate.nets import Dense
+from tests.world import world
+
+SIZE, NUM_MICRO_BATCHES, NUM_STEPS = 4, 4, 5
+Feed = Callable[[Any, int], Iterable[tuple[MicroBatch, Any]]]
+"""The micro-batches of a step, each with its inputs."""
+
+
+def samples(num_samples: int = 80, num_values: int = 1000) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(num_values, (num_samples, 6), generator=generator) / num_values
+
+
+def on(mesh: Mesh, feed: Feed, wrap: Any = DataParallel) -> list[str]:
+    """What is said, on this rank, of the inputs that ``feed`` gives in a loop."""
+    model = wrap(filled(Dense()), process_group=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(NUM_STEPS):
+                for _, x in feed(model, step):
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        if hasattr(model, "close"):
+            model.close()
+    return [str(each.message) for each in said if "same inputs" in str(each.message)]
+
+
+def by_index(x: Tensor) -> Feed:
+    """The samples of ``x`` in their order, again and again."""
+
+    def feed(model: Any, step: int) -> Iterator[tuple[MicroBatch, Tensor]]:
+        for micro_batch in model.micro_batches(NUM_MICRO_BATCHES):
+            first = (step * NUM_MICRO_BATCHES + micro_batch.index) * SIZE
+            yield micro_batch, x[torch.arange(first, first + SIZE) % len(x)]
+
+    return feed
+
+
+def batches() -> Iterator[Tensor]:
+    return (x for (x,) in DataLoader(TensorDataset(samples()), SIZE))
+
+
+def loader_that_goes_on() -> Feed:
+    read = chain.from_iterable(batches() for _ in count())
+    return lambda model, step: zip(model.micro_batches(NUM_MICRO_BATCHES), read, strict=False)
+
+
+def loader_from_its_beginning() -> Feed:
+    return lambda model, step: zip(model.micro_batches(NUM_MICRO_BATCHES), batches(), strict=False)
+
+
+def counted_by_the_rank() -> Feed:
+    x = samples().view(-1, SIZE, 6)
+    return lambda model, step: (
+        (micro_batch, x[(step * NUM_MICRO_BATCHES + i) % len(x)])
+        for i, micro_batch in enumerate(model.micro_batches(NUM_MICRO_BATCHES))
+    )
+
+
+def one_for_all(change: bool = True) -> Feed:
+    """The same for all micro-batches of a step."""
+    x = samples().view(-1, SIZE, 6)
+    return lambda model, step: (
+        (micro_batch, x[step * change]) for micro_batch in model.micro_batches(NUM_MICRO_BATCHES)
+    )
+
+
+@pytest.mark.parametrize("mistake", [loader_that_goes_on, loader_from_its_beginning, counted_by_the_rank])
+@pytest.mark.parametrize("stage", [0, 2])
+@world(2, by="process")
+def test_ranks_that_read_the_same_from_the_beginning_are_told(
+    mesh: Mesh, mistake: Callable[[], Feed], stage: int
+) -> None:
+    said = on(mesh, mistake(), partial(fully_shard, stage=stage) if stage else DataParallel)
+    assert len(said) == (mesh.rank == 0)
+    for words in said:
+        first = 1 if stage else 2  # of rank 1
+        assert words.startswith(
+            f"micro-batch 0 on rank 0 and micro-batch {first} on rank 1 were given the same inputs in the"
+        )
+        assert "depends on the number of ranks. Pass an instep.Loader to micro_batches()" in words
+
+
+@world(3, by="process")
+def test_ranks_with_unequal_numbers_of_micro_batches_are_told_too(mesh: Mesh) -> None:
+    assert len(on(mesh, loader_that_goes_on())) == (mesh.rank == 0)
+
+
+@world(2, by="process")
+def test_a_loop_that_gives_a_whole_step_one_batch_is_told_on_several_ranks(mesh: Mesh) -> None:
+    assert len(on(mesh, one_for_all())) == (mesh.rank == 0)
+
+
+def test_a_loop_that_gives_a_whole_step_one_batch_is_told_on_one_rank() -> None:
+    (said,) = on(world_of_one(), one_for_all())
+    assert said.startswith("micro-batches 0 and 1 of a declared step were given the same inputs")
+
+
+def test_an_argument_by_name_counts() -> None:
+    class Named(Dense):
+        def forward(self, *, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            return super().forward(batch["x"])
+
+    model = DataParallel(filled(Named()), process_group=world_of_one())
+    x = samples().view(-1, SIZE, 6)
+    with pytest.warns(UserWarning, match="same inputs"):
+        for step in range(2):
+            for _ in model.micro_batches(2):
+                model(batch={"x": x[step]}).sum().backward()
+            model.zero_grad()
+
+
+RIGHT = {
+    "samples by index": lambda: by_index(samples()),
+    "a data set smaller than a step": lambda: by_index(samples(3 * SIZE)),
+    "one batch that stays": lambda: one_for_all(change=False),
+    "inputs of zeros": lambda: by_index(torch.zeros(80, 6)),
+    "a few values": lambda: by_index(samples(num_values=3)),
+    "an instep.Loader": lambda: from_a_loader,
+}
+
+
+def from_a_loader(model: Any, step: int) -> Iterator[tuple[MicroBatch, Tensor]]:
+    """Even one whose samples are all alike."""
+    loader = Loader([samples()[0]] * 80, SIZE * NUM_MICRO_BATCHES, SIZE)
+    return ((micro_batch, micro_batch.data) for micro_batch in model.micro_batches(loader))
+
+
+@pytest.mark.parametrize("feed", RIGHT)
+def test_right_use_is_quiet_on_one_rank(feed: str) -> None:
+    assert on(world_of_one(), RIGHT[feed]()) == []
+
+
+@world(2, by="process")
+def test_right_use_is_quiet_on_two_ranks(mesh: Mesh) -> None:
+    for feed in RIGHT.values():
+        assert on(mesh, feed()) == []
+
+
+@world(3, by="process")
+def test_right_use_is_quiet_on_three_ranks(mesh: Mesh) -> None:
+    for feed in RIGHT.values():
+        assert on(mesh, feed()) == []
+
+
+@world(2, by="process")
+def test_ranks_that_read_disjoint_shares_cannot_be_told_from_right_ones(mesh: Mesh) -> None:
+    mine = samples()[mesh.rank :: 2]
+    assert on(mesh, by_index(mine)) == []
+
+
+def test_nothing_is_looked_at_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(first_inputs, "_digest", lambda tensors: looked.append(1) or len(looked))
+    on(world_of_one(), by_index(samples()))
+    assert len(looked) == first_inputs.LOOKED * NUM_MICRO_BATCHES < NUM_STEPS * NUM_MICRO_BATCHES
