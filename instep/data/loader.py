@@ -11,26 +11,33 @@ own micro-batches:
 
 What a data set draws while it reads a sample (a crop, a flip) is keyed by (seed, epoch, sample), so it is the
 same too, in whichever worker process. The reading itself, in worker processes and ahead of time, is a
-``DataLoader``'s, whose batches are the micro-batches that this rank has in this step and those to come.
+``DataLoader``'s, whose batches are the micro-batches that this rank has in this step and those to come. They
+are handed to it as tasks of three numbers, and where the samples stand is computed where they are read.
+
+When a loader has to go on elsewhere (a step is made again, on other ranks), workers have tasks that no one
+waits for any more. A number that they share with this process says which tasks are still wanted, so they
+drop the others, and what that costs is the sample that a worker is in.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import get_context
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from instep.data.length_groups import LengthGroups
-from instep.data.order import MASK_64, sample_at
+from instep.data.order import GOLDEN_GAMMA, MASK_64, mix, sample_at
+from instep.data.shards import ShardOrder, Shards
 from instep.ordered.alignment import align
 from instep.ordered.generators import KeyedGenerator, default_generator, generators_in, global_generators
 from instep.ordered.keys import derive
@@ -48,22 +55,49 @@ class Place(NamedTuple):
     sample: int
 
 
+class Task(NamedTuple):
+    """A micro-batch to be read, of the step that begins at ``position``; none if that is below 0."""
+
+    turn: int  # of the reader: those of an earlier one are not wanted any more
+    position: int
+    micro_batch: int
+
+
+class Order(Protocol):
+    """Which sample stands at a position of the stream of epochs."""
+
+    def sample_at(self, position: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """The samples of each epoch in an order of its own, or in that of their numbers."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool
+
+    def sample_at(self, position: int) -> int:
+        """The sample at ``position``."""
+        if self.shuffle:
+            return sample_at(position, self.num_samples, self.seed)
+        return position % self.num_samples
+
+
 @dataclass(frozen=True)
 class Deal:
-    """Which samples of a stream, given by ``sample_at``, are in which micro-batch."""
+    """Which samples of a stream in ``order`` are in which micro-batch."""
 
     num_samples: int
     batch_size: int
     micro_batch_size: int
-    sample_at: Callable[[int], int]
+    order: Order
 
     def places(self, position: int, micro_batch: int) -> list[Place]:
         """The samples of a micro-batch of the step that begins at ``position``."""
         first = position + micro_batch * self.micro_batch_size
-        return [
-            Place(at // self.num_samples, self.sample_at(at))
-            for at in range(first, first + self.micro_batch_size)
-        ]
+        stretch = range(first, first + self.micro_batch_size)
+        return [Place(at // self.num_samples, self.order.sample_at(at)) for at in stretch]
 
 
 class Loader:
@@ -80,13 +114,19 @@ class Loader:
         dataset: with ``len()`` and ``dataset[i]``: torch's, Hugging Face's, a list, an array. One that has
             ``__getitems__`` is asked for a micro-batch at once. What it draws from the generators of torch,
             Python, numpy, or from those it keeps, is keyed by (``seed``, epoch, sample), or by the first
-            sample of those that it reads at once.
+            sample of those that it reads at once. With ``open_shard``, the shards (paths, say).
         batch_size: samples in a step, over all ranks; a multiple of ``micro_batch_size``.
         micro_batch_size: samples in a micro-batch. The bits of training depend on both sizes.
         num_workers: processes that read for this rank; 0 reads in this one.
         seed: of the order, and of what the data set draws.
         shuffle: False reads the samples in the order of their numbers.
         lengths: of each sample; those of similar lengths then come into one micro-batch.
+        open_shard: for samples that are read in sequence: ``open_shard(shard)`` gives those of one of the
+            shards, always the same ones in the same order, as an iterable (or rows by number). Shards are
+            shuffled and shared out, and what stands in them is read from front to back; see
+            ``data/shards.py``. Many more shards than micro-batches in a step are well shuffled and shared.
+        sizes: samples in each shard. By default every rank counts them here, which opens each shard and, if
+            its samples have no ``len()``, reads it once; ``loader.sizes`` are what to keep for the next time.
         collate_fn: makes a micro-batch of a list of samples; by default torch's ``default_collate``, which
             stacks. What it draws is keyed as a data set's, by the first sample.
         weigh: the ``weight`` of a micro-batch, an int, from its data: ``lambda x: int(x["mask"].sum())``.
@@ -98,7 +138,8 @@ class Loader:
 
     Raises:
         TypeError: ``dataset`` has no length, or no samples by number.
-        ValueError: it is empty, or a size, the seed or the number of lengths does not fit.
+        ValueError: it is empty, or a size, the seed or the number of lengths does not fit; while reading, a
+            shard has not as many samples as its size says.
 
     Example:
         >>> model = instep.DataParallel(model)
@@ -126,6 +167,8 @@ class Loader:
         seed: int = 0,
         shuffle: bool = True,
         lengths: Sequence[int] | None = None,
+        open_shard: Callable[[Any], Iterable[Any]] | None = None,
+        sizes: Sequence[int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         weigh: Callable[[Any], int] | None = None,
         pin_memory: bool = False,
@@ -133,23 +176,28 @@ class Loader:
         timeout_s: float = 300.0,
         multiprocessing_context: Any = "fork",  # also in a rank that a forkserver has started
     ) -> None:
-        self.dataset = dataset
-        self.num_samples = _require_samples(dataset)
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.num_micro_batches = _require_multiple(batch_size, micro_batch_size)
         if not 0 <= seed <= MASK_64:
             raise ValueError(f"expected 0 <= seed < 2**64, got {seed}: choose a seed that fits in 64 bits")
         self.seed, self.shuffle = seed, shuffle
-        order = _order(self.num_samples, micro_batch_size, seed, shuffle, lengths)
+        if open_shard is not None:
+            dataset = Shards(_listed(dataset), open_shard, sizes, self.num_micro_batches)
+        self.dataset = dataset
+        self.num_samples = _require_samples(dataset)
+        self.sizes: Sequence[int] | None = dataset.sizes if isinstance(dataset, Shards) else sizes
+        order, *grouped = self._order(lengths)
         self.deal = Deal(self.num_samples, batch_size, micro_batch_size, order)
-        # That of lengths depends on them, and on the size of what is grouped.
-        self.groups = None if lengths is None else _digest(micro_batch_size, lengths)
-        self.identity = _digest(self.num_samples, batch_size, micro_batch_size, seed, shuffle, lengths)
+        self.groups = _digest(*grouped) if grouped else None  # that on which their order depends, too
+        self.identity = _digest(self.num_samples, batch_size, micro_batch_size, seed, shuffle, *grouped)
         self.weigh = weigh
         self._position = 0
-        self._share = _Share(self.deal)
+        # Of a process that forks, memory that its children see; of another one, what can be handed to them.
+        self._turn = get_context(multiprocessing_context).RawValue("q", 0) if num_workers else _Turn()
+        self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
+        self._samples = KeyedSamples(dataset, self.deal, seed, collate_fn or default_collate, self._turn)
         self._options: dict[str, Any] = {
-            "dataset": KeyedSamples(dataset, seed, collate_fn or default_collate),
+            "dataset": self._samples,
             "batch_sampler": self._share,
             "num_workers": num_workers,
             "collate_fn": itemgetter(0),  # it is collated already, where what that draws is keyed
@@ -163,6 +211,30 @@ class Loader:
         self._loader: DataLoader[Any] | None = None
         self._stream: Iterator[Any] | None = None
         self._next: tuple[int, tuple[int, ...], int] | None = None  # that the stream gives
+
+    def _order(self, lengths: Sequence[int] | None) -> tuple[Any, ...]:
+        """Which sample stands where; and what that depends on, besides the seed and the number of samples."""
+        micro_size, seed, num_samples = self.micro_batch_size, self.seed, self.num_samples
+        if isinstance(self.dataset, Shards):
+            if lengths is not None:
+                raise ValueError(
+                    "lengths with open_shard: samples of shards stay in their sequence; leave out one"
+                )
+            sizes, batch_size = self.dataset.sizes, self.batch_size
+            shards = ShardOrder(
+                sizes, batch_size=batch_size, micro_size=micro_size, seed=seed, shuffle=self.shuffle
+            )
+            return shards, batch_size, micro_size, sizes
+        if self.sizes is not None:
+            raise ValueError("sizes are of shards: pass open_shard, which opens one, or leave them out")
+        stream = Shuffled(num_samples, seed, self.shuffle)
+        if lengths is None:
+            return (stream,)
+        if len(lengths) != num_samples:
+            raise ValueError(f"expected the lengths of {num_samples} samples, got {len(lengths)} of them")
+        window = WINDOW * micro_size
+        groups = LengthGroups(lengths, stream.sample_at, micro_size=micro_size, window=window, seed=seed)
+        return groups, micro_size, list(map(int, lengths))
 
     @property
     def position(self) -> int:
@@ -221,6 +293,8 @@ class Loader:
         self._stream = self._loader = self._next = None
         if shut_down is not None:
             shut_down()
+        if isinstance(self.dataset, Shards):
+            self.dataset.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, and in which stream, as JSON."""
@@ -249,10 +323,14 @@ class Loader:
         """What was read for micro-batch ``own[k]`` of the next step."""
         try:
             if self._stream is None or self._next != (self._position, own, k):
-                self._share.start = self._position, own, k
+                self._turn.value += 1
+                self._share.start = self._turn.value, self._position, own, k
                 if self._loader is None:
                     self._loader = DataLoader(**self._options)
                 self._stream = iter(self._loader)
+            elif k == 0:
+                for _ in range(self._share.num_idle(own)):
+                    next(self._stream)
             return next(self._stream)
         except BaseException as error:
             self.close()  # what comes next from it is not known
@@ -278,51 +356,88 @@ class Loader:
         raise TypeError("an instep.Loader holds processes and cannot be copied or pickled: use state_dict()")
 
 
+class _Turn:
+    """In the place of shared memory, where no other process reads."""
+
+    value = 0
+
+
 class _Share:
-    """The places of the samples of this rank's micro-batches, from ``start`` on, without an end."""
+    """The tasks of this rank's micro-batches, from ``start`` on, without an end.
 
-    def __init__(self, deal: Deal) -> None:
-        self._deal = deal
-        self.start: tuple[int, tuple[int, ...], int] = 0, (), 0
+    Worker processes take them by turns. Each of ``num_lane_readers`` is to have the same micro-batches in
+    every step, so that it reads on in its shards: tasks of nothing make a step a multiple of their number.
+    """
 
-    def __iter__(self) -> Iterator[list[Place]]:
-        position, own, k = self.start
+    def __init__(self, deal: Deal, num_lane_readers: int) -> None:
+        self._deal, self._num_lane_readers = deal, num_lane_readers
+        self.start: tuple[int, int, tuple[int, ...], int] = 0, 0, (), 0
+
+    def num_idle(self, own: Sequence[int]) -> int:
+        """Tasks of nothing in a step with the micro-batches ``own``."""
+        return -len(own) % self._num_lane_readers if self._num_lane_readers else 0
+
+    def __iter__(self) -> Iterator[Task]:
+        turn, position, own, k = self.start
+        idle = [Task(turn, -1, -1)] * self.num_idle(own)
         while own:
-            for micro_batch in own[k:]:
-                yield self._deal.places(position, micro_batch)
+            yield from (Task(turn, position, micro_batch) for micro_batch in own[k:])
+            yield from idle
             position, k = position + self._deal.batch_size, 0
 
 
 class KeyedSamples:
-    """The micro-batch of the samples of ``dataset`` at places; what it and ``collate`` draw is keyed by them.
+    """The micro-batch of a task, of samples of ``dataset``; what it and ``collate`` draw is keyed by them.
 
     In this process the generators of the program are then as before; in a worker process no other code draws.
     """
 
-    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.seed, self.collate = dataset, seed, collate
+    def __init__(
+        self, dataset: Any, deal: Deal, seed: int, collate: Callable[[list[Any]], Any], turn: Any
+    ) -> None:
+        self.dataset, self.deal, self.seed, self.collate, self.turn = dataset, deal, seed, collate, turn
         self._own: list[KeyedGenerator] | None = None
+        self._bases: dict[tuple[str, int, str], int] = {}
 
-    def __getitems__(self, places: Sequence[Place]) -> list[Any]:
-        """What is made of the samples at ``places``, in a list of its own, as a DataLoader has it."""
+    def __getitems__(self, task: Task) -> list[Any]:
+        """What is made of the samples of ``task``, in a list of its own, as a DataLoader has it."""
+        if task.position < 0 or task.turn != self.turn.value:
+            return [None]
+        places = self.deal.places(task.position, task.micro_batch)
         with self._keyed() as generators:
-            samples = self._samples(places, generators)
+            samples = self._read(task.turn, places, generators)
+            if samples is None:
+                return [None]
             self._key(generators, places[0], "collate")
             with _named(self.dataset, places):
                 return [self.collate(samples)]
 
-    def _samples(self, places: Sequence[Place], generators: Sequence[KeyedGenerator]) -> list[Any]:
+    def _read(
+        self, turn: int, places: Sequence[Place], generators: Sequence[KeyedGenerator]
+    ) -> list[Any] | None:
+        """The samples at ``places``; None if they are not wanted any more."""
         at_once = getattr(self.dataset, "__getitems__", None)
         if at_once is not None:
             self._key(generators, places[0])
             with _named(self.dataset, places):
                 return list(at_once([place.sample for place in places]))
-        samples = []
-        for place in places:
-            self._key(generators, place)
-            with _named(self.dataset, [place]):
-                samples.append(self.dataset[place.sample])
+        samples, place = [], places[0]
+        try:
+            for place in places:
+                if turn != self.turn.value:
+                    return None
+                samples.append(self._sample(place, generators))
+        except Exception as error:
+            _name(error, self.dataset, [place])
+            raise
         return samples
+
+    def _sample(self, place: Place, generators: Sequence[KeyedGenerator]) -> Any:
+        if isinstance(self.dataset, Shards):
+            epoch = place.epoch
+            return self.dataset.read(epoch, place.sample, lambda i: self._key(generators, Place(epoch, i)))
+        self._key(generators, place)
+        return self.dataset[place.sample]
 
     @contextmanager
     def _keyed(self) -> Iterator[list[KeyedGenerator]]:
@@ -338,8 +453,14 @@ class KeyedSamples:
                 generator.restore(state)
 
     def _key(self, generators: Sequence[KeyedGenerator], place: Place, what: str = "sample") -> None:
+        """Seed each by a stream of its own (splitmix64's), at the number of the sample."""
+        epoch, distance = place.epoch, place.sample * GOLDEN_GAMMA
         for generator in generators:
-            generator.key(derive(self.seed, what, place.epoch, place.sample, generator.name))
+            at = what, epoch, generator.name
+            base = self._bases.get(at)
+            if base is None:
+                base = self._bases[at] = derive(self.seed, what, epoch, generator.name)
+            generator.key(mix(base + distance))
 
     def __getstate__(self) -> Any:
         return {**vars(self), "_own": None}  # to a worker process, which looks for its own
@@ -351,16 +472,23 @@ def _named(dataset: Any, places: Sequence[Place]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        worker = get_worker_info()
-        who = "" if worker is None else f", in worker {worker.id} (pid {os.getpid()})"
-        samples = ", ".join(f"{place.sample}{_file_of(dataset, place.sample)}" for place in places[:SHOWN])
-        several = "one of samples" if len(places) > 1 else "sample"
-        error.add_note(f"{several} {samples} of {type(dataset).__name__}, epoch {places[0].epoch}{who}")
+        _name(error, dataset, places)
         raise
 
 
+def _name(error: Exception, dataset: Any, places: Sequence[Place]) -> None:
+    worker = get_worker_info()
+    who = "" if worker is None else f", in worker {worker.id} (pid {os.getpid()})"
+    samples = ", ".join(f"{place.sample}{_file_of(dataset, place.sample)}" for place in places[:SHOWN])
+    several = "one of samples" if len(places) > 1 else "sample"
+    kind = type(dataset).__name__
+    error.add_note(f"{several} {samples} of {kind}, epoch {places[0].epoch}{who}")
+
+
 def _file_of(dataset: Any, sample: int) -> str:
-    """The file of ``sample``, where the data set keeps a list of files: " (PATH)"."""
+    """The file of ``sample``, where the data set keeps a list of files: " (PATH)"; or its shard."""
+    if isinstance(dataset, Shards):
+        return f" ({dataset.where(sample)})"
     for listed in getattr(dataset, "__dict__", {}).values():
         if isinstance(listed, list | tuple) and len(listed) > sample:
             first = listed[sample][0] if isinstance(listed[sample], tuple) else listed[sample]
@@ -374,8 +502,9 @@ def _require_samples(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"expected a data set with samples by number, got {type(dataset).__name__}: what a rank reads of "
-            "a stream cannot be said beforehand; read it into a list or a file of rows, or feed "
-            "model.micro_batches(G) by micro_batch.index yourself"
+            "a stream cannot be said beforehand; if it reads files in sequence, pass these and "
+            "open_shard=, else read it into a list or a file of rows, or feed model.micro_batches(G) by "
+            "micro_batch.index yourself"
         )
     try:
         num_samples = len(dataset)
@@ -397,23 +526,11 @@ def _require_multiple(batch_size: int, micro_batch_size: int) -> int:
     return batch_size // micro_batch_size
 
 
-def _order(
-    num_samples: int, micro_size: int, seed: int, shuffle: bool, lengths: Sequence[int] | None
-) -> Callable[[int], int]:
-    """Which sample stands at a position of the stream."""
-
-    def stream(position: int) -> int:
-        return sample_at(position, num_samples, seed) if shuffle else position % num_samples
-
-    if lengths is None:
-        return stream
-    if len(lengths) != num_samples:
-        raise ValueError(f"expected the lengths of {num_samples} samples, got {len(lengths)} of them")
-    window = WINDOW * micro_size
-    return LengthGroups(lengths, stream, micro_size=micro_size, window=window, seed=seed).sample_at
+def _listed(shards: Any) -> Sequence[Any]:
+    if not hasattr(shards, "__getitem__") or isinstance(shards, str | bytes):
+        raise TypeError(f"open_shard: expected a list of shards, got {type(shards).__name__}")
+    return list(shards)
 
 
 def _digest(*what: Any) -> int:
-    lengths = what[-1]
-    text = repr((*what[:-1], lengths if lengths is None else list(map(int, lengths))))
-    return zlib.crc32(text.encode())
+    return zlib.crc32(repr(what).encode())

@@ -44,7 +44,7 @@ FIX = (
 
 
 class Fed(NamedTuple):
-    """What a rank tells of its inputs: a digest of the very first ones, 0 for nothing; had it others since?"""
+    """What a rank tells of its inputs: a digest of its first ones, 0 for nothing; has it had others since?"""
 
     digest: int
     varied: bool

@@ -1,4 +1,4 @@
-"""Micro-batches that are given the same data by mistake are noticed in the first steps; right use is quiet."""
+"""Micro-batches that are given the same data by mistake are noticed in the first steps; right use is not."""
 
 from __future__ import annotations
 
@@ -129,11 +129,15 @@ def test_an_argument_by_name_counts() -> None:
 
     model = DataParallel(filled(Named()), process_group=world_of_one())
     x = samples().view(-1, SIZE, 6)
+
+    def step(number: int) -> None:
+        for _ in model.micro_batches(2):
+            model(batch={"x": x[number]}).sum().backward()
+        model.zero_grad()
+
+    step(0)
     with pytest.warns(UserWarning, match="same inputs"):
-        for step in range(2):
-            for _ in model.micro_batches(2):
-                model(batch={"x": x[step]}).sum().backward()
-            model.zero_grad()
+        step(1)
 
 
 RIGHT = {
