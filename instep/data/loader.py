@@ -32,18 +32,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from instep.data.length_groups import LengthGroups
 from instep.data.order import GOLDEN_GAMMA, MASK_64, mix, sample_at
-from instep.data.shards import ShardOrder, Shards
+from instep.data.sample_shards import ShardOrder, Shards
+from instep.mesh.handover import Incoming, Outgoing
 from instep.ordered.alignment import align
 from instep.ordered.generators import KeyedGenerator, default_generator, generators_in, global_generators
 from instep.ordered.keys import derive
 
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
 SHOWN = 8  # samples that an error names
+NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
 LOST = "DataLoader worker", "DataLoader timed out"  # so torch begins to say that a process has died, or hangs
 HOW = "iterate over model.micro_batches(loader), and read micro_batch.data in that loop"
 
@@ -123,8 +126,8 @@ class Loader:
         lengths: of each sample; those of similar lengths then come into one micro-batch.
         open_shard: for samples that are read in sequence: ``open_shard(shard)`` gives those of one of the
             shards, always the same ones in the same order, as an iterable (or rows by number). Shards are
-            shuffled and shared out, and what stands in them is read from front to back; see
-            ``data/shards.py``. Many more shards than micro-batches in a step are well shuffled and shared.
+            shuffled and shared out, and what stands in them is read from front to back: have many more of
+            them than a step has micro-batches. See ``data/sample_shards.py``.
         sizes: samples in each shard. By default every rank counts them here, which opens each shard and, if
             its samples have no ``len()``, reads it once; ``loader.sizes`` are what to keep for the next time.
         collate_fn: makes a micro-batch of a list of samples; by default torch's ``default_collate``, which
@@ -184,7 +187,7 @@ class Loader:
         if open_shard is not None:
             dataset = Shards(_listed(dataset), open_shard, sizes, self.num_micro_batches)
         self.dataset = dataset
-        self.num_samples = _require_samples(dataset)
+        self.num_samples = _num_samples(dataset)
         self.sizes: Sequence[int] | None = dataset.sizes if isinstance(dataset, Shards) else sizes
         order, *grouped = self._order(lengths)
         self.deal = Deal(self.num_samples, batch_size, micro_batch_size, order)
@@ -192,22 +195,28 @@ class Loader:
         self.identity = _digest(self.num_samples, batch_size, micro_batch_size, seed, shuffle, *grouped)
         self.weigh = weigh
         self._position = 0
-        # Of a process that forks, memory that its children see; of another one, what can be handed to them.
-        self._turn = get_context(multiprocessing_context).RawValue("q", 0) if num_workers else _Turn()
         self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
-        self._samples = KeyedSamples(dataset, self.deal, seed, collate_fn or default_collate, self._turn)
+        self._memory = Incoming()
+        # In memory that worker processes see, however they are started.
+        self._turn = get_context(multiprocessing_context).RawValue("q", 0) if num_workers else _Turn()
+        memory = self._memory.number, prefetch_factor + NUM_HELD
         self._options: dict[str, Any] = {
-            "dataset": self._samples,
+            "dataset": KeyedSamples(
+                dataset, self.deal, seed, collate_fn or default_collate, self._turn, memory
+            ),
             "batch_sampler": self._share,
-            "num_workers": num_workers,
             "collate_fn": itemgetter(0),  # it is collated already, where what that draws is keyed
             "pin_memory": pin_memory,
-            "timeout": timeout_s if num_workers else 0,
-            "prefetch_factor": prefetch_factor if num_workers else None,
-            "persistent_workers": num_workers > 0,
-            "multiprocessing_context": multiprocessing_context if num_workers else None,
             "generator": torch.Generator(),  # from which it takes a number, and not from the user's
         }
+        if num_workers:
+            self._options |= {
+                "num_workers": num_workers,
+                "timeout": timeout_s,
+                "prefetch_factor": prefetch_factor,
+                "persistent_workers": True,
+                "multiprocessing_context": multiprocessing_context,
+            }
         self._loader: DataLoader[Any] | None = None
         self._stream: Iterator[Any] | None = None
         self._next: tuple[int, tuple[int, ...], int] | None = None  # that the stream gives
@@ -293,6 +302,7 @@ class Loader:
         self._stream = self._loader = self._next = None
         if shut_down is not None:
             shut_down()
+        self._memory.forget()
         if isinstance(self.dataset, Shards):
             self.dataset.close()
 
@@ -393,9 +403,17 @@ class KeyedSamples:
     """
 
     def __init__(
-        self, dataset: Any, deal: Deal, seed: int, collate: Callable[[list[Any]], Any], turn: Any
+        self,
+        dataset: Any,
+        deal: Deal,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        turn: Any,
+        memory: tuple[int, int],  # who receives it, and how many pieces a worker process may have
     ) -> None:
         self.dataset, self.deal, self.seed, self.collate, self.turn = dataset, deal, seed, collate, turn
+        self._lent = memory
+        self._memory: Outgoing | None = None  # in a worker process
         self._own: list[KeyedGenerator] | None = None
         self._bases: dict[tuple[str, int, str], int] = {}
 
@@ -410,7 +428,27 @@ class KeyedSamples:
                 return [None]
             self._key(generators, places[0], "collate")
             with _named(self.dataset, places):
-                return [self.collate(samples)]
+                return [self._collated(samples)]
+
+    def _collated(self, samples: list[Any]) -> Any:
+        if get_worker_info() is None:
+            return self.collate(samples)
+        if self._memory is None:
+            self._memory = Outgoing(*self._lent)
+            default_collate_fn_map[Tensor] = self._stacked  # which torch offers for such
+        self._memory.begin()
+        return tree_map_only(Tensor, self._memory.moved, self.collate(samples))
+
+    def _stacked(self, batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+        """As torch does it, into memory that is used again."""
+        first = batch[0]
+        alike = all(type(x) is Tensor and x.dtype == first.dtype and not x.requires_grad for x in batch)
+        if alike and first.is_cpu and first.layout == torch.strided and not first.is_nested:
+            assert self._memory is not None
+            out = self._memory.empty((len(batch), *first.shape), first.dtype)
+            if out is not None:
+                return torch.stack(list(batch), out=out)
+        return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
     def _read(
         self, turn: int, places: Sequence[Place], generators: Sequence[KeyedGenerator]
@@ -498,8 +536,9 @@ def _file_of(dataset: Any, sample: int) -> str:
     return ""
 
 
-def _require_samples(dataset: Any) -> int:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+def _num_samples(dataset: Any) -> int:
+    by_number = isinstance(dataset, Shards) or hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not by_number:
         raise TypeError(
             f"expected a data set with samples by number, got {type(dataset).__name__}: what a rank reads of "
             "a stream cannot be said beforehand; if it reads files in sequence, pass these and "

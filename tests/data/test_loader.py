@@ -3,6 +3,7 @@ reads them; and in words, what goes wrong while they are read."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from instep.data.loader import Loader
+from instep.data.loader import NUM_HELD, KeyedSamples, Loader, Task
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.ordered.tree import rank_major
@@ -48,30 +51,50 @@ def whole(samples: list[Any]) -> list[Any]:
     return samples
 
 
+def drawn_arguments(draw: Any) -> tuple[int, dict[str, Any]]:
+    """How many samples there are, and the arguments of a Loader of their numbers."""
+    micro_size = draw(st.integers(1, 5))
+    arguments: dict[str, Any] = {
+        "micro_batch_size": micro_size,
+        "batch_size": micro_size * draw(st.integers(1, 6)),
+        "seed": draw(st.integers(0, 2**64 - 1)),
+        "shuffle": draw(st.booleans()),
+        "collate_fn": whole,
+    }
+    kind = draw(st.sampled_from(["samples", "lengths", "shards", "rows"]))
+    if kind in ("shards", "rows"):
+        sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any))
+        numbers = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        arguments |= {"dataset": numbers, "open_shard": iter if kind == "shards" else list}
+        arguments |= {"sizes": sizes if draw(st.booleans()) else None}
+        return sum(sizes), arguments
+    num_samples = draw(st.integers(1, 60))
+    if kind == "lengths":
+        arguments["lengths"] = draw(st.lists(st.integers(1, 9), min_size=num_samples, max_size=num_samples))
+    return num_samples, arguments | {"dataset": range(num_samples)}
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_every_epoch_has_each_sample_once_for_any_ranks_and_wherever_it_is_resumed(
     drawn: st.DataObject,
 ) -> None:
     draw = drawn.draw
-    num_samples, micro_size = draw(st.integers(1, 60)), draw(st.integers(1, 5))
-    sizes = (micro_size * draw(st.integers(1, 6)), micro_size)
-    options: dict[str, Any] = {"seed": draw(st.integers(0, 2**64 - 1)), "shuffle": draw(st.booleans())}
-    if draw(st.booleans()):
-        options["lengths"] = draw(st.lists(st.integers(1, 9), min_size=num_samples, max_size=num_samples))
-    loader = Loader(range(num_samples), *sizes, collate_fn=whole, **options)
+    num_samples, arguments = drawn_arguments(draw)
+    loader = Loader(**arguments)
+    num_epochs = draw(st.integers(1, 3))
     stream: list[int] = []
-    for _ in range(loader.num_steps(2)):
-        if draw(st.booleans()):
-            state, loader = (
-                loader.state_dict(),
-                Loader(range(num_samples), *sizes, collate_fn=whole, **options),
-            )
+    for _ in range(loader.num_steps(num_epochs)):
+        if draw(st.booleans()):  # another process goes on
+            state = json.loads(json.dumps(loader.state_dict()))
+            loader = Loader(**arguments)
             loader.load_state_dict(state)
-        stream += [
-            sample for micro_batch in read_step(loader, draw(st.integers(1, 4))) for sample in micro_batch
-        ]
-    for epoch in range(2):
+        if draw(st.booleans()):  # a step is begun, and made again
+            own = draw(st.lists(st.integers(0, loader.num_micro_batches - 1), min_size=1, unique=True))
+            list(zip(range(draw(st.integers(0, 3))), loader.read(own), strict=False))
+        for micro_batch in read_step(loader, draw(st.integers(1, 4))):
+            stream += micro_batch
+    for epoch in range(num_epochs):
         assert sorted(stream[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
     assert loader.position == len(stream)
 
@@ -245,6 +268,150 @@ def test_three_ranks_give_the_bits_of_one(mesh: Mesh, num_workers: int) -> None:
         assert torch.equal(ours, one)
     assert loader.position == 24
     assert loader.epoch == 1
+
+
+class Lost(Exception):
+    """A rank is gone, as far as this test goes."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@world(3)
+def test_a_step_that_was_left_in_its_middle_is_made_again_on_another_number_of_ranks(
+    mesh: Mesh, num_workers: int
+) -> None:
+    loader, module = loader_of(num_workers=num_workers), filled(Dense())
+    model = DataParallel(module, process_group=mesh)
+    train(model, loader, num_steps=1)
+
+    def left_in_its_middle() -> None:
+        model.zero_grad()
+        for micro_batch in model.micro_batches(loader):
+            if micro_batch.index in (1, 2, 3):  # rank 0 has read one before
+                raise Lost
+            model(micro_batch.data[0]).sum().backward()
+
+    with pytest.raises(Lost):
+        left_in_its_middle()
+    model.close()
+    assert loader.position == 8
+    model.rebind(world_of_one())
+    weights = train(model, loader, num_steps=2)
+    model.close()
+    assert all(torch.equal(ours, one) for ours, one in zip(weights, expected_weights(), strict=True))
+    loader.close()
+
+
+def test_a_state_that_is_loaded_in_the_middle_of_a_step_counts_from_the_next_on() -> None:
+    loader = loader_of(num_workers=1)
+    expected = loader_of()
+    state = json.loads(json.dumps(loader.state_dict()))
+    for _ in range(3):
+        list(loader.read(range(4)))
+        loader.advance()
+    step = loader.read(range(4))
+    next(step)
+    loader.load_state_dict(state)
+    for _ in range(2):
+        ours, theirs = list(loader.read([1, 2])), list(expected.read([1, 2]))
+        for (one, _), (other, _) in zip(ours, theirs, strict=True):
+            assert all(map(torch.equal, one, other))
+        loader.advance(), expected.advance()
+    loader.close()
+
+
+def test_a_reader_drops_what_no_one_waits_for_any_more() -> None:
+    turn, read = SimpleNamespace(value=3), list[int]()
+
+    class Moves(Dataset[int]):
+        """While sample 1 is read, the loader goes on elsewhere."""
+
+        def __getitem__(self, i: int) -> int:
+            read.append(i)
+            turn.value += i == 1
+            return i
+
+    deal = Loader(range(8), 8, 4, shuffle=False).deal
+    samples = KeyedSamples(Moves(), deal, 0, whole, turn, (0, 0))
+    assert samples.__getitems__(Task(2, 0, 0)) == [None]
+    assert samples.__getitems__(Task(3, 0, 0)) == [None]
+    assert read == [0, 1]
+    assert samples.__getitems__(Task(4, 0, 1)) == [[4, 5, 6, 7]]
+
+
+# Tensors from worker processes.
+
+
+class Rows(Dataset[Any]):
+    """Samples of several kinds, whose size grows."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Any:
+        size = 50 if i < 40 else 500
+        x = torch.full((size,), i / 3)
+        return {"x": x, "y": (np.full((2, 3), i), i), "name": str(i), "none": torch.ones(0)}
+
+
+class Box:
+    """An object that torch knows nothing of."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+
+def boxed(rows: list[Any]) -> Any:
+    x = default_collate([row["x"] for row in rows])
+    own = torch.stack([row["x"] for row in rows])
+    return Box([x, own, x[:, ::2]]), own, own.T, torch.ones(2, requires_grad=True), own.to_sparse()
+
+
+def tensors(data: Any) -> list[Tensor]:
+    return [
+        x.to_dense()
+        for x in tree_leaves([getattr(x, "tensors", x) for x in tree_leaves(data)])
+        if isinstance(x, Tensor)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own hand-over
+@pytest.mark.parametrize("collate_fn", [None, boxed])
+def test_micro_batches_that_a_program_keeps_stay_as_they_are(collate_fn: Any) -> None:
+    kept, expected = [], []
+    for found, num_workers in ((expected, 0), (kept, 1)):
+        loader = Loader(Rows(), 8, 4, shuffle=False, num_workers=num_workers, collate_fn=collate_fn)
+        for _ in range(8):
+            found += [data for data, _ in loader.read([0, 1])]
+            loader.advance()
+        loader.close()
+    for ours, theirs in zip(kept, expected, strict=True):
+        one, other = tensors(ours), tensors(theirs)
+        assert len(one) == len(other) >= 4
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(one, other, strict=True))
+        if collate_fn is None:
+            assert ours["name"] == theirs["name"]
+
+
+def test_memory_of_micro_batches_that_are_gone_is_used_again() -> None:
+    loader = Loader(torch.arange(6400.0).view(64, 100), 8, 4, num_workers=1, prefetch_factor=1)
+    places = set()
+    for _ in range(20):
+        for data, _ in loader.read([0, 1]):
+            places.add(data.data_ptr())
+            data.fill_(-1)  # it is the program's
+        loader.advance()
+    assert len(places) <= 1 + NUM_HELD + 1  # and the first, which came before sizes were known
+    loader.close()
+    assert data.eq(-1).all()  # kept longer than its loader
+
+
+def test_worker_processes_may_be_spawned() -> None:
+    data = torch.arange(64.0).view(16, 4)
+    loader = Loader(data, 8, 4, num_workers=1, lengths=range(16), multiprocessing_context="spawn")
+    other = Loader(data, 8, 4, lengths=range(16))
+    for ours, theirs in zip(read_step(loader, 1), read_step(other, 1), strict=True):
+        assert torch.equal(ours, theirs)
+    loader.close()
 
 
 @world(2)

@@ -163,7 +163,7 @@ class Shards:
         if opened is None or opened.following > offset:
             self._close(epoch, shard)
             key(self._firsts[shard])
-            content = self.open_shard(self.shards[shard])
+            content: Any = self.open_shard(self.shards[shard])
             rows = content if _has_rows(content) else None
             if rows is not None and len(rows) != self.sizes[shard]:
                 raise self._unlike(shard, str(len(rows)))
@@ -180,7 +180,7 @@ class Shards:
             close()
 
     def _count(self, shard: Any) -> int:
-        content = self.open_shard(shard)
+        content: Any = self.open_shard(shard)
         return len(content) if _has_rows(content) else sum(1 for _ in content)
 
     def _unlike(self, shard: int, found: str) -> ValueError:
