@@ -34,8 +34,19 @@ SAVED = [
     ("shard", "Shard", ""),
     ("use", "Data from a data set", BEGUN),
 ]
+SHARDS = """
+paths = [f"{torch.rand(1).item()}.txt" for _ in range(12)]
+for i, path in enumerate(paths):
+    with open(path, "w") as file:
+        file.writelines(f"{' '.join(map(str, row))}\\n" for row in torch.randn(i + 3, 9).tolist())
+"""
 AVERAGED = ("use", "An average of the weights", "")
-DECLARED = [*SAVED, ("use", "The declared loop", BEGUN), AVERAGED]
+DECLARED = [
+    *SAVED,
+    ("use", "The declared loop", BEGUN),
+    ("use", "Samples in shards", SHARDS + BEGUN),
+    AVERAGED,
+]
 OTHERS = [
     AVERAGED,
     ("use", "What you print and evaluate", BEGUN),

@@ -198,7 +198,7 @@ class Loader:
         self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
         self._memory = Incoming()
         # In memory that worker processes see, however they are started.
-        self._turn = get_context(multiprocessing_context).RawValue("q", 0) if num_workers else _Turn()
+        self._turn = _in_shared_memory(multiprocessing_context) if num_workers else _Turn()
         memory = self._memory.number, prefetch_factor + NUM_HELD
         self._options: dict[str, Any] = {
             "dataset": KeyedSamples(
@@ -364,6 +364,11 @@ class Loader:
 
     def __getstate__(self) -> Any:
         raise TypeError("an instep.Loader holds processes and cannot be copied or pickled: use state_dict()")
+
+
+def _in_shared_memory(context: Any) -> Any:
+    """A number, 0, that the processes which ``context`` or the one of that name starts see, too."""
+    return (get_context(context) if isinstance(context, str | None) else context).RawValue("q", 0)
 
 
 class _Turn:

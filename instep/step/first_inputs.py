@@ -25,6 +25,7 @@ import dataclasses
 import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,9 @@ def _digest(tensors: Iterator[Tensor]) -> int:
     """60 bits of a sample of ``tensors``; 0 where it has too few values, or cannot be looked at."""
     hashed, distinct = hashlib.blake2b(digest_size=8), 0
     try:
-        for x, _ in zip(tensors, range(NUM_TENSORS), strict=False):
+        for x in islice(tensors, NUM_TENSORS):
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return 0
             # An odd distance: an even one may come to the same column of every row, a border of images.
             sample = x.detach().flatten()[:: x.numel() // NUM_ELEMENTS | 1].cpu()
             hashed.update(f"{x.dtype} {tuple(x.shape)}".encode())

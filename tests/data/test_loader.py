@@ -79,7 +79,18 @@ def drawn_arguments(draw: Any) -> tuple[int, dict[str, Any]]:
 def test_every_epoch_has_each_sample_once_for_any_ranks_and_wherever_it_is_resumed(
     drawn: st.DataObject,
 ) -> None:
-    draw = drawn.draw
+    require_each_sample_once(drawn.draw)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000)
+@given(st.data())
+def test_every_epoch_has_each_sample_once_in_a_thousand_cases(drawn: st.DataObject) -> None:
+    require_each_sample_once(drawn.draw)
+
+
+def require_each_sample_once(draw: Any) -> None:
+    """Of drawn samples, sizes, ranks that change from step to step, epochs, and steps that are made again."""
     num_samples, arguments = drawn_arguments(draw)
     loader = Loader(**arguments)
     num_epochs = draw(st.integers(1, 3))
