@@ -40,7 +40,7 @@ for step in run.steps(STEPS, generator=generator, critic=critic, g_adam=g_adam, 
     with step:
         # The critic learns to tell real points from drawn ones.
         c_adam.zero_grad()
-        for _ in critic.micro_batches(3):
+        for _ in critic.micro_batches(4):
             fake = generator(torch.randn(BATCH, NOISE))
             c_loss = loss_function(critic(ring(BATCH)), ones) + loss_function(critic(fake.detach()), zeros)
             c_loss.backward()
@@ -48,14 +48,14 @@ for step in run.steps(STEPS, generator=generator, critic=critic, g_adam=g_adam, 
 
         # The generator learns to draw what the critic takes for real.
         g_adam.zero_grad()
-        for _ in generator.micro_batches(3):
+        for _ in generator.micro_batches(4):
             with critic.no_sync():  # what it would learn is thrown away
                 fake = generator(torch.randn(BATCH, NOISE))
                 g_loss = loss_function(critic(fake), ones)
                 g_loss.backward()
         g_adam.step()
 
-        if step % 100 == 0 and RANK == 0:
+        if step % 100 == 0 and run.rank == 0:
             print(f"step {step}: losses {c_loss:.2f} of the critic, {g_loss:.2f} of the generator")
 
 with torch.no_grad():

@@ -60,7 +60,7 @@ schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], mi
 
 for step in run.steps(args.steps, model=model, optimizer=optimizer, schedule=schedule):
     with step:
-        for _ in model.micro_batches(3):
+        for _ in model.micro_batches(4):
             x, y = random_batch(text)
             loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
             loss.backward()
@@ -68,5 +68,5 @@ for step in run.steps(args.steps, model=model, optimizer=optimizer, schedule=sch
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if get_rank() == 0 and step % 25 == 0:
+        if run.rank == 0 and step % 25 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
