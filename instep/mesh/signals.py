@@ -81,14 +81,29 @@ def preempted(ask: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def listen_for_preemption(ask: Callable[[str], None]) -> None:
-    """In a rank: the first SIGTERM or SIGUSR1 calls ``ask``, a second one ends the process."""
+def listen_for_preemption(ask: Callable[[str], None]) -> Callable[[], None]:
+    """In a rank: the first SIGTERM or SIGUSR1 calls ``ask``, a second one ends the process.
+
+    Returns what listens no longer: the signals end the process again, but for those that the program has
+    taken meanwhile.
+    """
+
+    def end_now(number: int, frame: FrameType | None) -> None:
+        os._exit(128 + number)
 
     def handle(number: int, frame: FrameType | None) -> None:
         for other in taken:
-            signal.signal(other, lambda number, frame: os._exit(128 + number))
+            signal.signal(other, end_now)
         ask(signal.Signals(number).name)
+
+    def give_back() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in taken:
+            if signal.getsignal(number) in (handle, end_now):
+                signal.signal(number, signal.SIG_DFL)
 
     taken = unhandled(STOP_SIGNALS)
     for number in taken:
         signal.signal(number, handle)
+    return give_back

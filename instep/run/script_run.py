@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -229,7 +229,7 @@ class Run:
             A ``Step``, an int that counts from 0: write ``with step:`` around all that it does.
 
         Raises:
-            ValueError: nothing is registered, or what cannot be; the folder holds another run.
+            ValueError: no model is registered, or what cannot be; the folder holds another run.
             ContractBroken: script, arguments, libraries or processor are not those that the run began with.
             CheckpointRejected: no checkpoint of the run can be trusted.
             SystemExit: 75: the run was asked to end, and has saved a checkpoint.
@@ -241,9 +241,9 @@ class Run:
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        self.register(**objects)
         if self._steps is not None:
             raise RuntimeError("run.steps: a run has one loop, and this one has had it: make another Run")
+        self.register(**objects)
         self._steps = _Steps(self, num_steps)
         return self._steps
 
@@ -260,11 +260,17 @@ class Run:
     def stop(self) -> None:
         """End the run after this step, on all ranks, with a checkpoint: as SIGTERM does.
 
+        Raises:
+            RuntimeError: the steps have not begun.
+
         Example:
             >>> run.stop()
         """
-        if self._steps is not None:
-            self._steps.asked.append("run.stop()")
+        if self._steps is None:
+            raise RuntimeError(
+                "run.stop: the steps have not begun: call it inside of the loop over run.steps"
+            )
+        self._steps.asked.append("run.stop()")
 
 
 class Step(int):
@@ -304,10 +310,11 @@ class Step(int):
         ledger too, and in the line that is shown. Of a step that is made again, the last ones count.
 
         Args:
-            figures: numbers, or tensors of one element.
+            figures: numbers, or tensors and arrays of one element.
 
         Raises:
-            ValueError: one is no number.
+            ValueError: one is no number, or has the name of a figure that the run writes itself.
+            RuntimeError: the step is not entered, or is over.
 
         Example:
             >>> for step in run.steps(1):
@@ -345,11 +352,22 @@ class _Steps(Iterator[Step]):
         self._member: Membership | None = None
         self._memory: Snapshots | None = None
         self._claimed: list[folder.Claimed] = []
+        self._listen_no_longer: Callable[[], None] = lambda: None
         self._begin()
 
     def _begin(self) -> None:
         run, launch = self.run, self.run._started
         registered = Registered(run._objects)
+        if not registered.models:
+            raise ValueError(
+                "run.steps: no model is registered: run.register(model=model, optimizer=optimizer)"
+            )
+        spike, num_optimizers = run._settings.checks.spike, len(registered.optimizers)
+        if spike and num_optimizers > 1:
+            raise ValueError(
+                f"spike={spike:g}: expected one optimizer, got {num_optimizers}, whose gradients come one after "
+                "the other: leave it at 0"
+            )
         settings = layout_of(registered, replace(run._settings, steps=self.num_steps), run._backend or "auto")
         heartbeat = launch.channel.heartbeat if launch else Heartbeat()
         self.training = training = ScriptTraining(settings, registered, heartbeat)
@@ -371,7 +389,7 @@ class _Steps(Iterator[Step]):
             }
             self._park(launch)
         else:
-            listen_for_preemption(self.asked.append)
+            self._listen_no_longer = listen_for_preemption(self.asked.append)
             self.work.wishes = {"stop": lambda: bool(self.asked)}
 
     def _park(self, launch: Started) -> None:
@@ -522,6 +540,7 @@ class _Steps(Iterator[Step]):
     def close(self) -> None:
         """Give the files back; the mesh stays, for what a script does after its last step."""
         self._is_over = True
+        self._listen_no_longer()
         self.work.close()
         if self._generation is not None:
             self._generation.close()

@@ -150,3 +150,23 @@ def test_what_tests_start_hears_a_terminal_though_they_do_not(number: signal.Sig
     finally:
         signal.signal(number, before)
     assert ended.returncode == -number
+
+
+def test_a_rank_that_listens_no_longer_is_ended_by_a_signal() -> None:
+    def body() -> None:
+        listen_for_preemption(lambda name: None)()
+        signal.raise_signal(signal.SIGTERM)
+
+    assert fork(body) == -signal.SIGTERM
+
+
+def test_what_a_program_handles_meanwhile_is_not_taken_from_it() -> None:
+    def body() -> None:
+        own: list[int] = []
+        give_back = listen_for_preemption(lambda name: None)
+        signal.signal(signal.SIGUSR1, lambda number, frame: own.append(number))
+        give_back()
+        signal.raise_signal(signal.SIGUSR1)
+        os._exit(0 if own == [signal.SIGUSR1] else 1)
+
+    assert fork(body) == 0
