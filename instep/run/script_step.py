@@ -16,8 +16,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,6 +40,8 @@ from instep.run.rank_state import Holds, Made
 from instep.run.script_training import ScriptTraining
 
 WISHES = ("stop", "regroup", "copy")
+# Figures of a step in metrics.jsonl that are not the script's.
+WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
 PHASES = {"data": "data", "forward": "forward", "backward": "backward", "update": "update"}
 
 
@@ -103,8 +107,14 @@ class StepWork:
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Figures of this step."""
+        if not self._is_open:
+            raise RuntimeError(
+                "step.log: expected to be called inside of `with step:`: what is logged is a part of the step"
+            )
         for name, value in figures.items():
-            if isinstance(value, Tensor) and value.numel() == 1:
+            if name in WRITTEN:
+                raise ValueError(f"step.log: {name}: the run writes one itself: take another name")
+            if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
                 value = value.item()
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"step.log: {name}: expected a number, got {type(value).__name__}")
@@ -164,7 +174,7 @@ class StepWork:
                 exposed_ms=exposed_s * 1e3,
                 waiting_ms=waiting_s * 1e3,
                 skipped=skipped or "",
-                logged={**figures, f"{training.item}_per_s": training.items_per_step / step_s},
+                logged={f"{training.item}_per_s": training.items_per_step / step_s, **figures},
                 **{name: told.sums.get(name, 0.0) > 0 for name in WISHES},
             )
         )

@@ -332,7 +332,7 @@ class ScriptTraining:
 
     @property
     def _device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
 
 def layout_of(registered: Registered, settings: ScriptSettings, backend: str) -> ScriptSettings:
