@@ -1,0 +1,414 @@
+"""A loop of one's own as a run, on one rank: its steps, its files, how it goes on, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+import instep
+from instep.errors import ContractBroken
+from instep.run.folder import CHECKPOINTS
+from tests.run.loops import Loop, ledger, metrics, summary
+
+Begin = Callable[..., Loop]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Makes a loop, of a run in a folder of the test's: "run" if it names none."""
+    runs: list[instep.Run] = []
+
+    def make(
+        name: str = "run", *, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **words: Any
+    ) -> Loop:
+        for run in runs:
+            run.close()
+        runs.append(instep.Run(tmp_path / name, **words))
+        return Loop(runs[-1], kind)
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def test_a_step_is_an_int_that_counts(begin: Begin) -> None:
+    seen = []
+    loop = begin()
+    loop.train(after=lambda step: seen.append((step + 0, step.number, type(step.number), step.is_last)))
+    assert seen == [(0, 0, int, False), (1, 1, int, False), (2, 2, int, True)]
+    assert list(loop.run._steps or "none") == []
+
+
+def test_what_is_logged_is_in_the_metrics_and_the_loss_in_the_ledger(begin: Begin, tmp_path: Path) -> None:
+    def log(step: instep.Step) -> None:
+        step.log(temperature=step * 2, entropy=torch.tensor([[0.5]], requires_grad=True))
+        step.log(temperature=np.float32(step + 0.25))
+
+    loop = begin()
+    losses: list[float] = []
+    loop.train(2, before=log, loss=lambda y: losses.append(y.square().mean().item()) or y.square().mean())
+    lines = metrics(tmp_path / "run")
+    assert [line["temperature"] for line in lines] == [0.25, 1.25]
+    assert [line["entropy"] for line in lines] == [0.5, 0.5]
+    means = [(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2]
+    assert [line["loss"] for line in lines] == pytest.approx(means)
+    assert [float.fromhex(line["loss"]) for line in ledger(tmp_path / "run")] == pytest.approx(means)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [("high", "str"), (torch.zeros(2), "Tensor"), (True, "bool"), (None, "NoneType")]
+)
+def test_what_is_no_number_is_not_logged(value: Any, kind: str, begin: Begin) -> None:
+    with pytest.raises(ValueError, match=f"step.log: figure: expected a number, got {kind}"):
+        begin().train(1, before=lambda step: step.log(figure=value))
+
+
+def test_a_figure_may_be_infinite(begin: Begin, tmp_path: Path) -> None:
+    loop = begin()
+    loop.train(1, before=lambda step: step.log(worst=math.inf, none=math.nan))
+    line = metrics(tmp_path / "run")[0]
+    assert line["worst"] == math.inf
+    assert math.isnan(line["none"])
+
+
+def test_a_figure_by_the_second_does_not_stand_for_the_speed_of_the_run(begin: Begin, tmp_path: Path) -> None:
+    begin().train(1, before=lambda step: step.log(dreams_per_s=1e9))
+    assert "steps_per_s" in summary(tmp_path / "run")
+    assert "dreams_per_s" not in summary(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["step", "norm", "rate", "step_ms"])
+def test_a_figure_has_no_name_that_the_run_writes_itself(name: str, begin: Begin) -> None:
+    with pytest.raises(ValueError, match=f"step.log: {name}: "):
+        begin().train(1, before=lambda step: step.log(**{name: 1.0}))
+
+
+def test_logging_beside_the_block_is_refused(begin: Begin) -> None:
+    loop = begin()
+    for step in loop.run.steps(2, model=loop.model, optimizer=loop.optimizer):
+        with pytest.raises(RuntimeError, match="inside of `with step:`"):
+            step.log(loss=1.0)
+        with step:
+            pass
+        with pytest.raises(RuntimeError, match="inside of `with step:`"):
+            step.log(loss=1.0)
+
+
+def test_a_step_that_is_not_entered_is_refused(begin: Begin) -> None:
+    loop = begin()
+    steps = loop.run.steps(2, model=loop.model, optimizer=loop.optimizer)
+    with pytest.raises(RuntimeError, match="step 0 was not entered: write `with step:`"):
+        list(steps)
+
+
+def test_a_step_that_is_entered_twice_is_refused(begin: Begin) -> None:
+    loop = begin()
+    step = next(loop.run.steps(2, model=loop.model, optimizer=loop.optimizer))
+    with step:
+        pass
+    with pytest.raises(RuntimeError, match="step 1 was entered before: each is entered once"), step:
+        pass
+
+
+def test_names_are_taken_once_and_before_the_steps(begin: Begin) -> None:
+    loop = begin()
+    loop.run.register(model=loop.model)
+    loop.run.register(model=loop.model, optimizer=loop.optimizer)
+    with pytest.raises(ValueError, match="'model' is registered already: take another name"):
+        loop.run.register(model=nn.Linear(1, 1))
+    loop.train(1)
+    with pytest.raises(RuntimeError, match="the steps have begun: register before"):
+        loop.run.register(other=nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="a run has one loop, and this one has had it"):
+        loop.run.steps(2)
+
+
+def test_nothing_registered_and_no_step_are_refused(begin: Begin) -> None:
+    with pytest.raises(ValueError, match="no model is registered"):
+        begin().run.steps(2)
+    loop = begin("other")
+    with pytest.raises(ValueError, match=r"run.steps\(0\): expected 1 or more"):
+        loop.run.steps(0, model=loop.model)
+
+
+class NoState:
+    """An object that nothing can carry."""
+
+
+class OddState:
+    def state_dict(self) -> dict[str, object]:
+        return {"where": Path()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def test_an_object_that_cannot_be_carried_is_refused_by_name(begin: Begin) -> None:
+    with pytest.raises(ValueError, match="'plan' is of class NoState, which has no state_dict"):
+        begin().train(plan=NoState())
+    with pytest.raises(
+        ValueError, match=r"plan/where: expected data or a tensor in state_dict\(\), got pathlib"
+    ):
+        begin().train(plan=OddState())
+
+
+def test_an_optimizer_of_a_registered_model_is_registered_too(begin: Begin) -> None:
+    loop = begin()
+    other = torch.optim.SGD(loop.model.parameters(), lr=1e-3)
+    with pytest.raises(
+        ValueError, match=r"SGD steps '0.weight' of a registered model, and is not registered"
+    ):
+        loop.train()
+    del other
+
+
+def test_an_optimizer_of_another_model_is_refused_when_it_steps(begin: Begin) -> None:
+    loop, other = begin(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-3)
+    with pytest.raises(
+        ValueError, match=r"SGD steps 2 parameters, the first of shape \[2, 2\], and neither it"
+    ):
+        loop.train(before=lambda step: optimizer.step())
+
+
+def test_an_optimizer_that_a_step_makes_for_itself_is_its_own(begin: Begin) -> None:
+    """That of a search within a step, say: it is made again with the step."""
+
+    def search(step: instep.Step) -> None:
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.square().sum().backward()
+        torch.optim.SGD([weight], lr=0.1).step()
+
+    assert begin().train(before=search) == [0, 1, 2]
+
+
+# Going on.
+
+
+def schedules(loop: Loop, kind: str) -> dict[str, Any]:
+    if kind == "one cycle":  # which moves momentum, too: a pair of betas
+        return {"plan": OneCycleLR(loop.optimizer, max_lr=0.2, total_steps=6)}
+    return {"plan": CosineAnnealingLR(loop.optimizer, 6)}
+
+
+def stopping(loop: Loop, at: int) -> Callable[[instep.Step], None]:
+    return lambda step: loop.run.stop() if step == at else None
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "cosine"])
+def test_a_stopped_run_goes_on_to_the_same_bits(kind: str, begin: Begin, tmp_path: Path) -> None:
+    def train(loop: Loop, stop: int = -1) -> list[int]:
+        plan = schedules(loop, kind)
+
+        def after(step: instep.Step) -> None:
+            plan["plan"].step()
+            stopping(loop, stop)(step)
+
+        return loop.train(6, after=after, **plan)
+
+    assert train(begin("whole")) == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(SystemExit) as end:
+        train(begin("parts"), stop=2)
+    assert end.value.code == 75
+    assert [path.name for path in (tmp_path / "parts" / CHECKPOINTS).iterdir()] == ["step-00000003"]
+    assert train(begin("parts", resume=True)) == [3, 4, 5]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert summary(parts)["state_sha256"] == summary(whole)["state_sha256"]
+    assert [line["loss"] for line in ledger(parts)] == [line["loss"] for line in ledger(whole)]
+    assert [line["rate"] for line in metrics(parts)] == [line["rate"] for line in metrics(whole)]
+
+
+def test_a_run_is_not_begun_in_the_folder_of_another(begin: Begin) -> None:
+    begin().train(1)
+    with pytest.raises(ValueError, match="resume"):
+        begin().train(1)
+
+
+def test_other_steps_or_another_seed_are_another_run_unless_that_is_accepted(begin: Begin) -> None:
+    loop = begin()
+    with pytest.raises(SystemExit):
+        loop.train(3, after=stopping(loop, 0))
+    with pytest.raises(ContractBroken, match="steps: 3 in the checkpoint, 4 now"):
+        begin(resume=True).train(4)
+    with pytest.raises(ContractBroken, match="seed: 0 in the checkpoint, 1 now"):
+        begin(resume=True, seed=1).train(3)
+    assert begin(resume=True, accept_contract=True).train(4) == [1, 2, 3]
+
+
+def test_other_arguments_are_another_run(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=tmp_path / "none.py"))
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
+    loop = begin()
+    with pytest.raises(SystemExit):
+        loop.train(3, after=stopping(loop, 0))
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.2"])
+    with pytest.raises(
+        ContractBroken, match=r'script.arguments: "--lr 0.1" in the checkpoint, "--lr 0.2" now'
+    ):
+        begin(resume=True).train(3)
+
+
+def test_a_finished_run_is_shown_again(
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin().train(2)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    first = capsys.readouterr().out
+    assert begin(resume=True).train(2) == []
+    assert summary(tmp_path / "run")["state_sha256"] in capsys.readouterr().out
+    assert summary(tmp_path / "run")["state_sha256"] in first
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_signal_ends_the_run_after_the_step(begin: Begin, tmp_path: Path) -> None:
+    loop = begin()
+    with pytest.raises(SystemExit) as end:
+        loop.train(3, before=lambda step: signal.raise_signal(signal.SIGTERM))
+    assert end.value.code == 75
+    assert [line["step"] for line in ledger(tmp_path / "run")] == [1]
+
+
+def test_stop_before_the_steps_says_that_there_are_none(begin: Begin) -> None:
+    with pytest.raises(RuntimeError, match="the steps have not begun"):
+        begin().run.stop()
+
+
+# Health.
+
+
+def poisoned(loop: Loop, *steps: int) -> Callable[[instep.Step], None]:
+    """Makes a gradient nan in these steps."""
+
+    def poison(step: instep.Step) -> None:
+        if step in steps:
+            loop.model.module[2].weight.grad[0, 0] = torch.nan
+
+    return poison
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
+    clips: bool, begin: Begin, tmp_path: Path
+) -> None:
+    loop = begin()
+    weights: list[torch.Tensor] = []
+
+    def before(step: instep.Step) -> None:
+        weights.append(loop.model.module[0].weight.detach().clone())
+        poisoned(loop, 1)(step)
+        if clips:
+            instep.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+    assert loop.train(3, before=before) == [0, 1, 2]
+    assert not torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[1], weights[2])
+    assert all(p.isfinite().all() for p in loop.model.parameters())
+    assert summary(tmp_path / "run")["skipped_steps"] == 1
+    assert ["gradient norm is nan" in str(line.get("skipped")) for line in ledger(tmp_path / "run")] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_too_many_skipped_steps_end_the_run_with_the_parameters_name(begin: Begin) -> None:
+    loop = begin(max_skipped=1)
+    with pytest.raises(instep.errors.Diverged, match=r"not finite is that of '2\.weight'") as error:
+        loop.train(5, before=poisoned(loop, 1, 2, 3))
+    assert error.value.parameter == "2.weight"
+    assert "step 2:" in str(error.value)
+
+
+def test_a_spike_is_skipped(begin: Begin, tmp_path: Path) -> None:
+    loop = begin(spike=20.0)
+
+    def before(step: instep.Step) -> None:
+        if step == 18:
+            for p in loop.model.parameters():
+                p.grad.mul_(1e6)
+
+    loop.train(20, before=before)
+    assert summary(tmp_path / "run")["skipped_steps"] == 1
+    assert "spike" in ledger(tmp_path / "run")[18]["skipped"]
+
+
+def test_spikes_of_several_optimizers_are_refused(begin: Begin) -> None:
+    loop, other = begin(spike=5.0), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="spike"):
+        loop.train(other=other, another=torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+# What steps draw.
+
+
+def test_what_a_step_draws_is_keyed_by_seed_and_step(begin: Begin) -> None:
+    def drawn(name: str, **words: Any) -> list[tuple[float, float, float]]:
+        found = []
+        loop = begin(name, **words)
+        torch.manual_seed(len(name))
+        random.seed(len(name))
+        loop.train(
+            2, after=lambda step: found.append((torch.rand(1).item(), random.random(), np.random.rand()))
+        )
+        return found
+
+    first, again, other = drawn("a"), drawn("aa"), drawn("aaa", seed=1)
+    assert first == again
+    assert not set(np.ravel(first)) & set(np.ravel(other))
+    assert len(set(np.ravel(first))) == 6
+
+
+# Two models.
+
+
+def test_two_models_and_two_optimizers_are_one_run(begin: Begin, tmp_path: Path) -> None:
+    def train(name: str, stop: int = -1, **words: Any) -> None:
+        loop = begin(name, **words)
+        critic = instep.DataParallel(nn.Linear(2, 1), loop.run.mesh)
+        c_adam = torch.optim.Adam(critic.parameters(), lr=0.05)
+
+        def before(step: instep.Step) -> None:
+            for _ in critic.micro_batches(2):
+                with loop.model.no_sync():
+                    critic(loop.model(torch.randn(3, 4)).detach()).square().mean().backward()
+            c_adam.step()
+            c_adam.zero_grad()
+            stopping(loop, stop)(step)
+
+        with suppress(SystemExit):
+            loop.train(4, before=before, critic=critic, c_adam=c_adam)
+
+    train("whole")
+    train("parts", stop=1)
+    train("parts", resume=True)
+    parts, whole = summary(tmp_path / "parts"), summary(tmp_path / "whole")
+    assert (parts["steps"], parts["state_sha256"]) == (4, whole["state_sha256"])
+
+
+# What is given back.
+
+
+def test_hooks_and_handlers_are_given_back(begin: Begin) -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = dict(hooks), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    loop = begin()
+    loop.train(1)
+    loop.run.close()
+    del loop
+    assert (dict(hooks), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
