@@ -365,8 +365,8 @@ class _Steps(Iterator[Step]):
         spike, num_optimizers = run._settings.checks.spike, len(registered.optimizers)
         if spike and num_optimizers > 1:
             raise ValueError(
-                f"spike={spike:g}: expected one optimizer, got {num_optimizers}, whose gradients come one after "
-                "the other: leave it at 0"
+                f"spike={spike:g}: expected one optimizer, got {num_optimizers}, whose gradients come one "
+                "after the other: leave it at 0"
             )
         settings = layout_of(registered, replace(run._settings, steps=self.num_steps), run._backend or "auto")
         heartbeat = launch.channel.heartbeat if launch else Heartbeat()
