@@ -147,7 +147,7 @@ class FaultInjector:
         for number, fault in enumerate(self._faults):
             here = (fault.rank, fault.phase) == (self.rank, phase) and step in fault.when
             if here and fault.kind == "resize":
-                self._await_resize(number)
+                self._await_resize(number, step)
             elif here and fault.kind not in ELSEWHERE and self._first(number, fault, step):
                 self._inject(fault)
 
@@ -158,11 +158,12 @@ class FaultInjector:
                 return poisoned(loss, _named(fault, list(model.named_parameters())))
         return loss
 
-    def _await_resize(self, number: int) -> None:
-        """Wait until the supervisor has fired fault ``number``, unless the run ends or a rank is lost."""
+    def _await_resize(self, number: int, step: int) -> None:
+        """Wait until the supervisor has fired fault ``number``, unless the run ends or a rank is lost; once."""
         page = self._page
-        if page is None:
+        if page is None or (number, step) in self._fired:  # a step may enter its phase again and again
             return
+        self._fired.add((number, step))
         until, over = time.monotonic() + RESIZE_S, page.over
         while not (page.fired(number) or page.stop or page.over > over) and time.monotonic() < until:
             time.sleep(0.01)

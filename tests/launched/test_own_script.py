@@ -1,0 +1,135 @@
+"""``instep run`` with a script of one's own: ranks that die, come and go, and what a script does wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.run.folder import FAULTS, METRICS, SUMMARY
+from instep.run.jsonl import read_lines
+from tests.launched.command import Ended, instep, read_until, started_warm, steps_of
+
+SCRIPT = Path(__file__).with_name("net.py")
+
+
+def run(*words: object, cwd: Path, script: Path = SCRIPT, says: tuple[object, ...] = ()) -> Ended:
+    """``instep run`` of a script, which is given what ``says`` says."""
+    return instep("run", *words, script, *says, cwd=cwd)
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / SUMMARY).read_text())
+
+
+def faults(*specs: str) -> list[str]:
+    return [word for spec in specs for word in ("--fault", spec)]
+
+
+def recoveries(run_dir: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run_dir / FAULTS) if line.get("event") == "recovery"]
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one rank, which nothing disturbed."""
+    path = tmp_path_factory.mktemp("alone")
+    ended = run("-n", 1, cwd=path)
+    assert ended.code == 0, ended.err
+    return path / "runs" / "mine"
+
+
+def assert_same_run(run_dir: Path, expected: Path) -> None:
+    """Equal steps, equal state; what each step has logged is there once."""
+    assert summary(run_dir)["state_sha256"] == summary(expected)["state_sha256"]
+    assert steps_of(run_dir) == steps_of(expected)
+    lines, others = read_lines(run_dir / METRICS), read_lines(expected / METRICS)
+    assert [(x["step"], x.get("loss")) for x in lines] == [(x["step"], x.get("loss")) for x in others]
+
+
+def test_killed_in_every_phase_three_ranks_give_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
+    kills = faults(
+        "kill:rank=1,step=1,phase=forward",
+        "kill:rank=0,step=3,phase=exchange",
+        "kill:rank=2,step=4,phase=update",
+        "kill:rank=0,step=6,phase=loss",
+    )
+    ended = run("-n", 3, *kills, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "runs" / "mine", alone)
+    assert [x["source"] for x in recoveries(tmp_path / "runs" / "mine")][:2] == ["a survivor"] * 2
+    assert sorted(ended.out.splitlines()[-3:]) == [f"rank {rank} of 3" for rank in range(3)]
+
+
+@pytest.mark.parametrize("wrap", ["1", "3", "server"])
+def test_what_is_divided_among_ranks_outlives_one_of_them(wrap: str, alone: Path, tmp_path: Path) -> None:
+    kill = faults("kill:rank=1,step=3,phase=backward", "kill:rank=0,step=5,phase=update")
+    ended = run("-n", 2, *kill, cwd=tmp_path, says=("--wrap", wrap))
+    assert ended.code == 0, ended.err
+    assert len(recoveries(tmp_path / "runs" / "mine")) == 2
+    assert_same_run(tmp_path / "runs" / "mine", alone)
+
+
+def test_ranks_come_and_go(alone: Path, tmp_path: Path) -> None:
+    slowly = "slow:rank=0,phase=data,step=1,steps=11,seconds=0.1"  # a new rank takes a while to be ready
+    resizes = "resize:ranks=4,step=1", "resize:ranks=1,step=4", "resize:ranks=3,step=7"
+    ended = run("-n", 2, *faults(*resizes, slowly), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "runs" / "mine", alone)
+    assert {
+        line["world_size"]
+        for line in read_lines(tmp_path / "runs" / "mine" / "ledger.jsonl")
+        if "cursor" in line
+    } == {1, 2, 3, 4}
+
+
+def test_a_run_goes_on_with_other_ranks_and_only_as_the_same_script(alone: Path, tmp_path: Path) -> None:
+    ended = run("-n", 2, "--stop-after", 4, cwd=tmp_path)
+    assert ended.code == 75, ended.err
+    again = run("-n", 2, cwd=tmp_path)
+    assert (again.code, "--resume" in again.err) == (2, True), again.err
+    other = run("-n", 2, "--resume", cwd=tmp_path, says=("--wrap", "naive"))
+    assert (other.code, "script.arguments" in other.err) == (1, True), other.err
+    ended = run("-n", 3, "--resume", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "runs" / "mine", alone)
+
+
+def test_a_script_that_raises_on_one_rank_ends_with_its_traceback(tmp_path: Path) -> None:
+    ended = run("-n", 2, cwd=tmp_path, says=("--fail", "raise KeyError('who')"))
+    assert ended.code == 1
+    assert "KeyError: 'who'" in ended.err
+    assert "net.py" in ended.err
+
+
+def test_a_script_ends_with_its_own_code_and_without_a_run(tmp_path: Path) -> None:
+    script = tmp_path / "other.py"
+    script.write_text("import sys\nprint('here')\nsys.exit(3)\n")
+    ended = run("-n", 2, cwd=tmp_path, script=script)
+    assert ended.code == 3
+    assert "the script has made no instep.Run: each rank ran it for itself" in ended.err
+
+
+def test_a_script_that_makes_torchs_group_is_told_where_ranks_meet(tmp_path: Path) -> None:
+    script = tmp_path / "other.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    ended = run("-n", 2, cwd=tmp_path, script=script)
+    assert ended.code == 2
+    assert "take init_process_group() out of the script" in ended.err
+
+
+def test_the_script_shows_its_own_help(tmp_path: Path) -> None:
+    ended = run("-n", 2, cwd=tmp_path, says=("--help",))
+    assert (ended.code, ended.out.startswith("usage: net.py ")) == (0, True), ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_commands_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    slowly = faults("slow:rank=0,phase=forward,step=1,steps=8,seconds=0.5")
+    with started_warm("run", "-n", 1, *slowly, SCRIPT, cwd=tmp_path) as first:
+        read_until(first, "step 1/8")
+        second = run("-n", 1, cwd=tmp_path)
+        assert second.code == 2
+        assert "another command is at work there" in second.err
