@@ -121,11 +121,11 @@ def _leaves(model: Any, seen: GradientHashes) -> dict[str, list[str]]:
 def _gradients(told: Mapping[int, Any], names: Mapping[str, list[str]]) -> list[str]:
     """A line for each micro-batch whose gradient came out otherwise."""
     votes: dict[tuple[str, int], list[tuple[int, list[str]]]] = {}
-    for rank, its in told.items():
-        for attempt in its["votes"]:
-            for model, leaves in attempt.items():
-                for leaf, digests in leaves.items():
-                    votes.setdefault((model, int(leaf)), []).append((rank, digests))
+    attempts = [(number, rank) for number in range(2) for rank in told]  # as they were made
+    for number, rank in attempts:
+        for model, leaves in told[rank]["votes"][number].items():
+            for leaf, digests in leaves.items():
+                votes.setdefault((model, int(leaf)), []).append((rank, digests))
     lines = []
     for (model, leaf), its in sorted(votes.items()):
         first = next((i for i in range(len(its[0][1])) if len({digests[i] for _, digests in its}) > 1), None)
