@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from instep.replicate.server import ParameterServer
     from instep.replicate.threads import ThreadedReplicas
     from instep.replicate.wrapper import DataParallel
-    from instep.run.script_run import Run, Step
+    from instep.run.script_run import Run
     from instep.shard.fully import full_state_dict, fully_shard
     from instep.shard.optimizer import ShardedOptimizer
     from instep.timeline.trace import trace
@@ -33,7 +33,6 @@ __all__ = [
     "ParameterServer",
     "Run",
     "ShardedOptimizer",
-    "Step",
     "ThreadedReplicas",
     "__version__",
     "clip_grad_norm_",
@@ -55,7 +54,6 @@ _HOMES = {
     "ParameterServer": "instep.replicate.server",
     "Run": "instep.run.script_run",
     "ShardedOptimizer": "instep.shard.optimizer",
-    "Step": "instep.run.script_run",
     "ThreadedReplicas": "instep.replicate.threads",
     "clip_grad_norm_": "instep.ordered.norm",
     "full_state_dict": "instep.shard.fully",

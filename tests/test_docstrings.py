@@ -20,6 +20,7 @@ import pytest
 import instep
 from instep.checkpoint.shorthand import Resumed
 from instep.mesh.mesh import Mesh
+from instep.run.script_run import RunStep
 from instep.shard.fully import Verifiable
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.trace import TraceSession
@@ -35,6 +36,7 @@ GIVEN = {
     "trace": TraceSession,
     "fully_shard": Verifiable,
     "verify": Report,
+    "steps": RunStep,
 }
 # One does nothing, and warns so; the others are for ``micro_batches``.
 WITHOUT = {"DataParallel.join", "Loader.read", "Loader.advance"}

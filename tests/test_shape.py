@@ -105,7 +105,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 TOO_LONG: set[str] = set()  # "path", or "path:function"
 # torch, after --help and usage errors
-LAZY_IMPORTS = {"instep/cli/bench.py", "instep/cli/doctor.py", "instep/cli/report.py", "instep/cli/train.py"}
+LAZY_IMPORTS = {f"instep/cli/{word}.py" for word in ("bench", "doctor", "report", "run", "train")}
 
 ANYWHERE = {
     r"pickle\.loads?\(": "bytes from elsewhere are never unpickled",
@@ -141,6 +141,7 @@ SAME_NAME = {
     "naive.py": {"comm", "replicate"},
     "reducer.py": {"replicate", "shard"},
     "report.py": {"cli", "timeline"},
+    "run.py": {"cli", "train"},
     "text.py": {"data", "recipes"},
 }
 # Ideas of their own that one neighbour uses. This list only shrinks.

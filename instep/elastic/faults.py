@@ -159,7 +159,7 @@ class FaultInjector:
         return loss
 
     def _await_resize(self, number: int, step: int) -> None:
-        """Wait until the supervisor has fired fault ``number``, unless the run ends or a rank is lost; once."""
+        """Wait, once, until the supervisor has fired ``number``, unless the run ends or a rank is lost."""
         page = self._page
         if page is None or (number, step) in self._fired:  # a step may enter its phase again and again
             return

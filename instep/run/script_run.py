@@ -100,8 +100,8 @@ class Run:
         ValueError, PeerLost: as ``instep.init``.
 
     Example:
-        >>> run = instep.Run(folder / "mine")
-        >>> model = instep.DataParallel(model, process_group=run.mesh)
+        >>> run = instep.Run("runs/mine")
+        >>> model = instep.DataParallel(model, run.mesh)
         >>> run.register(model=model, optimizer=optimizer)
         >>> for step in run.steps(2):
         ...     with step:
@@ -112,6 +112,11 @@ class Run:
         ...         optimizer.step()
         ...         optimizer.zero_grad()
         ...         step.log(loss=loss)
+        run    runs/mine
+        steps  2 on 1 rank(s), bucketed
+        ...
+        >>> run.rank, run.world_size
+        (0, 1)
     """
 
     __module__ = "instep"
@@ -206,6 +211,7 @@ class Run:
             RuntimeError: the steps have begun.
 
         Example:
+            >>> run = instep.Run()
             >>> run.register(model=model, optimizer=optimizer)
         """
         if self._steps is not None:
@@ -215,7 +221,7 @@ class Run:
                 raise ValueError(f"run.register: {name!r} is registered already: take another name")
             self._objects[name] = x
 
-    def steps(self, num_steps: int, **objects: Any) -> Iterator[Step]:
+    def steps(self, num_steps: int, **objects: Any) -> Iterator[RunStep]:
         """The steps up to ``num_steps``, from the newest state that there is: 0 in a new run.
 
         A step that was broken comes again, and after a restart of everything those after the newest
@@ -226,13 +232,14 @@ class Run:
             objects: as for ``register``.
 
         Yields:
-            A ``Step``, an int that counts from 0: write ``with step:`` around all that it does.
+            A step, an int that counts from 0: write ``with step:`` around all that it does.
 
         Raises:
             ValueError: no model is registered, or what cannot be; the folder holds another run.
             ContractBroken: script, arguments, libraries or processor are not those that the run began with.
             CheckpointRejected: no checkpoint of the run can be trusted.
             SystemExit: 75: the run was asked to end, and has saved a checkpoint.
+            RuntimeError: the run has had its loop.
 
         Example:
             >>> for step in run.steps(1):
@@ -251,6 +258,7 @@ class Run:
         """Give back what the run holds, and the ranks' groups: at the end of a script it is done anyway.
 
         Example:
+            >>> run = instep.Run()
             >>> run.close()
         """
         if self._steps is not None:
@@ -264,7 +272,8 @@ class Run:
             RuntimeError: the steps have not begun.
 
         Example:
-            >>> run.stop()
+            >>> run = instep.Run()
+            >>> run.stop()  # before the first step it is too early, and does nothing
         """
         if self._steps is None:
             raise RuntimeError(
@@ -273,7 +282,7 @@ class Run:
         self._steps.asked.append("run.stop()")
 
 
-class Step(int):
+class RunStep(int):
     """A step of a run, to be entered: ``with step:``. It is the number of steps done before it.
 
     Attributes:
@@ -281,17 +290,23 @@ class Step(int):
         is_last: whether the run ends with it.
 
     Example:
-        >>> for step in run.steps(1):
+        >>> run = instep.Run()
+        >>> for step in run.steps(1, model=model, optimizer=optimizer):
         ...     with step:
         ...         loss_function(model(x), y).backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
         ...     print(step, step.number, step.is_last)
         0 0 True
+        run ...
     """
 
-    __module__ = "instep"
     _steps: _Steps
+
+    def __new__(cls, number: int, steps: _Steps) -> RunStep:
+        made = super().__new__(cls, number)
+        made._steps = steps
+        return made
 
     @property
     def number(self) -> int:
@@ -317,16 +332,18 @@ class Step(int):
             RuntimeError: the step is not entered, or is over.
 
         Example:
-            >>> for step in run.steps(1):
+            >>> run = instep.Run()
+            >>> for step in run.steps(1, model=model, optimizer=optimizer):
             ...     with step:
             ...         loss = loss_function(model(x), y)
             ...         loss.backward()
             ...         optimizer.step()
             ...         step.log(loss=loss)
+            run ...
         """
         self._steps.work.log(figures)
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> RunStep:
         self._steps.enter()
         return self
 
@@ -336,7 +353,7 @@ class Step(int):
         return self._steps.leave(error)
 
 
-class _Steps(Iterator[Step]):
+class _Steps(Iterator[RunStep]):
     """The loop of a run, turned inside out: ``__next__`` is what happens between two steps."""
 
     def __init__(self, run: Run, num_steps: int) -> None:
@@ -346,7 +363,7 @@ class _Steps(Iterator[Step]):
         self.asked: list[str] = []
         self.path: Path | None = None
         self._generation: Generation | None = None
-        self._step: Step | None = None
+        self._step: RunStep | None = None
         self._entered = self._made = self._is_over = False
         self._why: dict[str, Any] = {}
         self._member: Membership | None = None
@@ -406,7 +423,7 @@ class _Steps(Iterator[Step]):
 
     # Between two steps.
 
-    def __next__(self) -> Step:
+    def __next__(self) -> RunStep:
         if self._is_over:
             raise StopIteration
         if self._step is not None and not self._entered:
@@ -425,8 +442,7 @@ class _Steps(Iterator[Step]):
                 self._part(None)
             else:
                 self._finish(ending)
-        self._step, self._entered, self._made = Step(self.training.steps_done), False, False
-        self._step._steps = self
+        self._step, self._entered, self._made = RunStep(self.training.steps_done, self), False, False
         return self._step
 
     def _go_on(self) -> Ending | None:

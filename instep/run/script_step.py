@@ -49,7 +49,7 @@ class _Skip(Exception):
     """Leaves a step whose gradient is not to be used."""
 
 
-class Phases:
+class SpanPhases:
     """Tells the heartbeat in which phase the main thread is, by the spans that begin and end there."""
 
     def __init__(self, enter: Callable[[str], None]) -> None:
@@ -84,7 +84,7 @@ class StepWork:
 
     def __init__(self, training: ScriptTraining, asked: MutableSequence[str]) -> None:
         self.training, self.asked = training, asked
-        self.phases = Phases(training.heartbeat.enter)
+        self.phases = SpanPhases(training.heartbeat.enter)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
         # Weak: an optimizer that a script makes for a moment is its own affair.

@@ -81,10 +81,13 @@ def show(
     loss_unit: str = "",
 ) -> None:
     """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
-    loss = (
-        f"{_number(summary, 'held_out_loss', '.3f')}{loss_unit and ' '}{loss_unit} held out, from "
-        f"{_number(summary, 'held_out_loss_first', '.3f')} (training {_number(summary, 'loss_last', '.3f')})"
-    )
+    loss = f"{_number(summary, 'loss_last', '.3f')} in the last step"
+    if summary.get("held_out_loss") is not None:
+        loss = (
+            f"{_number(summary, 'held_out_loss', '.3f')}{loss_unit and ' '}{loss_unit} held out, from "
+            f"{_number(summary, 'held_out_loss_first', '.3f')} "
+            f"(training {_number(summary, 'loss_last', '.3f')})"
+        )
     speed = (
         f"{throughput(summary)}, {_number(summary, 'step_ms_median', '.0f')} ms a step (median), "
         f"{_number(summary, 'exposed_comm_share', '.1%')} of it exposed communication"

@@ -15,8 +15,8 @@ from instep.mesh.process_group import Group
 from instep.recipes import text_config
 from instep.recipes.text_config import Config
 from instep.run import folder
-from instep.run.folder import MADE_UP, RUNS
 from instep.run.claim import claim_together
+from instep.run.folder import MADE_UP, RUNS
 from tests.world import world
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"  # two hosts' agents of one torchrun
