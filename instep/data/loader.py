@@ -21,55 +21,29 @@ drop the others, and what that costs is the sample that a worker is in.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from instep.data.keyed_samples import SHOWN, Deal, KeyedSamples, Task
 from instep.data.length_groups import LengthGroups
-from instep.data.order import GOLDEN_GAMMA, MASK_64, mix, sample_at
+from instep.data.order import MASK_64, sample_at
 from instep.data.sample_shards import ShardOrder, Shards
-from instep.mesh.handover import Incoming, Outgoing
+from instep.mesh.handover import Incoming
 from instep.ordered.alignment import align
-from instep.ordered.generators import KeyedGenerator, default_generator, generators_in, global_generators
-from instep.ordered.keys import derive
 
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
-SHOWN = 8  # samples that an error names
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
 LOST = "DataLoader worker", "DataLoader timed out"  # so torch begins to say that a process has died, or hangs
 HOW = "iterate over model.micro_batches(loader), and read micro_batch.data in that loop"
-
-
-class Place(NamedTuple):
-    """A sample as it is read: its number, and the epoch that keys what is drawn for it."""
-
-    epoch: int
-    sample: int
-
-
-class Task(NamedTuple):
-    """A micro-batch to be read, of the step that begins at ``position``; none if that is below 0."""
-
-    turn: int  # of the reader: those of an earlier one are not wanted any more
-    position: int
-    micro_batch: int
-
-
-class Order(Protocol):
-    """Which sample stands at a position of the stream of epochs."""
-
-    def sample_at(self, position: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -87,22 +61,6 @@ class Shuffled:
         return position % self.num_samples
 
 
-@dataclass(frozen=True)
-class Deal:
-    """Which samples of a stream in ``order`` are in which micro-batch."""
-
-    num_samples: int
-    batch_size: int
-    micro_batch_size: int
-    order: Order
-
-    def places(self, position: int, micro_batch: int) -> list[Place]:
-        """The samples of a micro-batch of the step that begins at ``position``."""
-        first = position + micro_batch * self.micro_batch_size
-        stretch = range(first, first + self.micro_batch_size)
-        return [Place(at // self.num_samples, self.order.sample_at(at)) for at in stretch]
-
-
 class Loader:
     """Reads ``dataset`` for declared steps: ``for micro_batch in model.micro_batches(loader)``.
 
@@ -111,7 +69,8 @@ class Loader:
     two of them. ``position`` counts the samples of all steps so far; it is all that has to be kept to go on
     in the middle of an epoch, on any number of ranks (``instep.save(..., data_cursor=loader.position)``).
 
-    Worker processes begin with the first step, and read ahead for the steps to come. ``close`` ends them.
+    Worker processes begin with the first step, or by ``start``, and read ahead for the steps to come.
+    ``close`` ends them.
 
     Args:
         dataset: with ``len()`` and ``dataset[i]``: torch's, Hugging Face's, a list, an array. One that has
@@ -134,7 +93,8 @@ class Loader:
             stacks. What it draws is keyed as a data set's, by the first sample.
         weigh: the ``weight`` of a micro-batch, an int, from its data: ``lambda x: int(x["mask"].sum())``.
         pin_memory: in page-locked memory, from which a GPU copies faster.
-        prefetch_factor: micro-batches that each worker process reads ahead.
+        prefetch_factor: micro-batches that each worker process reads ahead. It has memory for four more, and
+            uses it again; what a program keeps beyond that comes as torch hands tensors over.
         timeout_s: how long to wait for a worker process.
         multiprocessing_context: how worker processes begin: "fork" (the default), "forkserver" or "spawn",
             which a data set that uses CUDA needs.
@@ -157,6 +117,7 @@ class Loader:
         >>> loader.position, loader.epoch  # 2 steps of 32 samples
         (64, 1)
         >>> loader.load_state_dict(loader.state_dict())
+        >>> loader.start()
         >>> loader.close()
     """
 
@@ -251,7 +212,7 @@ class Loader:
         return self._position
 
     @position.setter
-    def position(self, position: int) -> None:
+    def position(self, position: Any) -> None:
         if type(position) is not int or position < 0:
             raise ValueError(f"expected a position of at least 0, a number of samples, got {position!r}")
         self._position = position
@@ -295,6 +256,15 @@ class Loader:
         """The step has been made: go on to the next. For ``micro_batches``."""
         self._position += self.batch_size
 
+    def start(self) -> None:
+        """Start the worker processes now, and not with the first step.
+
+        For a process that stands by: its first step then does not wait for them.
+        """
+        if self._stream is None:
+            self._share.start = self._turn.value, self._position, (), 0
+            self._begin()
+
     def close(self) -> None:
         """End the worker processes; the next step starts others. Also happens when it is collected."""
         # Else they end with the last traceback that has seen the stream.
@@ -312,7 +282,9 @@ class Loader:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` says.
+        """Go on where ``state`` says, also back, and in the middle of a step, which is then begun anew.
+
+        What worker processes have read ahead is dropped with the next step.
 
         Args:
             state: of ``state_dict``.
@@ -321,13 +293,13 @@ class Loader:
             ValueError: it is of another stream.
         """
         for name, mine in self.state_dict().items():
-            if name != "position" and state[name] != mine:
+            if name != "position" and state.get(name) != mine:
                 raise ValueError(
-                    f"this state is of a Loader with {name} {state[name]!r}, and this one has {mine!r}: "
+                    f"this state is of a Loader with {name} {state.get(name)!r}, and this one has {mine!r}: "
                     "samples would be read twice or never; use the data set and options of then, or begin "
                     "anew"
                 )
-        self.position = state["position"]
+        self.position = state.get("position")
 
     def _take(self, own: tuple[int, ...], k: int) -> Any:
         """What was read for micro-batch ``own[k]`` of the next step."""
@@ -335,18 +307,23 @@ class Loader:
             if self._stream is None or self._next != (self._position, own, k):
                 self._turn.value += 1
                 self._share.start = self._turn.value, self._position, own, k
-                if self._loader is None:
-                    self._loader = DataLoader(**self._options)
-                self._stream = iter(self._loader)
-            elif k == 0:
-                for _ in range(self._share.num_idle(own)):
-                    next(self._stream)
-            return next(self._stream)
+                stream = self._begin()
+            else:
+                stream = self._stream
+                for _ in range(0 if k else self._share.num_idle(own)):
+                    next(stream)
+            return next(stream)
         except BaseException as error:
             self.close()  # what comes next from it is not known
             if isinstance(error, RuntimeError) and str(error).startswith(LOST):
                 raise RuntimeError(self._lost(own[k], error)) from None
             raise
+
+    def _begin(self) -> Iterator[Any]:
+        if self._loader is None:
+            self._loader = DataLoader(**self._options)
+        self._stream = iter(self._loader)
+        return self._stream
 
     def _lost(self, micro_batch: int, error: RuntimeError) -> str:
         samples = [place.sample for place in self.deal.places(self._position, micro_batch)]
@@ -399,146 +376,6 @@ class _Share:
             yield from (Task(turn, position, micro_batch) for micro_batch in own[k:])
             yield from idle
             position, k = position + self._deal.batch_size, 0
-
-
-class KeyedSamples:
-    """The micro-batch of a task, of samples of ``dataset``; what it and ``collate`` draw is keyed by them.
-
-    In this process the generators of the program are then as before; in a worker process no other code draws.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        deal: Deal,
-        seed: int,
-        collate: Callable[[list[Any]], Any],
-        turn: Any,
-        memory: tuple[int, int],  # who receives it, and how many pieces a worker process may have
-    ) -> None:
-        self.dataset, self.deal, self.seed, self.collate, self.turn = dataset, deal, seed, collate, turn
-        self._lent = memory
-        self._memory: Outgoing | None = None  # in a worker process
-        self._own: list[KeyedGenerator] | None = None
-        self._bases: dict[tuple[str, int, str], int] = {}
-
-    def __getitems__(self, task: Task) -> list[Any]:
-        """What is made of the samples of ``task``, in a list of its own, as a DataLoader has it."""
-        if task.position < 0 or task.turn != self.turn.value:
-            return [None]
-        places = self.deal.places(task.position, task.micro_batch)
-        with self._keyed() as generators:
-            samples = self._read(task.turn, places, generators)
-            if samples is None:
-                return [None]
-            self._key(generators, places[0], "collate")
-            with _named(self.dataset, places):
-                return [self._collated(samples)]
-
-    def _collated(self, samples: list[Any]) -> Any:
-        if get_worker_info() is None:
-            return self.collate(samples)
-        if self._memory is None:
-            self._memory = Outgoing(*self._lent)
-            default_collate_fn_map[Tensor] = self._stacked  # which torch offers for such
-        self._memory.begin()
-        return tree_map_only(Tensor, self._memory.moved, self.collate(samples))
-
-    def _stacked(self, batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
-        """As torch does it, into memory that is used again."""
-        first = batch[0]
-        alike = all(type(x) is Tensor and x.dtype == first.dtype and not x.requires_grad for x in batch)
-        if alike and first.is_cpu and first.layout == torch.strided and not first.is_nested:
-            assert self._memory is not None
-            out = self._memory.empty((len(batch), *first.shape), first.dtype)
-            if out is not None:
-                return torch.stack(list(batch), out=out)
-        return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-
-    def _read(
-        self, turn: int, places: Sequence[Place], generators: Sequence[KeyedGenerator]
-    ) -> list[Any] | None:
-        """The samples at ``places``; None if they are not wanted any more."""
-        at_once = getattr(self.dataset, "__getitems__", None)
-        if at_once is not None:
-            self._key(generators, places[0])
-            with _named(self.dataset, places):
-                return list(at_once([place.sample for place in places]))
-        samples, place = [], places[0]
-        try:
-            for place in places:
-                if turn != self.turn.value:
-                    return None
-                samples.append(self._sample(place, generators))
-        except Exception as error:
-            _name(error, self.dataset, [place])
-            raise
-        return samples
-
-    def _sample(self, place: Place, generators: Sequence[KeyedGenerator]) -> Any:
-        if isinstance(self.dataset, Shards):
-            epoch = place.epoch
-            return self.dataset.read(epoch, place.sample, lambda i: self._key(generators, Place(epoch, i)))
-        self._key(generators, place)
-        return self.dataset[place.sample]
-
-    @contextmanager
-    def _keyed(self) -> Iterator[list[KeyedGenerator]]:
-        if self._own is None:
-            own = *generators_in(self.dataset, "dataset"), *generators_in(self.collate, "collate")
-            self._own = [default_generator(), *own]
-        generators = [*self._own, *global_generators()]
-        before = None if get_worker_info() is not None else [x.save() for x in generators]
-        try:
-            yield generators
-        finally:
-            for generator, state in zip(generators, before or (), strict=False):
-                generator.restore(state)
-
-    def _key(self, generators: Sequence[KeyedGenerator], place: Place, what: str = "sample") -> None:
-        """Seed each by a stream of its own (splitmix64's), at the number of the sample."""
-        epoch, distance = place.epoch, place.sample * GOLDEN_GAMMA
-        for generator in generators:
-            at = what, epoch, generator.name
-            base = self._bases.get(at)
-            if base is None:
-                base = self._bases[at] = derive(self.seed, what, epoch, generator.name)
-            generator.key(mix(base + distance))
-
-    def __getstate__(self) -> Any:
-        return {**vars(self), "_own": None}  # to a worker process, which looks for its own
-
-
-@contextmanager
-def _named(dataset: Any, places: Sequence[Place]) -> Iterator[None]:
-    """Add to an error of ``dataset`` which sample it is about."""
-    try:
-        yield
-    except Exception as error:
-        _name(error, dataset, places)
-        raise
-
-
-def _name(error: Exception, dataset: Any, places: Sequence[Place]) -> None:
-    worker = get_worker_info()
-    who = "" if worker is None else f", in worker {worker.id} (pid {os.getpid()})"
-    samples = ", ".join(f"{place.sample}{_file_of(dataset, place.sample)}" for place in places[:SHOWN])
-    several = "one of samples" if len(places) > 1 else "sample"
-    kind = type(dataset).__name__
-    error.add_note(f"{several} {samples} of {kind}, epoch {places[0].epoch}{who}")
-
-
-def _file_of(dataset: Any, sample: int) -> str:
-    """The file of ``sample``, where the data set keeps a list of files: " (PATH)"; or its shard."""
-    if isinstance(dataset, Shards):
-        return f" ({dataset.where(sample)})"
-    for listed in getattr(dataset, "__dict__", {}).values():
-        if isinstance(listed, list | tuple) and len(listed) > sample:
-            first = listed[sample][0] if isinstance(listed[sample], tuple) else listed[sample]
-            with suppress(ValueError):  # of a text, which is no path
-                if isinstance(first, str | os.PathLike) and os.path.isfile(first):
-                    return f" ({os.fspath(first)})"
-    return ""
 
 
 def _num_samples(dataset: Any) -> int:

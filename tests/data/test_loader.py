@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 
-from instep.data.loader import NUM_HELD, KeyedSamples, Loader, Task
+from instep.data.loader import Loader
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.ordered.tree import rank_major
@@ -216,6 +214,18 @@ def test_a_step_that_is_given_up_reads_the_same_data_again(stop: int) -> None:
     assert [data for data, _ in loader.read(range(3))] != first
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_worker_processes_that_were_started_before_read_the_same(num_workers: int) -> None:
+    loader = Loader(range(20), 6, 2, collate_fn=whole, num_workers=num_workers)
+    loader.start()
+    loader.start()
+    loader.position = 6
+    other = Loader(range(20), 6, 2, collate_fn=whole)
+    other.position = 6
+    assert [read_step(loader, 1) for _ in range(3)] == [read_step(other, 2) for _ in range(3)]
+    loader.close()
+
+
 def test_weights_are_counted_from_the_data() -> None:
     loader = Loader(
         [[1] * n for n in (3, 1, 2, 5)],
@@ -327,101 +337,6 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_step_counts_from_the_next_on(
         for (one, _), (other, _) in zip(ours, theirs, strict=True):
             assert all(map(torch.equal, one, other))
         loader.advance(), expected.advance()
-    loader.close()
-
-
-def test_a_reader_drops_what_no_one_waits_for_any_more() -> None:
-    turn, read = SimpleNamespace(value=3), list[int]()
-
-    class Moves(Dataset[int]):
-        """While sample 1 is read, the loader goes on elsewhere."""
-
-        def __getitem__(self, i: int) -> int:
-            read.append(i)
-            turn.value += i == 1
-            return i
-
-    deal = Loader(range(8), 8, 4, shuffle=False).deal
-    samples = KeyedSamples(Moves(), deal, 0, whole, turn, (0, 0))
-    assert samples.__getitems__(Task(2, 0, 0)) == [None]
-    assert samples.__getitems__(Task(3, 0, 0)) == [None]
-    assert read == [0, 1]
-    assert samples.__getitems__(Task(4, 0, 1)) == [[4, 5, 6, 7]]
-
-
-# Tensors from worker processes.
-
-
-class Rows(Dataset[Any]):
-    """Samples of several kinds, whose size grows."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> Any:
-        size = 50 if i < 40 else 500
-        x = torch.full((size,), i / 3)
-        return {"x": x, "y": (np.full((2, 3), i), i), "name": str(i), "none": torch.ones(0)}
-
-
-class Box:
-    """An object that torch knows nothing of."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-
-
-def boxed(rows: list[Any]) -> Any:
-    x = default_collate([row["x"] for row in rows])
-    own = torch.stack([row["x"] for row in rows])
-    return Box([x, own, x[:, ::2]]), own, own.T, torch.ones(2, requires_grad=True), own.to_sparse()
-
-
-def tensors(data: Any) -> list[Tensor]:
-    return [
-        x.to_dense()
-        for x in tree_leaves([getattr(x, "tensors", x) for x in tree_leaves(data)])
-        if isinstance(x, Tensor)
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own hand-over
-@pytest.mark.parametrize("collate_fn", [None, boxed])
-def test_micro_batches_that_a_program_keeps_stay_as_they_are(collate_fn: Any) -> None:
-    kept, expected = [], []
-    for found, num_workers in ((expected, 0), (kept, 1)):
-        loader = Loader(Rows(), 8, 4, shuffle=False, num_workers=num_workers, collate_fn=collate_fn)
-        for _ in range(8):
-            found += [data for data, _ in loader.read([0, 1])]
-            loader.advance()
-        loader.close()
-    for ours, theirs in zip(kept, expected, strict=True):
-        one, other = tensors(ours), tensors(theirs)
-        assert len(one) == len(other) >= 4
-        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(one, other, strict=True))
-        if collate_fn is None:
-            assert ours["name"] == theirs["name"]
-
-
-def test_memory_of_micro_batches_that_are_gone_is_used_again() -> None:
-    loader = Loader(torch.arange(6400.0).view(64, 100), 8, 4, num_workers=1, prefetch_factor=1)
-    places = set()
-    for _ in range(20):
-        for data, _ in loader.read([0, 1]):
-            places.add(data.data_ptr())
-            data.fill_(-1)  # it is the program's
-        loader.advance()
-    assert len(places) <= 1 + NUM_HELD + 1  # and the first, which came before sizes were known
-    loader.close()
-    assert data.eq(-1).all()  # kept longer than its loader
-
-
-def test_worker_processes_may_be_spawned() -> None:
-    data = torch.arange(64.0).view(16, 4)
-    loader = Loader(data, 8, 4, num_workers=1, lengths=range(16), multiprocessing_context="spawn")
-    other = Loader(data, 8, 4, lengths=range(16))
-    for ours, theirs in zip(read_step(loader, 1), read_step(other, 1), strict=True):
-        assert torch.equal(ours, theirs)
     loader.close()
 
 

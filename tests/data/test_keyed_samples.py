@@ -1,0 +1,125 @@
+"""Micro-batches as worker processes read them: dropped when not wanted, handed over with the same values."""
+
+from __future__ import annotations
+
+import errno
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, default_collate
+
+from instep.data.keyed_samples import KeyedSamples, Task
+from instep.data.loader import NUM_HELD, Loader
+from instep.mesh.memory_file import MemoryFile
+from tests.data.test_loader import read_step, whole
+
+
+def test_a_reader_drops_what_no_one_waits_for_any_more() -> None:
+    turn, read = SimpleNamespace(value=3), list[int]()
+
+    class Moves(Dataset[int]):
+        """While sample 1 is read, the loader goes on elsewhere."""
+
+        def __getitem__(self, i: int) -> int:
+            read.append(i)
+            turn.value += i == 1
+            return i
+
+    deal = Loader(range(8), 8, 4, shuffle=False).deal
+    samples = KeyedSamples(Moves(), deal, 0, whole, turn, (0, 0))
+    assert samples.__getitems__(Task(2, 0, 0)) == [None]
+    assert samples.__getitems__(Task(3, 0, 0)) == [None]
+    assert read == [0, 1]
+    assert samples.__getitems__(Task(4, 0, 1)) == [[4, 5, 6, 7]]
+
+
+# Tensors from worker processes.
+
+
+class Rows(Dataset[Any]):
+    """Samples of several kinds, whose size grows."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Any:
+        size = 50 if i < 40 else 500
+        x = torch.full((size,), i / 3)
+        return {"x": x, "y": (np.full((2, 3), i), i), "name": str(i), "none": torch.ones(0)}
+
+
+class Box:
+    """An object that torch knows nothing of."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+
+def boxed(rows: list[Any]) -> Any:
+    x = default_collate([row["x"] for row in rows])
+    own = torch.stack([row["x"] for row in rows])
+    return Box([x, own, x[:, ::2]]), own, own.T, torch.ones(2, requires_grad=True), own.to_sparse()
+
+
+def tensors(data: Any) -> list[Tensor]:
+    return [
+        x.to_dense()
+        for x in tree_leaves([getattr(x, "tensors", x) for x in tree_leaves(data)])
+        if isinstance(x, Tensor)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own hand-over
+@pytest.mark.parametrize("collate_fn", [None, boxed])
+def test_micro_batches_that_a_program_keeps_stay_as_they_are(collate_fn: Any) -> None:
+    kept, expected = [], []
+    for found, num_workers in ((expected, 0), (kept, 1)):
+        loader = Loader(Rows(), 8, 4, shuffle=False, num_workers=num_workers, collate_fn=collate_fn)
+        for _ in range(8):
+            found += [data for data, _ in loader.read([0, 1])]
+            loader.advance()
+        loader.close()
+    for ours, theirs in zip(kept, expected, strict=True):
+        one, other = tensors(ours), tensors(theirs)
+        assert len(one) == len(other) >= 4
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(one, other, strict=True))
+        if collate_fn is None:
+            assert ours["name"] == theirs["name"]
+
+
+def test_where_memory_is_short_tensors_come_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(num_bytes: int = 0) -> MemoryFile:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(MemoryFile, "create", refused)  # the worker process is a fork of this one
+    loader = Loader(torch.arange(64.0).view(16, 4), 8, 4, shuffle=False, num_workers=1)
+    stream = [data for _ in range(2) for data in read_step(loader, 1)]
+    assert torch.equal(torch.cat(stream), torch.arange(64.0).view(16, 4))
+    loader.close()
+
+
+def test_memory_of_micro_batches_that_are_gone_is_used_again() -> None:
+    loader = Loader(torch.arange(6400.0).view(64, 100), 8, 4, num_workers=1, prefetch_factor=1)
+    places = set()
+    for _ in range(20):
+        for data, _ in loader.read([0, 1]):
+            places.add(data.data_ptr())
+            data.fill_(-1)  # it is the program's
+        loader.advance()
+    assert len(places) <= 1 + NUM_HELD + 1  # and the first, which came before sizes were known
+    loader.close()
+    assert data.eq(-1).all()  # kept longer than its loader
+
+
+def test_worker_processes_may_be_spawned() -> None:
+    data = torch.arange(64.0).view(16, 4)
+    loader = Loader(data, 8, 4, num_workers=1, lengths=range(16), multiprocessing_context="spawn")
+    other = Loader(data, 8, 4, lengths=range(16))
+    for ours, theirs in zip(read_step(loader, 1), read_step(other, 1), strict=True):
+        assert torch.equal(ours, theirs)
+    loader.close()
