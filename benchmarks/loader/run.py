@@ -103,6 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     parser.add_argument("--readme", type=Path, default=HERE / "README.md")
     wanted = parser.parse_args(words)
+    torch.set_num_threads(1)  # as worker processes have
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         drawn = np.random.default_rng(0)
