@@ -43,6 +43,8 @@ for i, path in enumerate(paths):
 AVERAGED = ("use", "An average of the weights", "")
 DECLARED = [
     *SAVED,
+    ("README", "Survive", ""),
+    ("run", "A loop of your own", ""),
     ("use", "The declared loop", BEGUN),
     ("use", "Samples in shards", SHARDS + BEGUN),
     AVERAGED,

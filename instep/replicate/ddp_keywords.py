@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from instep.mesh.mesh import Mesh
+
 # Of torch up to 2.15. Keyword -> (the value that asks for nothing, why it has no effect here).
 NO_EFFECT: dict[str, tuple[Any, str]] = {
     "device_ids": (None, "the module stays where it is and inputs are not moved"),
@@ -44,6 +46,13 @@ def require_no_group(**arguments: Any) -> None:
                 f"{name}: expected what it is in torch's DistributedDataParallel (devices, numbers), got a "
                 f"{type(odd[0]).__name__}: pass a mesh or a process group by name, process_group=..."
             )
+
+
+def second_place(device_ids: Any, process_group: Any) -> tuple[Any, Any]:
+    """Both, where a mesh in the place of the first, ``DataParallel(module, mesh)``, means the second."""
+    if isinstance(device_ids, Mesh) and process_group is None:
+        return None, device_ids
+    return device_ids, process_group
 
 
 def consume(keywords: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from instep.ordered.buckets import Caps
 from instep.ordered.homes import Wrapped
 from instep.ordered.keys import LeafKeys
 from instep.replicate.comm_hook import CommHook, Hook, check
-from instep.replicate.ddp_keywords import consume, require_no_group, shared_options
+from instep.replicate.ddp_keywords import consume, require_no_group, second_place, shared_options
 from instep.replicate.own_names import OwnNames
 from instep.replicate.reducer import Reducer, sparse_positions
 from instep.replicate.strategies import find
@@ -141,8 +141,7 @@ class DataParallel(WrappedOnce, OwnNames):
         **others: Any,
     ) -> None:
         super().__init__(module)
-        if isinstance(device_ids, Mesh) and process_group is None:  # DataParallel(module, mesh)
-            device_ids, process_group = None, device_ids
+        device_ids, process_group = second_place(device_ids, process_group)
         before_group = {"device_ids": device_ids, "output_device": output_device, "dim": dim}
         require_no_group(**before_group, broadcast_buffers=broadcast_buffers, init_sync=init_sync)
         if device_mesh is not None and process_group is not None:

@@ -111,10 +111,14 @@ class ScriptTraining:
         return next((mode for mode in found if mode is not None), None)
 
     @property
+    def sources(self) -> list[Any]:
+        """What deals samples out to declared steps."""
+        return [x for x in self.registered.others.values() if hasattr(x, "num_micro_batches")]
+
+    @property
     def cursor(self) -> int:
         """The position of the first loader; else the steps done."""
-        found = (getattr(x, "position", None) for x in self.registered.others.values())
-        return next((position for position in found if isinstance(position, int)), self.steps_done)
+        return next((int(source.position) for source in self.sources), self.steps_done)
 
     # One mesh after another.
 
