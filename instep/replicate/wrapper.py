@@ -117,6 +117,7 @@ class DataParallel(WrappedOnce, OwnNames):
     """
 
     __module__ = "instep"
+    _comm_hook: CommHook | None = None
 
     def __init__(
         self,
@@ -148,7 +149,6 @@ class DataParallel(WrappedOnce, OwnNames):
             raise ValueError("pass process_group or device_mesh, not both")
         if others.get("static_graph") and find_unused_parameters is False:
             find_unused_parameters = True
-        self._comm_hook: CommHook | None = None
         caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
         self._arguments: dict[str, Any] = {
             "process_group": process_group,
