@@ -68,8 +68,8 @@ def accuracy(model: nn.Module, held_out: Shapes, size: int) -> float:
 
 def main(config: ImagesConfig) -> float:
     """Train as ``config`` says; the accuracy in the end."""
-    # Joins whoever has started this process, or is alone.
-    run = instep.Run("runs/images", seed=config.seed)
+    # Joins whoever has started this process, or is alone; recorded in a new folder in runs/.
+    run = instep.Run(seed=config.seed)
 
     train = Augmented(Shapes(config.images, seed=config.seed))
     held_out = Shapes(config.held_out, seed=config.seed, first=config.images)
