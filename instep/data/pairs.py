@@ -237,9 +237,9 @@ def _front(sentence: str, _: Random) -> str | None:
     return f"{found[2]}, {_lower(found[1])}" if found else None
 
 
-def _passive(sentence: str, _: Random) -> str | None:
+def _passive(sentence: str, random: Random) -> str | None:
     """ "Return the name of a file" -> "The name of a file is returned"."""
-    verb, _, rest = sentence.partition(" ")
+    verb, rest = sentence.split(" ", 1)
     base = BASES.get(verb.lower(), verb.lower())
     found = re.fullmatch(
         rf"((?:a|an|the|all|any) .+?)((?:,| \b(?:{CLAUSES}|{PLACES}|as|which|that)\b).*)?", rest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 __all__ = ["EncodedPair", "PadTogether", "encode", "load_tokenizer", "train_tokenizer"]
@@ -25,16 +25,24 @@ class EncodedPair(NamedTuple):
     tokens: list[int]
     sentences: list[int]
     label: int
-    index: int
+    number: int
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Pieces of the words in ``texts``, as BERT has them; the same ones in every process."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
+    """Pieces of the words in ``texts``, in lower case; the same ones in every process.
+
+    Each rank trains its own, so WordPiece will not do: ``tokenizers`` numbers its ##pieces in the order of a
+    hash map, by which equal counts are told apart, and that is another one in every process.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     _separate(tokenizer, f"{BEGIN} $A {SEPARATOR} $B:1 {SEPARATOR}:1", (BEGIN, SEPARATOR))
@@ -93,7 +101,7 @@ class PadTogether:
         return {
             "inputs": inputs,
             "labels": torch.tensor([pair.label for pair in pairs]),
-            "index": torch.tensor([pair.index for pair in pairs]),
+            "index": torch.tensor([pair.number for pair in pairs]),
             "weights": lengths if self.by_tokens else torch.ones_like(lengths),
         }
 
