@@ -1,7 +1,8 @@
 """Fine-tune a classifier of sentence pairs: Hugging Face's models and tokenizers, on any number of ranks.
 
-    python -m instep.recipes.pairs
-    torchrun --nproc-per-node 2 -m instep.recipes.pairs --model llama --stage 3
+    python instep/recipes/pairs.py
+    instep run -n 2 instep/recipes/pairs.py --model llama --stage 3
+    torchrun --nproc-per-node 2 instep/recipes/pairs.py --weights SmolLM2-360M --bf16 --lora 8
 
 Does the second sentence say the same as the first? An ordinary script on public names: what is not called
 ``instep`` in it is as it would be for one process. Needs ``pip install instep[hf]``.
@@ -122,10 +123,10 @@ def evaluate(
     }
 
 
-def train(config: PairsConfig) -> None:
-    """The whole run."""
+def train(config: PairsConfig) -> Any:
+    """The whole run; the trained model."""
     validate(config)
-    mesh = instep.init()
+    run = instep.Run(config.run_dir, seed=config.seed)
     train_pairs, held_out_pairs = read_pairs(config)
     model, tokenizer = make_model(config, train_pairs)
     is_bert = model.config.model_type == "bert"
@@ -144,26 +145,27 @@ def train(config: PairsConfig) -> None:
         collate_fn=together,
         weigh=lambda batch: int(batch["weights"].sum()),
     )
-    model, optimizer = distribute(model, config, mesh)
+    model, optimizer = distribute(model, config, run.mesh)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, config))
 
-    for step in range(config.steps):
-        losses, weights = [], []
-        for micro_batch in model.micro_batches(data):
-            batch = micro_batch.data
-            loss = F.cross_entropy(logits_of(model, batch, config), batch["labels"], reduction="none")
-            (loss * batch["weights"]).sum().backward()  # a sum, of micro_batch.weight pairs or tokens
-            losses.append(loss.detach())
-            weights.append(batch["weights"])
-        instep.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        figures = {"loss": instep.mean(losses, weights, process_group=mesh)}
-        if step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0):
-            figures |= evaluate(model, held_out_batches, config, mesh)
-        if mesh.rank == 0 and len(figures) > 1:
-            print(step + 1, figures, flush=True)
+    run.register(model=model, optimizer=optimizer, schedule=schedule, data=data)
+    for step in run.steps(config.steps):
+        with step:
+            losses, weights = [], []
+            for micro_batch in model.micro_batches(data):
+                batch = micro_batch.data
+                loss = F.cross_entropy(logits_of(model, batch, config), batch["labels"], reduction="none")
+                (loss * batch["weights"]).sum().backward()  # a sum, of micro_batch.weight pairs or tokens
+                losses.append(loss.detach())
+                weights.append(batch["weights"])
+            instep.clip_grad_norm_(model.parameters(), config.clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            step.log(loss=instep.mean(losses, weights, process_group=run.mesh))
+            if step.is_last or (config.eval_every and (step + 1) % config.eval_every == 0):
+                step.log(**evaluate(model, held_out_batches, config, run.mesh))
+    return model
 
 
 if __name__ == "__main__":

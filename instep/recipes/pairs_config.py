@@ -24,6 +24,8 @@ PAIRS_RANGES: dict[str, Range] = {
 class PairsConfig:
     """A whole run of the pairs recipe."""
 
+    run_dir: Path | None = None
+    """Where the run is recorded; by default a new folder in runs/."""
     data: str = ""
     """Pairs as MRPC has them (sentence1, sentence2, label; train, validation): a folder, or a name on the hub
     such as nyu-mll/glue:mrpc, read by the package datasets. By default sentences of Python's own
@@ -46,7 +48,7 @@ class PairsConfig:
     context: int = 64
     """Tokens of a pair; what is longer is cut off."""
 
-    steps: int = 800
+    steps: int = 1500
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
     batch_size: int = 64
     """Pairs per step, over all ranks."""
@@ -76,7 +78,7 @@ class PairsConfig:
     stage: int = 0
     """What the ranks divide instead of each keeping it: 0 nothing, 1 the optimizer's state, 2 the gradients
     too, 3 the weights too. The same bits."""
-    eval_every: int = 200
+    eval_every: int = 300
     """Steps between two evaluations on the held-out pairs; 0 evaluates at the end only."""
 
 
