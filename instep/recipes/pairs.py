@@ -64,7 +64,7 @@ def make_model(config: PairsConfig, pairs: Sequence[Pair]) -> tuple[Any, Tokeniz
     if config.freeze:
         freeze(model, config.freeze)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if config.lora:
         peft = importlib.import_module("peft")
         options = peft.LoraConfig(task_type="SEQ_CLS", r=config.lora, lora_alpha=2 * config.lora)
