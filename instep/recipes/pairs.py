@@ -1,8 +1,8 @@
 """Fine-tune a classifier of sentence pairs: Hugging Face's models and tokenizers, on any number of ranks.
 
-    python instep/recipes/pairs.py
-    instep run -n 2 instep/recipes/pairs.py --model llama --stage 3
-    torchrun --nproc-per-node 2 instep/recipes/pairs.py --weights SmolLM2-360M --bf16 --lora 8
+    instep run -n 2 instep/recipes/pairs.py                               on two ranks, any of which may die
+    instep run -n 3 instep/recipes/pairs.py --model llama --shard-stage 3      as SmolLM2 is, in shards
+    instep run -n 2 instep/recipes/pairs.py --data nyu-mll/glue:mrpc --weights SmolLM2-360M --lora 8 --bf16
 
 Does the second sentence say the same as the first? An ordinary script on public names: what is not called
 ``instep`` in it is as it would be for one process. Needs ``pip install instep[hf]``.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ def read_pairs(config: PairsConfig) -> tuple[Sequence[Pair], Sequence[Pair]]:
     """Pairs to train on, and held-out ones."""
     if not config.data:
         return open_pairs()
-    path, _, part = config.data.partition(":")
-    splits = importlib.import_module("datasets").load_dataset(path, *([part] if part else []))
+    names = [config.data] if Path(config.data).exists() else config.data.split(":")
+    splits = importlib.import_module("datasets").load_dataset(*names)
 
     def pairs_of(split: str) -> list[Pair]:
         return [(row["sentence1"], row["sentence2"], row["label"]) for row in splits[split]]
@@ -74,13 +75,13 @@ def make_model(config: PairsConfig, pairs: Sequence[Pair]) -> tuple[Any, Tokeniz
 
 def distribute(model: Any, config: PairsConfig, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model over all ranks, and its optimizer: all that the stages differ in."""
-    if config.stage >= 2:
-        model = instep.fully_shard(model, mesh, config.stage)
+    if config.shard_stage >= 2:
+        model = instep.fully_shard(model, mesh, config.shard_stage)
     else:
         model = instep.DataParallel(model, process_group=mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
-    if config.stage == 1:
+    if config.shard_stage == 1:
         return model, instep.ShardedOptimizer(trained, torch.optim.AdamW, mesh, **options)
     return model, torch.optim.AdamW(trained, **options)
 
@@ -123,10 +124,10 @@ def evaluate(
     }
 
 
-def train(config: PairsConfig) -> Any:
-    """The whole run; the trained model."""
+def main(config: PairsConfig) -> Any:
+    """Train as ``config`` says; the trained model."""
     validate(config)
-    run = instep.Run(config.run_dir, seed=config.seed)
+    run = instep.Run("runs/pairs", seed=config.seed)
     train_pairs, held_out_pairs = read_pairs(config)
     model, tokenizer = make_model(config, train_pairs)
     is_bert = model.config.model_type == "bert"
@@ -169,4 +170,4 @@ def train(config: PairsConfig) -> Any:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(PairsConfig))
+    main(tyro.cli(PairsConfig))

@@ -16,16 +16,15 @@ PAIRS_RANGES: dict[str, Range] = {
     **dict.fromkeys(("batch_size", "micro_batch_size"), ABOVE_0),
     **dict.fromkeys(("seed", "warmup_steps", "clip", "weight_decay", "freeze", "lora", "eval_every"), FROM_0),
     "dropout": UP_TO_1,
-    "stage": STAGES,
+    "shard_stage": STAGES,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairsConfig:
-    """A whole run of the pairs recipe."""
+    """Fine-tune a classifier of sentence pairs through Hugging Face's libraries, with the same bits on any
+    number of ranks."""
 
-    run_dir: Path | None = None
-    """Where the run is recorded; by default a new folder in runs/."""
     data: str = ""
     """Pairs as MRPC has them (sentence1, sentence2, label; train, validation): a folder, or a name on the hub
     such as nyu-mll/glue:mrpc, read by the package datasets. By default sentences of Python's own
@@ -75,7 +74,7 @@ class PairsConfig:
     """Compute each block again in backward instead of keeping its activations: the same bits."""
     bf16: bool = False
     """Matrix products of forward in bfloat16; weights and gradients stay float32."""
-    stage: int = 0
+    shard_stage: int = 0
     """What the ranks divide instead of each keeping it: 0 nothing, 1 the optimizer's state, 2 the gradients
     too, 3 the weights too. The same bits."""
     eval_every: int = 250

@@ -1,6 +1,7 @@
 """The pairs recipe: the same bits on any ranks and in every stage, its options, and its figures."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from instep.data.tokens import EncodedPair, PadTogether
 from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
 from instep.recipes import pairs
-from instep.recipes.pairs import evaluate, make_model, read_pairs, train
+from instep.recipes.pairs import evaluate, main, make_model, read_pairs
 from instep.recipes.pairs_config import PairsConfig
 from tests.data.test_tokens import TEXTS
 from tests.models.test_pair_classifier import save_smollm2
@@ -31,18 +32,21 @@ SMALL = PairsConfig(
 FEW = [(TEXTS[i % 5], TEXTS[i * i % 6], i % 2) for i in range(30)]
 
 
-def figures(folder: Path) -> tuple[str, float, float, float]:
-    """Of a run: the hash of its state, and the last loss, accuracy and F1."""
+def figures(where: Path) -> tuple[str, float, float, float]:
+    """Of the run there: the hash of its state, and the last loss, accuracy and F1."""
+    folder = where / "runs" / "pairs"
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     state = json.loads((folder / "summary.json").read_text())["state_sha256"]
     return state, last["loss"], last["accuracy"], last["f1"]
 
 
-def train_on_few(config: PairsConfig) -> Any:
+def train_on_few(config: PairsConfig, where: Path) -> Any:
     """The recipe on a few pairs, also in a process of its own."""
+    where.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairs, "read_pairs", lambda config: (FEW, FEW[:9]))
-        return train(config)
+        patch.chdir(where)
+        return main(config)
 
 
 @pytest.mark.parametrize(
@@ -50,30 +54,30 @@ def train_on_few(config: PairsConfig) -> Any:
 )
 def test_any_number_of_ranks_and_every_stage_ends_with_the_bits_of_one_process(kind, ranks, stage, tmp_path):
     config = replace(SMALL, model=kind)
-    train_on_few(replace(config, run_dir=tmp_path / "alone"))
-    launch(train_on_few, (replace(config, stage=stage, run_dir=tmp_path / "many"),), ranks=ranks)
+    train_on_few(config, tmp_path / "alone")
+    launch(train_on_few, (replace(config, shard_stage=stage), tmp_path / "many"), ranks=ranks)
     assert figures(tmp_path / "many") == figures(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_computing_activations_again_moves_no_bit(kind, tmp_path):
     config = replace(SMALL, model=kind)
-    train_on_few(replace(config, run_dir=tmp_path / "kept"))
-    train_on_few(replace(config, run_dir=tmp_path / "again", gradient_checkpointing=True))
+    train_on_few(config, tmp_path / "kept")
+    train_on_few(replace(config, gradient_checkpointing=True), tmp_path / "again")
     assert figures(tmp_path / "again") == figures(tmp_path / "kept")
 
 
 @pytest.mark.parametrize("changed", [{"bf16": True}, {"weigh": "tokens"}, {"seed": 1}])
 def test_an_option_that_changes_the_numbers_is_heard(changed, tmp_path):
-    train_on_few(replace(SMALL, run_dir=tmp_path / "before"))
-    model = train_on_few(replace(SMALL, run_dir=tmp_path / "after", **changed))
+    train_on_few(SMALL, tmp_path / "before")
+    model = train_on_few(replace(SMALL, **changed), tmp_path / "after")
     assert figures(tmp_path / "after")[:2] != figures(tmp_path / "before")[:2]
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_frozen_blocks_stay_as_they_are(tmp_path):
     before, _ = make_model(replace(SMALL, freeze=1), FEW)
-    after = train_on_few(replace(SMALL, freeze=1, run_dir=tmp_path))
+    after = train_on_few(replace(SMALL, freeze=1), tmp_path)
     for name, weight in after.state_dict().items():
         is_frozen = "embeddings" in name or "layer.0." in name
         assert torch.equal(weight, before.state_dict()[name]) == is_frozen, name
@@ -83,7 +87,7 @@ def test_frozen_blocks_stay_as_they_are(tmp_path):
 def test_lora_trains_its_own_weights_and_the_classifier(tmp_path):
     pytest.importorskip("peft")
     before, _ = make_model(replace(SMALL, lora=2), FEW)
-    after = train_on_few(replace(SMALL, lora=2, steps=3, run_dir=tmp_path))
+    after = train_on_few(replace(SMALL, lora=2, steps=3), tmp_path)
     was = before.state_dict()
     changed = {name for name, x in after.state_dict().items() if not torch.equal(x, was[name])}
     assert changed and all("lora_" in name or "modules_to_save" in name for name in changed)
@@ -96,7 +100,7 @@ def test_weights_of_a_folder_are_trained_on(tmp_path):
     tokenizer = Tokenizer(models.WordLevel(numbered, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "weights" / "tokenizer.json"))
-    model = train_on_few(replace(SMALL, weights=tmp_path / "weights", run_dir=tmp_path / "run", lr=1e-4))
+    model = train_on_few(replace(SMALL, weights=tmp_path / "weights", lr=1e-4), tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
     moved = (model.state_dict()[name] - weights[name].float()).abs().max().item()
     assert 0 < moved < 1e-3
@@ -109,6 +113,19 @@ def test_pairs_laid_out_as_mrpc_are_read_from_a_folder(tmp_path, monkeypatch):
         lines = [f"{a},{b},{label},{i}" for i, (a, b, label) in enumerate(rows)]
         (tmp_path / f"{split}.csv").write_text("\n".join(["sentence1,sentence2,label,idx", *lines]))
     assert read_pairs(PairsConfig(data=str(tmp_path))) == (FEW, FEW[:3])
+
+
+def test_pairs_of_a_name_on_the_hub_are_those_of_its_part(monkeypatch):
+    asked = []
+    rows = [{"sentence1": a, "sentence2": b, "label": label, "idx": 0} for a, b, label in FEW]
+
+    def load_dataset(*names: str) -> dict[str, Any]:
+        asked.append(names)
+        return {"train": rows, "validation": rows[:3], "test": []}
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read_pairs(PairsConfig(data="nyu-mll/glue:mrpc")) == (FEW, FEW[:3])
+    assert asked == [("nyu-mll/glue", "mrpc")]
 
 
 class SaysBySecond(nn.Module):
@@ -148,11 +165,11 @@ def test_accuracy_and_f1_count_each_pair_once_on_three_ranks(mesh):
         ({"batch_size": 30}, "batch_size 30 is no multiple of micro_batch_size 4"),
         ({"heads": 3}, "width 32 with heads 3"),
         ({"lora": 2, "freeze": 1}, "lora with freeze"),
-        ({"stage": 4}, "stage: expected 0, 1, 2 or 3, got 4"),
+        ({"shard_stage": 4}, "shard_stage: expected 0, 1, 2 or 3, got 4"),
         ({"model": "gpt"}, "model: expected one of bert, llama, got 'gpt'"),
         ({"steps": 0}, "steps: expected a number above 0, got 0"),
     ],
 )
 def test_a_config_that_cannot_be_run_is_refused_by_name(changed, said):
     with pytest.raises(ValueError, match=said):
-        train(replace(SMALL, **changed))
+        main(replace(SMALL, **changed))
