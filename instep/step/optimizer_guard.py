@@ -427,7 +427,9 @@ def _reason_against(tensor: Tensor) -> str | None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     watched = _watched(optimizer)
-    _require_reduced(optimizer, watched)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:  # else it may be what exchanges the gradients
+        _require_reduced(optimizer, watched)
     for _, entry in watched:
         problem = entry.refusal(optimizer)
         if problem is not None:
@@ -436,12 +438,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     for reducer in reducers:
         reducer.steps_now()
     update = next((found for reducer in reducers if (found := reducer.update(optimizer)) is not None), None)
-    if update is None:
+    if update is None and closure is None:
         return None
     # Hooks of the user's own come after this one, and may still change gradients: so it is the closure that
     # makes the step, which an optimizer calls before all else.
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return (args[0], partial(update, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
+    instead = partial(_checked, optimizer, closure) if update is None else partial(update, closure)
+    return (args[0], instead), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def _checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    found = closure()
+    require_reduced(optimizer)
+    return found
 
 
 def _require_alike(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
