@@ -1,7 +1,8 @@
 """Classifiers of sentence pairs by Hugging Face's ``transformers``: new small ones, or from a folder.
 
-New ones begin with weights of 1 / sqrt(width), larger than the libraries' 0.02, which is meant for a width of
-768 and more: in a small model the products of queries and keys would begin too small to learn from. Needs
+New ones begin with weights of 1 / sqrt(width), as SmolLM2 did: the libraries' 0.02 is meant for a width of 768
+and more, and in a small model the products of queries and keys would begin too small to learn from. Positions
+that are added to tokens begin smaller, so that a token is most like the same token in another place. Needs
 ``instep[hf]``.
 """
 
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import transformers
+
+POSITIONS = 0.2  # how large they begin beside tokens
 
 __all__ = ["freeze", "load_classifier", "new_classifier"]
 
@@ -47,7 +50,10 @@ def new_classifier(
     config = transformers.BertConfig(
         **sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
     )
-    return transformers.BertForSequenceClassification(config)
+    model = transformers.BertForSequenceClassification(config)
+    with torch.no_grad():
+        model.bert.embeddings.position_embeddings.weight.mul_(POSITIONS)
+    return model
 
 
 def load_classifier(folder: Path) -> Any:
