@@ -160,6 +160,7 @@ ONE_USER = {
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
     "instep/recipes/images_config.py",
+    "instep/recipes/pairs_config.py",
     "instep/replicate/bucketed.py",
     "instep/replicate/ddp_keywords.py",
     "instep/replicate/replica.py",

@@ -23,12 +23,16 @@ from instep.recipes.text_config import Config, validate
 from instep.run import toml
 
 PROGRAM = "instep train"
-TEXT, SCRIPTS = "text", {"images": "ImagesConfig"}  # recipes, and the options of those that are scripts
+TEXT, SCRIPTS = (
+    "text",
+    {"images": "ImagesConfig", "pairs": "PairsConfig"},
+)  # recipes, and the options of those that are scripts
 SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
 
-Other recipes: instep train images --help (a conv net on drawn shapes).
+Other recipes: instep train images --help (a conv net on drawn shapes) and instep train pairs --help (a
+classifier of sentence pairs by Hugging Face's libraries).
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on).\
 """

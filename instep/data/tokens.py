@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
+
+try:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+except ImportError as error:
+    raise ImportError(f"{error}: for Hugging Face's libraries, pip install 'instep[hf]'") from error
 
 __all__ = ["EncodedPair", "PadTogether", "encode", "load_tokenizer", "train_tokenizer"]
 

@@ -1,9 +1,9 @@
 """Classifiers of sentence pairs by Hugging Face's ``transformers``: new small ones, or from a folder.
 
-New ones begin with weights of 1 / sqrt(width), as SmolLM2 did: the libraries' 0.02 is meant for a width of 768
-and more, and in a small model the products of queries and keys would begin too small to learn from. Positions
-that are added to tokens begin smaller, so that a token is most like the same token in another place. Needs
-``instep[hf]``.
+New ones begin with weights of 1 / sqrt(width), as SmolLM2 did: the libraries' 0.02 is meant for a width of
+768 and more, and in a small model the products of queries and keys would begin too small to learn from.
+Positions that are added to tokens begin smaller, so that a token is most like the same token in another
+place. Needs ``instep[hf]``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(f"{error}: for Hugging Face's libraries, pip install 'instep[hf]'") from error
 
 POSITIONS = 0.2  # how large they begin beside tokens
 

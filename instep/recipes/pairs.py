@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import tyro
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -44,7 +43,7 @@ def read_pairs(config: PairsConfig) -> tuple[Sequence[Pair], Sequence[Pair]]:
     return pairs_of("train"), pairs_of("validation")
 
 
-def make_model(config: PairsConfig, pairs: Sequence[Pair]) -> tuple[Any, Tokenizer]:
+def make_model(config: PairsConfig, pairs: Sequence[Pair]) -> tuple[Any, Any]:
     """The model as for one process, and its tokenizer."""
     torch.manual_seed(config.seed)  # new weights are drawn from it
     if config.weights:
@@ -150,6 +149,7 @@ def main(config: PairsConfig) -> Any:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, config))
 
     run.register(model=model, optimizer=optimizer, schedule=schedule, data=data)
+    found = {"accuracy": math.nan, "f1": math.nan}
     for step in run.steps(config.steps):
         with step:
             losses, weights = [], []
@@ -165,7 +165,11 @@ def main(config: PairsConfig) -> Any:
             optimizer.zero_grad()
             step.log(loss=instep.mean(losses, weights, process_group=run.mesh))
             if step.is_last or (config.eval_every and (step + 1) % config.eval_every == 0):
-                step.log(**evaluate(model, held_out_batches, config, run.mesh))
+                found = evaluate(model, held_out_batches, config, run.mesh)
+                step.log(**found)
+    if run.rank == 0:
+        said = f"accuracy {found['accuracy']:.1%}, F1 {found['f1']:.1%}"
+        print(f"{said} on {len(held_out)} held-out pairs")
     return model
 
 
