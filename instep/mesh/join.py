@@ -170,7 +170,7 @@ def await_rank(
     """A registered mesh of this process alone, which is to have a rank later; ``place`` chooses its GPU."""
     on_device, _ = _choose(backend, place, place + 1, threads, one_host=True)
     axes = resolve(1, dp=1, shard=1, pp=1, tp=1)
-    mesh = UnrankedMesh(axes, 0, None, no_store, on_device=on_device, timeout_s=timeout_s)
+    mesh = UnrankedMesh(axes, 0, None, no_store, local_rank=place, on_device=on_device, timeout_s=timeout_s)
     return _register(mesh)
 
 

@@ -355,15 +355,10 @@ class Get:
             raise ValueError(f"get({what!r}): no mesh yet: call instep.init() first, or pass mesh=")
         if isinstance(mesh, DeviceMesh):
             return place_in(mesh, what)
+        if what in ("lrank", "device"):  # which a process has before it has a rank
+            return mesh.local_rank if what == "lrank" else mesh.device
         axis = mesh.whole
-        answers = {
-            "grank": mesh.rank,
-            "rank": axis.rank,
-            "ws": axis.size,
-            "pg": axis.pg,
-            "lrank": mesh.local_rank,
-            "device": mesh.device,
-        }
+        answers = {"grank": mesh.rank, "rank": axis.rank, "ws": axis.size, "pg": axis.pg}
         return answers[what]
 
     def register_mesh(self, mesh: Mesh | DeviceMesh | None) -> None:
