@@ -1,0 +1,123 @@
+"""One step of a script: what a rank has of the state when others are lost in it, and its phases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.run.rank_state import Holds
+from instep.run.script_step import Phases
+from tests.run.loops import Loop, squares
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    run = instep.Run(tmp_path / "run")
+    yield Loop(run)
+    run.close()
+
+
+def held(loop: Loop) -> Holds:
+    """What this rank could give to others if a rank were lost now."""
+    work = loop.run._steps.work
+    state = work.training.rank_state
+    before = state.holds
+    work.recover()
+    found, state.holds = state.holds, before
+    return found
+
+
+def test_before_the_update_a_rank_has_all_and_after_it_nothing(loop: Loop) -> None:
+    found = []
+
+    def loss(y: Tensor) -> Tensor:
+        found.append(held(loop))
+        return squares(y)
+
+    loop.train(2, loss=loss, after=lambda step: found.append(held(loop)))
+    assert found == [Holds.EVERYTHING, Holds.EVERYTHING, Holds.NOTHING] * 2
+
+
+def test_an_undeclared_gradient_leaves_all_as_it_was(loop: Loop) -> None:
+    found = []
+    for step in loop.run.steps(2, model=loop.model, optimizer=loop.optimizer):
+        with step:
+            loop.model(torch.randn(3, 4)).square().mean().backward()
+            found.append(held(loop))
+            loop.optimizer.step()
+            found.append(held(loop))
+            loop.optimizer.zero_grad()
+    assert found == [Holds.EVERYTHING, Holds.NOTHING] * 2
+
+
+def test_a_tensor_that_the_script_writes_to_counts(loop: Loop) -> None:
+    found = []
+
+    def write(step: instep.Step) -> None:
+        with torch.no_grad():
+            loop.model.module[0].weight.mul_(1.0)
+        found.append(held(loop))
+
+    loop.train(1, before=write)
+    assert found == [Holds.NOTHING]
+
+
+class Counter:
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_an_object_that_has_changed_counts(loop: Loop) -> None:
+    found, counter = [], Counter()
+
+    def loss(y: Tensor) -> Tensor:
+        found.append(held(loop))
+        counter.count += 1
+        return squares(y)
+
+    loop.train(2, loss=loss, counter=counter)
+    assert found == [Holds.EVERYTHING, Holds.NOTHING] * 2
+
+
+def test_one_of_two_updates_counts(loop: Loop) -> None:
+    """In a GAN: a rank is lost between them. A fused optimizer writes past torch's count of writes."""
+    found = []
+    critic = instep.DataParallel(nn.Linear(2, 1), loop.run.mesh)
+    c_adam = torch.optim.Adam(critic.parameters(), lr=0.05, fused=True)
+    models = {"model": loop.model, "critic": critic}
+    for step in loop.run.steps(1, **models, optimizer=loop.optimizer, c_adam=c_adam):
+        with step:
+            critic(loop.model(torch.randn(3, 4))).square().mean().backward()
+            for optimizer in (c_adam, loop.optimizer):
+                found.append(held(loop))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert found == [Holds.EVERYTHING, Holds.NOTHING]
+
+
+def test_phases_are_those_of_the_steps_own_thread() -> None:
+    told: list[str] = []
+    phases = Phases(told.append)
+    phases.watch("forward", True)  # between two steps
+    phases.begin()
+    phases.watch("backward", True)
+    other = threading.Thread(target=phases.watch, args=("update", True))
+    other.start()
+    other.join()
+    phases.watch("a span of another kind", True)
+    phases.watch("backward", False)
+    phases.watch("update", True)
+    phases.end()
+    phases.watch("update", False)
+    assert told == ["forward", "backward", "forward", "update"]
