@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Started:
 
     channel: ControlChannel
     call: ScriptCall
+    begun: list[str] = field(default_factory=list)  # the loops of the script, one at most
 
 
 started: ContextVar[Started | None] = ContextVar("instep_started", default=None)

@@ -132,6 +132,11 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _begin(self) -> None:
         run, launch = self.run, self.run._started
+        if launch is not None and launch.begun:
+            raise RuntimeError(
+                "run.steps: under `instep run` a script has one loop, and this one has had it: write a "
+                "script for each run"
+            )
         registered = Registered(run._objects)
         if not registered.models:
             raise ValueError(
@@ -155,6 +160,7 @@ class ScriptLoop(Iterator[RunStep]):
         self.work = StepWork(training, self.asked)
         self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:
+            launch.begun.append(f"run.steps({self.num_steps})")
             self._member = Membership(launch.channel, training)
             self._memory = Snapshots(launch.channel)
             self.work.wishes = {

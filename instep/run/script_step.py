@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from instep.checkpoint.registered import RegisteredState
+from instep.checkpoint.registered import Registered, RegisteredState
 from instep.errors import Diverged
 from instep.events import GLOBAL_LOSS, WAITS
 from instep.mesh.device import generators
@@ -88,7 +88,8 @@ class StepWork:
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
         # Weak: an optimizer that a script makes for a moment is its own affair.
-        self._strangers = weakref.WeakSet(_others(training.registered.optimizers))
+        self._strangers, self._loaders = map(weakref.WeakSet, _others(training.registered))
+        self._positions = weakref.WeakKeyDictionary[Any, int]()
         self._thread = threading.get_ident()
         self._is_open = False
         self._watching = ExitStack()
@@ -136,6 +137,7 @@ class StepWork:
         training.timing.begin(training.steps_done)
         self._began = time.monotonic()
         self._logged, self._norms, self._judged = {}, [], False
+        self._positions.update((loader, loader.position) for loader in self._loaders)
         self._holds = training.rank_state.holds
         self._step_begun, self._mark, self._modes = training.steps_done, self._state_mark(), training.modes()
         if training.registered.has_server:  # whose weights come to its workers past every optimizer
@@ -154,13 +156,14 @@ class StepWork:
     def end(self, skipped: str | None) -> float:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
         training, made = self.training, self._logged
+        self._require_loaders()
         training.heartbeat.enter("loss")
         wishes = {name: float(wish()) for name, wish in self.wishes.items()}
         with training.mesh.recorder.span(GLOBAL_LOSS, lane="host"):
             told = share({}, 0, wishes, training.group, training.timing.own)
         training.timing.heard(told.figures)
         norm = math.hypot(*self._norms) if self._norms else math.nan
-        if not self._judged and self._norms:
+        if not self._judged and self._norms and not training.registered.has_server:
             training.health.judge(norm)
         exposed_s, waiting_s = training.timing.waits()
         step_s = time.monotonic() - self._began
@@ -226,6 +229,17 @@ class StepWork:
             return float(optimizer.param_groups[0].get("lr", math.nan))
         return math.nan
 
+    def _require_loaders(self) -> None:
+        """ValueError for a loader that has given samples, and would give them again after a rank is lost."""
+        moved = [(x.position, begun) for x, begun in self._positions.items() if x.position != begun]
+        if moved:
+            position, begun = moved[0]
+            raise ValueError(
+                f"step {self.training.steps_done} has read samples {begun} to {position - 1} of an "
+                "instep.Loader that is not registered: a rank that takes another's place would read from the "
+                "beginning, and so would a run that goes on: run.register(data=loader), by a name of its own"
+            )
+
     # Before an optimizer's step.
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -282,11 +296,22 @@ class StepWork:
             )
 
 
-def _others(registered: Mapping[str, Optimizer]) -> list[Optimizer]:
-    """The optimizers of this process that are not registered, without their wrappers' own."""
-    known = set(map(id, registered.values()))
-    found = [x for x in gc.get_objects() if issubclass(type(x), Optimizer) and "param_groups" in vars(x)]
-    return [x for x in found if id(x) not in known]
+def _others(registered: Registered) -> tuple[list[Optimizer], list[Any]]:
+    """Optimizers and loaders of this process that are not registered, nor held by what is."""
+    carried = list(registered.others.values())
+    held = [x for each in carried for x in getattr(each, "__dict__", {}).values()]
+    known = set(map(id, [*registered.optimizers.values(), *carried, *held]))
+    # By the type alone: there are things that answer isinstance with code of their own.
+    everything = gc.get_objects()
+    optimizers, loaders = set[type](), set[type]()
+    for kind in set(map(type, everything)):
+        if issubclass(kind, Optimizer):
+            optimizers.add(kind)
+        elif all(any(name in vars(base) for base in kind.__mro__) for name in ("advance", "position")):
+            loaders.add(kind)  # a `DataSource` of ``micro_batches`` that counts its samples
+    found = [x for x in everything if type(x) in optimizers or type(x) in loaders]
+    others = [x for x in found if id(x) not in known and vars(x)]  # a wrapper's own optimizer is half made
+    return [x for x in others if "param_groups" in vars(x)], [x for x in others if type(x) in loaders]
 
 
 def _not_finite(module: torch.nn.Module) -> Iterator[str]:
