@@ -121,3 +121,36 @@ def test_phases_are_those_of_the_steps_own_thread() -> None:
     phases.end()
     phases.watch("update", False)
     assert told == ["forward", "backward", "forward", "update"]
+
+
+def loader(num_samples: int = 5) -> instep.Loader:
+    return instep.Loader([torch.ones(4) * i for i in range(num_samples)], batch_size=4, micro_batch_size=2)
+
+
+def read(loop: Loop, source: instep.Loader, **registered: object) -> None:
+    for step in loop.run.steps(2, model=loop.model, optimizer=loop.optimizer, **registered):
+        with step:
+            for micro_batch in loop.model.micro_batches(source):
+                loop.model(micro_batch.data).square().mean().backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
+def test_a_loader_that_is_not_registered_is_noticed(loop: Loop) -> None:
+    data = loader()
+    with pytest.raises(ValueError, match="step 0 has read samples 0 to 3 of an"):
+        read(loop, data)
+
+
+class Holder:
+    """An object whose state is another's."""
+
+    def __init__(self, data: instep.Loader) -> None:
+        self.state_dict, self.load_state_dict, self.data = data.state_dict, data.load_state_dict, data
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_loader_that_is_carried_is_not(held: bool, loop: Loop) -> None:
+    data, idle = loader(), loader()
+    read(loop, data, data=Holder(data) if held else data)
+    assert (data.position, idle.position) == (8, 0)
