@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,16 +101,22 @@ class Membership:
         raised."""
         phase = self.channel.page.position(self.channel.heartbeat.worker).phase
         lost = isinstance(error, LOSSES)
-        # While ranks meet, a backend may say in words of its own that one of them has gone.
-        is_meeting = (
-            phase == "join" and isinstance(error, RuntimeError) and not isinstance(error, InstepError)
-        )
-        if not lost and not (is_meeting and self.channel.is_over_soon()):
+        # A backend says in words of its own that a rank has gone: while ranks meet, and in a collective of
+        # the user's own.
+        is_foreign = isinstance(error, RuntimeError) and not isinstance(error, InstepError)
+        may_be_lost = is_foreign and (phase == "join" or _is_of_torchs_groups(error))
+        if not lost and not (may_be_lost and self.channel.is_over_soon()):
             raise error
         ranks = list(getattr(error, "ranks", ()))
         text = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
         let_go(error)  # else it would hold what this rank is about to leave
         return {**self.where, "step": self.training.steps_done, "phase": phase, "ranks": ranks, "error": text}
+
+
+def _is_of_torchs_groups(error: BaseException) -> bool:
+    """Whether it was raised in a call of ``torch.distributed``."""
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.startswith("torch.distributed.") for name in names)
 
 
 def require_contract(contract: dict[str, Any], own: int, number: int, path: Path) -> None:
