@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from instep.run.folder import FAULTS, METRICS, SUMMARY
 from instep.run.jsonl import read_lines
 from tests.launched.command import Ended, instep, read_until, started_warm, steps_of
+from tests.launched.command import run as command_line
 
 SCRIPT = Path(__file__).with_name("net.py")
 
@@ -124,6 +126,22 @@ def test_the_script_shows_its_own_help(tmp_path: Path) -> None:
     ended = run("-n", 2, cwd=tmp_path, says=("--help",))
     assert (ended.code, ended.out.startswith("usage: net.py ")) == (0, True), ended.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_same_script_goes_on_after_a_restart_by_torchrun_and_runs_as_it_is(
+    alone: Path, tmp_path: Path
+) -> None:
+    once = "import os, pathlib; f = pathlib.Path('fell'); f.exists() or (f.touch(), os.kill(os.getpid(), 9))"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    ended = command_line(*command, "--max-restarts", 1, SCRIPT, "--fail", once, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "resumed from runs/mine/checkpoints/step-00000003, step 3" in ended.err
+    assert_same_run(tmp_path / "runs" / "mine", alone)
+    (tmp_path / "plain").mkdir()
+    ended = command_line(sys.executable, SCRIPT, cwd=tmp_path / "plain")
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "plain" / "runs" / "mine", alone)
 
 
 def test_two_commands_do_not_write_to_one_folder(tmp_path: Path) -> None:
