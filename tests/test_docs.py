@@ -57,9 +57,8 @@ OTHERS = [
     ("verify", "Your model", BEGUN),
     ("strategies", "Two older forms", "instep.init()\n"),
 ]
-FRAMEWORKS = [("use", "accelerate and transformers", "")] * 2 + [
-    ("use", "Lightning", "")
-]  # which the tests do not need
+# Which the tests do not need.
+FRAMEWORKS = [*[("use", "accelerate and transformers", "")] * 2, ("use", "Lightning", "")]
 ALONE = ("strategies", "Threads", "")
 SHARED_MEMORY = ("shm", "Shared memory", "")
 

@@ -2,8 +2,8 @@
 
 New ones begin with weights of 1 / sqrt(width), as SmolLM2 did: the libraries' 0.02 is meant for a width of
 768 and more, and in a small model the products of queries and keys would begin too small to learn from.
-Positions that are added to tokens begin smaller, so that a token is most like the same token in another
-place. Needs ``instep[hf]``.
+Positions, and which sentence it is, are added to tokens and begin smaller, so that a token is most like the
+same token in another place. Needs ``instep[hf]``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: for Hugging Face's libraries, pip install 'instep[hf]'") from error
 
-POSITIONS = 0.2  # how large they begin beside tokens
+PLACES = 0.2  # how large positions and sentences begin beside tokens
 
 __all__ = ["freeze", "load_classifier", "new_classifier"]
 
@@ -56,7 +56,8 @@ def new_classifier(
     )
     model = transformers.BertForSequenceClassification(config)
     with torch.no_grad():
-        model.bert.embeddings.position_embeddings.weight.mul_(POSITIONS)
+        model.bert.embeddings.position_embeddings.weight.mul_(PLACES)
+        model.bert.embeddings.token_type_embeddings.weight.mul_(PLACES)
     return model
 
 
