@@ -276,9 +276,13 @@ class ScriptLoop(Iterator[RunStep]):
         """The folder, claimed by all ranks together, which another launcher has started."""
         settings, place = self.training.config, detect(os.environ)
         group = self.run.mesh.world.group
-        path, resume = claim_together(
-            Wanted(settings.run_dir, settings.resume), place, group, self._claimed.append
-        )
+        wanted = Wanted(settings.run_dir, settings.resume)
+        try:
+            path, resume = claim_together(wanted, place, group, self._claimed.append)
+        except ValueError as error:
+            if self.run.mesh.rank:
+                raise
+            raise ValueError(f"{error}. In a script that is instep.Run(DIRECTORY, resume=True)") from None
         self.training.config = replace(settings, run_dir=path, resume=resume)
         return path
 

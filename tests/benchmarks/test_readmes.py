@@ -26,6 +26,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("buckets", f"{place} table") for place in ("gloo", "shm", "link")),
         *(("scaling", name) for name in ("scaling table", "environment")),
         ("data_parallel", "workers table"),
+        ("own_loop", "own loop table"),
+        ("loader", "loader table"),
     ],
 )
 def test_the_place_is_there_once(folder, name, tmp_path):
