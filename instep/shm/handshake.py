@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SEGMENT, VERDICT = "segment", "verdict"
 BLIND = "cannot see the process of rank"
+SLICE_S = 0.1  # of a wait in memory, between two looks at the store
 
 _warned_reasons: set[str] = set()  # why gloo is used, as far as a user has been told
 
@@ -102,11 +103,11 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
     if verdict["problem"] or shared is None:
         return Rendezvous(None, (), printable(verdict["problem"]))
     shared.introduce(me)
-    _all_ranks(shared, 1, ranks, timeout_s)
+    _all_ranks(store, shared, 1, ranks, timeout_s)
     table = tuple(shared.peer(other) for other in range(len(ranks)))
     strangers = [peer.rank for peer in table if is_alive(peer) is not True]
     shared.name(f"{BLIND} {strangers[0]}" if strangers else "the rendezvous")
-    _all_ranks(shared, 2, ranks, timeout_s)
+    _all_ranks(store, shared, 2, ranks, timeout_s)
     views = [(ranks[other], shared.label(other)) for other in range(len(ranks))]
     blind = [f"rank {other} {view}" for other, view in views if view.startswith(BLIND)]
     return Rendezvous(None, (), blind[0]) if blind else Rendezvous(shared, table, flight=flight)
@@ -167,8 +168,14 @@ def _wait(store: Store, keys: Sequence[str], rank: int, ranks: Sequence[int], ti
         raise _absent(late, timeout_s) from error
 
 
-def _all_ranks(shared: GroupSegment, count: int, ranks: Sequence[int], timeout_s: float) -> None:
-    """The plainest of rounds, before there is a table of peers."""
+def _all_ranks(
+    store: Store, shared: GroupSegment, count: int, ranks: Sequence[int], timeout_s: float
+) -> None:
+    """The plainest of rounds, before there is a table of peers.
+
+    So no process is looked at. But the store may know that the group will not come about: it is asked between
+    slices of the wait, and then raises.
+    """
     shared.words.post(shared.posted[shared.rank], count)
     until = time.monotonic() + timeout_s
     for other in range(shared.size):
@@ -176,7 +183,9 @@ def _all_ranks(shared: GroupSegment, count: int, ranks: Sequence[int], timeout_s
         while shared.words[word] < count:  # a signal may end a sleep
             if time.monotonic() > until:
                 raise _absent([ranks[other]], timeout_s)
-            shared.words.sleep(word, count, until - time.monotonic())
+            shared.words.sleep(word, count, min(SLICE_S, until - time.monotonic()))
+            if shared.words[word] < count:
+                store.check([VERDICT])
 
 
 def _here(rank: int) -> str:
