@@ -47,7 +47,7 @@ class PairsConfig:
     context: int = 64
     """Tokens of a pair; what is longer is cut off."""
 
-    steps: int = 1000
+    steps: int = 800
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
     batch_size: int = 64
     """Pairs per step, over all ranks."""
@@ -77,7 +77,7 @@ class PairsConfig:
     shard_stage: int = 0
     """What the ranks divide instead of each keeping it: 0 nothing, 1 the optimizer's state, 2 the gradients
     too, 3 the weights too. The same bits."""
-    eval_every: int = 250
+    eval_every: int = 200
     """Steps between two evaluations on the held-out pairs; 0 evaluates at the end only."""
 
 
