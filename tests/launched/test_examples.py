@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,18 @@ def test_the_images_recipe_has_the_bits_of_one_rank_in_every_stage_and_after_kil
         figures.append((json.loads((tmp_path / run_dir / SUMMARY).read_text())["state_sha256"], told))
     assert figures[1] == figures[2] == figures[0]
     assert [step for step, _, accuracy in figures[0][1] if accuracy is not None] == [3, 6, 8]
+
+
+def test_the_pairs_recipe_has_the_bits_of_one_rank_after_kills(tmp_path: Path) -> None:
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    sizes = "--steps 6 --width 16 --vocab-size 500 --batch-size 24 --micro-batch-size 4 --dropout 0.1"
+    faults = [word for spec in KILLS[:2] for word in ("--fault", spec)]
+    figures = []
+    for run_dir, words in (("alone", ["-n", 1]), ("killed", ["-n", 2, *faults, "--shard-stage", 2])):
+        ended = instep("train", "pairs", *words, "--run-dir", run_dir, *sizes.split(), cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        last = read_lines(tmp_path / run_dir / METRICS)[-1]
+        state = json.loads((tmp_path / run_dir / SUMMARY).read_text())["state_sha256"]
+        figures.append((state, last["loss"], last["accuracy"], last["f1"]))
+    assert figures[1] == figures[0]
