@@ -126,7 +126,7 @@ def evaluate(
 def main(config: PairsConfig) -> Any:
     """Train as ``config`` says; the trained model."""
     validate(config)
-    run = instep.Run("runs/pairs", seed=config.seed)
+    run = instep.Run(seed=config.seed)
     train_pairs, held_out_pairs = read_pairs(config)
     model, tokenizer = make_model(config, train_pairs)
     is_bert = model.config.model_type == "bert"
