@@ -41,16 +41,18 @@ def exit_code(error: BaseException) -> int:
     return USAGE if issubclass(kind, USER_ERRORS) else FAILED
 
 
-def report_error(program: str, error: BaseException) -> int:
+def report_error(
+    program: str, error: BaseException, expected: tuple[type[BaseException], ...] = EXPECTED
+) -> int:
     """Say on stderr why ``program`` ends, and return its exit code.
 
     One line for what a user can act on. A traceback, that of the rank which failed, comes before it where
-    ``error`` is of none of the kinds that are expected to end a program, and always with
+    ``error`` is of none of the kinds that are ``expected`` to end a program, and always with
     ``INSTEP_DEBUG=1``. Nothing is said of an error that another rank tells (``train.together``).
     """
     if getattr(error, "told", False):
         return exit_code(error)
-    if not issubclass(_kind(error), EXPECTED) or os.environ.get("INSTEP_DEBUG") == "1":
+    if not issubclass(_kind(error), expected) or os.environ.get("INSTEP_DEBUG") == "1":
         if isinstance(error, RankFailed) and error.rank_traceback:
             sys.stderr.write(error.rank_traceback)
         else:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from instep import _HOMES as PUBLIC
-from instep.cli.exit_codes import USAGE, exit_code, report_error
+from instep.cli.exit_codes import EXPECTED, USAGE, exit_code, report_error
+from instep.errors import InstepError
 from instep.mesh.launch_environment import detect
+from instep.mesh.rank_process import RankFailed
 
 PROGRAM = "instep run"
+OF_SCRIPTS = (InstepError, KeyboardInterrupt)  # which need no traceback; its author looks for all others
 DESCRIPTION = """\
 Run a training script of your own, which makes an instep.Run, on ranks of this host. When one dies another
 takes its place, and the step is made again with the same bits. What follows SCRIPT is the script's own.
@@ -90,7 +95,17 @@ def main(args: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else USAGE
     except (Exception, KeyboardInterrupt) as error:
-        return report_error(PROGRAM, error) if speaks else exit_code(error)
+        expected = OF_SCRIPTS if _is_of_script(error) else EXPECTED
+        return report_error(PROGRAM, error, expected) if speaks else exit_code(error)
+
+
+def _is_of_script(error: BaseException) -> bool:
+    """Whether it was raised while the script ran, in a rank or in this process."""
+    if isinstance(error, RankFailed):
+        return True
+    frames = (frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))
+    script = "__main__", sys.argv[0]
+    return any((names.get("__name__"), names.get("__file__")) == script for names in frames)
 
 
 def run_script(given: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from instep.checkpoint.contract import code_of_script
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
@@ -43,13 +43,21 @@ class ScriptCall:
     fault: tuple[str, ...] = ()
 
 
+class Loop(Protocol):
+    """That over the steps of a run."""
+
+    @property
+    def left(self) -> str:
+        """Where the script has left it before its end; "" if it has not."""
+
+
 @dataclass(frozen=True)
 class Started:
     """Who has started this process, for the ``Run`` that the script makes."""
 
     channel: ControlChannel
     call: ScriptCall
-    begun: list[str] = field(default_factory=list)  # the loops of the script, one at most
+    loops: list[Loop] = field(default_factory=list)  # over the steps: one at most
 
 
 started: ContextVar[Started | None] = ContextVar("instep_started", default=None)
@@ -66,7 +74,8 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
         channel.page.stop = True
 
     listen_for_preemption(stop)
-    started.set(Started(channel, call))
+    begun = Started(channel, call)
+    started.set(begun)
     code = 0
     try:
         execute(call)
@@ -76,6 +85,12 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
         if "env:// rendezvous" in str(error):
             raise ValueError(f"{error}. {NO_GROUP}") from error
         raise
+    for loop in begun.loops:
+        if not code and loop.left:
+            print(
+                f"the script has left its loop {loop.left}: run.stop() ends a run with a checkpoint",
+                file=sys.stderr,
+            )
     channel.heartbeat.enter("lost")
     channel.say("finished", code=code)
     exit_now(code)

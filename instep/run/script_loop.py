@@ -132,7 +132,7 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _begin(self) -> None:
         run, launch = self.run, self.run._started
-        if launch is not None and launch.begun:
+        if launch is not None and launch.loops:
             raise RuntimeError(
                 "run.steps: under `instep run` a script has one loop, and this one has had it: write a "
                 "script for each run"
@@ -160,7 +160,7 @@ class ScriptLoop(Iterator[RunStep]):
         self.work = StepWork(training, self.asked)
         self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:
-            launch.begun.append(f"run.steps({self.num_steps})")
+            launch.loops.append(self)
             self._member = Membership(launch.channel, training)
             self._memory = Snapshots(launch.channel)
             self.work.wishes = {
@@ -315,6 +315,13 @@ class ScriptLoop(Iterator[RunStep]):
             self._generation.close()
         self._generation, self._made = None, False
         self.training.leave()
+
+    @property
+    def left(self) -> str:
+        """Where the script has left the loop before its end, said by one rank; "" if it has not."""
+        if self._is_over or self._member is None or self._member.rank:
+            return ""
+        return f"after step {self.training.steps_done} of {self.num_steps}"
 
     def _finish(self, ending: Ending) -> NoReturn:
         self._is_over = True
