@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.run.rank_state import Holds
-from instep.run.script_step import Phases
+from instep.run.script_step import SpanPhases
 from tests.run.loops import Loop, squares
 
 
@@ -108,7 +108,7 @@ def test_one_of_two_updates_counts(loop: Loop) -> None:
 
 def test_phases_are_those_of_the_steps_own_thread() -> None:
     told: list[str] = []
-    phases = Phases(told.append)
+    phases = SpanPhases(told.append)
     phases.watch("forward", True)  # between two steps
     phases.begin()
     phases.watch("backward", True)
