@@ -138,6 +138,7 @@ class StepWork:
         self._began = time.monotonic()
         self._logged, self._norms, self._judged = {}, [], False
         self._positions.update((loader, loader.position) for loader in self._loaders)
+        self._num_updates = training.registered.num_updates.total()
         self._holds = training.rank_state.holds
         self._step_begun, self._mark, self._modes = training.steps_done, self._state_mark(), training.modes()
         if training.registered.has_server:  # whose weights come to its workers past every optimizer
@@ -157,6 +158,8 @@ class StepWork:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
         training, made = self.training, self._logged
         self._require_loaders()
+        if skipped is None:
+            self._require_no_gradients()
         training.heartbeat.enter("loss")
         wishes = {name: float(wish()) for name, wish in self.wishes.items()}
         with training.mesh.recorder.span(GLOBAL_LOSS, lane="host"):
@@ -238,6 +241,21 @@ class StepWork:
                 f"step {self.training.steps_done} has read samples {begun} to {position - 1} of an "
                 "instep.Loader that is not registered: a rank that takes another's place would read from the "
                 "beginning, and so would a run that goes on: run.register(data=loader), by a name of its own"
+            )
+
+    def _require_no_gradients(self) -> None:
+        """ValueError if the step has left gradients for the update of another: they are in no state."""
+        registered = self.training.registered
+        has_updated = registered.num_updates.total() > self._num_updates
+        if has_updated or not registered.optimizers or registered.has_server:
+            return
+        named = self.training.module.named_parameters()
+        left = [name for name, p in named if p.requires_grad and p.grad is not None]
+        if left and next(_not_finite(self.training.module), None) is None:  # else a scaler has seen to it
+            raise ValueError(
+                f"step {self.training.steps_done} has left the gradient of {left[0]!r}, and no optimizer has "
+                "stepped in it: a rank that takes another's place would go on without. Accumulate inside of "
+                "one step, over several micro-batches, or drop what is not to be used with zero_grad()"
             )
 
     # Before an optimizer's step.
