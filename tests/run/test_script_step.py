@@ -123,6 +123,31 @@ def test_phases_are_those_of_the_steps_own_thread() -> None:
     assert told == ["forward", "backward", "forward", "update"]
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_gradients_that_are_left_for_another_step_are_refused(drops: bool, loop: Loop) -> None:
+    """A rank that takes another's place has none of them."""
+    made = []
+
+    def accumulate() -> None:
+        for step in loop.run.steps(4, model=loop.model, optimizer=loop.optimizer):
+            with step:
+                loop.model(torch.randn(3, 4)).square().mean().backward()
+                if step % 2:
+                    loop.optimizer.step()
+                if step % 2 or drops:
+                    loop.optimizer.zero_grad()
+            made.append(int(step))
+
+    if drops:
+        accumulate()
+    else:
+        with pytest.raises(
+            ValueError, match=r"step 0 has left the gradient of '0\.weight', and no optimizer"
+        ):
+            accumulate()
+    assert made == [0, 1, 2, 3] * drops
+
+
 def loader(num_samples: int = 5) -> instep.Loader:
     return instep.Loader([torch.ones(4) * i for i in range(num_samples)], batch_size=4, micro_batch_size=2)
 
