@@ -261,6 +261,23 @@ class NamedModels(nn.Module):
         )
 
 
+class Mark:
+    """What a state was at a moment: equal to another of the same tensors, none of them written to since."""
+
+    def __init__(self, known: Any, tensors: Sequence[Tensor]) -> None:
+        self._known, self._tensors = known, tensors
+        self._versions = [x._version for x in tensors]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Mark)
+            and (self._known, self._versions) == (other._known, other._versions)
+            and list(map(id, self._tensors)) == list(map(id, other._tensors))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class RegisteredState(TrainingState):
     """The state of all that is ``registered``.
 
@@ -332,19 +349,23 @@ class RegisteredState(TrainingState):
         for name, count in options.get("declared_steps", {}).items():
             counters[name].next_step = count
 
-    def mark(self) -> tuple[Any, ...]:
+    def mark(self) -> Mark:
         """Another one after this state has been written to on this rank. No communication.
 
         For whether a step that was broken off has left all as it was: that a survivor has made one of two
         updates shows here. Optimizers are seen by their steps, as fused ones write past torch's count of
-        writes, by which all other tensors are seen; so do writes to ``.data``, which stay unseen.
+        writes; options by their values; all other tensors by that count, and by being the same objects, so
+        what an object makes anew whenever it is asked has always changed. Writes to ``.data`` stay unseen.
         """
         live = (*self.module.parameters(), *self.module.buffers())
         sliced = (x.tensor for there in self._homes for x in there.held)
-        versions = [x._version for x in (*live, *sliced)]
-        objects = [(name, x._version) for name, x in self._registered.object_tensors().items()]
+        groups = [group for x in self._registered.optimizers.values() for group in x.param_groups]
+        options = [(key, value) for group in groups for key, value in group.items() if key != "params"]
+        tensors = [*live, *sliced, *self._registered.object_tensors().values()]
+        tensors += [value for _, value in options if isinstance(value, Tensor)]
+        plain = repr([option for option in options if not isinstance(option[1], Tensor)])
         updates = sorted(self._registered.num_updates.items())
-        return self._registered.digest(), *updates, *objects, *versions
+        return Mark((self._registered.digest(), plain, updates), tensors)
 
     def _of_object(self, name: str, x: Tensor) -> Shard:
         every = tuple(range(self.everyone.size))

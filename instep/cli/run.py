@@ -69,13 +69,19 @@ def add_words(words: argparse.ArgumentParser) -> None:
     words.add_argument(
         "--ledger-every", type=int, default=0, metavar="N", help="for instep compare: hash the state so often"
     )
-    words.add_argument("--threads", type=int, default=1, metavar="N", help="threads per rank on a CPU")
+    words.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="threads per rank, whatever the script says",
+    )
     words.add_argument(
         "--timeout-s",
         type=float,
-        default=300.0,
+        default=0.0,
         metavar="S",
-        help="until a rank without progress is replaced",
+        help="the longest that a rank may keep others waiting, whatever the script says (300)",
     )
     words.add_argument(
         "--fault",
@@ -131,14 +137,11 @@ def run_script(given: argparse.Namespace) -> int:
         leaves=given.leaves,
         ledger_every=given.ledger_every,
         fault=tuple(given.fault),
-    )
-    return launch_script(
-        call,
-        ranks=given.ranks or len(os.sched_getaffinity(0)),
-        min_ranks=given.min_ranks,
         threads=given.threads,
         timeout_s=given.timeout_s,
     )
+    ranks = given.ranks or len(os.sched_getaffinity(0))
+    return launch_script(call, ranks=ranks, min_ranks=given.min_ranks)
 
 
 def _require_sane(given: argparse.Namespace) -> None:
@@ -148,5 +151,5 @@ def _require_sane(given: argparse.Namespace) -> None:
     for name in ("ranks", "min_ranks", "stop_after", "check_every", "ledger_every"):
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
-    if given.threads < 1 or given.timeout_s <= 0:
+    if given.threads < 0 or given.timeout_s < 0:
         raise ValueError("expected --threads of 1 or more, and --timeout-s above 0")

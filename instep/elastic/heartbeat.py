@@ -28,6 +28,7 @@ PHASES = (
     "built",
     "join",
     "agree",
+    "script",
     "data",
     "forward",
     "backward",
@@ -49,6 +50,8 @@ BEATING = frozenset({"hash", "save"})
 WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
 # Of those, they do work of their own, too, which takes as long as there is to read or to write.
 OWN_WORK = frozenset({"agree", "summary"})
+# A user's own code: how long that takes says nothing of how long it may take.
+UNLIMITED = frozenset({"script"})
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 MAX_WORKERS, MAX_FAULTS = 256, 64

@@ -176,7 +176,7 @@ class Supervisor:
         match message["say"]:
             case "ready":
                 worker.ready = True
-                if not worker.generation:
+                if not worker.generation and not self.generation:
                     answer = self.options.admit(message)
                     self.told = answer if self.told is None else self.told
                 if worker in self.members and worker.generation == self.generation and self.generation:
@@ -188,7 +188,10 @@ class Supervisor:
                 self._stepped(message)
             case "finished":
                 worker.finished = message["code"]
-                if worker.finished or all(member.finished is not None for member in self.members):
+                if worker not in self.members:  # a spare, which the run can do without
+                    self._spares_lost += 1
+                    self.options.say(f"a spare (pid {worker.pid}) ended with code {worker.finished}")
+                elif worker.finished or all(member.finished is not None for member in self.members):
                     self.code = worker.finished
 
     def _left(self, worker: Worker, message: Message) -> None:

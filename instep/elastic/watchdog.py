@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from instep.elastic.heartbeat import BEATING, OWN_WORK, WAITING, Position
+from instep.elastic.heartbeat import BEATING, OWN_WORK, UNLIMITED, WAITING, Position
 
 CONFIRMED_S = 1.0  # a debugger's glance, or a suspended host, is over by then
 LEAST_S, FACTOR = 5.0, 5.0
@@ -60,7 +60,7 @@ def find_stuck(
         limit = limit_s(slowest_s(phase), timeout_s, beats=phase in BEATING)
         waits = phase in WAITING
         alone = reading.alone and phase not in OWN_WORK
-        if waits or reading.waits_for_device:
+        if waits or reading.waits_for_device or phase in UNLIMITED:
             limit = timeout_s
         if reading.left_behind_s:  # it waits for nothing, so there is no first time to be patient with
             limit = min(limit, max(LEAST_S, FACTOR * slowest_s(phase)))

@@ -18,8 +18,8 @@ from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.buckets import flat_real
 from instep.ordered.placeholder import Slices, by_slices, slices_of
 
-# A list that is set here is told each norm before clipping: a run judges steps by them.
-clipped: ContextVar[list[float] | None] = ContextVar("instep_clipped", default=None)
+# A list that is set here is told each norm before clipping, and of which gradients: a run judges by them.
+clipped: ContextVar[list[tuple[float, frozenset[int]]] | None] = ContextVar("instep_clipped", default=None)
 
 # torch converts all that it is given before it adds: in pieces of 1 MB that stays in the cache, and takes a
 # seventh of the time. A device with many cores gets everything at once.
@@ -114,7 +114,7 @@ def clip_grad_norm_(
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = grad_norm(gradients)
     if (told := clipped.get()) is not None:
-        told.append(norm)
+        told.append((norm, frozenset(map(id, gradients))))
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
     factor = max_norm / (norm + 1e-6)

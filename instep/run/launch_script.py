@@ -13,28 +13,26 @@ from instep.elastic.supervise import SuperviseOptions, supervise
 from instep.mesh.launch_environment import detect
 from instep.run import folder
 from instep.run.claim import FaultLog, Wanted, how_to_go_on, say
-from instep.run.script import ScriptCall, execute, work
+from instep.run.script import ScriptCall, execute_here, work
 from instep.run.writer import require_readable
 
 
-def launch_script(
-    call: ScriptCall, *, ranks: int, min_ranks: int = 0, threads: int = 1, timeout_s: float = 300.0
-) -> int:
+def launch_script(call: ScriptCall, *, ranks: int, min_ranks: int = 0) -> int:
     """Run the script of ``call`` on ``ranks`` processes of this host until it is done; its exit code.
 
     In a world that another launcher has started, and to print its help, it runs in this process.
     """
     faults = parse_all(call.fault)
-    if detect(os.environ).source != "single" or "--help" in call.arguments:
-        execute(call)
+    if detect(os.environ).source != "single" or {"-h", "--help"} & set(call.arguments):
+        execute_here(call)
         return 0
     with ExitStack() as stack:
         admission = _Admission(call, stack)
         terms = SuperviseOptions(
             ranks=ranks,
             min_ranks=min_ranks,
-            threads=threads,
-            timeout_s=timeout_s,
+            threads=call.threads or 1,
+            timeout_s=call.timeout_s or 300.0,
             faults=faults,
             say=say,
             note=admission.note,
@@ -78,7 +76,14 @@ class _Admission:
             return str(self.path)
         self._wanted = wanted
         run_dir = None if wanted is None else Path(wanted)
-        self._claimed = self._stack.enter_context(folder.claim(Wanted(run_dir, message["resume"]), say))
+        try:
+            claimed = folder.claim(Wanted(run_dir, message["resume"]), say)
+        except ValueError as error:
+            misplaced = [word for word in ("--resume", "--run-dir") if word in self._call.arguments]
+            if not misplaced:
+                raise
+            raise ValueError(f"{error}. {misplaced[0]} belongs before the script") from None
+        self._claimed = self._stack.enter_context(claimed)
         self.path = self._claimed.path.resolve()
         require_readable(self.path)
         self._log = FaultLog(self.path)
@@ -97,6 +102,6 @@ class _Admission:
     def require_in_place(self) -> None:
         """OSError if the folder was removed meanwhile."""
         if self._claimed is None:
-            say("the script has made no instep.Run: each rank ran it for itself")
+            say("the script has come to no loop over run.steps: each process ran it for itself")
         else:
             self._claimed.require_in_place()

@@ -52,6 +52,7 @@ from instep.run.training import Training
 AGREEMENT = "the agreement on the state"
 FRESH, NOTHING = -2, -1
 SNAPSHOT = "the snapshot"
+SHOWN = 12  # differences of two contracts
 
 
 def restore_newest(
@@ -414,7 +415,7 @@ def require_fit(manifest: Manifest, training: Training, path: Path) -> list[str]
         raise ContractBroken(
             f"{path} was begun with other settings, and going on with these would not give the bits of one "
             f"uninterrupted run: use its own (they are in {path / CONFIG}), start a new run in another "
-            "--run-dir, or pass --accept-contract\n  " + "\n  ".join(changed)
+            "--run-dir, or pass --accept-contract\n  " + "\n  ".join(_first(changed))
         )
     stop, steps = training.config.stop_after, training.config.steps
     if stop and stop <= manifest.step < steps:
@@ -423,3 +424,9 @@ def require_fit(manifest: Manifest, training: Training, path: Path) -> list[str]
             "or 0 to go on to the end"
         )
     return changed
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """As many as can be read, and how many there are more."""
+    more = len(lines) - SHOWN
+    return [*lines[:SHOWN], *([f"and {more} more"] if more > 0 else [])]

@@ -9,7 +9,6 @@ import shlex
 import sys
 import types
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ NO_GROUP = (
     "Under `instep run` ranks meet where the loop over run.steps begins, and again when one is lost: take "
     "init_process_group() out of the script, and use run.mesh there"
 )
+MAIN = ("__main__", "__mp_main__")  # the second one is multiprocessing's name for the first
 OTHERS = {"site-packages", "dist-packages"}  # folders of modules that are not the script's own
 
 
@@ -41,6 +41,8 @@ class ScriptCall:
     leaves: bool = False
     ledger_every: int = 0
     fault: tuple[str, ...] = ()
+    threads: int = 0  # 0: as the script says
+    timeout_s: float = 0.0
 
 
 class Loop(Protocol):
@@ -55,12 +57,17 @@ class Loop(Protocol):
 class Started:
     """Who has started this process, for the ``Run`` that the script makes."""
 
-    channel: ControlChannel
+    channel: ControlChannel | None  # None: another launcher did, of whose ranks this is one
     call: ScriptCall
     loops: list[Loop] = field(default_factory=list)  # over the steps: one at most
 
 
-started: ContextVar[Started | None] = ContextVar("instep_started", default=None)
+_started: dict[int, Started] = {}  # by process: a child that is forked has its parent's memory
+
+
+def started() -> Started | None:
+    """Who has started this process as a script; None if nobody has, in any of its threads."""
+    return _started.get(os.getpid())
 
 
 def work(spec: WorkerSpec, call: ScriptCall) -> None:
@@ -74,8 +81,7 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
         channel.page.stop = True
 
     listen_for_preemption(stop)
-    begun = Started(channel, call)
-    started.set(begun)
+    begun = _started[os.getpid()] = Started(channel, call)
     code = 0
     try:
         execute(call)
@@ -88,12 +94,20 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
     for loop in begun.loops:
         if not code and loop.left:
             print(
-                f"the script has left its loop {loop.left}: run.stop() ends a run with a checkpoint",
+                f"the script has left its loop {loop.left}, without a summary or a checkpoint of that step: "
+                "run.stop() ends a run with both",
                 file=sys.stderr,
             )
+            code = 1
     channel.heartbeat.enter("lost")
     channel.say("finished", code=code)
     exit_now(code)
+
+
+def execute_here(call: ScriptCall) -> None:
+    """Run the script in this process, which is a rank of another launcher's, or alone."""
+    _started[os.getpid()] = Started(None, call)
+    execute(call)
 
 
 def execute(call: ScriptCall) -> None:
@@ -130,7 +144,7 @@ def _neighbours(folder: Path) -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         # Text first: there are some thousand modules, and a Path of each takes longer than all else here.
-        if name == "__main__" or not isinstance(file, str) or not file.startswith(begin):
+        if name in MAIN or not isinstance(file, str) or not file.startswith(begin):
             continue
         if file.endswith(".py") and not OTHERS & set(Path(file).relative_to(folder).parts):
             yield name, Path(file)

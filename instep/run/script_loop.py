@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from instep.checkpoint.registered import Registered
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
+from instep.elastic.rendezvous import ControlChannel
 from instep.mesh.launch_environment import detect
 from instep.mesh.mesh import Mesh
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
 from instep.run import folder
-from instep.run.claim import Wanted, claim_together
+from instep.run.claim import Wanted, claim_together, say
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.recovery import Checkpoints, Snapshots
-from instep.run.script import Started, script_fields
+from instep.run.script import script_fields
 from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining, layout_of
 from instep.run.twice import Twice
@@ -34,6 +35,7 @@ from instep.run.twice import Twice
 if TYPE_CHECKING:
     from instep.run.script_run import Run
 
+TOO = "too: torchrun ... -m instep run --resume SCRIPT"
 FORGOTTEN = (
     "step {} was not entered: write `with step:` around all that it does; the loss of a rank in there is "
     "what the run survives"
@@ -132,7 +134,7 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _begin(self) -> None:
         run, launch = self.run, self.run._started
-        if launch is not None and launch.loops:
+        if launch is not None and launch.channel is not None and launch.loops:
             raise RuntimeError(
                 "run.steps: under `instep run` a script has one loop, and this one has had it: write a "
                 "script for each run"
@@ -149,37 +151,38 @@ class ScriptLoop(Iterator[RunStep]):
                 "after the other: leave it at 0"
             )
         settings = layout_of(registered, replace(run._settings, steps=self.num_steps), run._backend or "auto")
-        heartbeat = launch.channel.heartbeat if launch else Heartbeat()
+        channel = launch.channel if launch else None
+        heartbeat = channel.heartbeat if channel else Heartbeat()
         self.training = training = ScriptTraining(settings, registered, heartbeat)
         fields = {"seed": settings.seed, "steps": settings.steps}
         training.describe_by(lambda: {**fields, **script_fields(settings.arguments)})
         faults = parse_all(launch.call.fault) if launch else []
         self._injector = FaultInjector(faults, heartbeat.page, training.entries)
-        self._injector.rank = -1 if launch else run.mesh.rank
+        self._injector.rank = -1 if channel else run.mesh.rank
         heartbeat.on_enter = self._injector.reach
         self.work = StepWork(training, self.asked)
         self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:
             launch.loops.append(self)
-            self._member = Membership(launch.channel, training)
-            self._memory = Snapshots(launch.channel)
+        if channel is not None:
+            self._member = Membership(channel, training)
+            self._memory = memory = Snapshots(channel)
             self.work.wishes = {
-                "stop": lambda: bool(launch.channel.page.stop or self.asked),
-                "regroup": lambda: launch.channel.regroup,
-                "copy": lambda: self._memory is not None and self._memory.due(training),
+                "stop": lambda: bool(channel.page.stop or self.asked),
+                "regroup": lambda: channel.regroup,
+                "copy": lambda: memory.due(training),
             }
-            self._park(launch)
+            self._park(channel)
         else:
             self._listen_no_longer = listen_for_preemption(self.asked.append)
             self.work.wishes = {"stop": lambda: bool(self.asked)}
 
-    def _park(self, launch: Started) -> None:
+    def _park(self, channel: ControlChannel) -> None:
         """All that can be done without a rank, while no rank waits for this process."""
         training = self.training
-        number = launch.channel.page.contract
+        number = channel.page.contract
         require_contract(training.contract, training.contract_number, number, self._wanted() or Path())
-        if not number:
-            training.keep()
+        training.keep()
         for source in training.sources:
             source.start()
         training.heartbeat.enter("built")
@@ -202,6 +205,9 @@ class ScriptLoop(Iterator[RunStep]):
             except RuntimeError as error:
                 self._part(error)
                 continue
+            except BaseException:
+                self._give_up()
+                raise
             if ending is None:
                 break
             if ending is Ending.REGROUP:
@@ -209,6 +215,7 @@ class ScriptLoop(Iterator[RunStep]):
             else:
                 self._finish(ending)
         self._step, self._entered, self._made = RunStep(self.training.steps_done, self), False, False
+        self.work.phases.own()
         return self._step
 
     def _go_on(self) -> Ending | None:
@@ -238,10 +245,17 @@ class ScriptLoop(Iterator[RunStep]):
         if self._member is not None:
             generation.stepped, generation.agreed = self._member.stepped, self._agreed
         ending = generation.begin()
-        if self._memory is not None and training.steps_done == 0 and training.owns:
-            self._memory.write(training)  # what the script has built can be built only once
-        training.agreed()
+        if self._member is not None and training.steps_done == 0:  # what is built can be built only once
+            self._keep_beginning(checkpoints)
         return ending
+
+    def _keep_beginning(self, checkpoints: Checkpoints) -> None:
+        """Have the state of before the first step in memory, and on disk for when that is not trusted."""
+        assert self._memory is not None
+        if self.training.owns:
+            self._memory.write(self.training)
+        if checkpoints.newest() < 0:
+            checkpoints.save(self.training)
 
     def _await_assignment(self, member: Membership) -> None:
         settings, training = self.training.config, self.training
@@ -259,6 +273,10 @@ class ScriptLoop(Iterator[RunStep]):
     def _meet(self, member: Membership) -> Mesh:
         run, settings = self.run, self.training.config
         shard = member.world_size if run._shard == -1 else run._shard
+        if member.world_size % shard and not member.rank:
+            say(
+                f"{member.world_size} rank(s) are no whole shard groups of {shard}: each has all of the state"
+            )
         place = member.channel.heartbeat.worker
         return member.meet(
             backend=run._backend,
@@ -282,7 +300,7 @@ class ScriptLoop(Iterator[RunStep]):
         except ValueError as error:
             if self.run.mesh.rank:
                 raise
-            raise ValueError(f"{error}. In a script that is instep.Run(DIRECTORY, resume=True)") from None
+            raise ValueError(f"{error}. These are words of `instep run`, under torchrun {TOO}") from None
         self.training.config = replace(settings, run_dir=path, resume=resume)
         return path
 
@@ -307,6 +325,7 @@ class ScriptLoop(Iterator[RunStep]):
             raise error
         self._why = self._member.where if error is None else self._member.parted(error)
         self.twice.give_up()
+        self.asked.clear()  # run.stop() is said again when the step is made again
         if error is not None:
             self.work.recover()
         self.training.heartbeat.enter("lost")
@@ -319,13 +338,13 @@ class ScriptLoop(Iterator[RunStep]):
     @property
     def left(self) -> str:
         """Where the script has left the loop before its end, said by one rank; "" if it has not."""
-        if self._is_over or self._member is None or self._member.rank:
+        if self._is_over or self._generation is None or self._member is None or self._member.rank:
             return ""
         return f"after step {self.training.steps_done} of {self.num_steps}"
 
     def _finish(self, ending: Ending) -> NoReturn:
-        self._is_over = True
         self.close()
+        self.work.phases.own()
         if ending is Ending.STOPPED:
             raise SystemExit(EXIT_CODES[ending])
         raise StopIteration
@@ -357,6 +376,7 @@ class ScriptLoop(Iterator[RunStep]):
         if error is not None and skipped is None:
             self.work.abandon()
             if not isinstance(error, RuntimeError) or self._member is None:
+                self._give_up()
                 return False
             try:
                 self._part(error)
@@ -375,4 +395,11 @@ class ScriptLoop(Iterator[RunStep]):
             self._part(lost)
             return True
         self._made = True
+        self.training.agreed()
+        self.work.phases.own()
         return True
+
+    def _give_up(self) -> None:
+        """The loop is left by an error; in a notebook another one may follow."""
+        if self._member is None:
+            self.close()

@@ -124,7 +124,7 @@ class Run:
         timeout_s: float = 300.0,
         threads: int = 1,
     ) -> None:
-        self._started = started.get()
+        self._started = started()
         call = self._started.call if self._started is not None else None
         path = script_path()
         self._shard, self._backend = shard, backend
@@ -133,7 +133,7 @@ class Run:
             arguments=tuple(sys.argv[1:]) if path is not None else (),
             stop_after=call.stop_after if call else 0,
             seed=seed,
-            timeout_s=timeout_s,
+            timeout_s=(call.timeout_s if call else 0.0) or timeout_s,
             run_dir=(call.run_dir if call else None) or (None if run_dir is None else Path(run_dir)),
             resume=resume or (call is not None and call.resume),
             accept_contract=accept_contract or (call is not None and call.accept_contract),
@@ -151,11 +151,13 @@ class Run:
             trace=TraceConfig(events=trace_events),
             logs=LogsConfig(tensorboard=tensorboard, wandb=wandb),
         )
-        self._threads = threads
+        self._threads = threads = (call.threads if call else 0) or threads
+        timeout_s = self._settings.timeout_s
         self._objects: dict[str, Any] = {}
         self._steps: ScriptLoop | None = None
-        if self._started is not None:
-            place = self._started.channel.heartbeat.worker
+        channel = self._started.channel if self._started is not None else None
+        if channel is not None:
+            place = channel.heartbeat.worker
             self.mesh: Mesh = await_rank(backend=backend, timeout_s=timeout_s, threads=threads, place=place)
         else:
             self.mesh = init(shard=shard, backend=backend, timeout_s=timeout_s, threads=threads)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instep.checkpoint.registered import Registered, RegisteredState
@@ -42,6 +43,7 @@ from instep.run.script_training import ScriptTraining
 WISHES = ("stop", "regroup", "copy")
 # Figures of a step in metrics.jsonl that are not the script's.
 WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
+OWN = "script"  # the phase of what is no span
 PHASES = {"data": "data", "forward": "forward", "backward": "backward", "update": "update"}
 
 
@@ -59,8 +61,8 @@ class SpanPhases:
 
     def begin(self) -> None:
         """A step begins, in the script's own code."""
-        self._open = ["forward"]
-        self._enter("forward")
+        self._open = [OWN]
+        self._enter(OWN)
 
     def watch(self, name: str, begins: bool) -> None:
         """A span begins, or ends; of other threads, and of other names, nothing is told."""
@@ -77,6 +79,10 @@ class SpanPhases:
         """What follows tells its phases itself."""
         self._open = []
 
+    def own(self) -> None:
+        """The script's own code goes on."""
+        self._enter(OWN)
+
 
 class StepWork:
     """The step that is under way, of one ``training``; ``wishes`` are asked at its end, ``asked`` has who
@@ -88,8 +94,13 @@ class StepWork:
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
         # Weak: an optimizer that a script makes for a moment is its own affair.
-        self._strangers, self._loaders = map(weakref.WeakSet, _others(training.registered))
+        found = _others(training.registered)
+        if any(found):  # some may be dead, in a cycle
+            gc.collect()
+            found = _others(training.registered)
+        self._strangers, self._loaders, self._schedules = map(weakref.WeakSet, found)
         self._positions = weakref.WeakKeyDictionary[Any, int]()
+        self._epochs = weakref.WeakKeyDictionary[Any, int]((x, x.last_epoch) for x in self._schedules)
         self._thread = threading.get_ident()
         self._is_open = False
         self._watching = ExitStack()
@@ -97,7 +108,8 @@ class StepWork:
         self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
         self._modes: list[str] = []
         self._logged: dict[str, float] = {}
-        self._norms: list[float] = []
+        self._norms: list[float] = []  # of each update
+        self._clipped: list[tuple[float, frozenset[int]]] = []
         for other in list(self._strangers):
             training.registered.require_registered(other)
         self._hook = register_optimizer_step_pre_hook(self._before_update)
@@ -118,7 +130,8 @@ class StepWork:
             if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
                 value = value.item()
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"step.log: {name}: expected a number, got {type(value).__name__}")
+                shape = f" of shape {list(value.shape)}: take its mean()" if hasattr(value, "shape") else ""
+                raise ValueError(f"step.log: {name}: expected a number, got {type(value).__name__}{shape}")
             self._logged[name] = float(value)
 
     @property
@@ -134,9 +147,10 @@ class StepWork:
         if watched or training.config.ledger.leaves:
             for name, model in self.reduced.items():
                 self.hashes[name] = self._watching.enter_context(observe_gradients(model))
+        self._require_schedules()
         training.timing.begin(training.steps_done)
         self._began = time.monotonic()
-        self._logged, self._norms, self._judged = {}, [], False
+        self._logged, self._norms, self._clipped, self._judged = {}, [], [], False
         self._positions.update((loader, loader.position) for loader in self._loaders)
         self._num_updates = training.registered.num_updates.total()
         self._holds = training.rank_state.holds
@@ -144,7 +158,7 @@ class StepWork:
         if training.registered.has_server:  # whose weights come to its workers past every optimizer
             training.rank_state.holds = Holds.NOTHING
         self._key_generators()
-        self._token = clipped.set(self._norms)
+        self._token = clipped.set(self._clipped)
         self._is_open = True
         self.phases.begin()
 
@@ -158,6 +172,7 @@ class StepWork:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
         training, made = self.training, self._logged
         self._require_loaders()
+        self._require_schedules()
         if skipped is None:
             self._require_no_gradients()
         training.heartbeat.enter("loss")
@@ -204,6 +219,7 @@ class StepWork:
         training.set_modes(self._modes)  # it may have been evaluating
         if self._state_mark() != self._mark:
             state.holds = Holds.NOTHING
+        self._step_begun = -1  # a rank that is lost while the others meet finds nothing here
 
     def _close(self) -> None:
         if self._is_open:
@@ -243,6 +259,17 @@ class StepWork:
                 "beginning, and so would a run that goes on: run.register(data=loader), by a name of its own"
             )
 
+    def _require_schedules(self) -> None:
+        """ValueError for a schedule of a registered optimizer that has moved, and is not registered."""
+        for schedule, epoch in self._epochs.items():
+            if schedule.last_epoch != epoch:
+                kind = type(schedule).__name__
+                raise ValueError(
+                    f"{kind} moves the options of {self._optimizers[id(schedule.optimizer)]!r}, and is not "
+                    "registered: it would begin anew when a rank is replaced and when the run goes on: "
+                    "run.register(schedule=schedule), by a name of its own"
+                )
+
     def _require_no_gradients(self) -> None:
         """ValueError if the step has left gradients for the update of another: they are in no state."""
         registered = self.training.registered
@@ -273,8 +300,10 @@ class StepWork:
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
-        if not self._norms or len(self._optimizers) > 1:
-            self._norms.append(grad_norm(gradients))
+        own = frozenset(map(id, gradients))
+        known = next((norm for norm, its in reversed(self._clipped) if its == own), None)
+        self._norms.append(grad_norm(gradients) if known is None else known)
+        self._clipped.clear()
         self._judge(name, optimizer, self._norms[-1])
         training.rank_state.holds = Holds.NOTHING
 
@@ -314,22 +343,31 @@ class StepWork:
             )
 
 
-def _others(registered: Registered) -> tuple[list[Optimizer], list[Any]]:
-    """Optimizers and loaders of this process that are not registered, nor held by what is."""
+def _others(registered: Registered) -> tuple[list[Optimizer], list[Any], list[LRScheduler]]:
+    """Optimizers, loaders and schedules of this process that are not registered, nor held by what is."""
     carried = list(registered.others.values())
     held = [x for each in carried for x in getattr(each, "__dict__", {}).values()]
+    held += [x for each in held if isinstance(each, list) for x in each]
     known = set(map(id, [*registered.optimizers.values(), *carried, *held]))
     # By the type alone: there are things that answer isinstance with code of their own.
     everything = gc.get_objects()
-    optimizers, loaders = set[type](), set[type]()
+    optimizers, loaders, schedules = set[type](), set[type](), set[type]()
     for kind in set(map(type, everything)):
         if issubclass(kind, Optimizer):
             optimizers.add(kind)
+        elif issubclass(kind, LRScheduler):
+            schedules.add(kind)
         elif all(any(name in vars(base) for base in kind.__mro__) for name in ("advance", "position")):
             loaders.add(kind)  # a `DataSource` of ``micro_batches`` that counts its samples
-    found = [x for x in everything if type(x) in optimizers or type(x) in loaders]
-    others = [x for x in found if id(x) not in known and vars(x)]  # a wrapper's own optimizer is half made
-    return [x for x in others if "param_groups" in vars(x)], [x for x in others if type(x) in loaders]
+    kinds = optimizers | loaders | schedules
+    found = [x for x in everything if type(x) in kinds and id(x) not in known]
+    others = [x for x in found if vars(x)]  # a wrapper's own optimizer is half made
+    own = set(map(id, registered.optimizers.values()))
+    return (
+        [x for x in others if "param_groups" in vars(x)],
+        [x for x in others if type(x) in loaders],
+        [x for x in others if type(x) in schedules and id(vars(x).get("optimizer")) in own],
+    )
 
 
 def _not_finite(module: torch.nn.Module) -> Iterator[str]:

@@ -63,6 +63,7 @@ class ScriptTraining:
         self.rank_state = RankState()
         self.health = Health(settings.checks)
         self.generation = 1
+        self._is_supervised = False  # by what was built, which is kept then
         self._is_wrapped = True  # over some mesh: first that which the script was built with
         self._built: Built | None = None
         self._contract_of: Callable[[], Mapping[str, Any]] = dict
@@ -128,7 +129,7 @@ class ScriptTraining:
         Where the state is divided, nothing is left of it when a rank joins others.
         """
         self.state = self.registered.state()
-        self._built = Built(self)
+        self._built, self._is_supervised = Built(self), True
         self._built_sha256 = self._digests(SharedHash(self.state.group))[0]
         del self.state
 
@@ -168,6 +169,8 @@ class ScriptTraining:
     def begin(self) -> None:
         """All ranks take what the script has built; where they differ, what the first rank has."""
         group = self.mesh.world.group
+        if self._is_supervised:
+            self._require_built()
         if self._built is not None:
             self._require_same_build()
             self._built.put(self)
@@ -179,6 +182,16 @@ class ScriptTraining:
         if len(set(told)) > 1:
             send(self, 0)
             self.rank_state.begin()
+
+    def _require_built(self) -> None:
+        """CheckpointRejected on all ranks if one has made steps, and so has not what it was built with."""
+        world = self.mesh.world.group
+        told = world.all_gather_bytes(b"+" if self._built is not None else b"-", OPERATION)
+        if b"-" in told:
+            raise CheckpointRejected(
+                "no rank has the state of the run any more, and there is no checkpoint yet: start it again, "
+                "in a new folder"
+            )
 
     def _require_same_build(self) -> None:
         """Where each rank is to keep its shards of what it has built, all must have built the same."""
@@ -195,7 +208,7 @@ class ScriptTraining:
             )
 
     def agreed(self) -> None:
-        """All ranks have a state; what was built is needed no longer."""
+        """A step is made, of a state that is in the snapshots: what was built is needed no longer."""
         self._built = None
 
     # The state, for those who write it and compare it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 import sys
@@ -81,8 +82,9 @@ def show(
     loss_unit: str = "",
 ) -> None:
     """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
-    loss = f"{_number(summary, 'loss_last', '.3f')} in the last step"
-    if summary.get("held_out_loss") is not None:
+    last = summary.get("loss_last")
+    loss = f"{last:.3f} in the last step" if last is not None and not math.isnan(last) else ""
+    if loss_unit or summary.get("held_out_loss") is not None:
         loss = (
             f"{_number(summary, 'held_out_loss', '.3f')}{loss_unit and ' '}{loss_unit} held out, from "
             f"{_number(summary, 'held_out_loss_first', '.3f')} "
@@ -95,7 +97,7 @@ def show(
     rows = [
         ("run", str(path)),
         ("steps", _steps(summary)),
-        ("loss", loss),
+        *([("loss", loss)] if loss else []),
         ("speed", speed if summary.get("step_ms_median") else "not measured: these ranks have made no step"),
         *insight,
         ("more", f"{path / SUMMARY}; instep report {shlex.quote(str(path))}"),
@@ -106,8 +108,13 @@ def show(
         sys.stdout.flush()
 
 
-def finished(step: int, steps: int) -> str:
+def finished(step: int, steps: int, *, script: bool = False) -> str:
     """What there is to say where nothing is left to do: ``step`` is done already, and the last."""
+    if script:
+        return (
+            f"this run is finished: step {step} of {steps} was done already, and nothing is computed. To "
+            "train on: a larger number in run.steps(), and --accept-contract"
+        )
     return (
         f"this run is finished: step {step} of {steps} was done already, and nothing is computed. To train "
         f"on: --steps {2 * step} --accept-contract (more steps are another schedule of the learning rate)"

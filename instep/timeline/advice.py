@@ -292,7 +292,7 @@ def loader(run: RunMeasurements) -> Advice | None:
         min(data_s, rest_s),
         run.waited(DATA),
         f"Every rank waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data while "
-        "nothing computes: load the next batch in the background, as torch's DataLoader(num_workers=1) does.",
+        "nothing computes: load the next batch in a worker process, num_workers=1 of the loader.",
         f"{how}.",
     )
 

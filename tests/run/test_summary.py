@@ -56,7 +56,7 @@ def test_what_is_counted_by_the_second_has_the_name_that_the_steps_give_it(tmp_p
     assert found["images_per_s"] == 6400 and "tokens_per_s" not in found
     show({**found, **PART, "first_step": 0}, tmp_path)
     said = capsys.readouterr().out
-    assert "speed  6,400 images/s, 10 ms a step" in said and "loss   - held out, from - (training" in said
+    assert "speed  6,400 images/s, 10 ms a step" in said and "in the last step" in said
 
 
 def test_what_is_shown_is_the_summary(tmp_path, capsys):
