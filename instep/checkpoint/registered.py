@@ -261,19 +261,15 @@ class NamedModels(nn.Module):
         )
 
 
-class Mark:
+class StateMark:
     """What a state was at a moment: equal to another of the same tensors, none of them written to since."""
 
     def __init__(self, known: Any, tensors: Sequence[Tensor]) -> None:
-        self._known, self._tensors = known, tensors
-        self._versions = [x._version for x in tensors]
+        self._kept = tensors  # so that nothing else comes to lie where they do
+        self._known = known, [(x.data_ptr(), x._version) for x in tensors]
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Mark)
-            and (self._known, self._versions) == (other._known, other._versions)
-            and list(map(id, self._tensors)) == list(map(id, other._tensors))
-        )
+        return isinstance(other, StateMark) and self._known == other._known
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -349,13 +345,13 @@ class RegisteredState(TrainingState):
         for name, count in options.get("declared_steps", {}).items():
             counters[name].next_step = count
 
-    def mark(self) -> Mark:
+    def mark(self) -> StateMark:
         """Another one after this state has been written to on this rank. No communication.
 
         For whether a step that was broken off has left all as it was: that a survivor has made one of two
         updates shows here. Optimizers are seen by their steps, as fused ones write past torch's count of
-        writes; options by their values; all other tensors by that count, and by being the same objects, so
-        what an object makes anew whenever it is asked has always changed. Writes to ``.data`` stay unseen.
+        writes; options by their values; all other tensors by that count, and by where they lie, so what an
+        object makes anew whenever it is asked has always changed. Writes to ``.data`` stay unseen.
         """
         live = (*self.module.parameters(), *self.module.buffers())
         sliced = (x.tensor for there in self._homes for x in there.held)
@@ -365,7 +361,7 @@ class RegisteredState(TrainingState):
         tensors += [value for _, value in options if isinstance(value, Tensor)]
         plain = repr([option for option in options if not isinstance(option[1], Tensor)])
         updates = sorted(self._registered.num_updates.items())
-        return Mark((self._registered.digest(), plain, updates), tensors)
+        return StateMark((self._registered.digest(), plain, updates), tensors)
 
     def _of_object(self, name: str, x: Tensor) -> Shard:
         every = tuple(range(self.everyone.size))

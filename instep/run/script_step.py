@@ -180,7 +180,8 @@ class StepWork:
         with training.mesh.recorder.span(GLOBAL_LOSS, lane="host"):
             told = share({}, 0, wishes, training.group, training.timing.own)
         training.timing.heard(told.figures)
-        norm = math.hypot(*self._norms) if self._norms else math.nan
+        norms = self._norms or [norm for norm, _ in self._clipped]
+        norm = math.hypot(*norms) if norms else math.nan
         if not self._judged and self._norms and not training.registered.has_server:
             training.health.judge(norm)
         exposed_s, waiting_s = training.timing.waits()
@@ -214,12 +215,11 @@ class StepWork:
         """A rank was lost: if no tensor of the state was touched, go back to what this rank had."""
         training = self.training
         state = training.rank_state
-        if state.steps_done != self._step_begun:
+        if state.steps_done != self._step_begun or not training.has_joined:
             return
         training.set_modes(self._modes)  # it may have been evaluating
         if self._state_mark() != self._mark:
             state.holds = Holds.NOTHING
-        self._step_begun = -1  # a rank that is lost while the others meet finds nothing here
 
     def _close(self) -> None:
         if self._is_open:

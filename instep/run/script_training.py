@@ -156,7 +156,7 @@ class ScriptTraining:
 
     def leave(self) -> None:
         """Give the groups back, without waiting for any rank."""
-        divided = "state" in self.__dict__ and self.state.is_divided
+        divided = self.has_joined and self.state.is_divided
         self.registered.leave()
         self._is_wrapped = False
         self.rank_state.left(divided=divided)
@@ -257,9 +257,14 @@ class ScriptTraining:
         """Whether this rank owns some of the state, or all."""
         return self.state.is_divided or self.mesh.rank == 0
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether it is in a mesh now."""
+        return "state" in self.__dict__
+
     def entries(self) -> list[Entry]:
         """What this rank holds of the state, by name."""
-        if "state" not in self.__dict__:
+        if not self.has_joined:
             return []
         return [(bare(shard.name), shard.tensor) for shard in self.state.hashed()]
 

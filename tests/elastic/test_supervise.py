@@ -497,7 +497,7 @@ def test_a_worker_that_cannot_be_sent_leaves_nothing(scene: Scene) -> None:
 def test_the_time_until_all_are_ready_ends_before_any_rank_is_told():
     """Else a rank that is quick has made its step by then, and the recovery took less than a part of it."""
     seen = MagicMock()
-    seen.worker.rank = -1
+    seen.worker.rank, seen.worker.finished = -1, None
     scene = MagicMock(members=[seen.worker], target=1, generation=1, recovery=seen.recovery)
     supervise.Supervisor._begin_generation(scene)
     made = [name for name, _, _ in seen.mock_calls]

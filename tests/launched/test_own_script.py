@@ -113,7 +113,7 @@ def test_a_script_ends_with_its_own_code_and_is_told_that_it_has_no_run(tmp_path
     script.write_text("import sys\nprint('here')\nsys.exit(3)\n")
     ended = run("-n", 2, cwd=tmp_path, script=script)
     assert ended.code == 3
-    assert "the script has made no instep.Run: each rank ran it for itself" in ended.err
+    assert "the script has come to no loop over run.steps: each process ran it for itself" in ended.err
 
 
 def test_a_script_that_makes_torchs_group_is_told_where_ranks_meet(tmp_path: Path) -> None:

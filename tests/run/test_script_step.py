@@ -120,7 +120,7 @@ def test_phases_are_those_of_the_steps_own_thread() -> None:
     phases.watch("update", True)
     phases.end()
     phases.watch("update", False)
-    assert told == ["forward", "backward", "forward", "update"]
+    assert told == ["script", "backward", "script", "update"]
 
 
 @pytest.mark.parametrize("drops", [False, True])
