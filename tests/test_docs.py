@@ -69,7 +69,7 @@ def examples(page: str) -> list[tuple[str, str]]:
     found = []
     for match in EXAMPLE.finditer(text):
         heading = HEADING.findall(EXAMPLE.sub("", text[: match.start()]))[-1]
-        found.append((heading, match[1].replace("1000)", f"{STEPS})")))
+        found.append((heading, re.sub(r"\b1000\b", f"{STEPS}", match[1])))
     return found
 
 

@@ -353,7 +353,8 @@ class RegisteredState(TrainingState):
         writes; options by their values; all other tensors by that count, and by where they lie, so what an
         object makes anew whenever it is asked has always changed. Writes to ``.data`` stay unseen.
         """
-        live = (*self.module.parameters(), *self.module.buffers())
+        elsewhere = {id(p) for there in self._homes if not there.resident for p in there.parameters}
+        live = [x for x in (*self.module.parameters(), *self.module.buffers()) if id(x) not in elsewhere]
         sliced = (x.tensor for there in self._homes for x in there.held)
         groups = [group for x in self._registered.optimizers.values() for group in x.param_groups]
         options = [(key, value) for group in groups for key, value in group.items() if key != "params"]

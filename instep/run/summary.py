@@ -82,8 +82,8 @@ def show(
     loss_unit: str = "",
 ) -> None:
     """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
-    last = summary.get("loss_last")
-    loss = f"{last:.3f} in the last step" if last is not None and not math.isnan(last) else ""
+    last: Any = summary.get("loss_last")
+    loss = f"{last:.3f} in the last step" if is_number(last) and not math.isnan(last) else ""
     if loss_unit or summary.get("held_out_loss") is not None:
         loss = (
             f"{_number(summary, 'held_out_loss', '.3f')}{loss_unit and ' '}{loss_unit} held out, from "

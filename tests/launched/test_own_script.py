@@ -76,8 +76,8 @@ def test_what_is_divided_among_ranks_outlives_one_of_them(wrap: str, alone: Path
 
 
 def test_ranks_come_and_go(alone: Path, tmp_path: Path) -> None:
-    slowly = "slow:rank=0,phase=data,step=1,steps=11,seconds=0.1"  # a new rank takes a while to be ready
-    resizes = "resize:ranks=4,step=1", "resize:ranks=1,step=4", "resize:ranks=3,step=7"
+    slowly = "slow:rank=0,phase=data,step=1,steps=11,seconds=0.4"  # a new rank takes a while to be ready
+    resizes = "resize:ranks=4,step=1", "resize:ranks=1,step=4", "resize:ranks=3,step=6"
     ended = run("-n", 2, *faults(*resizes, slowly), cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "runs" / "mine", alone)
