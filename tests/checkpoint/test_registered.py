@@ -76,7 +76,9 @@ def load_and_go_on(mesh: Mesh, kind: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)], ids=str
+)
 def test_what_some_ranks_have_saved_goes_on_on_others_with_the_same_bits(
     tmp_path: Path, kind: str, saved_by: int, loaded_by: int
 ) -> None:

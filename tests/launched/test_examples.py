@@ -47,6 +47,7 @@ def as_under_torchrun(script: Path) -> None:
     sys.stdout.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHORTER)
 def test_a_script_trains_under_ddp(name: str, tmp_path: Path) -> None:
     """Where ranks meet is in the environment that torchrun makes; this one has it not."""
@@ -63,10 +64,10 @@ def test_a_script_trains_under_ddp(name: str, tmp_path: Path) -> None:
     ("folder", "name", "undisturbed"),
     [
         ("run", "gan.py", 2),  # the plain loop: the bits of as many ranks
-        ("run", "language.py", 2),
+        pytest.param("run", "language.py", 2, marks=pytest.mark.slow),
         ("run", "vision.py", 1),
-        ("declared", "gan.py", 1),
-        ("declared", "language.py", 1),
+        pytest.param("declared", "gan.py", 1, marks=pytest.mark.slow),
+        pytest.param("declared", "language.py", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_script_ends_with_the_same_bits_after_three_kills(

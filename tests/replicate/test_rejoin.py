@@ -38,7 +38,7 @@ def test_two_ranks_then_three_then_one_give_the_bits_of_one_process(
 
 
 @world(3, deadline_s=120)
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_survivors_of_a_rank_that_is_lost_in_backward_give_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, backend: str, meetings: Meetings

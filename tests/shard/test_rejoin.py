@@ -80,6 +80,10 @@ OTHER_OPTIMIZERS = {
 }
 
 
+# `make slow` has all of them.
+PLACES = ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in ("undeclared", "update"))]
+
+
 @pytest.fixture
 def meetings() -> Meetings:
     return Meetings(3)
@@ -130,7 +134,7 @@ def test_memory_that_a_host_has_once_is_made_anew(mesh: Mesh, kind: Kind, meetin
 
 
 @world(3, deadline_s=120)
-@pytest.mark.parametrize("place", ["backward", "undeclared", "update"])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_survivors_of_a_lost_rank_give_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, place: str, meetings: Meetings
@@ -139,7 +143,7 @@ def test_survivors_of_a_lost_rank_give_the_bits_of_one_process(
 
 
 @world(3, deadline_s=120)
-@pytest.mark.parametrize("place", ["backward", "undeclared", "update"])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", SHARED.values(), ids=SHARED)
 def test_survivors_that_had_shared_memory_give_them_too(
     mesh: Mesh, kind: Kind, place: str, meetings: Meetings
@@ -175,6 +179,7 @@ def test_what_is_frozen_for_a_while_when_a_rank_is_lost_is_trained_again(
 
 
 @world(3, deadline_s=120)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME_KINDS.values(), ids=SOME_KINDS)
 def test_who_is_lost_while_the_others_join_is_no_end(mesh: Mesh, kind: Kind, meetings: Meetings) -> None:
     joined = Rejoined(kind)
