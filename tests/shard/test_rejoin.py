@@ -82,6 +82,13 @@ OTHER_OPTIMIZERS = {
 
 # `make slow` has all of them.
 PLACES = ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in ("undeclared", "update"))]
+QUICK = ("sharded optimizer", "stage 2", "stage 3", "stage 3, running statistics")
+
+
+def quick(kinds: dict[str, Kind]) -> list[Any]:
+    """All of ``kinds`` as parameters; most for `make slow`."""
+    marks = {name: () if name in QUICK else pytest.mark.slow for name in kinds}
+    return [pytest.param(kind, id=name, marks=marks[name]) for name, kind in kinds.items()]
 
 
 @pytest.fixture
@@ -114,7 +121,7 @@ def num_threads(rank: int) -> int:
 
 
 @world(3, deadline_s=120)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS))
 def test_two_ranks_then_three_then_one_give_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, meetings: Meetings
 ) -> None:
@@ -135,7 +142,7 @@ def test_memory_that_a_host_has_once_is_made_anew(mesh: Mesh, kind: Kind, meetin
 
 @world(3, deadline_s=120)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS))
 def test_survivors_of_a_lost_rank_give_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, place: str, meetings: Meetings
 ) -> None:
@@ -199,6 +206,7 @@ def test_who_is_lost_while_the_others_join_is_no_end(mesh: Mesh, kind: Kind, mee
 
 
 @world(3, deadline_s=120)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded optimizer", "stage 3, sharded"])
 def test_who_is_lost_while_optimizers_join_is_no_end(mesh: Mesh, name: str, meetings: Meetings) -> None:
     joined = Rejoined(SOME_KINDS[name])
