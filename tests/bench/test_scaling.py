@@ -81,6 +81,7 @@ def test_ranks_that_outnumber_the_cores_are_told_so():
     assert crowded({"cores": 4, "ranks": [1, 2, 4]}) == crowded({"cores": None, "ranks": [1, 8]}) == []
 
 
+@pytest.mark.slow
 @world(3, by="process")
 def test_the_first_two_of_three_ranks_exchange_among_themselves(mesh):
     one = Workload("tiny", 200_000, batch=2, what="tiny", tokens=8)

@@ -92,6 +92,7 @@ SHARES = {  # of 4 bytes per parameter, on two ranks: weights, gradients, moment
 }
 
 
+@pytest.mark.slow
 @SHARED
 @pytest.mark.parametrize("strategy", SHARES)
 @world(2, by="process")

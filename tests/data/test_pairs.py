@@ -66,6 +66,7 @@ def test_counting_shared_words_tells_many_pairs_and_not_all(splits):
     assert 0.8 < best < 0.92
 
 
+@pytest.mark.slow
 def test_every_process_has_the_same_pairs(splits):
     code = (
         "import hashlib; from instep.data.pairs import open_pairs; "

@@ -136,6 +136,7 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
     assert_same_run(path, reference)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_that_finds_its_place_by_itself(
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
