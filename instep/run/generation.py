@@ -61,11 +61,10 @@ EXIT_CODES = {Ending.DONE: 0, Ending.STOPPED: 75}
 @dataclass(frozen=True)
 class Aside:
     """What happens beside the steps: ``save`` a checkpoint when one is due, ``keep`` a copy after each step
-    (given how many seconds it took), ``watch`` for errors of what goes on in the background."""
+    (given how many seconds it took); ``first_step`` is told of the first one."""
 
     save: Callable[[], None]
     keep: Callable[[float], None] = lambda step_s: None
-    watch: Callable[[], None] = lambda: None
     first_step: Callable[[], None] = lambda: None
 
 
@@ -313,7 +312,6 @@ class Generation:
         return Aside(
             save=lambda: self.checkpoints.save(training),
             keep=lambda step_s: memory.after_step(training, step_s) if memory else None,
-            watch=self.checkpoints.watch,
             first_step=self.stepped,
         )
 

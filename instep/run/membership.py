@@ -13,16 +13,33 @@ import torch.distributed as dist
 
 from instep.checkpoint.manifest import differences
 from instep.elastic.log_store import LogStore
-from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore
+from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
 from instep.errors import ContractBroken, Desync, InstepError, PeerLost, let_go
 from instep.mesh.join import meet
 from instep.mesh.mesh import Mesh
+from instep.mesh.rank_process import exit_now
+from instep.mesh.signals import listen_for_preemption
 from instep.run.training import Training
 from instep.run.writer import starts
 
 MESSAGE_CHARACTERS = 4096
 LOSSES = (PeerLost, Desync, dist.DistError)
 """What is raised where ranks that need each other have parted."""
+
+
+def supervised(spec: WorkerSpec) -> ControlChannel:
+    """The channel to the supervisor that has started this process, which ends if that has been killed; a
+    signal that asks it to end is told to all."""
+    try:
+        channel = ControlChannel(spec)
+    except FileNotFoundError:  # the supervisor, which holds what it opens, has been killed meanwhile
+        exit_now(0)
+
+    def stop(name: str) -> None:
+        channel.page.stop = True
+
+    listen_for_preemption(stop)
+    return channel
 
 
 class Membership:

@@ -183,6 +183,14 @@ def _require_same(training: Training, root: int, did: str) -> None:
     training.state.settled()  # else the first exchange would take what some ranks were given for an edit
 
 
+def _opened(snapshot: Snapshot, step: int) -> tuple[Json, MemoryReader]:
+    """What ``take`` needs of the state after ``step`` in ``snapshot``."""
+    half = snapshot.halves[step]
+    body = parse_json(snapshot.description(half) or b"", DESCRIPTION_BYTES)
+    begins, _ = places(rows_from_json(body["rows"]))
+    return body, MemoryReader(snapshot.bytes_of(half, 0, snapshot.tensor_bytes), begins)
+
+
 class Built:
     """The state that one rank has alone, in memory of its own, to take in whatever group it is then."""
 
@@ -194,10 +202,7 @@ class Built:
 
     def put(self, training: Training) -> None:
         """Give it to ``training``. Collective where the state is divided."""
-        half = self._kept.halves[0]
-        body = parse_json(self._kept.description(half) or b"", DESCRIPTION_BYTES)
-        begins, _ = places(rows_from_json(body["rows"]))
-        there = MemoryReader(self._kept.bytes_of(half, 0, self._kept.tensor_bytes), begins)
+        body, there = _opened(self._kept, 0)
         take(training, [body], {"0": there})
 
 
@@ -272,10 +277,8 @@ class Snapshots:
         bodies: list[Json] = []
         readers: dict[str, MemoryReader] = {}
         for i, copy in enumerate(self._attach(number)):
-            half = copy.halves[step]
-            bodies.append(parse_json(copy.description(half) or b"", DESCRIPTION_BYTES))
-            begins, _ = places(rows_from_json(bodies[i]["rows"]))
-            readers[str(i)] = MemoryReader(copy.bytes_of(half, 0, copy.tensor_bytes), begins)
+            body, readers[str(i)] = _opened(copy, step)
+            bodies.append(body)
         return bodies, readers
 
     def due(self, training: Training) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from instep.checkpoint.contract import code_of_script
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.mesh.rank_process import exit_now
-from instep.mesh.signals import listen_for_preemption
+from instep.run.membership import supervised
 
 NO_GROUP = (
     "Under `instep run` ranks meet where the loop over run.steps begins, and again when one is lost: take "
@@ -72,15 +72,7 @@ def started() -> Started | None:
 
 def work(spec: WorkerSpec, call: ScriptCall) -> None:
     """Run the script from its top, under whatever ranks the supervisor assigns to this process."""
-    try:
-        channel = ControlChannel(spec)
-    except FileNotFoundError:  # the supervisor, which holds what it opens, has been killed meanwhile
-        exit_now(0)
-
-    def stop(name: str) -> None:
-        channel.page.stop = True
-
-    listen_for_preemption(stop)
+    channel = supervised(spec)
     begun = _started[os.getpid()] = Started(channel, call)
     code = 0
     try:

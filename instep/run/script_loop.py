@@ -18,6 +18,7 @@ from instep.checkpoint.registered import Registered
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
+from instep.mesh.agree import on_first_rank
 from instep.mesh.launch_environment import detect
 from instep.mesh.mesh import Mesh
 from instep.mesh.rank_process import exit_now
@@ -160,7 +161,7 @@ class ScriptLoop(Iterator[RunStep]):
         self._injector = FaultInjector(faults, heartbeat.page, training.entries)
         self._injector.rank = -1 if channel else run.mesh.rank
         heartbeat.on_enter = self._injector.reach
-        self.work = StepWork(training, self.asked)
+        self.work = StepWork(training)
         self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:
             launch.loops.append(self)
@@ -181,14 +182,12 @@ class ScriptLoop(Iterator[RunStep]):
         """All that can be done without a rank, while no rank waits for this process."""
         training = self.training
         number = channel.page.contract
-        require_contract(training.contract, training.contract_number, number, self._wanted() or Path())
+        path = training.config.run_dir or Path()
+        require_contract(training.contract, training.contract_number, number, path)
         training.keep()
         for source in training.sources:
             source.start()
         training.heartbeat.enter("built")
-
-    def _wanted(self) -> Path | None:
-        return self.training.config.run_dir
 
     # Between two steps.
 
@@ -254,7 +253,8 @@ class ScriptLoop(Iterator[RunStep]):
         assert self._memory is not None
         if self.training.owns:
             self._memory.write(self.training)
-        if checkpoints.newest() < 0:
+        # One rank looks: of a divided state all have to come to the save, or none.
+        if on_first_rank(self.run.mesh.world.group, "looking for a checkpoint", checkpoints.newest) < 0:
             checkpoints.save(self.training)
 
     def _await_assignment(self, member: Membership) -> None:

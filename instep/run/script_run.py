@@ -28,7 +28,7 @@ from typing import Any
 
 from instep.mesh.join import await_rank, init
 from instep.mesh.mesh import Mesh
-from instep.run.script import script_path, started
+from instep.run.script import ScriptCall, script_path, started
 from instep.run.script_loop import RunStep, ScriptLoop
 from instep.run.settings import (
     CheckpointConfig,
@@ -125,33 +125,33 @@ class Run:
         threads: int = 1,
     ) -> None:
         self._started = started()
-        call = self._started.call if self._started is not None else None
         path = script_path()
+        call = ScriptCall(path or Path()) if self._started is None else self._started.call
         self._shard, self._backend = shard, backend
         self._settings = ScriptSettings(
             script="" if path is None else str(path),
             arguments=tuple(sys.argv[1:]) if path is not None else (),
-            stop_after=call.stop_after if call else 0,
+            stop_after=call.stop_after,
             seed=seed,
-            timeout_s=(call.timeout_s if call else 0.0) or timeout_s,
-            run_dir=(call.run_dir if call else None) or (None if run_dir is None else Path(run_dir)),
-            resume=resume or (call is not None and call.resume),
-            accept_contract=accept_contract or (call is not None and call.accept_contract),
+            timeout_s=call.timeout_s or timeout_s,
+            run_dir=call.run_dir or (None if run_dir is None else Path(run_dir)),
+            resume=resume or call.resume,
+            accept_contract=accept_contract or call.accept_contract,
             checkpoint=CheckpointConfig(every=checkpoint_every, keep=keep),
             checks=ChecksConfig(
                 max_skipped=max_skipped,
                 spike=spike,
                 replicas_every=replicas_every,
-                leaves_every=(call.check_every if call else 0) or check_every,
+                leaves_every=call.check_every or check_every,
             ),
             ledger=LedgerConfig(
-                every=(call.ledger_every if call else 0) or ledger_every,
-                leaves=ledger_leaves or (call is not None and call.leaves),
+                every=call.ledger_every or ledger_every,
+                leaves=ledger_leaves or call.leaves,
             ),
             trace=TraceConfig(events=trace_events),
             logs=LogsConfig(tensorboard=tensorboard, wandb=wandb),
         )
-        self._threads = threads = (call.threads if call else 0) or threads
+        self._threads = threads = call.threads or threads
         timeout_s = self._settings.timeout_s
         self._objects: dict[str, Any] = {}
         self._steps: ScriptLoop | None = None

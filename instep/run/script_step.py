@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
@@ -85,11 +85,10 @@ class SpanPhases:
 
 
 class StepWork:
-    """The step that is under way, of one ``training``; ``wishes`` are asked at its end, ``asked`` has who
-    wants the run to end."""
+    """The step that is under way, of one ``training``; ``wishes`` are asked at its end."""
 
-    def __init__(self, training: ScriptTraining, asked: MutableSequence[str]) -> None:
-        self.training, self.asked = training, asked
+    def __init__(self, training: ScriptTraining) -> None:
+        self.training = training
         self.phases = SpanPhases(training.heartbeat.enter)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
@@ -304,10 +303,10 @@ class StepWork:
         known = next((norm for norm, its in reversed(self._clipped) if its == own), None)
         self._norms.append(grad_norm(gradients) if known is None else known)
         self._clipped.clear()
-        self._judge(name, optimizer, self._norms[-1])
+        self._judge(name, self._norms[-1])
         training.rank_state.holds = Holds.NOTHING
 
-    def _judge(self, name: str, optimizer: Optimizer, norm: float) -> None:
+    def _judge(self, name: str, norm: float) -> None:
         """Leave the step if its gradient is not to be used; all ranks have the same norm."""
         training, health = self.training, self.training.health
         if len(self._optimizers) > 1 and math.isfinite(norm):

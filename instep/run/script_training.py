@@ -5,7 +5,6 @@ another.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -18,30 +17,26 @@ from torch.nn import functional as F
 from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
 from instep.checkpoint.contract import require_same
-from instep.checkpoint.manifest import Json, fingerprint
+from instep.checkpoint.manifest import Json
 from instep.checkpoint.registered import Registered
-from instep.checkpoint.state import TrainingState
 from instep.elastic.heartbeat import Heartbeat
 from instep.errors import CheckpointRejected, ContractBroken
-from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
-from instep.ordered.hash import Entry, Sampled, SharedHash, bare
+from instep.ordered.hash import SharedHash
 from instep.ordered.homes import offered
-from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
+from instep.run.held_state import HeldState, contract_number
 from instep.run.memory_usage import MemoryUsage, memory_usage
-from instep.run.rank_state import Made, RankState
+from instep.run.rank_state import RankState
 from instep.run.recovery import Built, send
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
-from instep.run.timing import Timing
 
 CANARY_SEED = 0
 OPERATION = "the comparison of what was built"
 
 
-class ScriptTraining:
+class ScriptTraining(HeldState):
     """What was registered, and where its steps stand.
 
     At construction: nothing is touched. ``keep`` what was built, where the first ranks have not met yet.
@@ -50,11 +45,7 @@ class ScriptTraining:
     is a mesh.
     """
 
-    seen: GradientHashes | None = None  # hashes of micro-batches are not asked for
-    state: TrainingState
-    mesh: Mesh
-    group: Group
-    timing: Timing
+    seen: GradientHashes | None = None  # of the last step, where they are asked for
 
     def __init__(self, settings: ScriptSettings, registered: Registered, heartbeat: Heartbeat) -> None:
         self.registered = registered
@@ -74,16 +65,6 @@ class ScriptTraining:
     def module(self) -> nn.Module:
         """All that is trained, in one module."""
         return self.registered.root
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps that the state is of."""
-        return self.rank_state.steps_done
-
-    @property
-    def last(self) -> Made | None:
-        """The step that led here."""
-        return self.rank_state.last
 
     @property
     def loss_unit(self) -> str:
@@ -130,7 +111,8 @@ class ScriptTraining:
         """
         self.state = self.registered.state()
         self._built, self._is_supervised = Built(self), True
-        self._built_sha256 = self._digests(SharedHash(self.state.group))[0]
+        owned = self.state.owned(self.state.hashed())
+        self._built_sha256, _ = SharedHash(self.state.group).digests(owned, self.steps_done)
         del self.state
 
     def join(self, mesh: Mesh, wrappers: bool) -> None:
@@ -149,10 +131,7 @@ class ScriptTraining:
             self._is_wrapped = True
             self.registered.join(mesh)
         require_same(mesh.world.group, self.contract)
-        self.state = self.registered.state(self.group)
-        enter = self.heartbeat.enter if self.state.is_divided else _ignore
-        self._hash = SharedHash(self.state.group, enter, self.heartbeat.beat)
-        self.timing = Timing(mesh.recorder, self.group.size)
+        self._hold(self.registered.state(self.group))
 
     def leave(self) -> None:
         """Give the groups back, without waiting for any rank."""
@@ -160,11 +139,7 @@ class ScriptTraining:
         self.registered.leave()
         self._is_wrapped = False
         self.rank_state.left(divided=divided)
-        for name in ("state", "_hash", "group"):
-            self.__dict__.pop(name, None)
-        if (mesh := self.__dict__.pop("mesh", None)) is not None:
-            mesh.recorder.keep_in_memory()
-            mesh.close()
+        self._let_go()
 
     def begin(self) -> None:
         """All ranks take what the script has built; where they differ, what the first rank has."""
@@ -252,53 +227,6 @@ class ScriptTraining:
         """None: a schedule may move any of them, and the script that sets them is in the contract."""
         return {}
 
-    @property
-    def owns(self) -> bool:
-        """Whether this rank owns some of the state, or all."""
-        return self.state.is_divided or self.mesh.rank == 0
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether it is in a mesh now."""
-        return "state" in self.__dict__
-
-    def entries(self) -> list[Entry]:
-        """What this rank holds of the state, by name."""
-        if not self.has_joined:
-            return []
-        return [(bare(shard.name), shard.tensor) for shard in self.state.hashed()]
-
-    def state_sha256(self) -> str:
-        """The hash of weights, moments and step. Collective where the state is divided."""
-        return self.state_digests()[0]
-
-    def state_digests(self) -> tuple[str, dict[str, str]]:
-        """``state_sha256``, and the short hash of each tensor. Collective where the state is divided."""
-        self.heartbeat.enter("hash")
-        found = self._digests(self._hash)
-        self.heartbeat.enter("gather")  # others are told of it next, or wait for it
-        return found
-
-    def own_digests(self) -> dict[str, str]:
-        """The short hash of each tensor that this rank has, by name; of its shard, where it is divided.
-
-        Collective where the state is divided.
-        """
-        return self._digests(self._hash)[1]
-
-    def _digests(self, shared: SharedHash) -> tuple[str, dict[str, str]]:
-        return shared.digests(self.state.owned(self.state.hashed()), self.steps_done)
-
-    def sampled(self, every: int) -> list[Sampled]:
-        """The blocks of the state whose turn it is, one in ``every``. Collective where it is divided."""
-        return self._hash.samples(self.state.owned(self.state.hashed()), self.steps_done, every)
-
-    def compare_replicas(self) -> None:
-        """Raise ``ReplicasDiffer`` unless ranks that hold the same shards hold the same bits. Collective."""
-        self.heartbeat.enter("gather")
-        with self.mesh.recorder.span(COMPARISON, lane="host"):
-            compare_replicas(self.state.hashed(), self.steps_done, self.group)
-
     def evaluate(self) -> None:
         """A script evaluates where it wants to."""
 
@@ -337,8 +265,7 @@ class ScriptTraining:
     @property
     def contract_number(self) -> int:
         """Another one for another ``contract``, or for another ``canary``."""
-        known = f"{fingerprint(self.contract)} {self.canary}"
-        return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
+        return contract_number(self.contract, self.canary)
 
     @cached_property
     def canary(self) -> str:
@@ -374,7 +301,3 @@ def layout_of(registered: Registered, settings: ScriptSettings, backend: str) ->
     name = next((type(x).__name__ for x in registered.optimizers.values()), "")
     optimizer = ScriptOptimizer(name=name.lower())
     return dataclasses.replace(settings, parallel=layout, batch=batch, optim=optimizer)
-
-
-def _ignore(phase: str) -> None:
-    """Of what one rank does for itself, no phase is told."""

@@ -65,7 +65,7 @@ class Twice:
         self.stop()
         training, reduced = self.training, self.work.reduced
         self._votes.append({name: _leaves(reduced[name], x) for name, x in self.work.hashes.items()})
-        self._states.append(training.own_digests())
+        self._states.append(training.state_digests()[1])
         if len(self._states) == 1:
             self._copy.put(training)
             return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,22 +16,19 @@ from torch.optim import Optimizer
 from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
 from instep.checkpoint.contract import require_same
-from instep.checkpoint.manifest import fingerprint
 from instep.checkpoint.state import TrainingState, option_fields
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
 from instep.events import COMPARISON, GLOBAL_LOSS
 from instep.mesh.agree import all_or_none, attempt
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import Entry, Sampled, SharedHash, bare
 from instep.ordered.keys import initialize
-from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes, observe_gradients
 from instep.run.health import Health
+from instep.run.held_state import HeldState, contract_number
 from instep.run.losses import mean_loss, share
 from instep.run.memory_usage import MemoryUsage, activations, memory_usage
 from instep.run.rank_state import Made, RankState
-from instep.run.timing import Timing
 from instep.step.micro_batches import MicroBatch
 from instep.step.running_statistics import put_back_on_error
 from instep.train.nonfinite import give_up
@@ -46,7 +42,7 @@ WISHES = ("stop", "regroup", "copy")
 CANARY_SEED = 0  # of all runs: what a machine computes has nothing to do with a run's seed
 
 
-class Trainer:
+class Trainer(HeldState):
     """The training state of a run, and what moves it.
 
     At construction, in a process of its own: data, model with weights by name, optimizer. ``join`` a mesh:
@@ -120,10 +116,7 @@ class Trainer:
             _ = self.canary  # which takes a copy, and a module in slices has none
         self.parallel = parallel(self.config, mesh, self.module, self.optimizer, self.heartbeat, self._bare)
         self.optimizer = self.parallel.optimizer
-        self.state = TrainingState(self.parallel.model, self.optimizer, self.group)
-        enter = self.heartbeat.enter if self.state.is_divided else _ignore
-        self._hash = SharedHash(self.state.group, enter, self.heartbeat.beat)
-        self.timing = Timing(mesh.recorder, self.group.size)
+        self._hold(TrainingState(self.parallel.model, self.optimizer, self.group))
 
     def _move(self, device: torch.device) -> None:
         """Weights and moments to ``device``; a survivor may have used another before."""
@@ -148,22 +141,7 @@ class Trainer:
         if self.config.parallel.shard_stage:
             self.optimizer = self._plain_optimizer()
         self.module.zero_grad()  # a step may have been given up between its gradient and its update
-        if (mesh := self.__dict__.pop("mesh", None)) is not None:
-            mesh.recorder.keep_in_memory()  # a thread that is stuck may record on; the file is the next one's
-            self.__dict__.pop("state", None)
-            self.__dict__.pop("_hash", None)
-            del self.group
-            mesh.close()
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps that the state is of."""
-        return self.rank_state.steps_done
-
-    @property
-    def last(self) -> Made | None:
-        """The step that led here."""
-        return self.rank_state.last
+        self._let_go()
 
     @property
     def loss_unit(self) -> str:
@@ -237,8 +215,7 @@ class Trainer:
         """Another one for another ``contract``, or for another ``canary``; 0 as long as that is not known."""
         if "contract" not in self.__dict__:
             return 0
-        known = f"{fingerprint(self.contract)} {self.canary}"
-        return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
+        return contract_number(self.contract, self.canary)
 
     @cached_property
     def canary(self) -> str:
@@ -250,33 +227,6 @@ class Trainer:
             seed=CANARY_SEED,
             device=self.device,
         )
-
-    def entries(self) -> list[Entry]:
-        """What this rank holds of the state, by name: all of a tensor, or its shard of it; nothing before
-        it has joined."""
-        if "state" not in self.__dict__:
-            return []
-        return [(bare(shard.name), shard.tensor) for shard in self.state.hashed()]
-
-    @property
-    def owns(self) -> bool:
-        """Whether this rank owns some of the state, or all: it writes that, and takes part in its hash."""
-        return self.state.is_divided or self.mesh.rank == 0
-
-    def state_sha256(self) -> str:
-        """The hash of weights, moments and step. Collective where the state is divided."""
-        return self.state_digests()[0]
-
-    def state_digests(self) -> tuple[str, dict[str, str]]:
-        """``state_sha256``, and the short hash of each tensor. Collective where the state is divided."""
-        self.heartbeat.enter("hash")
-        found = self._hash.digests(self.state.owned(self.state.hashed()), self.steps_done)
-        self.heartbeat.enter("gather")  # others are told of it next, or wait for it
-        return found
-
-    def sampled(self, every: int) -> list[Sampled]:
-        """The blocks of the state whose turn it is, one in ``every``. Collective where it is divided."""
-        return self._hash.samples(self.state.owned(self.state.hashed()), self.steps_done, every)
 
     def step(self) -> Made:
         """One optimizer step. Collective.
@@ -334,12 +284,6 @@ class Trainer:
         return self.recipe.held_out_loss(
             self.module, self.data, self.group, self.mesh.device, lambda: self.heartbeat.enter("gather")
         )
-
-    def compare_replicas(self) -> None:
-        """Raise ``ReplicasDiffer`` unless ranks that hold the same shards hold the same bits. Collective."""
-        self.heartbeat.enter("gather")
-        with self.mesh.recorder.span(COMPARISON, lane="host"):
-            compare_replicas(self.state.hashed(), self.steps_done, self.group)
 
     def plan(self) -> Sequence[Sequence[int]]:
         """The micro-batches of each rank."""
@@ -415,7 +359,3 @@ class Trainer:
             self.heartbeat.enter("forward")
             loss = self.recipe.loss(model, data, self.mesh.device)
             return self.injector.spoil(loss, model, self.steps_done)
-
-
-def _ignore(phase: str) -> None:
-    """Of what one rank does for itself, no phase is told."""

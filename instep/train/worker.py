@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from instep.elastic.rendezvous import ControlChannel, WorkerSpec
+from instep.elastic.rendezvous import WorkerSpec
 from instep.mesh.rank_process import exit_now
-from instep.mesh.signals import listen_for_preemption
 from instep.run.generation import EXIT_CODES, Ending, Generation
-from instep.run.membership import Membership, require_contract
+from instep.run.membership import Membership, require_contract, supervised
 from instep.run.recovery import Checkpoints, Snapshots
 from instep.train.loop import generation
 from instep.train.recipe import Recipe
@@ -21,15 +20,7 @@ def work(spec: WorkerSpec, recipe: Recipe) -> None:
     """Train ``recipe`` under whatever ranks the supervisor assigns to this process."""
     config = recipe.config
     assert config.run_dir is not None
-    try:
-        channel = ControlChannel(spec)
-    except FileNotFoundError:  # the supervisor, which holds what it opens, has been killed meanwhile
-        exit_now(0)
-
-    def stop(name: str) -> None:
-        channel.page.stop = True
-
-    listen_for_preemption(stop)
+    channel = supervised(spec)
     trainer = Trainer(recipe, heartbeat=channel.heartbeat)
     trainer.injector.rank = -1  # no rank yet
     memory = Snapshots(channel)

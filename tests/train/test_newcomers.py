@@ -17,6 +17,7 @@ from instep.elastic.heartbeat import HeartbeatPage
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.errors import ContractBroken
 from instep.recipes.text import TextRecipe
+from instep.run import membership
 from instep.run.writer import RunWriter
 from instep.train import worker
 from instep.train.trainer import Trainer
@@ -30,7 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
     """What workers say to their supervisor; the test's process keeps its signals, and does not end."""
     heard: Said = []
     monkeypatch.setattr(ControlChannel, "say", lambda self, what, **fields: heard.append(what))
-    monkeypatch.setattr(worker, "listen_for_preemption", lambda stop: None)
+    monkeypatch.setattr(membership, "listen_for_preemption", lambda stop: None)
     monkeypatch.setattr(worker, "exit_now", lambda code: None)
     return heard
 
