@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from instep.mesh.join import init
     from instep.mesh.mesh import get
     from instep.ordered.evaluation import gather, mean
+    from instep.ordered.keys import initialize
     from instep.ordered.norm import clip_grad_norm_
     from instep.replicate.server import ParameterServer
     from instep.replicate.threads import ThreadedReplicas
@@ -42,6 +43,7 @@ __all__ = [
     "gather",
     "get",
     "init",
+    "initialize",
     "load",
     "mean",
     "save",
@@ -61,6 +63,7 @@ _HOMES = {
     "gather": "instep.ordered.evaluation",
     "get": "instep.mesh.mesh",
     "init": "instep.mesh.join",
+    "initialize": "instep.ordered.keys",
     "load": "instep.checkpoint.shorthand",
     "mean": "instep.ordered.evaluation",
     "save": "instep.checkpoint.shorthand",

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from instep.bench.trial import trial, trial_loss
 from instep.checkpoint import contract
 from instep.errors import InstepError
 from instep.mesh import device
@@ -28,7 +29,6 @@ from instep.mesh.join import init
 from instep.mesh.launch import launch, warm
 from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.rank_process import RankFailed
-from instep.recipes.text import trial, trial_loss
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shm import segment

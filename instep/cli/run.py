@@ -16,6 +16,9 @@ from instep.mesh.launch_environment import detect
 from instep.mesh.rank_process import RankFailed
 
 PROGRAM = "instep run"
+# The process that ranks are forked from loads torch early, and what a script calls: a process that takes
+# another's place would else import for a second, while all others wait for it.
+PRELOADED = "instep.run.script", *dict.fromkeys(PUBLIC.values())
 OF_SCRIPTS = (InstepError, KeyboardInterrupt)  # which need no traceback; its author looks for all others
 DESCRIPTION = """\
 Run a training script of your own, which makes an instep.Run, on ranks of this host. When one dies another
@@ -120,9 +123,7 @@ def run_script(given: argparse.Namespace) -> int:
     if detect(os.environ).source == "single":
         from instep.mesh.launch import warm
 
-        # The process that ranks are forked from loads torch meanwhile, and what a script calls: a process
-        # that takes another's place would else import for a second, while all others wait for it.
-        warm("instep.run.script", *dict.fromkeys(PUBLIC.values()))
+        warm(*PRELOADED)
     from instep.run.launch_script import launch_script
     from instep.run.script import ScriptCall
 

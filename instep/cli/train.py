@@ -1,6 +1,4 @@
-"""``instep train``: a config from the text recipe, a TOML file and flags, in this order; then the run. Other
-recipes are scripts.
-"""
+"""``instep train``: a recipe on ranks of this host, or on those that a launcher has started. Each is a script."""
 
 from __future__ import annotations
 
@@ -8,93 +6,18 @@ import argparse
 import importlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
 from instep.cli import run
 from instep.cli.exit_codes import USAGE, exit_code, report_error
-from instep.mesh.launch_environment import detect
-from instep.models.config import PRESETS
-from instep.recipes import text_config
-from instep.recipes.text_config import Config, validate
-from instep.run import toml
+from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.recipes.text_config import Config, check_ranks, check_rows, check_world, local_ranks
+from instep.recipes.text_options import PROGRAM, parse
 
-PROGRAM = "instep train"
-TEXT, SCRIPTS = (
-    "text",
-    {"images": "ImagesConfig", "pairs": "PairsConfig"},
-)  # recipes, and the options of those that are scripts
-SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
-DESCRIPTION = """\
-Train a small GPT on text, with the same bits on any number of ranks.
-
-Other recipes: instep train images --help (a conv net on drawn shapes) and instep train pairs --help (a
-classifier of sentence pairs by Hugging Face's libraries).
-
-Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on).\
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions(Config):
-    """What the command line adds to a config."""
-
-    config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE.toml")] = None
-    """Take the config from this file first; flags override it."""
-    preset: Annotated[str | None, tyro.conf.arg(name="model.preset", metavar="|".join(PRESETS))] = None
-    """Take layers, width and heads from the usual table of GPT sizes; flags override them."""
-    # With the sentences that Config has.
-    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
-    fault: tyro.conf.UseAppendAction[
-        Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND:KEY=VALUE,...")]
-    ] = ()
-
-
-def parse(args: Sequence[str], *, quiet: bool = False) -> Config:
-    """The config that ``args`` ask for; with ``quiet`` neither help nor a usage error is printed.
-
-    Raises:
-        ValueError: a config that cannot be run, in words for the user.
-        OSError: the TOML file cannot be read.
-        SystemExit: 0 after ``--help``; 2 after a flag that does not exist, with the nearest that do.
-    """
-    names = [field.name for field in fields(Config)]
-    base = _base(args)
-    arguments = tyro.cli(
-        TrainOptions,
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        args=list(args),
-        default=TrainOptions(**{name: getattr(base, name) for name in names}),
-        console_outputs=not quiet,
-    )
-    config = Config(**{name: getattr(arguments, name) for name in names})
-    validate(config)
-    return config
-
-
-def _base(args: Sequence[str]) -> Config:
-    """The config that the other flags override: they need to know its values, so it is found before them."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path, nargs="?")
-    first.add_argument("--model.preset", dest="preset", nargs="?")
-    first.add_argument("--run-dir", type=Path, nargs="?")
-    first.add_argument("--resume", action="store_true")
-    given, _ = first.parse_known_args(args)
-    base = text_config.default()
-    if given.resume and given.run_dir is not None and (given.run_dir / toml.CONFIG).is_file():
-        # A run goes on as it was, but where and how far is said anew.
-        saved = toml.load_toml(given.run_dir / toml.CONFIG)
-        again = {name: value for name, value in saved.items() if name not in SAID_ANEW}
-        base = text_config.merge(base, again, source=str(given.run_dir / toml.CONFIG))
-    if given.config is not None:
-        base = text_config.merge(base, toml.load_toml(given.config), source=str(given.config))
-    if given.preset is not None:
-        base = text_config.merge(base, {"model": {"preset": given.preset}}, source="command line")
-    return base
+TEXT = "text"
+SCRIPTS = {"images": "ImagesConfig", "pairs": "PairsConfig"}  # other recipes, and their options
 
 
 def main(args: Sequence[str]) -> int:
@@ -109,18 +32,51 @@ def main(args: Sequence[str]) -> int:
         # All ranks read the same words, and until they have met, the first of each host speaks for it.
         speaks = place.local_rank == 0
         config = parse(args, quiet=not speaks)
+        ranks = _num_ranks(config, place)
         speaks = True
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
         if place.source == "single":
             from instep.mesh.launch import warm
 
             # The process that ranks are forked from loads torch, and all else, while this one does.
-            warm("instep.recipes.text")
-        from instep.recipes.text import run as run_text
+            warm(*run.PRELOADED, "instep.recipes.text")
+        from instep.elastic.faults import parse_all
+        from instep.recipes import text
+        from instep.run import loggers
+        from instep.run.launch_script import launch_script
+        from instep.run.script import ScriptCall
 
-        return run_text(config)
+        loggers.check(config.logs.names)
+        for fault in parse_all(config.fault):
+            check_ranks(config, fault.ranks)
+        call = ScriptCall(
+            path=Path(str(text.__file__)),
+            main=text.main,
+            config=config,
+            run_dir=config.run_dir,
+            resume=config.resume,
+            accept_contract=config.accept_contract,
+            stop_after=config.stop_after,
+            fault=config.fault,
+            timeout_s=config.timeout_s,
+            threads=config.parallel.threads,
+        )
+        return launch_script(call, ranks=ranks, min_ranks=config.min_ranks)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else USAGE
     except (Exception, KeyboardInterrupt) as error:
         return report_error(PROGRAM, error) if speaks else exit_code(error)
+
+
+def _num_ranks(config: Config, place: LaunchEnvironment) -> int:
+    """How many processes to start; those that a launcher has started are checked."""
+    if place.source != "single":
+        check_world(config, place.world_size, restarted=bool(place.restart_count))
+        return place.world_size
+    threads = config.parallel.strategy == "threads"
+    ranks = 1 if threads else local_ranks(config, len(os.sched_getaffinity(0)))
+    check_rows(ranks, config.parallel.shard_ranks)
+    return ranks
 
 
 def _train_by_script(recipe: str, args: Sequence[str]) -> int:

@@ -60,6 +60,14 @@ class ByteText:
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context
 
+    def __getitem__(self, i: int) -> Tensor:
+        """Window ``i``, (context + 1,) int64."""
+        return self.windows([i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """These windows, for a loader that asks for several at once."""
+        return list(self.windows(indices))
+
     def windows(self, indices: Sequence[int]) -> Tensor:
         """These windows, in this order and in fresh memory: (len(indices), context + 1) int64.
 

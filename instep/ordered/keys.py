@@ -50,9 +50,29 @@ class InitializesByName(Protocol):
 def initialize(module: nn.Module, seed: int) -> None:
     """Fill every parameter of ``module`` by its name, through the module's ``init_parameter``.
 
-    Numbers are drawn on CPU for every device, each parameter whole; tied parameters once, by their first
-    name. Running statistics of norms are as new.
+    So a parameter has the same values whatever else there is in the model, in which order it is made, and on
+    which rank. Numbers are drawn on CPU for every device, each parameter whole; tied parameters once, by
+    their first name. Running statistics of norms are as new.
+
+    Args:
+        module: with a method ``init_parameter(name, parameter, generator)``, which fills ``parameter``, a CPU
+            tensor, with numbers drawn from ``generator``.
+        seed: of all parameters.
+
+    Raises:
+        TypeError: the module has no such method.
+
+    Example:
+        >>> class Net(torch.nn.Linear):
+        ...     def init_parameter(self, name, parameter, generator):
+        ...         parameter.normal_(std=0.02, generator=generator)
+        >>> instep.initialize(Net(8, 4), seed=0)
     """
+    if not callable(getattr(module, "init_parameter", None)):
+        raise TypeError(
+            f"{type(module).__name__} cannot be filled by name: give it a method "
+            "init_parameter(self, name, parameter, generator), which fills one parameter"
+        )
     model: InitializesByName = module  # type: ignore[assignment]
     for name, parameter in module.named_parameters():
         generator = torch.Generator()

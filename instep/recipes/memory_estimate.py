@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from instep.models.config import GPTConfig, num_parameters
-from instep.train.run_config import OptimConfig
+from instep.recipes.text_config import OptimConfig
 
 FLOAT_BYTES = 4
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from instep.train.run_config import ABOVE_0, FROM_0, STAGES, UP_TO_1, Range, check_settings
+from instep.recipes.ranges import ABOVE_0, FROM_0, STAGES, UP_TO_1, Range, check_settings
 
 PAIRS_RANGES: dict[str, Range] = {
     **dict.fromkeys(("layers", "width", "heads", "vocab_size", "context", "steps", "lr"), ABOVE_0),

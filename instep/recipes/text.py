@@ -1,191 +1,150 @@
-"""The text recipe at work: a GPT on bytes, its loss, what a run says of it. Its config: ``text_config``.
+"""The text recipe: a small GPT learns the bytes of a text, one after the other.
 
-Nothing but the recipe knows of text; the loop that trains, and the run, are told by what is here.
+    instep train -n 2                                        on two ranks, any of which may die
+    instep train -n 3 --parallel.shard-stage 3               on three, each with a third of everything: the same bits
+    python instep/recipes/text.py --steps 20                 also: torchrun ... instep/recipes/text.py
+
+An ordinary script on public names, and what ``instep train`` runs: the data, the model and its optimizer, the
+loop, and how good it is on text that was held out. Its settings are in ``text_config``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+import sys
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from instep.data.order import micro_batch_indices
-from instep.data.text import ByteText, TextSplits, next_tokens, open_text
-from instep.elastic.rendezvous import WorkerSpec
-from instep.mesh.process_group import Group
+import instep
+from instep.data.text import ByteText, next_tokens, open_text
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.generators import seed_generator
-from instep.ordered.keys import derive, initialize
-from instep.recipes.memory_estimate import formula, num_moments
-from instep.recipes.text_config import Config, validate
-from instep.run.losses import gather
-from instep.train.run import run as run_recipe
-from instep.train.worker import work as train
+from instep.recipes.text_config import Config, OptimConfig, local_ranks, run_options
+from instep.recipes.text_options import parse
 
-LOSS_UNIT = "nats per byte"
-NUM_BYTES = 256
-TRIAL_MODEL = GPTConfig(vocab_size=64, context=16, layers=2, width=32, heads=2, dropout=0.1)
+MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decayed
 
 
-def text_loss(model: nn.Module, windows: Tensor, *, device: torch.device, autocast: str) -> Tensor:
-    """Mean cross-entropy in nats per byte of ``windows`` (B, T + 1)."""
+def make_model(config: Config) -> GPT:
+    """With weights by name; in stage 3 without any, since no rank is to have all of them."""
+    with torch.device("meta" if config.parallel.shard_stage == 3 else "cpu"):
+        net = GPT(GPTConfig(**asdict(config.model)))
+    if config.parallel.shard_stage < 3:
+        instep.initialize(net, config.seed)
+    return net
+
+
+def optimizer_of(config: OptimConfig, net: nn.Module) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
+    """Class, groups of parameters, options: an implementation that gives a parameter the same bits in slices."""
+    weights = list(net.parameters())
+    groups = [
+        {"params": [p for p in weights if p.ndim >= MATRIX], "weight_decay": config.weight_decay},
+        {"params": [p for p in weights if p.ndim < MATRIX], "weight_decay": 0.0},
+    ]
+    if config.name == "adamw":
+        return torch.optim.AdamW, groups, {"lr": config.lr, "betas": config.betas, "fused": True, "foreach": False}
+    return torch.optim.SGD, groups, {"lr": config.lr, "momentum": config.momentum, "fused": False, "foreach": False}
+
+
+def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """The model over all ranks, and its optimizer: all that strategies and stages differ in."""
+    layout, model = config.parallel, net
+    options: dict[str, Any] = {"find_unused_parameters": False, "seed": config.seed}
+    if layout.shard_stage >= 2:
+        model = instep.fully_shard(net, mesh, layout.shard_stage, one_copy=layout.one_copy, **options)
+        if layout.shard_stage == 3:
+            model.materialise(seed=config.seed)
+    elif layout.strategy == "threads":
+        model = instep.ThreadedReplicas(net, local_ranks(config, len(os.sched_getaffinity(0))))
+    elif layout.strategy != "server":
+        options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb, "ordered": layout.ordered}
+        model = instep.DataParallel(net, process_group=mesh, init_sync=False, **options)
+    kind, groups, settings = optimizer_of(config.optim, net)
+    if layout.shard_stage:
+        return model, instep.ShardedOptimizer(groups, kind, mesh, one_copy=layout.one_copy, **settings)
+    optimizer = kind(groups, **settings)
+    if layout.strategy == "server":
+        model = instep.ParameterServer(net, optimizer, mesh, **options)
+    return model, optimizer
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Of ``step``, counted from 0: a linear rise, then a cosine down to ``min_lr_ratio``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(num_steps - 1 - config.warmup_steps, 1)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def losses_of(model: nn.Module, windows: Tensor, config: Config, device: torch.device) -> Tensor:
+    """The cross-entropy of each byte of ``windows`` (B, T + 1) but the first: (B, T), in nats."""
     inputs, targets = next_tokens(windows)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast == "bf16"):
-        logits = model(inputs.to(device))
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten())
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.autocast == "bf16"):
+        logits = model(inputs.to(device))  # (B, T, 256)
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten(), reduction="none")
+    return losses.view_as(targets)
+
+
+def forward_and_backward(model: Any, data: instep.Loader, config: Config, device: torch.device) -> list[Tensor]:
+    """This rank's micro-batches of a declared step; their losses."""
+
+    def one(model: nn.Module, micro_batch: Any) -> Tensor:
+        loss = losses_of(model, micro_batch.data, config, device).mean()
+        loss.backward()
+        return loss.detach()
+
+    if isinstance(model, instep.ThreadedReplicas):  # calls it in its threads, each with a replica
+        return model.micro_batches(data, one)
+    return [one(model, micro_batch) for micro_batch in model.micro_batches(data)]
 
 
 @torch.no_grad()
-def held_out_loss(
-    model: nn.Module,
-    text: ByteText,
-    group: Group,
-    *,
-    num_windows: int,
-    micro_size: int,
-    device: torch.device,
-    autocast: str,
-    before_gather: Callable[[], None] = lambda: None,
-) -> float:
-    """Mean loss over ``num_windows`` windows at even distances through ``text``. Collective.
-
-    Ranks take turns at micro-batches; the result does not depend on how many they are.
-    """
-    num_windows = min(num_windows, len(text))
+def held_out_loss(model: nn.Module, text: ByteText, config: Config, mesh: Any) -> float:
+    """In nats per byte, of windows at even distances: the same on any number of ranks. Collective."""
+    num_windows, size = min(config.eval.windows, len(text)), config.batch.micro_size
     chosen = [i * len(text) // num_windows for i in range(num_windows)]
-    batches = [chosen[i : i + micro_size] for i in range(0, num_windows, micro_size)]
-    was_training = model.training
+    batches = [range(first, min(first + size, num_windows)) for first in range(0, num_windows, size)]
+    losses, index = [], []
     model.eval()
-    sums = {
-        i: text_loss(model, text.windows(batches[i]), device=device, autocast=autocast).item()
-        * len(batches[i])
-        for i in range(group.rank, len(batches), group.size)
-    }
-    model.train(was_training)
-    before_gather()
-    return math.fsum(gather(sums, len(batches), group)) / num_windows
+    for first in range(0, len(batches), mesh.world_size):
+        # In stage 3 a rank needs all others to have weights: at the end some look at the last batch again.
+        batch = batches[min(first + mesh.rank, len(batches) - 1)]
+        windows = text.windows([chosen[i] for i in batch])
+        losses.append(losses_of(model, windows, config, mesh.device).mean(1))
+        index.extend(batch)
+    model.train()
+    rows: Tensor = instep.gather(torch.cat(losses), index=index, process_group=mesh)  # each window's once
+    return rows.double().mean().item()
 
 
-def trial(rank: int) -> tuple[nn.Module, Tensor]:
-    """A model small enough to take no time, and a batch of ``rank``; the ranks' batches differ in size."""
-    module = GPT(TRIAL_MODEL)
-    initialize(module, seed=0)
-    generator = torch.Generator().manual_seed(derive(0, "proof", rank) % (1 << 31))
-    tokens = torch.randint(TRIAL_MODEL.vocab_size, (2 + rank, TRIAL_MODEL.context + 1), generator=generator)
-    return module, tokens
+def main(config: Config) -> None:
+    """Train as ``config`` says."""
+    run = instep.Run(config.run_dir, **run_options(config))
+    text = open_text(config.data, config.model.context)
+    sizes = config.batch.global_size, config.batch.micro_size
+    data = instep.Loader(text.train, *sizes, seed=config.seed, collate_fn=torch.stack)
+    model, optimizer = distribute(make_model(config), config, run.mesh)
+    run.register(model=model, optimizer=optimizer, data=data)
+    run.evaluate_with(lambda: held_out_loss(model, text.held_out, config, run.mesh), every=config.eval.every)
+    for step in run.steps(config.steps):
+        with step:
+            losses = forward_and_backward(model, data, config, run.mesh.device)
+            if config.optim.clip:
+                instep.clip_grad_norm_(model.parameters(), config.optim.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.optim, step, config.steps)
+            (model if config.parallel.strategy == "server" else optimizer).step()
+            optimizer.zero_grad()
+            step.log(loss=instep.mean(losses, process_group=run.mesh))
 
 
-def trial_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The loss that goes with ``trial``."""
-    logits = model(tokens[:, :-1].contiguous())  # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class TextRecipe:
-    """A GPT on bytes: what ``instep train`` trains."""
-
-    loss_unit = LOSS_UNIT
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    @property
-    def work(self) -> Callable[[WorkerSpec, Config], None]:
-        """As in ``Recipe``."""
-        return work
-
-    @property
-    def items_per_step(self) -> int:
-        """Tokens, which are bytes."""
-        return self.config.batch.global_size * self.config.model.context
-
-    def replaced(self, config: Config) -> TextRecipe:
-        """As in ``Recipe``."""
-        return TextRecipe(config)
-
-    def validate(self) -> None:
-        """As in ``Recipe``."""
-        validate(self.config)
-
-    def make_model(self) -> GPT:
-        """The model that the config says."""
-        return GPT(GPTConfig(**asdict(self.config.model)))
-
-    def open(self) -> TextSplits:
-        """The text, in two parts."""
-        return open_text(self.config.data, self.config.model.context)
-
-    def training(self, data: TextSplits) -> ByteText:
-        """The part that is trained on."""
-        return data.train
-
-    def read(self, data: TextSplits, step: int, micro_batch: int) -> Tensor:
-        """The windows of a micro-batch, (B, T + 1) int64."""
-        indices = micro_batch_indices(
-            len(data.train),
-            step=step,
-            leaf=micro_batch,
-            num_leaves=self.config.num_leaves,
-            micro_size=self.config.batch.micro_size,
-            seed=self.config.seed,
-        )
-        return data.train.windows(indices)
-
-    def example(self) -> Tensor:
-        """Windows of bytes that no text has, (B, T + 1) int64."""
-        generator = torch.Generator()
-        seed_generator(generator, derive(0, "canary", "text"))
-        shape = (self.config.batch.micro_size, self.config.model.context + 1)
-        return torch.randint(NUM_BYTES, shape, generator=generator)
-
-    def loss(self, model: nn.Module, data: Tensor, device: torch.device) -> Tensor:
-        """Mean cross-entropy in nats per byte."""
-        return text_loss(model, data, device=device, autocast=self.config.autocast)
-
-    def held_out_loss(
-        self,
-        model: nn.Module,
-        data: TextSplits,
-        group: Group,
-        device: torch.device,
-        before_gather: Callable[[], None],
-    ) -> float:
-        """As in ``Recipe``."""
-        return held_out_loss(
-            model,
-            data.held_out,
-            group,
-            num_windows=self.config.eval.windows,
-            micro_size=self.config.batch.micro_size,
-            device=device,
-            autocast=self.config.autocast,
-            before_gather=before_gather,
-        )
-
-    def memory_estimate(self, *, ranks: int) -> dict[str, int | float]:
-        """As in ``Recipe``."""
-        config = self.config
-        return formula(
-            GPTConfig(**asdict(config.model)),
-            num_moments(config.optim),
-            config.batch.micro_size,
-            autocast=config.autocast == "bf16",
-            stage=config.parallel.shard_stage,
-            ranks=ranks,
-            one_copy=config.parallel.one_copy,
-        )
-
-
-def work(spec: WorkerSpec, config: Config) -> None:
-    """A new process trains as ``config`` says."""
-    train(spec, TextRecipe(config))
-
-
-def run(config: Config) -> int:
-    """Train as ``config`` says, on ranks that are already there or on ranks of this host; the exit code."""
-    return run_recipe(TextRecipe(config))
+if __name__ == "__main__":
+    main(parse(sys.argv[1:]))

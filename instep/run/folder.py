@@ -30,7 +30,7 @@ from instep.mesh.peers import RECORD_BYTES, Peer, is_alive, own_peer
 from instep.regular_files import open_regular, require_in_place, try_lock
 from instep.run.jsonl import read_object, replace_text
 from instep.run.shape import COUNT, TEXT, Shape
-from instep.run.toml import CONFIG, to_toml
+from instep.run.toml import CONFIG
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
@@ -225,9 +225,9 @@ def made_up(name: str) -> Path:
     return RUNS / name
 
 
-def begin(path: Path, config: Any, peers: Sequence[Peer]) -> None:
-    """Write what holds for the whole run: ``config``, a dataclass of settings, and its processes."""
-    replace_text(path / CONFIG, to_toml(config))
+def begin(path: Path, config: str, peers: Sequence[Peer]) -> None:
+    """Write what holds for the whole run: its settings, as TOML, and its processes."""
+    replace_text(path / CONFIG, config)
     records = {str(peer.rank): asdict(peer) for peer in peers}
     replace_text(path / WORKERS, json.dumps(records, indent=1) + "\n")
 

@@ -265,7 +265,7 @@ class Generation:
         for line in [*self.introduction(is_first), *told.get("notes", ())]:
             self.display.say(line)
         if training.mesh.rank == 0 and not seen["is_finished"]:
-            folder.begin(path, training.config, world.peers.table)
+            folder.begin(path, training.recorded, world.peers.table)
         self.agreed(source)
         return {**seen, "accepted": told.get("accepted", [])}
 
@@ -287,7 +287,7 @@ class Generation:
         return Loggers(
             config.logs.names,
             self.path,
-            asdict(config),
+            asdict(self.training.settings),
             rank=rank,
             written=written,
             project=config.logs.wandb_project,

@@ -5,10 +5,9 @@ who has started it.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,10 +28,16 @@ OTHERS = {"site-packages", "dist-packages"}  # folders of modules that are not t
 @dataclass(frozen=True)
 class ScriptCall:
     """What ``instep run`` was told: the script with its arguments, and what holds for the run whatever the
-    script says; ``run_dir`` None: the script names it."""
+    script says; ``run_dir`` None: the script names it.
+
+    With ``main``, a function of the module in ``path``, it is called with ``config``, in the place of running
+    the file from its top with ``arguments``.
+    """
 
     path: Path
     arguments: tuple[str, ...] = ()
+    main: Callable[[Any], object] | None = None
+    config: Any = None
     run_dir: Path | None = None
     resume: bool = False
     accept_contract: bool = False
@@ -103,7 +108,10 @@ def execute_here(call: ScriptCall) -> None:
 
 
 def execute(call: ScriptCall) -> None:
-    """As ``python SCRIPT ARGS...`` would, in this process."""
+    """As ``python SCRIPT ARGS...`` would, in this process; or what it has in ``main``."""
+    if call.main is not None:
+        call.main(call.config)
+        return
     source = call.path.read_bytes()
     sys.argv = [str(call.path), *call.arguments]
     sys.path.insert(0, str(call.path.parent.resolve()))
@@ -113,19 +121,22 @@ def execute(call: ScriptCall) -> None:
     exec(compile(source, str(call.path), "exec", dont_inherit=True), main.__dict__)
 
 
-def script_fields(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """What of the script the bits may depend on: its code, that of modules from its folder, its arguments."""
-    path = script_path()
+def script_fields(path: Path | None) -> dict[str, Any]:
+    """What of the code of a script the bits may depend on: its own, and that of modules from its folder."""
     if path is None:
-        return {"script.arguments": shlex.join(arguments)}
-    fields = {"script.arguments": shlex.join(arguments), "script.code": code_of_script(path)}
+        return {}
+    fields = {"script.code": code_of_script(path)}
     for name, file in sorted(_neighbours(path.parent.resolve())):
-        fields[f"script.code.{name}"] = code_of_script(file)
+        if file != path:
+            fields[f"script.code.{name}"] = code_of_script(file)
     return fields
 
 
 def script_path() -> Path | None:
     """The file that this process runs; None in a notebook, or at a prompt."""
+    begun = started()
+    if begun is not None:
+        return begun.call.path
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return None if file is None else Path(file)
 

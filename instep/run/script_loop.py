@@ -28,7 +28,7 @@ from instep.run.claim import Wanted, claim_together, say
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.recovery import Checkpoints, Snapshots
-from instep.run.script import script_fields
+from instep.run.script import script_fields, script_path
 from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining, layout_of
 from instep.run.twice import Twice
@@ -155,8 +155,10 @@ class ScriptLoop(Iterator[RunStep]):
         channel = launch.channel if launch else None
         heartbeat = channel.heartbeat if channel else Heartbeat()
         self.training = training = ScriptTraining(settings, registered, heartbeat)
-        fields = {"seed": settings.seed, "steps": settings.steps}
-        training.describe_by(lambda: {**fields, **script_fields(settings.arguments)})
+        fields = {"seed": settings.seed, "steps": settings.steps, **run._contract}
+        training.describe_by(lambda: {**fields, **script_fields(script_path())})
+        training.evaluate_with(run._held_out_loss)
+        training.script_config = run._config
         faults = parse_all(launch.call.fault) if launch else []
         self._injector = FaultInjector(faults, heartbeat.page, training.entries)
         self._injector.rank = -1 if channel else run.mesh.rank

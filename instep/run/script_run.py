@@ -21,8 +21,10 @@ one ends the others, and the launcher's restart goes on from the newest checkpoi
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,17 @@ from instep.mesh.join import await_rank, init
 from instep.mesh.mesh import Mesh
 from instep.run.script import ScriptCall, script_path, started
 from instep.run.script_loop import RunStep, ScriptLoop
+from instep.checkpoint.manifest import Scalar
 from instep.run.settings import (
     CheckpointConfig,
     ChecksConfig,
     LedgerConfig,
     LogsConfig,
+    ScriptEvaluation,
     ScriptSettings,
     TraceConfig,
 )
+from instep.run.toml import scalars
 
 
 class Run:
@@ -55,6 +60,9 @@ class Run:
     Args:
         run_dir: the folder that the run is recorded in; None makes one in ``runs/``. ``instep run --run-dir``
             comes before it.
+        config: the script's settings, a dataclass of numbers, words and such dataclasses, for ``config.toml``.
+        contract: what of them the bits depend on, by name; a run does not go on with others unless it is told
+            to. By default all of ``config``, and without that the script's arguments.
         seed: of what steps draw.
         resume: go on with the run that is in ``run_dir``; a launcher's restart does so without being told.
         accept_contract: go on although script, arguments, libraries or processor are not what they were.
@@ -69,7 +77,7 @@ class Run:
         spike: skip a step whose gradient norm is above the median of the last ones by so many median absolute
             deviations; 0: never. With one optimizer.
         trace_events: how many events each rank keeps; 0: none on disk.
-        tensorboard, wandb: log there too.
+        tensorboard, wandb: log there too; ``wandb`` may be the name of a project.
         shard: ranks of a shard group, among which ``fully_shard`` divides; -1: all.
         backend, timeout_s, threads: as for ``instep.init``.
 
@@ -105,6 +113,8 @@ class Run:
         self,
         run_dir: str | os.PathLike[str] | None = None,
         *,
+        config: Any = None,
+        contract: Mapping[str, Scalar] | None = None,
         seed: int = 0,
         resume: bool = False,
         accept_contract: bool = False,
@@ -118,7 +128,7 @@ class Run:
         spike: float = 0.0,
         trace_events: int = 1 << 17,
         tensorboard: bool = False,
-        wandb: bool = False,
+        wandb: bool | str = False,
         shard: int = 1,
         backend: str | None = None,
         timeout_s: float = 300.0,
@@ -128,9 +138,15 @@ class Run:
         path = script_path()
         call = ScriptCall(path or Path()) if self._started is None else self._started.call
         self._shard, self._backend = shard, backend
+        is_file = path is not None and call.main is None
+        arguments = tuple(sys.argv[1:]) if is_file else ()
+        self._config = config
+        if contract is None and config is not None:
+            contract = scalars(config)
+        self._contract = {"script.arguments": shlex.join(arguments)} if contract is None else dict(contract)
         self._settings = ScriptSettings(
-            script="" if path is None else str(path),
-            arguments=tuple(sys.argv[1:]) if path is not None else (),
+            script=str(path) if is_file else "",
+            arguments=arguments,
             stop_after=call.stop_after,
             seed=seed,
             timeout_s=call.timeout_s or timeout_s,
@@ -149,11 +165,16 @@ class Run:
                 leaves=ledger_leaves or call.leaves,
             ),
             trace=TraceConfig(events=trace_events),
-            logs=LogsConfig(tensorboard=tensorboard, wandb=wandb),
+            logs=LogsConfig(
+                tensorboard=tensorboard,
+                wandb=bool(wandb),
+                wandb_project=wandb if isinstance(wandb, str) and wandb else LogsConfig.wandb_project,
+            ),
         )
         self._threads = threads = call.threads or threads
         timeout_s = self._settings.timeout_s
         self._objects: dict[str, Any] = {}
+        self._held_out_loss: Callable[[], float] | None = None
         self._steps: ScriptLoop | None = None
         channel = self._started.channel if self._started is not None else None
         if channel is not None:
@@ -202,6 +223,31 @@ class Run:
             if self._objects.get(name, x) is not x:
                 raise ValueError(f"run.register: {name!r} is registered already: take another name")
             self._objects[name] = x
+
+    def evaluate_with(self, held_out_loss: Callable[[], float], *, every: int = 0) -> None:
+        """Have ``held_out_loss()`` told before the first step, after one in ``every``, and after the last.
+
+        It is called on all ranks together, between two steps, and again where a rank was lost meanwhile. What
+        it returns on rank 0 is shown, and is ``held_out_loss`` in ``metrics.jsonl`` and ``summary.json``.
+
+        Args:
+            held_out_loss: the loss on what is not trained on; may communicate.
+            every: steps from one evaluation to the next; 0: only before the first step and after the last.
+
+        Raises:
+            ValueError: ``every`` is below 0.
+            RuntimeError: the steps have begun.
+
+        Example:
+            >>> run = instep.Run()
+            >>> run.evaluate_with(lambda: loss_function(model(x), y).item(), every=100)
+        """
+        if self._steps is not None:
+            raise RuntimeError("run.evaluate_with: the steps have begun: call it before run.steps")
+        if every < 0:
+            raise ValueError(f"run.evaluate_with: every={every}: expected 0 or more")
+        self._held_out_loss = held_out_loss
+        self._settings = replace(self._settings, eval=ScriptEvaluation(every=every))
 
     def steps(self, num_steps: int, **objects: Any) -> Iterator[RunStep]:
         """The steps up to ``num_steps``, from the newest state that there is: 0 in a new run.

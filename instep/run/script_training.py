@@ -30,7 +30,8 @@ from instep.run.held_state import HeldState, contract_number
 from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.run.rank_state import RankState
 from instep.run.recovery import Built, send
-from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
+from instep.run.settings import ScriptBatch, ScriptCommand, ScriptLayout, ScriptOptimizer, ScriptSettings
+from instep.run.toml import to_toml
 
 CANARY_SEED = 0
 OPERATION = "the comparison of what was built"
@@ -46,6 +47,7 @@ class ScriptTraining(HeldState):
     """
 
     seen: GradientHashes | None = None  # of the last step, where they are asked for
+    script_config: Any = None  # the script's own settings, a dataclass
 
     def __init__(self, settings: ScriptSettings, registered: Registered, heartbeat: Heartbeat) -> None:
         self.registered = registered
@@ -58,6 +60,7 @@ class ScriptTraining(HeldState):
         self._is_wrapped = True  # over some mesh: first that which the script was built with
         self._built: Built | None = None
         self._contract_of: Callable[[], Mapping[str, Any]] = dict
+        self._held_out_loss: Callable[[], float] | None = None
 
     # What it is made of.
 
@@ -65,6 +68,20 @@ class ScriptTraining(HeldState):
     def module(self) -> nn.Module:
         """All that is trained, in one module."""
         return self.registered.root
+
+    @property
+    def settings(self) -> Any:
+        """The script's own, if it has any; else those of the run."""
+        return self.config if self.script_config is None else self.script_config
+
+    @property
+    def recorded(self) -> str:
+        """The settings, and by which command the run was started, where its script has no other words."""
+        written = to_toml(self.settings)
+        if self.script_config is None or not self.config.script:
+            return written
+        command = ScriptCommand(script=self.config.script, arguments=self.config.arguments)
+        return to_toml(command) + written
 
     @property
     def loss_unit(self) -> str:
@@ -227,8 +244,13 @@ class ScriptTraining(HeldState):
         """None: a schedule may move any of them, and the script that sets them is in the contract."""
         return {}
 
-    def evaluate(self) -> None:
-        """A script evaluates where it wants to."""
+    def evaluate(self) -> float | None:
+        """As the script has asked for; else it evaluates where it wants to. Collective."""
+        if self._held_out_loss is None:
+            return None
+        self.heartbeat.enter("evaluate")
+        with self.mesh.recorder.span("evaluate", lane="host"):
+            return self._held_out_loss()
 
     def memory_usage(self) -> MemoryUsage:
         """What this rank holds, of all models and optimizers together."""
@@ -246,6 +268,10 @@ class ScriptTraining(HeldState):
     def describe_by(self, fields: Callable[[], Mapping[str, Any]]) -> None:
         """``fields()`` are those of the script in the contract."""
         self._contract_of = fields
+
+    def evaluate_with(self, held_out_loss: Callable[[], float] | None) -> None:
+        """``held_out_loss()`` is to be asked; None: nothing."""
+        self._held_out_loss = held_out_loss
 
     @cached_property
     def contract(self) -> dict[str, Any]:

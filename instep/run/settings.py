@@ -113,11 +113,17 @@ class ScriptEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptSettings:
-    """A run of a script, as ``config.toml`` has it."""
+class ScriptCommand:
+    """By which file a run was started, and what followed its name; "" where another command did."""
 
     script: str = ""
     arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSettings(ScriptCommand):
+    """A run of a script, as ``config.toml`` has it."""
+
     steps: int = 0
     stop_after: int = 0
     seed: int = 0

@@ -43,6 +43,21 @@ def flatten(topic: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield name, hints[item.name], value
 
 
+def scalars(topic: Any) -> dict[str, str | int | float | bool]:
+    """Every setting below ``topic`` by its dotted name; of a tuple each item, and a path as its words.
+
+    Raises:
+        ValueError: a setting is of a kind that TOML has no word for.
+    """
+    found: dict[str, str | int | float | bool] = {}
+    for name, _, value in flatten(topic):
+        if isinstance(value, tuple):
+            found |= {f"{name}.{i}": _scalar(name, item) for i, item in enumerate(value)}
+        elif value is not None:
+            found[name] = _scalar(name, value)
+    return found
+
+
 def load_toml(path: Path) -> dict[str, Any]:
     """The nested tables of the file at ``path``; ``ValueError`` that names the file if it is no TOML."""
     try:
@@ -76,6 +91,14 @@ def to_toml(config: Any) -> str:
         lines += ["", f"[{topic}]"] if topic else []
         lines += [f"{name} = {_literal(value)}" for (_, _, name), value in members]
     return "\n".join(lines) + "\n"
+
+
+def _scalar(name: str, value: Any) -> str | int | float | bool:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str | int | float | bool):
+        return value
+    raise ValueError(f"{name}: expected a number, a word or a path, or a tuple of them, got {value!r}")
 
 
 def _merge(topic: Any, table: dict[str, Any], prefix: str, names: list[str]) -> Any:

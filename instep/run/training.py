@@ -58,6 +58,14 @@ class Training(Protocol):
     timing: Timing
 
     @property
+    def settings(self) -> Any:
+        """What its user has chosen, a dataclass."""
+
+    @property
+    def recorded(self) -> str:
+        """``config.toml``: these settings."""
+
+    @property
     def module(self) -> nn.Module:
         """All that is trained, without wrappers."""
 
