@@ -1,4 +1,4 @@
-"""``instep train``: a recipe on ranks of this host, or on those that a launcher has started. Each is a script."""
+"""``instep train``: a recipe, which is a script, on ranks of this host or on those of a launcher."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The text recipe: a small GPT learns the bytes of a text, one after the other.
 
-    instep train -n 2                                        on two ranks, any of which may die
-    instep train -n 3 --parallel.shard-stage 3               on three, each with a third of everything: the same bits
-    python instep/recipes/text.py --steps 20                 also: torchrun ... instep/recipes/text.py
+    instep train -n 2                              on two ranks, any of which may die
+    instep train -n 3 --parallel.shard-stage 3     on three, a third of everything each: the same bits
+    python instep/recipes/text.py --steps 20       also: torchrun ... instep/recipes/text.py
 
 An ordinary script on public names, and what ``instep train`` runs: the data, the model and its optimizer, the
 loop, and how good it is on text that was held out. Its settings are in ``text_config``.
@@ -10,7 +10,6 @@ loop, and how good it is on text that was held out. Its settings are in ``text_c
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from dataclasses import asdict
@@ -24,7 +23,7 @@ import instep
 from instep.data.text import ByteText, next_tokens, open_text
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.recipes.text_config import Config, OptimConfig, local_ranks, run_options
+from instep.recipes.text_config import Config, OptimConfig, learning_rate, local_ranks, run_options
 from instep.recipes.text_options import parse
 
 MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decayed
@@ -40,15 +39,23 @@ def make_model(config: Config) -> GPT:
 
 
 def optimizer_of(config: OptimConfig, net: nn.Module) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
-    """Class, groups of parameters, options: an implementation that gives a parameter the same bits in slices."""
+    """Class, groups of parameters, options: one that gives a parameter the same bits in slices."""
     weights = list(net.parameters())
     groups = [
         {"params": [p for p in weights if p.ndim >= MATRIX], "weight_decay": config.weight_decay},
         {"params": [p for p in weights if p.ndim < MATRIX], "weight_decay": 0.0},
     ]
     if config.name == "adamw":
-        return torch.optim.AdamW, groups, {"lr": config.lr, "betas": config.betas, "fused": True, "foreach": False}
-    return torch.optim.SGD, groups, {"lr": config.lr, "momentum": config.momentum, "fused": False, "foreach": False}
+        return (
+            torch.optim.AdamW,
+            groups,
+            {"lr": config.lr, "betas": config.betas, "fused": True, "foreach": False},
+        )
+    return (
+        torch.optim.SGD,
+        groups,
+        {"lr": config.lr, "momentum": config.momentum, "fused": False, "foreach": False},
+    )
 
 
 def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -73,17 +80,6 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     return model, optimizer
 
 
-def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Of ``step``, counted from 0: a linear rise, then a cosine down to ``min_lr_ratio``."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = (step - config.warmup_steps) / max(num_steps - 1 - config.warmup_steps, 1)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
-
-
 def losses_of(model: nn.Module, windows: Tensor, config: Config, device: torch.device) -> Tensor:
     """The cross-entropy of each byte of ``windows`` (B, T + 1) but the first: (B, T), in nats."""
     inputs, targets = next_tokens(windows)
@@ -93,17 +89,17 @@ def losses_of(model: nn.Module, windows: Tensor, config: Config, device: torch.d
     return losses.view_as(targets)
 
 
-def forward_and_backward(model: Any, data: instep.Loader, config: Config, device: torch.device) -> list[Tensor]:
-    """This rank's micro-batches of a declared step; their losses."""
+def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mesh: Any) -> list[Tensor]:
+    """Forward and backward of this rank's micro-batches; their losses. ``model`` is ``net``, distributed."""
 
-    def one(model: nn.Module, micro_batch: Any) -> Tensor:
-        loss = losses_of(model, micro_batch.data, config, device).mean()
+    def one(replica: nn.Module, micro_batch: Any) -> Tensor:
+        loss = losses_of(replica, micro_batch.data, config, mesh.device).mean()
         loss.backward()
         return loss.detach()
 
-    if isinstance(model, instep.ThreadedReplicas):  # calls it in its threads, each with a replica
+    if isinstance(model, instep.ThreadedReplicas):  # calls it in its threads, with their replicas
         return model.micro_batches(data, one)
-    return [one(model, micro_batch) for micro_batch in model.micro_batches(data)]
+    return [one(net, micro_batch) for micro_batch in model.micro_batches(data)]
 
 
 @torch.no_grad()
@@ -131,14 +127,15 @@ def main(config: Config) -> None:
     text = open_text(config.data, config.model.context)
     sizes = config.batch.global_size, config.batch.micro_size
     data = instep.Loader(text.train, *sizes, seed=config.seed, collate_fn=torch.stack)
-    model, optimizer = distribute(make_model(config), config, run.mesh)
+    net = make_model(config)
+    model, optimizer = distribute(net, config, run.mesh)
     run.register(model=model, optimizer=optimizer, data=data)
-    run.evaluate_with(lambda: held_out_loss(model, text.held_out, config, run.mesh), every=config.eval.every)
+    run.evaluate_with(lambda: held_out_loss(net, text.held_out, config, run.mesh), every=config.eval.every)
     for step in run.steps(config.steps):
         with step:
-            losses = forward_and_backward(model, data, config, run.mesh.device)
+            losses = declared_step(model, net, data, config, run.mesh)
             if config.optim.clip:
-                instep.clip_grad_norm_(model.parameters(), config.optim.clip)
+                instep.clip_grad_norm_(net.parameters(), config.optim.clip)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config.optim, step, config.steps)
             (model if config.parallel.strategy == "server" else optimizer).step()

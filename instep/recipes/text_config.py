@@ -9,6 +9,7 @@ others say where and how the same work is done, and must not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -369,6 +370,17 @@ def _check_sharding(config: Config) -> None:
             f"parallel.one_copy with parallel.backend {parallel.backend}, whose ranks share no memory: set "
             "parallel.backend shm, with the ranks of a shard group on one host, or leave one_copy out"
         )
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Of ``step``, counted from 0: a linear rise, then a cosine down to ``min_lr_ratio``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(num_steps - 1 - config.warmup_steps, 1)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
 def local_ranks(config: Config, num_cores: int) -> int:

@@ -28,11 +28,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from instep.checkpoint.manifest import Scalar
 from instep.mesh.join import await_rank, init
 from instep.mesh.mesh import Mesh
 from instep.run.script import ScriptCall, script_path, started
 from instep.run.script_loop import RunStep, ScriptLoop
-from instep.checkpoint.manifest import Scalar
 from instep.run.settings import (
     CheckpointConfig,
     ChecksConfig,
@@ -60,8 +60,8 @@ class Run:
     Args:
         run_dir: the folder that the run is recorded in; None makes one in ``runs/``. ``instep run --run-dir``
             comes before it.
-        config: the script's settings, a dataclass of numbers, words and such dataclasses, for ``config.toml``.
-        contract: what of them the bits depend on, by name; a run does not go on with others unless it is told
+        config: the script's settings, for ``config.toml``: a dataclass of numbers, words and dataclasses.
+        contract: what of them the bits depend on, by name: a run does not go on with others unless it is told
             to. By default all of ``config``, and without that the script's arguments.
         seed: of what steps draw.
         resume: go on with the run that is in ``run_dir``; a launcher's restart does so without being told.
