@@ -85,10 +85,10 @@ PURE = (
     "instep.run.ledger",
     "instep.run.shape",
     "instep.run.toml",
-    "instep.train.run_config",
     "instep.recipes.images_config",
     "instep.recipes.memory_estimate",
     "instep.recipes.pairs_config",
+    "instep.recipes.ranges",
     "instep.recipes.text_config",
     "instep.bench.bandwidth",
     "instep.bench.workloads",
@@ -180,8 +180,6 @@ ONE_USER = {
     "instep/shm/collectives.py",
     "instep/shm/handshake.py",
     "instep/shm/point_to_point.py",
-    "instep/train/nonfinite.py",
-    "instep/train/parallel.py",
 }
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import instep.mesh.rank_process
-import instep.train.worker
+import instep.run.script
 from benchmarks.faults.command import MOMENT
 from instep.cli.main import main
 from instep.run.recovery import Snapshots
-from instep.train.trainer import Trainer
+from instep.run.training import Training
 from tests.checkpoint.no_pickle import forbid
 
 DAY_S = 86_400.0
@@ -96,17 +96,17 @@ def copies(value: str) -> None:
     block, real = int(value or 0), Snapshots.after_step
     lines: list[str] = []
 
-    def timed(self: Snapshots, trainer: Trainer, step_s: float) -> None:
-        step, began = trainer.steps_done, time.monotonic_ns()
+    def timed(self: Snapshots, training: Training, step_s: float) -> None:
+        step, began = training.steps_done, time.monotonic_ns()
         pause = bool(block) and step // block % 2 == 1
         copied = not pause and self._interval.due(step)
         if not pause:
-            real(self, trainer, step_s)
-        if not trainer.mesh.rank:
+            real(self, training, step_s)
+        if not training.mesh.rank:
             ended = time.monotonic_ns()
             found = {"step": step, "copied": copied, "on": not pause, "copy_ns": ended - began, "ns": ended}
             lines.append(json.dumps(found))
-            if step == trainer.config.steps:
+            if step == training.config.steps:
                 Path(COPIES).write_text("\n".join(lines) + "\n")
 
     Snapshots.after_step = timed  # type: ignore[method-assign]

@@ -19,11 +19,10 @@ from typing import Any, TextIO
 
 from instep.checkpoint.contract import describe
 from instep.cli.exit_codes import DONE, PREEMPTED
+from instep.cli.train import train
 from instep.recipes import text_config
-from instep.recipes.text import run
-from instep.recipes.text_config import Config
+from instep.recipes.text_config import Config, ParallelConfig, numerical
 from instep.run.folder import SUMMARY
-from instep.train.run_config import ParallelConfig, numerical
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -95,9 +94,9 @@ def hash_of(placement: Placement, base: Config, directory: Path) -> str:
     )
     config = replace(base, parallel=parallel, run_dir=directory / "run", ranks=placement.ranks)
     if placement.resumed_on:
-        _expect(PREEMPTED, run(replace(config, stop_after=STEPS // 2)))
+        _expect(PREEMPTED, train(replace(config, stop_after=STEPS // 2), config.ranks))
         config = replace(config, resume=True, ranks=placement.resumed_on)
-    _expect(DONE, run(config))
+    _expect(DONE, train(config, config.ranks))
     return str(json.loads((directory / "run" / SUMMARY).read_text())["state_sha256"])
 
 

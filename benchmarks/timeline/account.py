@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from instep.bench.tables import markdown, write_between, write_json
+from instep.recipes.text_config import ParallelConfig
 from instep.timeline.breakdown import Parts, parts
 from instep.timeline.trace_files import FOLDER, read_traces
-from instep.train.run_config import ParallelConfig
 
 HERE = Path(__file__).parent
 STRATEGIES = get_args(get_type_hints(ParallelConfig)["strategy"])

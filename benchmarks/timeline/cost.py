@@ -21,10 +21,9 @@ from instep.events import Event, Recorder
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.recipes import text_config
-from instep.recipes.text import TextRecipe
 from instep.recipes.text_config import merge
 from instep.timeline import trace_files
-from instep.train.trainer import Trainer
+from tests.run.text_training import TextTraining
 
 HERE = Path(__file__).parent
 RANKS, PAIRS, WARM_UP = 2, 200, 10
@@ -68,7 +67,8 @@ def measure(strategy: str, pairs: int, found: str) -> None:
     mesh = init()
     world = World()
     config = merge(text_config.default(), {"parallel": {"strategy": strategy}}, "the benchmark")
-    trainer = Trainer(TextRecipe(config), mesh)
+    training = TextTraining(config, mesh)
+    training.begin()
     times: dict[str, list[float]] = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as folder:
         trace_files.record(
@@ -79,14 +79,14 @@ def measure(strategy: str, pairs: int, found: str) -> None:
             mesh.recorder.__class__ = Silent if silent else Recorder
             world.barrier()
             began = time.perf_counter()
-            trainer.step()
+            training.step()
             seconds = world.slowest(time.perf_counter() - began)
             if number >= 2 * WARM_UP:
                 times["without" if silent else "with"].append(seconds)
     mesh.recorder.__class__ = Recorder
     if world.rank == 0:
         Path(found).write_text(json.dumps(times))
-    trainer.leave()
+    training.leave()
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import tyro
 
 from instep.cli import run
 from instep.cli.exit_codes import USAGE, exit_code, report_error
-from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.mesh.launch_environment import detect
 from instep.recipes.text_config import Config, check_ranks, check_rows, check_world, local_ranks
 from instep.recipes.text_options import PROGRAM, parse
 
@@ -28,48 +28,50 @@ def main(args: Sequence[str]) -> int:
         args = args[1:]
     speaks = True
     try:
-        place = detect(os.environ)
         # All ranks read the same words, and until they have met, the first of each host speaks for it.
-        speaks = place.local_rank == 0
+        speaks = detect(os.environ).local_rank == 0
         config = parse(args, quiet=not speaks)
-        ranks = _num_ranks(config, place)
+        ranks = _num_ranks(config)
         speaks = True
-        # From here on torch is imported, which --help and a mistyped flag do not wait for.
-        if place.source == "single":
-            from instep.mesh.launch import warm
-
-            # The process that ranks are forked from loads torch, and all else, while this one does.
-            warm(*run.PRELOADED, "instep.recipes.text")
-        from instep.elastic.faults import parse_all
-        from instep.recipes import text
-        from instep.run import loggers
-        from instep.run.launch_script import launch_script
-        from instep.run.script import ScriptCall
-
-        loggers.check(config.logs.names)
-        for fault in parse_all(config.fault):
-            check_ranks(config, fault.ranks)
-        call = ScriptCall(
-            path=Path(str(text.__file__)),
-            main=text.main,
-            config=config,
-            run_dir=config.run_dir,
-            resume=config.resume,
-            accept_contract=config.accept_contract,
-            stop_after=config.stop_after,
-            fault=config.fault,
-            timeout_s=config.timeout_s,
-            threads=config.parallel.threads,
-        )
-        return launch_script(call, ranks=ranks, min_ranks=config.min_ranks)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else USAGE
+        return train(config, ranks)
     except (Exception, KeyboardInterrupt) as error:
         return report_error(PROGRAM, error) if speaks else exit_code(error)
 
 
-def _num_ranks(config: Config, place: LaunchEnvironment) -> int:
+def train(config: Config, ranks: int) -> int:
+    """Train as ``config`` says, on new ranks or on those that a launcher has started; the exit code."""
+    # Here torch is imported, which --help and a mistyped flag do not wait for.
+    if detect(os.environ).source == "single":
+        from instep.mesh.launch import warm
+
+        # The process that ranks are forked from loads torch, and all else, while this one does.
+        warm(*run.PRELOADED, "instep.recipes.text")
+    from instep.elastic.faults import parse_all
+    from instep.recipes import text
+    from instep.run import launch_script, loggers
+    from instep.run.script import ScriptCall
+
+    loggers.check(config.logs.names)
+    for fault in parse_all(config.fault):
+        check_ranks(config, fault.ranks)
+    call = ScriptCall(
+        path=Path(str(text.__file__)),
+        main=text.main,
+        config=config,
+        run_dir=config.run_dir,
+        resume=config.resume,
+        accept_contract=config.accept_contract,
+        stop_after=config.stop_after,
+        fault=config.fault,
+        timeout_s=config.timeout_s,
+        threads=config.parallel.threads,
+    )
+    return launch_script.launch_script(call, ranks=ranks, min_ranks=config.min_ranks)
+
+
+def _num_ranks(config: Config) -> int:
     """How many processes to start; those that a launcher has started are checked."""
+    place = detect(os.environ)
     if place.source != "single":
         check_world(config, place.world_size, restarted=bool(place.restart_count))
         return place.world_size

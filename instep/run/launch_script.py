@@ -24,8 +24,7 @@ def launch_script(call: ScriptCall, *, ranks: int, min_ranks: int = 0) -> int:
     """
     faults = parse_all(call.fault)
     if detect(os.environ).source != "single" or {"-h", "--help"} & set(call.arguments):
-        execute_here(call)
-        return 0
+        return execute_here(call)
     with ExitStack() as stack:
         admission = _Admission(call, stack)
         terms = SuperviseOptions(

@@ -83,7 +83,7 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
     try:
         execute(call)
     except SystemExit as end:
-        code = _code(end)
+        code = code_of(end)
     except ValueError as error:
         if "env:// rendezvous" in str(error):
             raise ValueError(f"{error}. {NO_GROUP}") from error
@@ -101,10 +101,14 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
     exit_now(code)
 
 
-def execute_here(call: ScriptCall) -> None:
-    """Run the script in this process, which is a rank of another launcher's, or alone."""
+def execute_here(call: ScriptCall) -> int:
+    """Run the script in this process, which is a rank of another launcher's, or alone; its exit code."""
     _started[os.getpid()] = Started(None, call)
-    execute(call)
+    try:
+        execute(call)
+    except SystemExit as end:
+        return code_of(end)
+    return 0
 
 
 def execute(call: ScriptCall) -> None:
@@ -153,7 +157,7 @@ def _neighbours(folder: Path) -> Iterator[tuple[str, Path]]:
             yield name, Path(file)
 
 
-def _code(end: SystemExit) -> int:
+def code_of(end: SystemExit) -> int:
     """The exit code; what is not a number is said, as Python does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0

@@ -1,18 +1,20 @@
 """What ``instep train`` makes of its arguments, and how it ends when they mean nothing."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
 from instep.cli.exit_codes import DONE, FAILED, REJECTED, USAGE
-from instep.cli.train import main, parse
+from instep.cli.train import main
 from instep.errors import CheckpointRejected, PeerLost
 from instep.mesh import launch
-from instep.recipes import text_config
+from instep.recipes import text, text_config
 from instep.recipes.text_config import Config
+from instep.recipes.text_options import parse
+from instep.run import launch_script
+from instep.run.script import ScriptCall
 from instep.run.toml import to_toml
 
 # The command's words, each with a value and what it becomes.
@@ -58,20 +60,18 @@ def toml(tmp_path):
 @pytest.fixture
 def runs(monkeypatch):
     """The configs that were run, in place of running them; ``runs.ends_with`` is what the run raises."""
-    started: list[Config] = []
-    module = ModuleType("instep.recipes.text")
-    module.ends_with = None
+    found = SimpleNamespace(started=[], ends_with=None)
 
-    def run(config: Config) -> int:
-        started.append(config)
-        if module.ends_with is not None:
-            raise module.ends_with
+    def run(call: ScriptCall, *, ranks: int, min_ranks: int) -> int:
+        assert call.main is text.main
+        found.started.append(call.config)
+        if found.ends_with is not None:
+            raise found.ends_with
         return DONE
 
-    module.run, module.started = run, started
     monkeypatch.setattr(launch, "warm", lambda *modules: None)
-    monkeypatch.setitem(sys.modules, "instep.recipes.text", module)
-    return module
+    monkeypatch.setattr(launch_script, "launch_script", run)
+    return found
 
 
 def test_without_arguments_the_default_recipe_is_run(runs):

@@ -44,7 +44,7 @@ CLONE_NEWNET = 0x40000000
 
 def serve(requests: socket.socket) -> None:
     """Fork a keeper for each request, until the other end is closed; in the command this returns, too."""
-    for module in (*PRELOAD, "instep.train.run"):
+    for module in (*PRELOAD, "instep.run.launch_script", "instep.recipes.text"):
         importlib.import_module(module)
     gc.freeze()  # or a fork that ends looks at, and so copies, all that it shares: a second for torch
     if "triton" in sys.modules:  # which then says in thirty lines what was not collected

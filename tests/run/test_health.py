@@ -11,7 +11,7 @@ import pytest
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.run.health import ENOUGH, WINDOW, Health
-from instep.train.run_config import ChecksConfig
+from instep.run.settings import ChecksConfig
 from tests.parity import world_of_one
 from tests.train.tiny import Tiny, flawed
 from tests.world import world

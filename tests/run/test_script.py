@@ -29,7 +29,7 @@ def fields_of(script: Path, *arguments: str) -> dict[str, object]:
     """Of the script as it is now, freshly run."""
     sys.modules.pop("mine_beside", None)
     execute(ScriptCall(script, arguments))
-    return script_fields(arguments)
+    return script_fields(script)
 
 
 def test_a_script_is_run_as_python_would(script: Path) -> None:
@@ -40,15 +40,14 @@ def test_a_script_is_run_as_python_would(script: Path) -> None:
     assert sys.path[0] == str(script.parent)
 
 
-def test_code_and_arguments_and_modules_beside_are_in_the_contract(script: Path) -> None:
-    before = fields_of(script, "--name", "two words")
-    assert set(before) == {"script.arguments", "script.code", "script.code.mine_beside"}
-    assert before["script.arguments"] == "--name 'two words'"
+def test_code_and_modules_beside_are_in_the_contract(script: Path) -> None:
+    before = fields_of(script)
+    assert set(before) == {"script.code", "script.code.mine_beside"}
     (script.parent / "mine_beside.py").write_text("value = 22\n")
-    beside = fields_of(script, "--name", "two words")
+    beside = fields_of(script)
     assert {name for name in before if before[name] != beside[name]} == {"script.code.mine_beside"}
     script.write_text(script.read_text() + "more = 1\n")
-    code = fields_of(script, "--name", "two words")
+    code = fields_of(script)
     assert {name for name in before if code[name] != beside[name]} == {"script.code"}
 
 
@@ -69,10 +68,17 @@ def test_modules_from_elsewhere_are_not(script: Path, monkeypatch: pytest.Monkey
         module = ModuleType(place.stem)
         module.__file__ = str(place)
         monkeypatch.setitem(sys.modules, place.stem, module)
-    assert script_fields(()) == before
+    assert script_fields(script) == before
 
 
-def test_without_a_file_there_are_arguments_alone(script: Path) -> None:
+def test_without_a_file_there_is_no_code(script: Path) -> None:
     """In a notebook, and at a prompt."""
     assert script_path() is None
-    assert script_fields(()) == {"script.arguments": ""}
+    assert script_fields(None) == {}
+
+
+def test_a_function_is_called_in_the_place_of_running_the_file(script: Path) -> None:
+    found: list[int] = []
+    execute(ScriptCall(script, main=found.append, config=3))
+    assert found == [3]
+    assert script_path() is None  # nothing of this process has become the script

@@ -1,6 +1,7 @@
-"""The config: what it refuses and in which words, what TOML gives back, what the bits may depend on."""
+"""The config: what it refuses and in which words, what the bits may depend on, the rates that it draws."""
 
 import ast
+import inspect
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,13 +9,25 @@ from typing import get_args, get_origin
 
 import pytest
 
+import instep
 from instep.recipes import text_config
-from instep.recipes.text_config import Config, merge, validate
+from instep.recipes.text_config import (
+    Config,
+    OptimConfig,
+    ParallelConfig,
+    check_ranks,
+    check_world,
+    learning_rate,
+    local_ranks,
+    merge,
+    numerical,
+    run_options,
+    validate,
+)
 from instep.replicate.strategies import STRATEGIES, WRAPPERS
 from instep.run.toml import flatten
-from instep.train import run_config
-from instep.train.run_config import ParallelConfig, check_ranks, check_world, local_ranks, numerical
 
+HEIGHT = 5
 TOPICS = ("model", "batch", "optim", "parallel", "checkpoint", "eval", "checks", "ledger", "trace", "logs")
 
 
@@ -73,7 +86,7 @@ def test_every_number_outside_the_model_has_a_range():
         for name, kind, value in flatten(text_config.default())
         if kind in (int, float) or (get_origin(kind) is tuple and str not in get_args(kind))
     }
-    assert {name for name in numbers if not name.startswith("model.")} == set(text_config.TEXT_RANGES)
+    assert {name for name in numbers if not name.startswith("model.")} == set(text_config.RANGES)
 
 
 def test_the_strategies_are_those_that_exist():
@@ -136,8 +149,7 @@ def test_numerical_has_everything_else():
 
 
 def test_every_setting_has_a_sentence():
-    files = [Path(module.__file__) for module in (run_config, text_config)]
-    for topic in (node for file in files for node in ast.parse(file.read_text()).body):
+    for topic in ast.parse(Path(text_config.__file__).read_text()).body:
         if isinstance(topic, ast.ClassDef) and topic.decorator_list:
             for declared, after in pairwise(topic.body):
                 if isinstance(declared, ast.AnnAssign) and declared.target.id not in TOPICS:
@@ -147,3 +159,57 @@ def test_every_setting_has_a_sentence():
 def test_a_preset_yields_to_what_stands_beside_it():
     model = changed(model={"layers": 2, "preset": "medium"}).model
     assert (model.layers, model.width, model.heads) == (2, 1024, 16)
+
+
+def test_a_run_is_told_what_there_is_to_be_told():
+    known = inspect.signature(instep.Run).parameters
+    assert set(run_options(text_config.tiny())) < set(known)
+
+
+def drawn(optim: OptimConfig, num_steps: int) -> str:
+    """Columns are steps, rows are fifths of the full rate."""
+    rates = [learning_rate(optim, step, num_steps) / optim.lr for step in range(num_steps)]
+    rows = range(HEIGHT, 0, -1)
+    return "\n".join("".join(".#"[round(rate * HEIGHT) >= row] for rate in rates) for row in rows)
+
+
+def picture(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_warm_up_is_a_ramp_and_then_comes_half_a_cosine():
+    assert drawn(OptimConfig(lr=3e-4, warmup_steps=5, min_lr_ratio=0.2), num_steps=15) == picture(
+        """
+        ....####.......
+        ...######......
+        ..#########....
+        .###########...
+        ###############
+        """
+    )
+
+
+def test_a_constant_rate_stays_where_warm_up_has_left_it():
+    assert drawn(OptimConfig(lr=2.0, warmup_steps=5, schedule="constant"), num_steps=9) == picture(
+        """
+        ....#####
+        ...######
+        ..#######
+        .########
+        #########
+        """
+    )
+
+
+def test_the_rate_is_exact_where_the_shape_has_its_corners():
+    optim = OptimConfig(lr=0.5, warmup_steps=4, min_lr_ratio=0.25)
+    rates = [learning_rate(optim, step, 11) for step in range(11)]
+    assert rates[:5] == [0.125, 0.25, 0.375, 0.5, 0.5]
+    assert rates[7] == pytest.approx(0.5 * (1 + 0.25) / 2)  # half-way down
+    assert rates[10] == 0.125
+
+
+@pytest.mark.parametrize(("warmup", "num_steps"), [(0, 1), (1, 1), (1, 2), (5, 5), (9, 5)])
+def test_a_run_too_short_for_the_shape_still_has_rates(warmup, num_steps):
+    optim = OptimConfig(lr=1.0, warmup_steps=warmup, min_lr_ratio=0.0)
+    assert all(0 <= learning_rate(optim, step, num_steps) <= 1 for step in range(num_steps))
