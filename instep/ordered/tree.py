@@ -26,8 +26,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 Node = tuple[int, int]
+T = TypeVar("T")
 
 
 def split(lo: int, hi: int) -> int:
@@ -112,6 +114,12 @@ def round_major(num_leaves: int, num_ranks: int) -> list[list[int]]:
     is one node.
     """
     return [list(range(rank, num_leaves, num_ranks)) for rank in range(num_ranks)]
+
+
+def rotated(shares: Sequence[T], shift: int) -> tuple[T, ...]:
+    """``shares`` by rank, where each rank has the one of the rank that is ``shift`` after it, in a ring."""
+    shift %= len(shares)
+    return (*shares[shift:], *shares[:shift])
 
 
 @lru_cache(maxsize=256)

@@ -14,23 +14,26 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from instep.ordered.buckets import Bucket
+from instep.ordered.buckets import Bundle
 from instep.ordered.hash import Entry, entry_digests
-from instep.replicate.reducer import Reducer
+from instep.ordered.placeholder import slices_of
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
+from instep.step.reduction import Reduction
 
 
 @dataclass
 class GradientHashes:
     """One step's hashes on this rank: 16 hex digits a parameter, by its name, in registration order.
 
-    ``leaves[i]`` of micro-batch i; ``reduced`` of ``.grad`` when the step had ended, empty if it raised, and
-    on the workers of a parameter server.
+    ``leaves[i]`` of micro-batch i where the step was ``declared``, else of rank i of the group; ``reduced``
+    of ``.grad`` when the step had ended, empty if it raised, where it is in slices, and on the workers of a
+    parameter server.
     """
 
     leaves: dict[int, dict[str, str]] = field(default_factory=dict)
     reduced: dict[str, str] = field(default_factory=dict)
+    declared: bool = False
 
 
 @contextmanager
@@ -46,20 +49,28 @@ def observe_gradients(model: nn.Module | ParameterServer) -> Iterator[GradientHa
             f"expected a DataParallel or a ParameterServer, got {type(model).__name__}: to see the leaves of "
             "other strategies, train the same step with DataParallel, whose bits are the same"
         )
-    reducer, hashes = model._reducer, GradientHashes()
+    with observe_reduction(model._reducer) as hashes:
+        yield hashes
+
+
+@contextmanager
+def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
+    """As ``observe_gradients``, of any wrapper, ``fully_shard`` too, by its ``reduction``."""
+    hashes = GradientHashes()
     found: dict[int, dict[int, str]] = {}  # by leaf and position
 
-    def observe(leaf: int, bucket: Bucket) -> None:
-        found.setdefault(leaf, {}).update(_leaf_digests(reducer, bucket))
+    def observe(leaf: int, bucket: Bundle, values: Tensor) -> None:
+        hashes.declared = reduction.plan is not None and reduction.plan.declared
+        found.setdefault(leaf, {}).update(_leaf_digests(reduction, bucket, values))
 
-    reducer.observer = observe
+    reduction.observer = observe
     try:
         yield hashes
         for leaf, digests in sorted(found.items()):
-            hashes.leaves[leaf] = {reducer.names[i]: digests[i] for i in sorted(digests)}
-        hashes.reduced = entry_digests(_gradients(reducer))
+            hashes.leaves[leaf] = {reduction.names[i]: digests[i] for i in sorted(digests)}
+        hashes.reduced = entry_digests(_gradients(reduction))
     finally:
-        reducer.observer = None
+        reduction.observer = None
 
 
 def joined(models: Mapping[str, GradientHashes]) -> GradientHashes:
@@ -74,16 +85,15 @@ def joined(models: Mapping[str, GradientHashes]) -> GradientHashes:
     return found
 
 
-def _leaf_digests(reducer: Reducer, bucket: Bucket) -> Iterator[tuple[int, str]]:
-    assert bucket.leaf is not None
-    for slot, view in zip(bucket.slots, bucket.views(bucket.leaf), strict=True):
-        (digest,) = entry_digests([(reducer.names[slot.position], view)]).values()
+def _leaf_digests(reduction: Reduction, bucket: Bundle, values: Tensor) -> Iterator[tuple[int, str]]:
+    for slot, view in zip(bucket.slots, bucket.views(values), strict=True):
+        (digest,) = entry_digests([(reduction.names[slot.position], view)]).values()
         yield slot.position, digest
 
 
-def _gradients(reducer: Reducer) -> Iterator[Entry]:
-    for name, p in zip(reducer.names, reducer.parameters, strict=True):
-        if p.grad is not None:
+def _gradients(reduction: Reduction) -> Iterator[Entry]:
+    for name, p in zip(reduction.names, reduction.parameters, strict=True):
+        if p.grad is not None and slices_of(p.grad) is None:
             yield name, _dense(p.grad)
 
 

@@ -154,7 +154,7 @@ class Reducer(Reduction):
         assert self.leaf is not None and self.plan is not None
         self.gradients.land(bucket, bucket.leaf)
         if self.observer is not None:
-            self.observer(self.leaf, bucket)
+            self.observer(self.leaf, bucket, bucket.leaf)
         bucket.counter.push(self.leaf, bucket.leaf)
         bucket.leaf = None
         if self.plan.declared:

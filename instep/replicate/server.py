@@ -394,9 +394,11 @@ class ServerExchange(OrderedAllReduce):
         plan = plan_sum(tuple(map(tuple, leaves)), num_leaves)
         values = [*own_roots, *self._from_workers(bucket, plan.counts[1:], name)]
         with self.recorder.span("aggregate", lane="communication", bucket=bucket.index):
-            # The first root of the first rank has leaf 0 and lies in the bucket's home: so does the sum.
             for left, right in plan.adds:
                 torch.add(values[left], values[right], out=values[left])
+            # The sum is where leaf 0 was: in the bucket's home, unless leaf 0 is a worker's.
+            if values[plan.root].data_ptr() != bucket.home.data_ptr():
+                bucket.home.copy_(values[plan.root])
             if scale != 1.0:
                 bucket.home.mul_(scale)
 

@@ -370,7 +370,7 @@ class ScriptLoop(Iterator[RunStep]):
         self._entered = True
         assert self._generation is not None
         self._generation.checkpoints.watch()
-        self.work.begin(watched=self.twice.begin())
+        self.work.begin(self.twice.begin())
 
     def leave(self, error: BaseException | None) -> bool:
         """It ends, or has raised ``error``; whether that is taken care of."""
@@ -403,5 +403,6 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _give_up(self) -> None:
         """The loop is left by an error; in a notebook another one may follow."""
+        self.twice.give_up()
         if self._member is None:
             self.close()

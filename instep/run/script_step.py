@@ -33,12 +33,13 @@ from instep.mesh.device import generators
 from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
 from instep.ordered.norm import clipped, grad_norm
-from instep.replicate.gradient_hashes import GradientHashes, joined, observe_gradients
+from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.run.losses import share
 from instep.run.rank_state import Holds, Made
 from instep.run.script_training import ScriptTraining
+from instep.step.reduction import Reduction
 
 WISHES = ("stop", "regroup", "copy")
 # Figures of a step in metrics.jsonl that are not the script's.
@@ -139,13 +140,15 @@ class StepWork:
         models = self.training.registered.models
         return {name: x for name, x in models.items() if isinstance(x, DataParallel | ParameterServer)}
 
-    def begin(self, *, watched: bool = False) -> None:
-        """The step begins; if it is ``watched``, every gradient is hashed."""
+    def begin(self, watched: Mapping[str, Reduction]) -> None:
+        """The step begins; every gradient of what is ``watched`` is hashed."""
         training = self.training
         training.seen, self.hashes = None, {}
-        if watched or training.config.ledger.leaves:
-            for name, model in self.reduced.items():
-                self.hashes[name] = self._watching.enter_context(observe_gradients(model))
+        known = (
+            {name: x._reducer for name, x in self.reduced.items()} if training.config.ledger.leaves else {}
+        )
+        for name, reduction in (known | dict(watched)).items():
+            self.hashes[name] = self._watching.enter_context(observe_reduction(reduction))
         self._require_schedules()
         training.timing.begin(training.steps_done)
         self._began = time.monotonic()
@@ -225,7 +228,7 @@ class StepWork:
             clipped.reset(self._token)
             self._watching.close()
             if self.training.config.ledger.leaves:
-                self.training.seen = joined(self.hashes)
+                self.training.seen = joined({name: self.hashes[name] for name in self.reduced})
         self._is_open = False
         self.phases.end()
 

@@ -6,33 +6,77 @@ state, its samples and its number shows here.
 
 So it finds a loss that reads the clock or a generator of its own, an object that changes and is not
 registered, and a rank that computes otherwise than the others. It costs the step once more, and a copy of the
-state. Where each rank has data of its own, under a parameter server, and where gradients are divided
-(``fully_shard``), the same ranks compute again, and the states are compared.
+state.
+
+If a gradient came out otherwise, it may be the rank, or what the step depends on. So the step is made on:
+
+    by rank   0   1   2      as usual                 micro-batch 0 came to   a
+              1   2   0      each has the next one's                              a
+              2   0   1      each has the next but one's                      b            rank 1, so far
+              0   1   2      as usual, again                                  a
+              1   2   0      ...                                                  a
+              2   0   1                                                       b            rank 1, each time
+
+Every micro-batch has the opinions of three ranks, each of them twice. A rank that computes otherwise than two
+others, and comes to the same again, is named; if any came to something else the second time, it is not known
+to be the rank. Two ranks have no majority, and both are named.
+
+Where each rank has data of its own, outside of ``micro_batches``, the same ranks compute again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from instep.errors import ReplicasDiffer
 from instep.mesh.rank_process import as_told
+from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, together, way_out
 from instep.replicate.gradient_hashes import GradientHashes
+from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.run.recovery import Copy
 from instep.run.script_step import StepWork
+from instep.shard.fully import FullySharded
+from instep.step.reduction import Reduction
 
 OPERATION = "the comparison of a step that was made twice"
 LIMIT_BYTES = 1 << 28
 DIGITS = 10  # of a gradient's hash, of which there are many
+SHOWN = 8  # micro-batches, and ranks, in a message
 
-Votes = dict[str, dict[str, list[str]]]
-"""By model, and micro-batch: the hash of each parameter's gradient."""
+CLOCK = (
+    "Look in the loop for a clock, for random numbers of a generator of its own (draw them from "
+    "torch's, Python's or numpy's, which are keyed), and for an object that changes and is not registered. "
+    "If there is none, "
+)
+STEADY = (
+    "Each rank came to the same when it computed the same micro-batch again, so it is neither a clock nor "
+    "chance: a rank's arithmetic or memory is broken, its processor or libraries are others, or the script "
+    "does something else there"
+)
+
+
+class Opinion(NamedTuple):
+    """What came of a micro-batch on ``rank``: a hash of each gradient, by the parameter's name."""
+
+    rank: int
+    gradients: Digests
+
+
+class Doubt(NamedTuple):
+    """A micro-batch, in words, of which not all ``opinions``, in the order of time, are alike."""
+
+    what: str
+    opinions: Sequence[Opinion]
 
 
 class Twice:
-    """Makes one step in ``every`` of ``work`` twice; 0: none.
+    """Makes one step in ``every`` of ``work`` twice, and more often if it came out otherwise; 0: none.
 
     ``begin`` and ``end`` of each step: ``end`` says whether it is to be made again.
     """
@@ -40,19 +84,19 @@ class Twice:
     def __init__(self, work: StepWork, every: int) -> None:
         self.work, self.training, self.every = work, work.training, every
         self._copy: Copy | None = None
-        self._votes: list[Votes] = []
+        self._seen: list[dict[str, Any]] = []  # by attempt: what this rank has of each reduction
         self._states: list[Mapping[str, str]] = []
 
-    def begin(self) -> bool:
-        """A step begins, for the first time or the second; whether it is to be watched."""
+    def begin(self) -> dict[str, Reduction]:
+        """A step begins, for the first time or another: what is to be watched, by a name of its model."""
         if not self.every or self.training.steps_done % self.every:
-            return False
+            return {}
         if self._copy is None:
-            self._copy, self._votes, self._states = Copy(self.training), [], []
-        for model in self.work.reduced.values():
-            if isinstance(model, DataParallel):  # a server adds what each rank sends in the ranks' order
-                model._reducer.turn = len(self._states)
-        return True
+            self._copy, self._seen, self._states = Copy(self.training), [], []
+        found = self._reductions()
+        for reduction in found.values():
+            reduction.shift = shifts(self.training.mesh.world.group.size)[len(self._states)]
+        return found
 
     def end(self) -> bool:
         """The step is over: whether all ranks are to make it again. Collective, where it was watched.
@@ -63,79 +107,188 @@ class Twice:
         if self._copy is None:
             return False
         self.stop()
-        training, reduced = self.training, self.work.reduced
-        self._votes.append({name: _leaves(reduced[name], x) for name, x in self.work.hashes.items()})
-        self._states.append(training.state_digests()[1])
-        if len(self._states) == 1:
-            self._copy.put(training)
+        names = {name: reduction.names for name, reduction in self._reductions().items()}
+        self._seen.append({name: _said(self.work.hashes[name], names[name]) for name in names})
+        self._states.append(self.training.state_digests()[1])
+        if self._goes_on():
+            self._go_back(self._copy)
             return True
-        self._compare()
         self._copy = None
         return False
 
     def stop(self) -> None:
         """Have the usual micro-batches again."""
-        for model in self.work.reduced.values():
-            model._reducer.turn = 0
+        for reduction in self._reductions().values():
+            reduction.shift = 0
 
     def give_up(self) -> None:
         """A rank was lost: the step begins anew, whatever was kept of it."""
         self.stop()
         self._copy = None
 
-    def _compare(self) -> None:
-        training, group = self.training, self.training.mesh.world.group
-        changed = [name for name, its in self._states[0].items() if self._states[1].get(name) != its]
-        mine = json.dumps({"votes": self._votes, "changed": changed}).encode()
-        everyone = [json.loads(x) for x in group.all_gather_bytes(mine, OPERATION, limit=LIMIT_BYTES)]
-        told = dict(zip(group.ranks, everyone, strict=True))
-        lines = [*_gradients(told, self._names()), *_states(told)]
-        if not lines:
-            return
-        ranks = tuple(rank for rank, its in told.items() if its["changed"])
-        error = ReplicasDiffer(
-            f"step {training.steps_done} was made twice, from the same state, and came out otherwise:\n  "
-            + "\n  ".join(lines)
-            + "\nLook in the loop for a clock, for random numbers of a generator of its own (draw them from "
-            "torch's, Python's or numpy's, which are keyed), and for an object that changes and is not "
-            "registered. If there is none, a rank's arithmetic or memory is broken",
-            ranks=ranks,
-            parameters=tuple(changed[:1]),
-        )
+    def _goes_on(self) -> bool:
+        """Whether there is more to find out by making the step again."""
+        group = self.training.mesh.world.group
+        made, planned = len(self._states), len(shifts(group.size))
+        if made == 1 or 2 < made < planned:
+            return True
+        told = self._gather()
+        names = {name: reduction.names for name, reduction in self._reductions().items()}
+        doubts = list(_doubts(told, made, names))
+        changed = {rank: its["changed"] for rank, its in told.items() if its["changed"]}
+        if not doubts and not changed:
+            return False
+        if made < planned and any(len({rank for rank, _ in x.opinions}) > 1 for x in doubts):
+            return True
+        error = what_differs(self.training.steps_done, made, doubts, changed)
         raise as_told(error) if group.rank else error
 
-    def _names(self) -> dict[str, list[str]]:
-        return {name: list(model._reducer.names) for name, model in self.work.reduced.items()}
+    def _go_back(self, copy: Copy) -> None:
+        """To the state of before the step; what was kept of it may be in use from here on."""
+        self._copy = None
+        copy.put(self.training)
+        del copy
+        self._copy = Copy(self.training)
+
+    def _gather(self) -> dict[int, Any]:
+        """What each rank has seen, by global rank, and which tensors of its state were others. Collective."""
+        first, *others = self._states
+        changed = [name for name, its in first.items() if any(x.get(name) != its for x in others)]
+        mine = json.dumps({"seen": self._seen, "changed": changed}).encode()
+        group = self.training.mesh.world.group
+        everyone = group.all_gather_bytes(mine, OPERATION, limit=LIMIT_BYTES)
+        return {rank: json.loads(x) for rank, x in zip(group.ranks, everyone, strict=True)}
+
+    def _reductions(self) -> dict[str, Reduction]:
+        return dict(_reductions(self.training.registered.models))
 
 
-def _leaves(model: Any, seen: GradientHashes) -> dict[str, list[str]]:
-    """By micro-batch, where all ranks mean the same by its number."""
-    if model.step_mode != "declared":
-        return {}
-    names = model._reducer.names
+def shifts(num_ranks: int) -> tuple[int, ...]:
+    """How many ranks further each has its micro-batches from, by attempt; after two it may be over."""
+    others = min(num_ranks, 3)
+    return (0, 0) if others == 1 else (*range(others), *range(others))
+
+
+def what_differs(
+    step: int, times: int, doubts: Sequence[Doubt], changed: Mapping[int, Sequence[str]]
+) -> ReplicasDiffer:
+    """What to raise: which rank it is, or that it is none. ``changed`` tensors of the state, by rank."""
+    often = "twice" if times == 2 else f"{times} times"
+    begins = f"step {step} was made {often}, from the same state, and"
+    odd = odd_rank(doubts)
+    if odd is not None:
+        lines = _shown([_steady(doubt) for doubt in doubts])
+        more = "" if odd.certain or len(odd.ranks) > 2 else ". Of three ranks or more, one would be named"
+        return ReplicasDiffer(
+            f"{begins} ranks computed different gradients of one micro-batch:{lines}\n"
+            f"{STEADY}.\n{way_out(odd)}{more}",
+            ranks=odd.ranks,
+            parameters=odd.names,
+        )
+    states = [f"rank {rank}: {names[0]!r} after the step" for rank, names in changed.items()]
+    lines = _shown([_unsteady(doubt) for doubt in doubts]) + _shown(states)
+    alone = _alone(doubts)
+    broken = (
+        "a rank's arithmetic or memory is broken"
+        if alone is None
+        else f"that of rank {alone} is broken, its arithmetic or its memory: it alone came to something else"
+    )
+    return ReplicasDiffer(
+        f"{begins} came out otherwise:{lines}\n{CLOCK}{broken}",
+        ranks=tuple(changed),
+        parameters=tuple(next((names[:1] for names in changed.values()), ())),
+    )
+
+
+def odd_rank(doubts: Sequence[Doubt]) -> Odd | None:
+    """The ranks that computed otherwise; None if it may not be the rank.
+
+    That is, if there are no doubts, or a rank came to something else when it computed the same again.
+    """
+    found = []
+    for doubt in doubts:
+        said: dict[int, Digests] = {}
+        for rank, gradients in doubt.opinions:
+            if said.setdefault(rank, gradients) != gradients:
+                return None
+        odd = odd_one_out(said)
+        assert odd is not None
+        found.append(odd)
+    return together(found)
+
+
+def _steady(doubt: Doubt) -> str:
+    """Who computed otherwise, each time."""
+    odd = odd_one_out(dict(doubt.opinions))
+    assert odd is not None
+    blame = f": {ranks_listed(odd.ranks)} computed otherwise" if odd.certain else ", all that were asked"
+    return f"{doubt.what}, by {_asked(doubt)}{blame}: {listed(odd.names)}"
+
+
+def _unsteady(doubt: Doubt) -> str:
+    """What came out otherwise, where it may not be the rank."""
+    first, *others = (gradients for _, gradients in doubt.opinions)
+    name = next(name for name, its in first.items() if any(x.get(name) != its for x in others))
+    if len(doubt.opinions) == 2:
+        by = " and then ".join(f"rank {rank}" for rank, _ in doubt.opinions)
+        return f"{doubt.what}, by {by}: the gradient of {name!r}"
+    values = len({gradients.get(name) for _, gradients in doubt.opinions})
+    times = len(doubt.opinions)
+    return f"{doubt.what}, {times} times by {_asked(doubt)}: {values} different gradients of {name!r}"
+
+
+def _asked(doubt: Doubt) -> str:
+    return ranks_listed(tuple(sorted({rank for rank, _ in doubt.opinions})))
+
+
+def _alone(doubts: Sequence[Doubt]) -> int | None:
+    """The one rank that all opinions beside a majority come from, if there is a majority in every doubt."""
+    ranks = set()
+    for doubt in doubts:
+        said = [tuple(gradients.values()) for _, gradients in doubt.opinions]
+        (most, times), *_ = Counter(said).most_common()
+        if 2 * times <= len(said):
+            return None
+        ranks |= {rank for (rank, _), its in zip(doubt.opinions, said, strict=True) if its != most}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def _shown(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "".join(f"\n  {line}" for line in [*lines[:SHOWN], *more])
+
+
+def _reductions(models: Mapping[str, nn.Module | ParameterServer]) -> Iterator[tuple[str, Reduction]]:
+    """What reduces gradients that can be hashed, one micro-batch after the other, by a name of its model."""
+    for name, model in models.items():
+        if isinstance(model, DataParallel | ParameterServer):
+            yield name, model._reducer
+        elif isinstance(model, nn.Module):
+            for path, module in model.named_modules():
+                if isinstance(module, FullySharded):
+                    yield f"{name}.{path}".rstrip("."), module.sharding.reducer
+
+
+def _said(seen: GradientHashes, names: Sequence[str]) -> dict[str, Any]:
+    """What a rank tells of one reduction."""
     return {
-        str(leaf): [digests.get(name, "")[:DIGITS] for name in names] for leaf, digests in seen.leaves.items()
+        "declared": seen.declared,
+        "leaves": {
+            str(leaf): [its.get(name, "")[:DIGITS] for name in names] for leaf, its in seen.leaves.items()
+        },
     }
 
 
-def _gradients(told: Mapping[int, Any], names: Mapping[str, list[str]]) -> list[str]:
-    """A line for each micro-batch whose gradient came out otherwise."""
-    votes: dict[tuple[str, int], list[tuple[int, list[str]]]] = {}
-    attempts = [(number, rank) for number in range(2) for rank in told]  # as they were made
-    for number, rank in attempts:
-        for model, leaves in told[rank]["votes"][number].items():
-            for leaf, digests in leaves.items():
-                votes.setdefault((model, int(leaf)), []).append((rank, digests))
-    lines = []
-    for (model, leaf), its in sorted(votes.items()):
-        first = next((i for i in range(len(its[0][1])) if len({digests[i] for _, digests in its}) > 1), None)
-        if first is not None:
-            by = " and then ".join(f"rank {rank}" for rank, _ in its)
-            lines.append(f"micro-batch {leaf}, by {by}: the gradient of {names[model][first]!r}")
-    return lines
-
-
-def _states(told: Mapping[int, Any]) -> list[str]:
-    """A line for the ranks whose state came out otherwise."""
-    found = {rank: its["changed"] for rank, its in told.items() if its["changed"]}
-    return [f"rank {rank}: {changed[0]!r} after the step" for rank, changed in list(found.items())[:8]]
+def _doubts(told: Mapping[int, Any], times: int, names: Mapping[str, Sequence[str]]) -> Iterator[Doubt]:
+    """Those micro-batches of all reductions that did not come to the same each time."""
+    opinions: dict[tuple[str, bool, int], list[Opinion]] = {}
+    for attempt in range(times):
+        for rank, its in told.items():
+            for model, seen in its["seen"][attempt].items():
+                own = [f"{model}.{name}" for name in names[model]] if len(names) > 1 else names[model]
+                for leaf, digests in seen["leaves"].items():
+                    key = model, seen["declared"], int(leaf)
+                    opinions.setdefault(key, []).append(Opinion(rank, dict(zip(own, digests, strict=True))))
+    for (_, declared, leaf), its in sorted(opinions.items()):
+        if any(each.gradients != its[0].gradients for each in its):
+            yield Doubt(f"micro-batch {leaf}" if declared else f"rank {its[0].rank}'s own data", its)

@@ -36,7 +36,7 @@ from instep.ordered.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.ordered.exchange import OrderedAllReduce, mean_scale
 from instep.ordered.header import Header
 from instep.ordered.homes import ParameterShard
-from instep.ordered.tree import Node, rank_major
+from instep.ordered.tree import Node
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
@@ -222,13 +222,15 @@ class ReduceScatter(OrderedAllReduce):
         number: int,
         header: Header,
         turn: Round,
+        by_group: Sequence[range],
         *,
         is_last: bool,
         carried: Sequence[slice] = (),
     ) -> None:
         """Add this rank's slice of a round's micro-batches, which are in staging buffer ``number``.
 
-        In the last round the sum, over all shard groups, becomes the mean. ``carried`` are the parts of the
+        In the last round the sum, over all shard groups, becomes the mean; ``by_group`` are their leaves.
+        ``carried`` are the parts of the
         slice whose reduced gradient of before counts as a part of every micro-batch, as if ``.grad`` had
         accumulated it.
 
@@ -244,7 +246,7 @@ class ReduceScatter(OrderedAllReduce):
             if turn.senders:
                 self._take(bucket, number, turn, None if self._across else scale, carried, name)
             if self._across is not None and scale is not None:
-                self._add_replicas(self._across, bucket, header.num_leaves, turn, scale, name)
+                self._add_replicas(self._across, bucket, header.num_leaves, turn, by_group, scale, name)
 
     def _take(
         self,
@@ -273,12 +275,12 @@ class ReduceScatter(OrderedAllReduce):
         bucket: SlicedBucket,
         num_leaves: int,
         turn: Round,
+        by_group: Sequence[range],
         scale: float,
         name: str,
     ) -> None:
         """The mean over all shard groups, from the roots that each has of this slice."""
-        cuts = rank_major(num_leaves, across.group.size)
-        across._ordered(bucket.to_exchange(turn.nodes, num_leaves), num_leaves, cuts, scale, name)
+        across._ordered(bucket.to_exchange(turn.nodes, num_leaves), num_leaves, by_group, scale, name)
         if bucket.reduced is not bucket.kept[0]:
             bucket.reduced.copy_(bucket.kept[0])
         bucket.num_kept = 1
@@ -298,7 +300,8 @@ class ReduceScatter(OrderedAllReduce):
             group.run(lambda: direct.all_to_all(parts, messages, out), name)
         else:
             group.all_to_all(received, message, splits, own_splits, name)
-        return [part for part in received.split(splits) if part.numel()]
+        parts_of = received.split(splits)
+        return [parts_of[sender] for sender in turn.senders]
 
 
 def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: float | None) -> None:

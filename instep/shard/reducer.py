@@ -34,7 +34,7 @@ from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.reduce_scatter import ReduceScatter, SlicedBucket, Staging
-from instep.shard.round_plan import Round, deal, plan_rounds
+from instep.shard.round_plan import Round, deal, plan_rounds, ranges
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.sliced_optimizer import SlicedOptimizer, SteppingRanks, sliced_optimizer
 from instep.shard.unit import Divided
@@ -101,6 +101,8 @@ class SliceReducer(Reduction):
         self.ended: Callable[[], None] | None = None
         self.problem: Callable[[Tensor], str | None] | None = None
         self._rounds: tuple[Round, ...] = ()
+        self._by_group: Sequence[range] = ()  # the leaves of this reduction
+        self._staged_leaf = 0  # what goes into staging memory is of this leaf
         self._works: list[Work] = []  # of this reduction, one per unit and round
         self._placeholders = [
             placeholder(p, self, name, self._bucket(i).value_dtype)
@@ -146,8 +148,9 @@ class SliceReducer(Reduction):
         return self.buckets
 
     def assign(self, num_leaves: int) -> StepPlan:
+        ranks = self.ranks
         return StepPlan(
-            True, num_leaves, deal(num_leaves, self.ranks.shard_group.size, self.ranks.num_replicas)
+            True, num_leaves, deal(num_leaves, ranks.shard_group.size, ranks.num_replicas, self.shift)
         )
 
     def refusal(self, optimizer: Optimizer) -> str | None:
@@ -164,7 +167,10 @@ class SliceReducer(Reduction):
         super().begin(plan, weight)
         self._forget_discarded()
         ranks = self.ranks
-        self._rounds = plan_rounds(plan.num_leaves, ranks.shard_group.size, ranks.num_replicas, ranks.replica)
+        placed = plan.num_leaves, ranks.shard_group.size, ranks.num_replicas
+        shift = self.shift if plan.declared else 0
+        self._rounds = plan_rounds(*placed, ranks.replica, shift)
+        self._by_group = ranges(*placed, shift)
         self._works = []
         for bucket in self.buckets:
             bucket.num_kept = 0
@@ -174,6 +180,7 @@ class SliceReducer(Reduction):
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
         self.turns.begin(self.buckets)
+        self._staged_leaf = leaf  # also when it is closed: its last unit leaves after that
         super().open_leaf(leaf, last=last)
 
     def arrived(self, i: int, *, settles: bool = True) -> None:
@@ -353,7 +360,10 @@ class SliceReducer(Reduction):
                     before.wait()
             before.wait()
         carried = self._carry(bucket)
-        self.gradients.land(bucket, staging.buffer(number, bucket))
+        buffer = staging.buffer(number, bucket)
+        self.gradients.land(bucket, buffer)
+        if self.observer is not None:
+            self.observer(self._staged_leaf, bucket, buffer)
         self.gradients.take(bucket)
         for slot in bucket.slots:
             slot.present = slot.present or slot.position in self._carried
@@ -382,13 +392,13 @@ class SliceReducer(Reduction):
         number = len(self._works) % self.reduce_scatter.staging.num_buffers
         num_carried = sum(slot.position in self._carried for slot in bucket.slots)
         header = self._header(bucket, self.plan, self._weight(), turn, num_carried)
-        computed, rounds = self.stream.computed(), self._rounds
+        computed, rounds, by_group = self.stream.computed(), self._rounds, self._by_group
 
         def run() -> None:
             with self.stream.after(computed):
                 is_last = turn + 1 == len(rounds)
                 self.reduce_scatter.run_round(
-                    bucket, number, header, rounds[turn], is_last=is_last, carried=carried
+                    bucket, number, header, rounds[turn], by_group, is_last=is_last, carried=carried
                 )
 
         self._works.append(self.lane.submit(f"the exchange of unit {bucket.index} in round {turn}", run))

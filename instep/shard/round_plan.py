@@ -25,15 +25,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from instep.ordered.tree import Node, are_siblings, rank_major, round_major
+from instep.ordered.tree import Node, are_siblings, rank_major, rotated, round_major
 
 
 @dataclass(frozen=True)
 class Round:
     """What the owner does in one round. Values are the kept sums in order, then the round's leaves.
 
-    ``senders`` are the ranks that have a leaf. Value i becomes value i + value j for all (i, j) of ``adds``,
-    in this order. Then ``kept[d]`` is the value that is kept as number d, and ``nodes[d]`` what it sums up.
+    ``senders`` are the ranks that have a leaf, in the order of their leaves. Value i becomes value i + value
+    j for all (i, j) of ``adds``, in this order. Then ``kept[d]`` is the value that is kept as number d, and
+    ``nodes[d]`` what it sums up.
     """
 
     senders: tuple[int, ...]
@@ -47,28 +48,44 @@ def num_rounds(num_leaves: int, num_ranks: int, num_shard_groups: int = 1) -> in
     return -(-max(map(len, rank_major(num_leaves, num_shard_groups))) // num_ranks)
 
 
-def deal(num_leaves: int, num_ranks: int, num_shard_groups: int = 1) -> list[list[int]]:
-    """Leaves by rank, the ranks of a shard group one after the other."""
-    groups = rank_major(num_leaves, num_shard_groups)
-    return [[own[i] for i in turns] for own in groups for turns in round_major(len(own), num_ranks)]
+def ranges(num_leaves: int, num_ranks: int, num_shard_groups: int, shift: int = 0) -> tuple[range, ...]:
+    """Leaves by shard group; with ``shift``, see ``deal``, each has those of a later one."""
+    return rotated(rank_major(num_leaves, num_shard_groups), shift // num_ranks)
+
+
+def deal(num_leaves: int, num_ranks: int, num_shard_groups: int = 1, shift: int = 0) -> list[list[int]]:
+    """Leaves by rank, the ranks of a shard group one after the other.
+
+    With ``shift`` each rank has those of the one so many after it in its shard group; beyond W of a rank in
+    the next shard group. So up to W times the number of shard groups, a leaf is another rank's each time.
+    """
+    return [
+        [own[i] for i in turns]
+        for own in ranges(num_leaves, num_ranks, num_shard_groups, shift)
+        for turns in rotated(round_major(len(own), num_ranks), shift % num_ranks)
+    ]
 
 
 @lru_cache(maxsize=64)
 def plan_rounds(
-    num_leaves: int, num_ranks: int, num_shard_groups: int = 1, shard_group: int = 0
+    num_leaves: int, num_ranks: int, num_shard_groups: int = 1, shard_group: int = 0, shift: int = 0
 ) -> tuple[Round, ...]:
-    """All rounds of a step in a shard group; the last keeps the roots of its leaves: one, if they are all."""
-    own = rank_major(num_leaves, num_shard_groups)[shard_group]
+    """All rounds of a step in a shard group; the last keeps the roots of its leaves: one, if they are all.
+
+    ``shift`` as for ``deal``: it moves leaves to other senders, and no value to another place in a sum.
+    """
+    own = ranges(num_leaves, num_ranks, num_shard_groups, shift)[shard_group]
     rounds: list[Round] = []
     nodes: tuple[Node, ...] = ()
     for turn in range(num_rounds(num_leaves, num_ranks, num_shard_groups)):
         leaves = own[turn * num_ranks : (turn + 1) * num_ranks]
-        rounds.append(_plan(nodes, leaves, num_leaves))
+        senders = tuple((k - shift) % num_ranks for k in range(len(leaves)))
+        rounds.append(_plan(nodes, leaves, num_leaves, senders))
         nodes = rounds[-1].nodes
     return tuple(rounds)
 
 
-def _plan(nodes: Sequence[Node], leaves: range, num_leaves: int) -> Round:
+def _plan(nodes: Sequence[Node], leaves: range, num_leaves: int, senders: tuple[int, ...]) -> Round:
     stack = list(zip(nodes, range(len(nodes)), strict=True))
     adds = []
     for k, leaf in enumerate(leaves):
@@ -79,4 +96,4 @@ def _plan(nodes: Sequence[Node], leaves: range, num_leaves: int) -> Round:
             adds.append((left, right))
             stack[-1] = ((lo, hi), left)
     kept, values = [value for _, value in stack], [node for node, _ in stack]
-    return Round(tuple(range(len(leaves))), tuple(adds), tuple(kept), tuple(values))
+    return Round(senders, tuple(adds), tuple(kept), tuple(values))

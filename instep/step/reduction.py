@@ -33,7 +33,7 @@ from instep.ordered.buckets import Bucket, Bundle, Caps
 from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import COMPARE, VERSION, Header
 from instep.ordered.hook import weakly
-from instep.ordered.tree import rank_major
+from instep.ordered.tree import rank_major, rotated
 from instep.step.gradients import Gradients
 from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.work import Lane, Work
@@ -161,13 +161,14 @@ class Reduction(ABC):
         self._update: Span | None = None
         self.local = [False] * len(self.names)
         self.plan: StepPlan | None = None
-        self.turn = 0  # of declared steps: each rank has the share of the one so many after it
+        self.shift = 0  # of declared steps: each rank has the share of the one so many after it
         self.leaf: int | None = None
         self.afterwards: Afterwards | None = None  # of this reduction
         self.num_running = 0
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
         self.fed: Callable[[], int] = int  # what the micro-batches of a declared step were given, in a word
-        self.observer: Callable[[int, Any], None] | None = None  # is shown each leaf in a bucket, whole
+        # Is shown each leaf in a bucket, whole, and the memory that it is in.
+        self.observer: Callable[[int, Any, Tensor], None] | None = None
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
         self._reordered = not (options.strategy.overlaps and names) or group.size == 1
@@ -209,8 +210,7 @@ class Reduction(ABC):
 
     def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
-        shares = rank_major(num_leaves, self.group.size)
-        return StepPlan(True, num_leaves, [*shares[self.turn :], *shares[: self.turn]])
+        return StepPlan(True, num_leaves, rotated(rank_major(num_leaves, self.group.size), self.shift))
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` cannot use these gradients, or None."""

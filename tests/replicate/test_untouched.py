@@ -84,7 +84,7 @@ def test_a_graph_from_before_can_still_be_walked_backwards(mesh: Mesh) -> None:
 def test_who_observes_leaves_does_not_see_those_of_a_trial(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     seen: list[int] = []
-    model._reducer.observer = lambda micro_batch, bucket: seen.append(micro_batch)
+    model._reducer.observer = lambda micro_batch, bucket, values: seen.append(micro_batch)
     assert model.verify(rows_of(mesh.rank), square).ok
     assert seen == []
     square(model, rows_of(mesh.rank)).backward()

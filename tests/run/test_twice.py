@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,18 +127,155 @@ def test_a_skipped_step_is_made_twice_too(begin: Callable[..., Loop], tmp_path: 
     assert summary(tmp_path / "run")["skipped_steps"] == 1
 
 
-@world(2, by="process")
-def test_other_ranks_make_the_step_the_second_time(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1)
-    loop = Loop(run)
+NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+@contextmanager
+def differing(run: instep.Run) -> Iterator[pytest.ExceptionInfo[ReplicasDiffer]]:
     try:
         with pytest.raises(ReplicasDiffer) as error:
-            loop.train(loss=lambda y: squares(y) * (1 + run.rank))
-        told = str(error.value)
-        assert "micro-batch 0, by rank 0 and then rank 1: the gradient of '0.weight'" in told
-        assert "micro-batch 1, by rank 1 and then rank 0: the gradient of '0.weight'" in told
+            yield error
     finally:
         run.close()
+
+
+@world(2, by="process")
+def test_of_two_ranks_that_compute_differently_both_are_named(mesh: Mesh, tmp_path: Path) -> None:
+    run = instep.Run(tmp_path / "run", check_every=1)
+    with differing(run) as error:
+        Loop(run).train(loss=lambda y: squares(y) * (1 + run.rank))
+    told = str(error.value)
+    assert told.startswith("step 0 was made 4 times, from the same state, and ranks computed different")
+    for micro_batch in range(2):
+        assert f"micro-batch {micro_batch}, by ranks 0 and 1, all that were asked: '0.weight'" in told
+    assert "One of ranks 0 and 1 is wrong and there is no majority to tell which" in told.splitlines()[-1]
+    assert (error.value.ranks, error.value.parameters) == ((0, 1), NAMES)
+
+
+def train_wrapped(run: instep.Run, wrap: str, loss: Loss = squares, num_steps: int = 2) -> list[int]:
+    """The steps that were made, of five micro-batches, with gradients and weights as ``wrap`` has them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model: Any
+    if wrap in "23":
+        model = instep.fully_shard(net, run.mesh, int(wrap))
+    elif wrap == "server":
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        model = instep.ParameterServer(net, optimizer, run.mesh)
+    else:
+        model = instep.DataParallel(net, run.mesh)
+    if wrap == "1":
+        optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    elif wrap != "server":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    call, stepper = (net, model) if wrap == "server" else (model, optimizer)
+    made = []
+    for step in run.steps(num_steps, model=model, optimizer=optimizer):
+        with step:
+            for _ in model.micro_batches(5):
+                loss(call(torch.randn(3, 4))).backward()
+            stepper.step()
+            optimizer.zero_grad()
+        made.append(int(step))
+    return made
+
+
+@pytest.mark.parametrize("wrap", ["0", "1", "2", "3", "server"])
+@world(3, by="process")
+def test_of_three_ranks_the_one_that_computes_otherwise_is_named(
+    mesh: Mesh, tmp_path: Path, wrap: str
+) -> None:
+    run = instep.Run(tmp_path / "run", check_every=1)
+    with differing(run) as error:
+        train_wrapped(run, wrap, lambda y: squares(y) * (1.001 if run.rank == 1 else 1.0))
+    told = str(error.value).splitlines()
+    assert told[0] == (
+        "step 0 was made 6 times, from the same state, and ranks computed different gradients of one "
+        "micro-batch:"
+    )
+    for micro_batch in range(5):
+        blame = "by ranks 0, 1 and 2: rank 1 computed otherwise: '0.weight', '0.bias', '2.weight' and 1 more"
+        assert told[1 + micro_batch] == f"  micro-batch {micro_batch}, {blame}"
+    assert told[-1] == "Leave out the host of rank 1 and resume from a checkpoint of before"
+    assert (error.value.ranks, error.value.parameters) == ((1,), NAMES)
+
+
+@pytest.mark.parametrize("wrap", ["0", "3"])
+@world(3, by="process")
+def test_a_loss_by_the_clock_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path, wrap: str) -> None:
+    run = instep.Run(tmp_path / "run", check_every=1)
+    with differing(run) as error:
+        train_wrapped(run, wrap, by_the_clock())
+    told = str(error.value)
+    assert "micro-batch 0, 6 times by ranks 0, 1 and 2: 6 different gradients of '0.weight'" in told
+    assert "computed otherwise" not in told
+    assert "Leave out" not in told
+    assert "Look in the loop for a clock" in told.splitlines()[-1]
+    assert told.endswith("a rank's arithmetic or memory is broken")
+
+
+@world(3, by="process")
+def test_a_loss_that_is_another_the_first_time_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path) -> None:
+    """Two of three ranks agree of each micro-batch, as a rank may have none the first time."""
+    run = instep.Run(tmp_path / "run", check_every=1)
+    calls: list[Tensor] = []
+
+    def warmed_up(y: Tensor) -> Tensor:
+        calls.append(y)
+        return squares(y) * (1 if len(calls) > 1 else 2)
+
+    with differing(run) as error:
+        Loop(run).train(loss=warmed_up)  # of two micro-batches
+    assert "computed otherwise" not in str(error.value)
+    assert "Look in the loop for a clock" in str(error.value).splitlines()[-1]
+
+
+@world(3, by="process")
+def test_what_comes_over_one_rank_once_is_said_of_it(mesh: Mesh, tmp_path: Path) -> None:
+    run = instep.Run(tmp_path / "run", check_every=1)
+    calls: list[Tensor] = []
+
+    def slips(y: Tensor) -> Tensor:
+        calls.append(y)
+        return squares(y) * (2 if run.rank == 1 and len(calls) == 1 else 1)
+
+    with differing(run) as error:
+        train_wrapped(run, "0", slips)
+    told = str(error.value)
+    assert "6 times by ranks 0, 1 and 2: 2 different gradients of '0.weight'" in told
+    assert told.endswith(
+        "that of rank 1 is broken, its arithmetic or its memory: it alone came to something else"
+    )
+
+
+@pytest.mark.parametrize("wrap", ["1", "2", "3", "server"])
+@world(3, by="process")
+def test_a_right_loop_is_what_it_is_however_the_model_is_divided(
+    mesh: Mesh, tmp_path: Path, wrap: str
+) -> None:
+    for name, every, steps in (("once", 0, [0, 1]), ("twice", 1, [0, 0, 1, 1])):
+        run = instep.Run(tmp_path / name, check_every=every)
+        assert train_wrapped(run, wrap) == steps
+        run.close()
+    mesh.world.group.all_gather_bytes(b"", "the end of the runs")
+    assert summary(tmp_path / "twice")["state_sha256"] == summary(tmp_path / "once")["state_sha256"]
+
+
+@world(2, by="process")
+def test_of_a_rank_that_has_data_of_its_own_that_rank_is_told(mesh: Mesh, tmp_path: Path) -> None:
+    run = instep.Run(tmp_path / "run", check_every=1)
+    loop = Loop(run)
+    clock = by_the_clock()
+    with differing(run) as error:
+        for step in run.steps(1, model=loop.model, optimizer=loop.optimizer):
+            with step:
+                y = loop.model(torch.randn(3, 4))
+                (clock(y) if run.rank else squares(y)).backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+    told = str(error.value)
+    assert "\n  rank 1's own data, by rank 1 and then rank 1: the gradient of '0.weight'" in told
+    assert "rank 0's own data" not in told
 
 
 @world(2, by="process")
