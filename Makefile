@@ -13,6 +13,10 @@ PIP := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 STAMP := $(VENV)/installed
 ARGS ?=
 
+# Some machines tell Python to keep no bytecode: every process of the tests, of which there are hundreds, would compile
+# all that it imports, and every worker rewrite the assertions of all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: env train test slow check bench faults
 
 env: $(STAMP)
