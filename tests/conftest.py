@@ -21,6 +21,15 @@ SHARED_MEMORY = Path("/dev/shm")
 TESTS = Path(__file__).parent
 # These stay until the session ends; the last one sees to what commands leave behind.
 SERVERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker", b"tests.launched.ember")
+# What ranks of tests import, all of which are forks of one process: a fifth of a second of each.
+RANKS_IMPORT = (
+    "pytest",
+    "tests.rejoin",
+    "tests.world",
+    "tests.shard.trained",
+    "tests.replicate.nets",
+    "instep.run.script",
+)
 # torch sets the last one at the first step of any optimizer.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
@@ -74,6 +83,8 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    if (launching := _loaded("instep.mesh.launch")) is not None:
+        launching.PRELOAD = (*launching.PRELOAD, *RANKS_IMPORT)  # type: ignore[attr-defined]
 
 
 def pytest_sessionfinish() -> None:

@@ -116,6 +116,12 @@ def weights_of(text: str, directory: Path, ranks: int) -> str:
     return found
 
 
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the weights that every example begins with."""
+    return weights_of("", tmp_path_factory.mktemp("untrained"), ranks=1)
+
+
 def test_every_example_is_tried_here():
     tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, *FRAMEWORKS, ALONE, SHARED_MEMORY)]
     assert sorted(tried) == sorted((page, heading) for page in PAGES for heading, _ in examples(page))
@@ -124,15 +130,15 @@ def test_every_example_is_tried_here():
 
 
 @pytest.mark.parametrize("place", PLAIN)
-def test_the_plain_loop_ends_with_the_same_weights_on_every_rank(place, tmp_path):
-    assert weights_of(example(*place), tmp_path, ranks=2) != weights_of("", tmp_path, ranks=1)
+def test_the_plain_loop_ends_with_the_same_weights_on_every_rank(place, untrained, tmp_path):
+    assert weights_of(example(*place), tmp_path, ranks=2) != untrained
 
 
 @pytest.mark.parametrize("place", DECLARED)
-def test_declared_steps_give_the_bits_of_one_rank(place, tmp_path):
+def test_declared_steps_give_the_bits_of_one_rank(place, untrained, tmp_path):
     text = example(*place, last=True)
     alone = weights_of(text, tmp_path / "alone", ranks=1)
-    assert weights_of(text, tmp_path / "two", ranks=2) == alone != weights_of("", tmp_path, ranks=1)
+    assert weights_of(text, tmp_path / "two", ranks=2) == alone != untrained
 
 
 @pytest.mark.parametrize("place", SAVED)
@@ -157,8 +163,8 @@ def test_the_example_of_a_framework_runs_where_it_is_installed(framework, tmp_pa
     weights_of(example(*place, last=framework == "transformers"), tmp_path, ranks=2)
 
 
-def test_threads_are_of_one_process(tmp_path):
-    assert weights_of(example(*ALONE), tmp_path, ranks=1) != weights_of("", tmp_path, ranks=1)
+def test_threads_are_of_one_process(untrained, tmp_path):
+    assert weights_of(example(*ALONE), tmp_path, ranks=1) != untrained
 
 
 def test_shared_memory_is_a_backend_of_torch(tmp_path):

@@ -106,7 +106,7 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 
 
 def end_with(code: object) -> NoReturn:
-    """All that an interpreter does at its end, but for taking apart what it holds: 0.3 s where that is torch."""
+    """What an interpreter does at its end, but for taking apart what it holds: 0.3 s where that is torch."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads

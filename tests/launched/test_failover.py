@@ -103,6 +103,7 @@ def test_a_temporary_directory_that_is_emptied_in_mid_run_is_not_missed(
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_two_ranks_four_one_three_in_one_run_give_the_bits_of_one(
     longer: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_two_ranks_four_one_three_in_one_run_give_the_bits_of_one(
     assert events(tmp_path / "run", "failure") == []
 
 
+@pytest.mark.slow
 def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
     longer: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def test_a_run_that_was_stopped_says_how_to_go_on(stopped):
     assert not (stopped / WORKERS).exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_stopped_on_two_ranks_and_resumed_on_others_gives_the_run_that_nothing_disturbed(
     ranks: int, recipe: tuple[str, ...], undisturbed: Path, half_way: Callable[[], Path], tmp_path: Path
 ) -> None:
@@ -103,6 +103,7 @@ def test_stopped_on_two_ranks_and_resumed_on_others_gives_the_run_that_nothing_d
     assert [row["steps"] for row in found["breakdown"]] == [STEPS - 4] * ranks
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_are_replaced_in_the_run_that_nothing_disturbed(
     longer: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ def sources(run_dir: Path) -> list[str]:
     return [line["source"] for line in read_lines(run_dir / FAULTS) if line.get("event") == "recovery"]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_killed_in_the_first_copy_all_begin_again(
     rank: int, recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -40,7 +40,7 @@ def test_all_ranks_but_one_killed_at_once_are_replaced_from_the_copies(
     assert set(sources(tmp_path / "run")) == {"the snapshot"}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_while_all_save_leaves_whole_checkpoints_only(
     rank: int, recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:

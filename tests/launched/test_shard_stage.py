@@ -15,6 +15,7 @@ from instep.run.ledger import LEDGER
 from tests.launched.command import steps_of, train
 from tests.launched.conftest import STEPS
 
+SLOW = pytest.mark.slow
 STAGE = "--parallel.shard-stage"
 ONE_COPY = "--parallel.one-copy"
 
@@ -45,10 +46,10 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
     ("flags", "ranks", "backend"),
     [
         ((1,), 4, "auto"),
-        ((2,), 3, "gloo"),
-        ((3,), 1, "auto"),
+        pytest.param((2,), 3, "gloo", marks=SLOW),
+        pytest.param((3,), 1, "auto", marks=SLOW),
         ((3,), 3, "shm"),
-        ((2, ONE_COPY), 2, "shm"),
+        pytest.param((2, ONE_COPY), 2, "shm", marks=SLOW),
     ],
 )
 def test_any_number_of_ranks_gives_the_run_of_one_that_has_all_of_the_state(
@@ -87,7 +88,7 @@ def test_a_fault_in_what_one_rank_holds_is_seen_in_the_hashes_of_all(
 @pytest.mark.parametrize(
     "legs",
     [
-        [(1, "-n", 3), (3, "-n", 2), (2, "-n", 4, ONE_COPY), (3, "-n", 3)],
+        pytest.param([(1, "-n", 3), (3, "-n", 2), (2, "-n", 4, ONE_COPY), (3, "-n", 3)], marks=SLOW),
         [(2, "-n", 3), (1, "-n", 2), (0, "-n", 1)],
     ],
 )
@@ -115,7 +116,14 @@ def test_resumed_again_and_again_with_the_state_divided_otherwise_is_the_run_tha
     assert all((row["gathers_s"] > 0) is (legs[-1][0] == 3) for row in found["breakdown"])
 
 
-@pytest.mark.parametrize("flags", [(1, "--parallel.backend", "gloo"), (3,), (2, ONE_COPY)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((1, "--parallel.backend", "gloo"), marks=SLOW),
+        (3,),
+        pytest.param((2, ONE_COPY), marks=SLOW),
+    ],
+)
 def test_ranks_that_are_killed_take_no_part_of_the_state_with_them(
     flags: tuple[object, ...], recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,8 @@ from tests.world import world
 
 LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
 STAGES = [2, 3]
+# On four ranks one stage of each backend; the other with `make slow`.
+SLOW = pytest.mark.slow
 
 RUNS = {
     "cut": Run(Wide, wide_step, num_steps=4),
@@ -75,7 +77,7 @@ def test_three_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
 
 
 @world(4)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
 def test_four_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
     for run in RUNS.values():
         assert_bits_of_one(mesh, run, stage=stage)
@@ -89,7 +91,7 @@ def test_three_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: i
 
 
 @world(4, by="process", backend="shm")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=SLOW)])
 def test_four_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
     for run in RUNS.values():
         assert_bits_of_one(mesh, run, stage=stage)

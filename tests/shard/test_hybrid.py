@@ -47,7 +47,9 @@ from tests.world import raw_groups, world
 
 STAGES = pytest.mark.parametrize("stage", [2, 3])
 # Two by two: where ranks share memory, below.
-SHAPES = pytest.mark.parametrize(("dp", "shard", "stage"), [(2, 3, 3), (3, 2, 2)])
+SHAPES = pytest.mark.parametrize(
+    ("dp", "shard", "stage"), [(2, 3, 3), pytest.param(3, 2, 2, marks=pytest.mark.slow)]
+)
 
 RUNS = {
     "clipped, scheduled, two groups": Run(
@@ -131,7 +133,7 @@ def bfloat16_step(model: nn.Module, micro_batch: object, step: int) -> None:
     model(x).float().square().mean().backward()
 
 
-@pytest.mark.parametrize(("backend", "stage"), [("gloo", 3), ("shm", 2)])
+@pytest.mark.parametrize(("backend", "stage"), [pytest.param("gloo", 3, marks=pytest.mark.slow), ("shm", 2)])
 def test_the_plain_loop_gives_the_bits_of_data_parallel_over_all_ranks(backend: str, stage: int) -> None:
     expected: dict[str, dict[str, Tensor]] = {}
 

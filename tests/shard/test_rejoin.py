@@ -85,9 +85,9 @@ PLACES = ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in
 QUICK = ("sharded optimizer", "stage 2", "stage 3", "stage 3, running statistics")
 
 
-def quick(kinds: dict[str, Kind]) -> list[Any]:
+def quick(kinds: dict[str, Kind], without: str = "") -> list[Any]:
     """All of ``kinds`` as parameters; most for `make slow`."""
-    marks = {name: () if name in QUICK else pytest.mark.slow for name in kinds}
+    marks = {name: () if name in QUICK and name != without else pytest.mark.slow for name in kinds}
     return [pytest.param(kind, id=name, marks=marks[name]) for name, kind in kinds.items()]
 
 
@@ -121,7 +121,7 @@ def num_threads(rank: int) -> int:
 
 
 @world(3, deadline_s=120)
-@pytest.mark.parametrize("kind", quick(KINDS))
+@pytest.mark.parametrize("kind", quick(KINDS, without="stage 3, running statistics"))
 def test_two_ranks_then_three_then_one_give_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, meetings: Meetings
 ) -> None:
