@@ -1,7 +1,7 @@
 """What a stranger on the same machine had written was believed, or written over.
 
 A run that was restarted read the path of its directory from the launcher's store, and with one write there a
-stranger had it go on from a checkpoint of theirs (``tests/train/test_run.py``). A link in the place of a
+stranger had it go on from a checkpoint of theirs (``tests/run/test_claim.py``). A link in the place of a
 temporary file made a run write over any file of its user. And two numbers in the store said which memory the
 gradients were in. What belongs to a stranger is made by root here, which may give files away.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,29 +11,23 @@ import pytest
 from instep.mesh.launch_environment import LaunchEnvironment
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
-from instep.recipes import text_config
-from instep.recipes.text_config import Config
 from instep.run import folder
-from instep.run.claim import claim_together
+from instep.run.claim import Wanted, claim_together
 from instep.run.folder import MADE_UP, RUNS
 from tests.world import world
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"  # two hosts' agents of one torchrun
 
 
-def config(run_dir: Path | None, *, resume: bool = False) -> Config:
-    return replace(text_config.tiny(), run_dir=run_dir, resume=resume)
-
-
 def place(launch: str, restarts: int = 0) -> LaunchEnvironment:
     return LaunchEnvironment(0, 2, source="torchrun", launch=launch, restart_count=restarts)
 
 
-def claim(config: Config, place: LaunchEnvironment, group: Group) -> tuple[Path, bool]:
+def claim(run_dir: Path | None, place: LaunchEnvironment, group: Group) -> tuple[Path, bool]:
     """As a run does that has ended by its return."""
     held: list[folder.Claimed] = []
     try:
-        return claim_together(config, place, group, held.append)
+        return claim_together(Wanted(run_dir, resume=False), place, group, held.append)
     finally:
         for claimed in held:
             claimed.unlock()
@@ -42,7 +35,7 @@ def claim(config: Config, place: LaunchEnvironment, group: Group) -> tuple[Path,
 
 def begun(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
-    folder.begin(path, config(path), [])
+    folder.begin(path, "", [])
     return path
 
 
@@ -53,7 +46,7 @@ def test_the_name_is_made_up_by_one_rank_and_found_again_by_all(
     group, own = mesh.world.group, (HERE, THERE)[mesh.rank]
     monkeypatch.chdir(tmp_path)
     group.barrier("all are there")
-    path, resume = claim(config(None), place(own), group)
+    path, resume = claim(None, place(own), group)
     assert not resume and path.parent == RUNS
     assert MADE_UP.fullmatch(path.name)["launch"] == HERE
     if mesh.rank == 0:
@@ -61,7 +54,7 @@ def test_the_name_is_made_up_by_one_rank_and_found_again_by_all(
         begun(RUNS / f"train-20990101-000000-{'0' * 16}")  # of another launch
     # After the restart, rank 0 is where rank 1 was.
     other = (THERE, HERE)[mesh.rank]
-    assert claim(config(None), place(other, restarts=1), group) == (path, True)
+    assert claim(None, place(other, restarts=1), group) == (path, True)
 
 
 @world(2)
@@ -70,14 +63,14 @@ def test_a_restart_before_there_was_a_run_begins_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     mesh.world.group.barrier("all are there")
-    path, resume = claim(config(None), place(HERE, restarts=2), mesh.world.group)
+    path, resume = claim(None, place(HERE, restarts=2), mesh.world.group)
     assert (path.is_dir(), resume) == (True, False)
 
 
 @world(2)
 def test_a_restart_that_cannot_know_its_run_says_so(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"torchrun does not tell a restart which run .*: pass --run-dir"):
-        claim(config(None), place("", restarts=1), mesh.world.group)
+        claim(None, place("", restarts=1), mesh.world.group)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -87,7 +80,7 @@ def test_a_path_is_that_of_each_ranks_own_config(mesh: Mesh, tmp_path: Path, res
     if mesh.rank == 0 and restarts:
         begun(path)
     group.barrier("it is there")
-    assert claim(config(path), place(HERE, restarts), group) == (path, bool(restarts))
+    assert claim(path, place(HERE, restarts), group) == (path, bool(restarts))
     group.barrier("all have seen it")
     if mesh.rank == 0:
         shutil.rmtree(path)
@@ -98,7 +91,7 @@ def test_ranks_with_other_directories_are_told_which(mesh: Mesh, tmp_path: Path)
     paths = [tmp_path / "a", tmp_path / "b"]
     words = f"differ in run_dir: {paths[0]} on rank 0, but {paths[1]} on rank 1: give all ranks the same"
     with pytest.raises(ValueError, match=re.escape(words)):
-        claim(config(paths[mesh.rank]), place(HERE), mesh.world.group)
+        claim(paths[mesh.rank], place(HERE), mesh.world.group)
     assert not any(path.exists() for path in paths)
 
 
