@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,14 +50,14 @@ class TextTraining:
         registered = Registered({"model": self.model, "optimizer": self.optimizer, "data": self.data})
         settings = layout_of(registered, settings_of(config), config.parallel.backend)
         self.training = training = ScriptTraining(settings, registered, heartbeat)
-        training.describe_by(lambda: {**numerical(config), "data.sha256": self.text.train.sha256})
-        training.evaluate_with(
-            lambda: held_out_loss(self.module, self.text.held_out, config, self.training.mesh)
-        )
+        module, text = self.module, self.text
+        training.describe_by(lambda: {**numerical(config), "data.sha256": text.train.sha256})
+        training.evaluate_with(lambda: held_out_loss(module, text.held_out, config, training.mesh))
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
         heartbeat.on_enter = self.injector.reach
         self.work = StepWork(training)
         self.work._loaders.clear()  # those of ranks that are threads of this process
+        weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
         self.injector.rank = mesh.rank
         training.join(mesh, wrappers=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,24 +14,17 @@ import torch
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.mesh import Mesh
-from instep.recipes import text_config
-from instep.recipes.text import TextRecipe
-from instep.recipes.text_config import Config
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest
-from instep.train.run_config import ParallelConfig
-from instep.train.trainer import Trainer
 from tests.parity import world_of_one
-from tests.train.snapshots import Supervisor, snapshots_of
+from tests.run.snapshots import Supervisor, snapshots_of
+from tests.run.text_training import TextTraining, tiny
 from tests.world import world as make_world
 
 world = partial(make_world, timeout_s=20.0)  # a disk takes its time
 
 
-def config(data: Path) -> Config:
-    """The tiny recipe without dropout, which ranks that are threads cannot draw."""
-    tiny = text_config.tiny()
-    parallel = ParallelConfig(shard_stage=1)
-    return replace(tiny, model=replace(tiny.model, dropout=0.0), data=data, steps=9, parallel=parallel)
+def in_shards(mesh: Mesh, data: Path) -> TextTraining:
+    return TextTraining(tiny(data, stage=1, steps=9), mesh)
 
 
 _references: dict[bytes, list[str]] = {}
@@ -45,42 +37,44 @@ def reference(data: Path, steps: int) -> str:
     text = data.read_bytes()
     with _lock:
         if text not in _references:
-            trainer = Trainer(TextRecipe(replace(config(data), parallel=ParallelConfig())), world_of_one())
-            _references[text] = [trainer.state_sha256()]
+            whole = TextTraining(tiny(data, steps=9), world_of_one())
+            _references[text] = [whole.training.state_sha256()]
             for _ in range(LAST):
-                trainer.step()
-                _references[text].append(trainer.state_sha256())
+                whole.step()
+                _references[text].append(whole.training.state_sha256())
         return _references[text][steps]
 
 
 def copied(mesh: Mesh, data: Path, supervisor: Supervisor, path: Path, steps: Sequence[int]) -> None:
     """A generation that goes on from what there is, and copies its state after each of ``steps``."""
-    trainer, memory = Trainer(TextRecipe(config(data)), mesh), snapshots_of(supervisor)
+    mine, memory = in_shards(mesh, data), snapshots_of(supervisor)
     mesh.world.group.barrier("the test")  # all have taken over
-    restore_newest(trainer, memory, Checkpoints(path, 20))
-    while trainer.steps_done < steps[-1]:
-        trainer.step()
-        if trainer.steps_done in steps:
-            memory.write(trainer)
+    restore_newest(mine.training, memory, Checkpoints(path, 20))
+    while mine.training.steps_done < steps[-1]:
+        mine.step()
+        if mine.training.steps_done in steps:
+            memory.write(mine.training)
     mesh.world.group.barrier("the test")
-    trainer.leave()
+    mine.leave()
 
 
 def restored(
     mesh: Mesh, data: Path, supervisor: Supervisor, path: Path, step: int, source: str = "the snapshot"
 ) -> None:
     """A generation that finds the state after ``step``, and makes another."""
-    trainer = Trainer(TextRecipe(config(data)), mesh)
-    with torch.no_grad():
-        next(trainer.module.parameters()).add_(1)  # as if it were from elsewhere, or newer
-    assert restore_newest(trainer, snapshots_of(supervisor), Checkpoints(path, 20))[0].endswith(source)
-    assert trainer.steps_done == step
-    assert trainer.state_sha256() == reference(data, step)
+    mine = in_shards(mesh, data)
+    training = mine.training
+    if source != "the beginning":
+        with torch.no_grad():
+            next(mine.module.parameters()).add_(1)  # as if it were from elsewhere, or newer
+    assert restore_newest(training, snapshots_of(supervisor), Checkpoints(path, 20))[0].endswith(source)
+    assert training.steps_done == step
+    assert training.state_sha256() == reference(data, step)
     if source == "the snapshot":
-        assert trainer.last is not None  # how the step went that is to be written down
-    trainer.step()
-    assert trainer.state_sha256() == reference(data, step + 1)
-    trainer.leave()
+        assert training.last is not None  # how the step went that is to be written down
+    mine.step()
+    assert training.state_sha256() == reference(data, step + 1)
+    mine.leave()
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 3), (2, 4), (1, 3), (3, 1)])
@@ -155,13 +149,12 @@ def test_moments_that_come_late_do_not_take_the_step_before_away(data: Path, tmp
 
 @world(2)
 def saved(mesh: Mesh, data: Path, path: Path, step: int) -> None:
-    trainer, checkpoints = Trainer(TextRecipe(config(data)), mesh), Checkpoints(path, 20)
-    restore_newest(trainer, None, checkpoints)
-    while trainer.steps_done < step:
-        trainer.step()
-    checkpoints.save(trainer)
-    checkpoints.finish(trainer)
-    trainer.leave()
+    mine, checkpoints = in_shards(mesh, data), Checkpoints(path, 20)
+    restore_newest(mine.training, None, checkpoints)
+    mine.steps(step)
+    checkpoints.save(mine.training)
+    checkpoints.finish(mine.training)
+    mine.leave()
 
 
 @pytest.mark.parametrize(("on_disk", "in_memory"), [(2, 3), (3, 3), (4, 3)])
@@ -191,29 +184,23 @@ def test_where_there_is_nothing_all_begin(data: Path, tmp_path: Path) -> None:
     world(2)(restored)(data=data, supervisor=Supervisor(), path=tmp_path, step=0, source="the beginning")
 
 
-def test_one_rank_decides_when_all_copy(data: Path) -> None:
-    @world(2)
-    def decide(mesh: Mesh) -> None:
-        trainer, memory = Trainer(TextRecipe(config(data)), mesh), snapshots_of(Supervisor())
-        assert memory.due(trainer) == (mesh.rank == 0)
-        trainer.leave()
-
-    decide()
+@world(2)
+def test_one_rank_decides_when_all_copy(mesh: Mesh, data: Path) -> None:
+    mine, memory = in_shards(mesh, data), snapshots_of(Supervisor())
+    assert memory.due(mine.training) == (mesh.rank == 0)
+    mine.leave()
 
 
 @world(2)
 def test_of_a_state_that_every_rank_has_rank_zero_alone_has_a_snapshot(mesh: Mesh, data: Path) -> None:
     supervisor = Supervisor()
-    trainer, memory = (
-        Trainer(TextRecipe(replace(config(data), parallel=ParallelConfig())), mesh),
-        snapshots_of(supervisor),
-    )
-    restore_newest(trainer, memory, Checkpoints(data.parent / "nothing", 20))
-    trainer.wishes = {"copy": lambda: memory.due(trainer)}
-    trainer.step()
-    memory.after_step(trainer, 0.1)
+    mine, memory = TextTraining(tiny(data), mesh), snapshots_of(supervisor)
+    restore_newest(mine.training, memory, Checkpoints(data.parent / "nothing", 20))
+    mine.work.wishes = {"copy": lambda: memory.due(mine.training)}
+    mine.step()
+    memory.after_step(mine.training, 0.1)
     assert list(supervisor.kept) == ([(1, 0)] if mesh.rank == 0 else [])
-    trainer.leave()
+    mine.leave()
 
 
 def test_what_a_rank_knows_ends_with_its_generation() -> None:
