@@ -76,7 +76,9 @@ class Loader:
         dataset: with ``len()`` and ``dataset[i]``: torch's, Hugging Face's, a list, an array. One that has
             ``__getitems__`` is asked for a micro-batch at once. What it draws from the generators of torch,
             Python, numpy, or from those it keeps, is keyed by (``seed``, epoch, sample), or by the first
-            sample of those that it reads at once. With ``open_shard``, the shards (paths, say).
+            sample of those that it reads at once. With ``open_shard``, the shards (paths, say). If it has a
+            ``name``, an ``instep.Run`` says it; a ``sha256`` of its samples, a text, is part of the contract:
+            no run goes on with other samples unnoticed.
         batch_size: samples in a step, over all ranks; a multiple of ``micro_batch_size``.
         micro_batch_size: samples in a micro-batch. The bits of training depend on both sizes.
         num_workers: processes that read for this rank; 0 reads in this one.

@@ -60,7 +60,8 @@ def optimizer_of(config: OptimConfig, net: nn.Module) -> tuple[Any, list[dict[st
 
 def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model over all ranks, and its optimizer: all that strategies and stages differ in."""
-    layout, model = config.parallel, net
+    layout = config.parallel
+    model: Any = net
     options: dict[str, Any] = {"find_unused_parameters": False, "seed": config.seed}
     if layout.shard_stage >= 2:
         model = instep.fully_shard(net, mesh, layout.shard_stage, one_copy=layout.one_copy, **options)

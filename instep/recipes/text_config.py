@@ -276,9 +276,9 @@ def run_options(config: Config) -> dict[str, Any]:
         "backend": config.parallel.named_backend,
         "threads": config.parallel.threads,
         "timeout_s": config.timeout_s,
-        # "items": "tokens",
-        # "items_per_step": config.batch.global_size * config.model.context,
-        # "loss_unit": "nats per byte",
+        "items": "tokens",
+        "items_per_step": config.batch.global_size * config.model.context,
+        "loss_unit": "nats per byte",
     }
 
 

@@ -284,10 +284,11 @@ class DataParallel(WrappedOnce, OwnNames):
 
     @property
     def placement(self) -> dict[str, Any]:
-        """How gradients travel: "strategy", and "bucket_mb" if it is one number."""
+        """How gradients travel: "strategy", "bucket_mb" if it is one number, "ordered" if they are not."""
         caps = self._options.caps
         size = {"bucket_mb": float(caps)} if isinstance(caps, int | float) else {}
-        return {"strategy": self._arguments["strategy"], **size}
+        order = {} if self._options.ordered else {"ordered": False}
+        return {"strategy": self._arguments["strategy"], **size, **order}
 
     @property
     def _process_group(self) -> Mesh | DeviceMesh | ProcessGroup | None:

@@ -173,8 +173,8 @@ class Generation:
         self.display = self._open.enter_context(closing(Display(mesh.rank, training.config.steps)))
         self._begun = begun = self._agree()
         if begun["is_finished"]:
-            of_script = hasattr(training.config, "script")
-            self.display.say(summary.finished(training.steps_done, training.config.steps, script=of_script))
+            done, steps = training.steps_done, training.config.steps
+            self.display.say(summary.finished(done, steps, command=training.command))
             training.heartbeat.enter("summary")
             on_first_rank(mesh.world.group, "looking at the summary", self._show_again)
             return Ending.DONE

@@ -13,29 +13,25 @@ counted, each once, for the first purpose that has it:
 Where the ranks of a host have one copy of the weights, each counts its slice of it: added up over the ranks,
 that is what the host has.
 
-Activations come and go. Autograd tells of each tensor that it keeps for backward, if it is asked
-(``torch.autograd.graph.saved_tensors_hooks``); asking costs some microseconds per tensor, so one forward
-beside the training is asked and no step is.
+Activations come and go: see ``run/saved_memory.py``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from instep.mesh.process_group import Group
 from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.ordered.homes import JoinedOptimizers, homes, offered
+from instep.run.saved_memory import parts_of, saved_beside
 from instep.run.training import Training
 
 OPERATION = "the gathering of memory"
@@ -43,7 +39,6 @@ PROCESS = {"resident_peak": "peak", "resident": "now", "private": "private", "ps
 CLOSE = 0.05  # padding and the optimizer's counts may add as much before "as the formula says" is untrue
 
 Ranges = dict[torch.device, list[tuple[int, int]]]  # first address and the one after the last
-Key = tuple[torch.device, int]
 
 
 @dataclass(frozen=True)
@@ -101,84 +96,13 @@ def count(**tensors: Iterable[Tensor]) -> MemoryUsage:
     return MemoryUsage(**found)
 
 
-class Saved:
-    """What autograd keeps for backward of what is computed within ``watch``, but for ``known`` tensors.
-
-    ``nbytes`` is that of now, ``peak`` the most there was: each storage once, from when it is first kept
-    until the last part of the graph that needs it is gone. Weights that autocast has converted are among
-    it, as they are kept like the rest. What a block under ``checkpoint`` computes again is not.
-    """
-
-    def __init__(
-        self, known: Iterable[Tensor] = (), gathered: Callable[[], Iterable[Tensor]] = tuple
-    ) -> None:
-        """Weights that are ``gathered`` now are known too, and are not kept: no backward may follow then, and
-        they go as they do in training."""
-        self.nbytes = self.peak = 0
-        self._known, self._gathered = {_key(x) for x in known}, gathered
-        self._uses: dict[Key, int] = {}
-        self._lock = threading.RLock()  # backward of a GPU lets go in a thread of its own
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Count what the forward in here keeps. Of this thread alone."""
-        with saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
-            yield
-
-    def _keep(self, x: Tensor) -> _Kept:
-        if any(_key(x) == _key(weights) for weights in self._gathered()):
-            return _Kept(torch.empty(0), self)
-        # An operator's own output, kept with its history, would keep the operator that keeps it.
-        kept = _Kept(x.detach(), self)
-        if not kept.nbytes:  # what is known may be gone before the graph is, and others have its place then
-            return kept
-        with self._lock:
-            uses = self._uses.get(kept.key, 0)
-            self._uses[kept.key] = uses + 1
-            if not uses:
-                self.nbytes += kept.nbytes
-                self.peak = max(self.peak, self.nbytes)
-        return kept
-
-    def let_go(self, kept: _Kept) -> None:
-        if not kept.nbytes:
-            return
-        with self._lock:
-            self._uses[kept.key] -= 1
-            if not self._uses[kept.key]:
-                del self._uses[kept.key]
-                self.nbytes -= kept.nbytes
-
-    def counts(self, key: Key) -> bool:
-        return key not in self._known
-
-
-class _Kept:
-    """A tensor in the graph, which lives as long as the graph has it."""
-
-    def __init__(self, tensor: Tensor, saved: Saved) -> None:
-        self.tensor, self.saved = tensor, saved
-        self.key = _key(tensor)
-        self.nbytes = (
-            sum(x.untyped_storage().nbytes() for x in _parts(tensor)) if saved.counts(self.key) else 0
-        )
-
-    def __del__(self) -> None:
-        self.saved.let_go(self)
-
-
 def activations(module: nn.Module, forward: Callable[[], Tensor], inputs: Iterable[Tensor] = ()) -> int:
     """Bytes that ``forward``, with ``module``, keeps for a backward that does not follow.
 
     Called beside the training: random generators are as before, no gradient is touched. In backward there is
     never more of it than at the end of forward. Parameters, buffers and ``inputs`` are kept anyway.
     """
-    there = homes(module.parameters())
-
-    def gathered() -> list[Tensor]:
-        return [x for home in there for x in home.gathered]
-
-    saved = Saved([*module.parameters(), *module.buffers(), *inputs], gathered)
+    saved = saved_beside(module, inputs)
     devices = {x.device for x in module.parameters() if x.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), saved.watch():
         forward()
@@ -197,17 +121,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _parts(x: Tensor) -> list[Tensor]:
-    """``x`` as tensors that have a storage."""
-    return [x._indices(), x._values()] if x.is_sparse else [x]
-
-
-def _key(x: Tensor) -> Key:
-    return x.device, _parts(x)[-1].untyped_storage().data_ptr()
-
-
 def _add(ranges: Ranges, x: Tensor) -> None:
-    for part in _parts(x):
+    for part in parts_of(x):
         storage = part.untyped_storage()
         if part.device.type != "meta" and storage.nbytes():
             first = storage.data_ptr()

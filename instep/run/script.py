@@ -8,7 +8,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from instep.checkpoint.contract import code_of_script
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.mesh.rank_process import exit_now
 from instep.run.membership import supervised
+from instep.run.settings import ScriptCommand, ScriptSettings
 
 NO_GROUP = (
     "Under `instep run` ranks meet where the loop over run.steps begins, and again when one is lost: take "
@@ -48,6 +49,25 @@ class ScriptCall:
     fault: tuple[str, ...] = ()
     threads: int = 0  # 0: as the script says
     timeout_s: float = 0.0
+
+    def over(self, settings: ScriptSettings) -> ScriptSettings:
+        """``settings`` of the script, with what the command says in the place of its own."""
+        ledger = replace(
+            settings.ledger,
+            every=self.ledger_every or settings.ledger.every,
+            leaves=self.leaves or settings.ledger.leaves,
+        )
+        checks = replace(settings.checks, leaves_every=self.check_every or settings.checks.leaves_every)
+        return replace(
+            settings,
+            stop_after=self.stop_after,
+            run_dir=self.run_dir or settings.run_dir,
+            resume=self.resume or settings.resume,
+            accept_contract=self.accept_contract or settings.accept_contract,
+            timeout_s=self.timeout_s or settings.timeout_s,
+            checks=checks,
+            ledger=ledger,
+        )
 
 
 class Loop(Protocol):
@@ -134,6 +154,14 @@ def script_fields(path: Path | None) -> dict[str, Any]:
         if file != path:
             fields[f"script.code.{name}"] = code_of_script(file)
     return fields
+
+
+def script_command() -> ScriptCommand:
+    """The file that this process runs, and what follows its name; "" where a function of it is called."""
+    begun, path = started(), script_path()
+    if path is None or (begun is not None and begun.call.main is not None):
+        return ScriptCommand()
+    return ScriptCommand(script=str(path), arguments=tuple(sys.argv[1:]))
 
 
 def script_path() -> Path | None:

@@ -24,13 +24,14 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
 from instep.run import folder
-from instep.run.claim import Wanted, claim_together, say
+from instep.run.claim import Wanted, claim_together
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.recovery import Checkpoints, Snapshots
 from instep.run.script import script_fields, script_path
+from instep.run.script_layout import introduction, layout_of, shard_axis
 from instep.run.script_step import StepWork
-from instep.run.script_training import ScriptTraining, layout_of
+from instep.run.script_training import ScriptTraining
 from instep.run.twice import Twice
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ class ScriptLoop(Iterator[RunStep]):
         training.describe_by(lambda: {**fields, **script_fields(script_path())})
         training.evaluate_with(run._held_out_loss)
         training.script_config = run._config
+        if launch is not None and launch.call.main is not None:
+            training.command = "instep train"
         faults = parse_all(launch.call.fault) if launch else []
         self._injector = FaultInjector(faults, heartbeat.page, training.entries)
         self._injector.rank = -1 if channel else run.mesh.rank
@@ -274,18 +277,13 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _meet(self, member: Membership) -> Mesh:
         run, settings = self.run, self.training.config
-        shard = member.world_size if run._shard == -1 else run._shard
-        if member.world_size % shard and not member.rank:
-            say(
-                f"{member.world_size} rank(s) are no whole shard groups of {shard}: each has all of the state"
-            )
         place = member.channel.heartbeat.worker
         return member.meet(
             backend=run._backend,
             timeout_s=settings.timeout_s,
             threads=run._threads,
             local_rank=place,
-            shard=shard if member.world_size % shard == 0 else 1,
+            shard=shard_axis(member.world_size, run._shard),
         )
 
     def _agreed(self, source: str) -> None:
@@ -307,17 +305,8 @@ class ScriptLoop(Iterator[RunStep]):
         return path
 
     def _introduction(self, is_first: bool) -> list[str]:
-        training, mesh = self.training, self.run.mesh
-        size = sum(p.numel() for p in training.module.parameters())
-        ranks = f"{mesh.world_size} rank{'s' * (mesh.world_size != 1)} of {mesh.device.type}"
-        if not is_first:
-            return [f"going on with {ranks}"]
-        names = ", ".join(self.run._objects)
-        return [
-            f"{size / 1e6:.2f} M parameters on {ranks}, {self.run._threads} thread(s) each; registered: "
-            f"{names}; deadline {training.config.timeout_s:g} s",
-            f"run directory {self.path}",
-        ]
+        assert self.path is not None
+        return introduction(self.training, self.path, shard=self.run._shard, is_first=is_first)
 
     def _part(self, error: RuntimeError | None) -> None:
         """Leave the group, for ``error``, or because another one is to be formed."""

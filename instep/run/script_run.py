@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +29,10 @@ from typing import Any
 
 from instep.checkpoint.manifest import Scalar
 from instep.mesh.join import await_rank, init
+from instep.mesh.launch_environment import detect
 from instep.mesh.mesh import Mesh
-from instep.run.script import ScriptCall, script_path, started
+from instep.run.script import script_command, started
+from instep.run.script_layout import shard_axis
 from instep.run.script_loop import RunStep, ScriptLoop
 from instep.run.settings import (
     CheckpointConfig,
@@ -64,6 +65,9 @@ class Run:
         contract: what of them the bits depend on, by name: a run does not go on with others unless it is told
             to. By default all of ``config``, and without that the script's arguments.
         seed: of what steps draw.
+        items, items_per_step: what the throughput counts, and how many of them a step has: "tokens" and 2048
+            give ``tokens_per_s``. By default samples, where a loader is registered, or steps.
+        loss_unit: of "loss": "nats per byte".
         resume: go on with the run that is in ``run_dir``; a launcher's restart does so without being told.
         accept_contract: go on although script, arguments, libraries or processor are not what they were.
         checkpoint_every: steps between two checkpoints; 0 saves at the end only.
@@ -78,7 +82,8 @@ class Run:
             deviations; 0: never. With one optimizer.
         trace_events: how many events each rank keeps; 0: none on disk.
         tensorboard, wandb: log there too; ``wandb`` may be the name of a project.
-        shard: ranks of a shard group, among which ``fully_shard`` divides; -1: all.
+        shard: ranks of a shard group, among which ``fully_shard`` divides; -1: all. Where a run goes on with
+            another number of ranks, which cannot be cut like that, the next larger number that divides them.
         backend, timeout_s, threads: as for ``instep.init``.
 
     Attributes:
@@ -86,6 +91,7 @@ class Run:
 
     Raises:
         ValueError, PeerLost: as ``instep.init``.
+        ValueError: one of ``items`` and ``items_per_step`` without the other, or out of range.
 
     Example:
         >>> run = instep.Run("runs/mine")
@@ -116,6 +122,9 @@ class Run:
         config: Any = None,
         contract: Mapping[str, Scalar] | None = None,
         seed: int = 0,
+        items: str = "",
+        items_per_step: int = 0,
+        loss_unit: str = "",
         resume: bool = False,
         accept_contract: bool = False,
         checkpoint_every: int = 100,
@@ -134,54 +143,55 @@ class Run:
         timeout_s: float = 300.0,
         threads: int = 1,
     ) -> None:
+        self._shard, self._backend, self._config = shard, backend, config
         self._started = started()
-        path = script_path()
-        call = ScriptCall(path or Path()) if self._started is None else self._started.call
-        self._shard, self._backend = shard, backend
-        is_file = path is not None and call.main is None
-        arguments = tuple(sys.argv[1:]) if is_file else ()
-        self._config = config
-        if contract is None and config is not None:
-            contract = scalars(config)
-        self._contract = {"script.arguments": shlex.join(arguments)} if contract is None else dict(contract)
-        self._settings = ScriptSettings(
-            script=str(path) if is_file else "",
-            arguments=arguments,
-            stop_after=call.stop_after,
+        command = script_command()
+        if contract is None:
+            contract = (
+                {"script.arguments": shlex.join(command.arguments)} if config is None else scalars(config)
+            )
+        self._contract = dict(contract)
+        project = wandb if isinstance(wandb, str) and wandb else LogsConfig.wandb_project
+        settings = ScriptSettings(
+            script=command.script,
+            arguments=command.arguments,
             seed=seed,
-            timeout_s=call.timeout_s or timeout_s,
-            run_dir=call.run_dir or (None if run_dir is None else Path(run_dir)),
-            resume=resume or call.resume,
-            accept_contract=accept_contract or call.accept_contract,
+            items=items,
+            items_per_step=_checked_number(items, items_per_step),
+            loss_unit=loss_unit,
+            timeout_s=timeout_s,
+            run_dir=None if run_dir is None else Path(run_dir),
+            resume=resume,
+            accept_contract=accept_contract,
             checkpoint=CheckpointConfig(every=checkpoint_every, keep=keep),
             checks=ChecksConfig(
                 max_skipped=max_skipped,
                 spike=spike,
                 replicas_every=replicas_every,
-                leaves_every=call.check_every or check_every,
+                leaves_every=check_every,
             ),
-            ledger=LedgerConfig(
-                every=call.ledger_every or ledger_every,
-                leaves=ledger_leaves or call.leaves,
-            ),
+            ledger=LedgerConfig(every=ledger_every, leaves=ledger_leaves),
             trace=TraceConfig(events=trace_events),
-            logs=LogsConfig(
-                tensorboard=tensorboard,
-                wandb=bool(wandb),
-                wandb_project=wandb if isinstance(wandb, str) and wandb else LogsConfig.wandb_project,
-            ),
+            logs=LogsConfig(tensorboard=tensorboard, wandb=bool(wandb), wandb_project=project),
         )
-        self._threads = threads = call.threads or threads
-        timeout_s = self._settings.timeout_s
+        call = None if self._started is None else self._started.call
+        self._settings = settings if call is None else call.over(settings)
+        self._threads = threads if call is None else call.threads or threads
         self._objects: dict[str, Any] = {}
         self._held_out_loss: Callable[[], float] | None = None
         self._steps: ScriptLoop | None = None
+        self.mesh: Mesh = self._first_mesh()
+
+    def _first_mesh(self) -> Mesh:
+        """That of the launcher's ranks, or one to build with until there are ranks."""
         channel = self._started.channel if self._started is not None else None
+        options: dict[str, Any] = {"backend": self._backend, "timeout_s": self._settings.timeout_s}
         if channel is not None:
-            place = channel.heartbeat.worker
-            self.mesh: Mesh = await_rank(backend=backend, timeout_s=timeout_s, threads=threads, place=place)
-        else:
-            self.mesh = init(shard=shard, backend=backend, timeout_s=timeout_s, threads=threads)
+            return await_rank(**options, threads=self._threads, place=channel.heartbeat.worker)
+        launched, shard = detect(os.environ), self._shard
+        if launched.restart_count:  # with fewer ranks, perhaps
+            shard = shard_axis(launched.world_size, shard)
+        return init(**options, threads=self._threads, shard=shard)
 
     @property
     def rank(self) -> int:
@@ -313,3 +323,19 @@ class Run:
                 "run.stop: the steps have not begun: call it inside of the loop over run.steps"
             )
         self._steps.asked.append("run.stop()")
+
+
+def _checked_number(items: str, items_per_step: int) -> int:
+    """``items_per_step``, if the two go together."""
+    if not items and not items_per_step:
+        return 0
+    if not items.isidentifier():
+        raise ValueError(
+            f"items={items!r} with items_per_step={items_per_step!r}: expected a word for what a step has so "
+            'many of, such as items="tokens"'
+        )
+    if type(items_per_step) is not int or items_per_step < 1:
+        raise ValueError(
+            f"items_per_step={items_per_step!r}: expected how many {items} a step has, 1 or more"
+        )
+    return items_per_step

@@ -38,6 +38,7 @@ from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.run.losses import share
 from instep.run.rank_state import Holds, Made
+from instep.run.saved_memory import Saved
 from instep.run.script_training import ScriptTraining
 from instep.step.reduction import Reduction
 
@@ -104,6 +105,7 @@ class StepWork:
         self._thread = threading.get_ident()
         self._is_open = False
         self._watching = ExitStack()
+        self._saved: Saved | None = None
         self.hashes: dict[str, GradientHashes] = {}  # of the gradients of the last step that was watched
         self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
         self._modes: list[str] = []
@@ -149,6 +151,9 @@ class StepWork:
         )
         for name, reduction in (known | dict(watched)).items():
             self.hashes[name] = self._watching.enter_context(observe_reduction(reduction))
+        self._saved = training.watch_saved()
+        if self._saved is not None:
+            self._watching.enter_context(self._saved.watch())
         self._require_schedules()
         training.timing.begin(training.steps_done)
         self._began = time.monotonic()
@@ -168,6 +173,8 @@ class StepWork:
         """The block of the step is over; what ``then`` answers."""
         self._close()
         self.training.rank_state.holds = self._holds
+        if self._saved is not None:
+            self.training.saved = self._saved
         return then()
 
     def end(self, skipped: str | None) -> float:

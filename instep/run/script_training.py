@@ -27,10 +27,12 @@ from instep.ordered.homes import offered
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
 from instep.run.held_state import HeldState, contract_number
+from instep.run.memory_formula import state_bytes
 from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.run.rank_state import RankState
 from instep.run.recovery import Built, send
-from instep.run.settings import ScriptBatch, ScriptCommand, ScriptLayout, ScriptOptimizer, ScriptSettings
+from instep.run.saved_memory import Saved, saved_beside
+from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
 from instep.run.toml import to_toml
 
 CANARY_SEED = 0
@@ -46,8 +48,10 @@ class ScriptTraining(HeldState):
     is a mesh.
     """
 
+    command = "instep run"  # or that which calls the script's own function
     seen: GradientHashes | None = None  # of the last step, where they are asked for
     script_config: Any = None  # the script's own settings, a dataclass
+    saved: Saved | None = None  # by autograd, in the first step that this process has made
 
     def __init__(self, settings: ScriptSettings, registered: Registered, heartbeat: Heartbeat) -> None:
         self.registered = registered
@@ -85,18 +89,18 @@ class ScriptTraining(HeldState):
 
     @property
     def loss_unit(self) -> str:
-        """Not known."""
-        return ""
+        """As the script says."""
+        return self.config.loss_unit
 
     @property
     def items_per_step(self) -> int:
-        """Samples, where a loader says; else steps are counted."""
-        return self.config.batch.global_size or 1
+        """As the script says; else samples, where a loader does; else steps are counted."""
+        return self.config.items_per_step or self.config.batch.global_size or 1
 
     @property
     def item(self) -> str:
         """What the throughput counts."""
-        return "samples" if self.config.batch.global_size else "steps"
+        return self.config.items or ("samples" if self.config.batch.global_size else "steps")
 
     @property
     def num_replicas(self) -> int:
@@ -257,11 +261,17 @@ class ScriptTraining(HeldState):
         models = list(self.registered.models.values())
         return memory_usage(self.module, self.state.optimizer, models[0] if len(models) == 1 else self.module)
 
-    def activations(self) -> None:
-        """Not known: a forward is the script's own."""
+    def watch_saved(self) -> Saved | None:
+        """To count what autograd keeps of a step, as long as no step is counted (``saved``)."""
+        return saved_beside(self.module) if self.saved is None else None
 
-    def memory_estimate(self) -> None:
-        """There is no formula."""
+    def activations(self) -> int | None:
+        """The most there was in the step that was counted; None where some was hidden, or none was seen."""
+        return self.saved.peak or None if self.saved is not None and self.saved.is_complete else None
+
+    def memory_estimate(self) -> dict[str, int | float] | None:
+        """Of what is registered."""
+        return state_bytes(self.registered)
 
     # The contract.
 
@@ -278,6 +288,7 @@ class ScriptTraining(HeldState):
         """All that the bits of this run may depend on, as it is when it is first asked for."""
         fields = dict(self._contract_of())
         fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
+        fields |= self._data_fields()
         optimizers = self.registered.optimizers
         for name, optimizer in optimizers.items():
             divided = offered(optimizer)
@@ -287,6 +298,16 @@ class ScriptTraining(HeldState):
         return contract.describe(
             config=fields, threads=torch.get_num_threads(), device=str(self._device), module=self.module
         )
+
+    def _data_fields(self) -> dict[str, str]:
+        """The hash of each loader's samples, where its data set knows it."""
+        loaders = {name: x for name, x in self.registered.others.items() if x in self.sources}
+        prefix = dict.fromkeys(loaders, "data.") if len(loaders) == 1 else {x: f"data.{x}." for x in loaders}
+        found = {
+            prefix[name] + "sha256": getattr(getattr(loader, "dataset", None), "sha256", None)
+            for name, loader in loaders.items()
+        }
+        return {name: value for name, value in found.items() if isinstance(value, str)}
 
     @property
     def contract_number(self) -> int:
@@ -308,22 +329,3 @@ class ScriptTraining(HeldState):
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-
-def layout_of(registered: Registered, settings: ScriptSettings, backend: str) -> ScriptSettings:
-    """``settings`` with what wrappers, optimizers and loaders say of themselves."""
-    placed: dict[str, Any] = {}
-    for model in registered.models.values():
-        placed |= getattr(model, "placement", None) or {}
-    known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
-    layout = ScriptLayout(**{**known, "backend": backend, "threads": torch.get_num_threads()})
-    loader = next((x for x in registered.others.values() if hasattr(x, "num_micro_batches")), None)
-    batch = ScriptBatch()
-    if loader is not None:
-        sizes = loader.batch_size, loader.micro_batch_size
-        batch = ScriptBatch(
-            global_size=sizes[0], micro_size=sizes[1], num_micro_batches=loader.num_micro_batches
-        )
-    name = next((type(x).__name__ for x in registered.optimizers.values()), "")
-    optimizer = ScriptOptimizer(name=name.lower())
-    return dataclasses.replace(settings, parallel=layout, batch=batch, optim=optimizer)

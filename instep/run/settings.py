@@ -74,7 +74,7 @@ class LogsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptLayout:
-    """How the ranks of a script share a step, as its wrappers say."""
+    """How the ranks of a script share a step, as its wrappers and optimizers say."""
 
     strategy: str = "none"
     shard_stage: int = 0
@@ -127,6 +127,9 @@ class ScriptSettings(ScriptCommand):
     steps: int = 0
     stop_after: int = 0
     seed: int = 0
+    items: str = ""
+    items_per_step: int = 0
+    loss_unit: str = ""
     timeout_s: float = 300.0
     run_dir: Path | None = None
     resume: bool = False

@@ -83,10 +83,11 @@ def show(
 ) -> None:
     """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
     last: Any = summary.get("loss_last")
-    loss = f"{last:.3f} in the last step" if is_number(last) and not math.isnan(last) else ""
-    if loss_unit or summary.get("held_out_loss") is not None:
+    unit = loss_unit and f" {loss_unit}"
+    loss = f"{last:.3f}{unit} in the last step" if is_number(last) and not math.isnan(last) else ""
+    if summary.get("held_out_loss") is not None:
         loss = (
-            f"{_number(summary, 'held_out_loss', '.3f')}{loss_unit and ' '}{loss_unit} held out, from "
+            f"{_number(summary, 'held_out_loss', '.3f')}{unit} held out, from "
             f"{_number(summary, 'held_out_loss_first', '.3f')} "
             f"(training {_number(summary, 'loss_last', '.3f')})"
         )
@@ -108,9 +109,9 @@ def show(
         sys.stdout.flush()
 
 
-def finished(step: int, steps: int, *, script: bool = False) -> str:
+def finished(step: int, steps: int, *, command: str = "instep train") -> str:
     """What there is to say where nothing is left to do: ``step`` is done already, and the last."""
-    if script:
+    if command == "instep run":
         return (
             f"this run is finished: step {step} of {steps} was done already, and nothing is computed. To "
             "train on: a larger number in run.steps(), and --accept-contract"

@@ -48,6 +48,7 @@ class StepFigures(Protocol):
 class Training(Protocol):
     """What trains, on this rank, while it has a mesh."""
 
+    command: str  # that makes the run, by whose words it speaks of settings: "instep run", "instep train"
     config: Any  # settings: steps, stop_after, parallel, and the topics that a run looks at
     mesh: Mesh
     group: Group  # the ranks that share out the batch

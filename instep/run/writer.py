@@ -220,7 +220,7 @@ def trace_head(training: Training) -> Fields:
     )
     num_parameters = sum(p.numel() for p in training.module.parameters())
     head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}
-    return {**head, "script": True} if hasattr(config, "script") else head
+    return {**head, "script": True} if training.command == "instep run" else head
 
 
 def _hash_lines(step: int, said: Mapping[int, bytes]) -> Iterator[Fields]:

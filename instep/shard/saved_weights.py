@@ -13,7 +13,8 @@ hold their memory, which ``Unit.free`` leaves to them.
 
 Hooks switch torch's check off that nothing saved was changed in place, so it is done here, with its words. A
 hook of the user's that is there already stays the only one (``torch.utils.checkpoint``, ``save_on_cpu``): it
-may count what is saved, and what it keeps of a unit holds the memory.
+may count what is saved, and what it keeps of a unit holds the memory. A ``Watching`` one is given all that is
+no weight of a unit.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Plain(NamedTuple):
 
     tensor: Tensor
     version: int | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> Plain:
+        return cls(x, None if x.is_inference() else x._version)
 
     def unpack(self) -> Tensor:
         if self.version is not None and self.tensor._version != self.version:
@@ -86,6 +91,16 @@ class Packed(Protocol):
     def unpack(self) -> Tensor: ...
 
 
+class Watching:
+    """A hook that looks at what is saved, and keeps it as it is: ``pack`` returns what stands for it."""
+
+    def __init__(self, pack: Callable[[Tensor], Packed]) -> None:
+        self._pack = pack
+
+    def __call__(self, x: Tensor) -> Packed:
+        return self._pack(x)
+
+
 class SavedWeights:
     """Notes what is saved of ``units`` while a module that uses them runs.
 
@@ -101,11 +116,13 @@ class SavedWeights:
         self._storages = storages
         self._stack: list[object] = []
         self._pack = _weakly(self)
+        self._beneath: Watching | None = None
 
     def enter(self, module: object) -> None:
         """The forward of ``module`` begins."""
         if not self._stack and torch.is_grad_enabled() and self._may_push():
-            _hooks._push_saved_tensors_default_hooks(self._pack, _unpack)
+            self._beneath = watching()
+            _hooks._push_saved_tensors_default_hooks(self._pack, unpack)
         self._stack.append(module)
 
     def leave(self, module: object) -> None:
@@ -132,7 +149,7 @@ class SavedWeights:
         except (NotImplementedError, RuntimeError):  # it has no storage
             return Plain(x, None)
         if unit is None:
-            return Plain(x, None if x.is_inference() else x._version)
+            return Plain.of(x) if self._beneath is None else self._beneath(x)
         if not unit.shown:
             raise RuntimeError(
                 f"weights of unit {unit.name!r} ({', '.join(unit.names)}) were used in a forward where they "
@@ -154,21 +171,31 @@ class SavedWeights:
         )
 
     def _may_push(self) -> bool:
-        return bool(_hooks._saved_tensors_hooks_is_enabled()) and _top() is None
+        is_free = top() is None or watching() is not None
+        return bool(_hooks._saved_tensors_hooks_is_enabled()) and is_free
 
     def _remove(self) -> None:
-        top = _top()
-        if top is not None and top[0] is self._pack:
+        self._beneath = None
+        found = top()
+        if found is not None and found[0] is self._pack:
             _hooks._pop_saved_tensors_default_hooks()
 
 
-def _unpack(packed: Packed) -> Tensor:
+def unpack(packed: Packed) -> Tensor:
+    """What ``packed`` stands for."""
     return packed.unpack()
 
 
-def _top() -> tuple[Any, Any] | None:
+def top() -> tuple[Any, Any] | None:
+    """The hook that is told of what is saved now, in this thread, and the one that unpacks."""
     found: tuple[Any, Any] | None = _hooks._top_saved_tensors_default_hooks(True)
     return found
+
+
+def watching() -> Watching | None:
+    """The hook of now, if it is one."""
+    found = top()
+    return found[0] if found is not None and isinstance(found[0], Watching) else None
 
 
 def _weakly(saved: SavedWeights) -> Callable[[Tensor], Packed]:

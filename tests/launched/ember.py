@@ -41,7 +41,11 @@ REQUEST_LIMIT_BYTES = 1 << 16
 PATIENCE_S = 10
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNET = 0x40000000
-COMMANDS = ("instep.run.launch_script", "instep.recipes.text", *(f"instep.cli.{word}" for word in ("train", "run", "report", "compare")))
+COMMANDS = (
+    "instep.run.launch_script",
+    "instep.recipes.text",
+    *(f"instep.cli.{word}" for word in ("train", "run", "report", "compare")),
+)
 
 
 def serve(requests: socket.socket) -> None:

@@ -19,8 +19,9 @@ from instep.recipes.text import declared_step, distribute, held_out_loss, make_m
 from instep.recipes.text_config import Config, ParallelConfig, learning_rate, numerical
 from instep.run.rank_state import Made
 from instep.run.recovery import Checkpoints, restore_newest
+from instep.run.script_layout import layout_of
 from instep.run.script_step import StepWork
-from instep.run.script_training import ScriptTraining, layout_of
+from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptEvaluation, ScriptSettings
 
 STEPS = 3
@@ -80,7 +81,7 @@ class TextTraining:
     def step(self) -> Made:
         """One optimizer step. Collective."""
         training, work = self.training, self.work
-        work.begin()
+        work.begin({})
         error = None
         try:
             self._make()

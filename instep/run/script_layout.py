@@ -1,0 +1,148 @@
+"""How the ranks of a script share the work, as wrappers, optimizers and loaders say of themselves.
+
+It is written down with the settings, and a run says it when it begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.checkpoint.registered import Registered
+from instep.ordered.homes import homes, offered
+from instep.run.memory_formula import stage_of
+from instep.run.script_training import ScriptTraining
+from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
+
+LISTED = 8  # ranks, whose shares are told one by one
+
+
+def layout_of(registered: Registered, settings: ScriptSettings, backend: str) -> ScriptSettings:
+    """``settings`` with what wrappers, optimizers and loaders say of themselves."""
+    placed: dict[str, Any] = {}
+    for model in registered.models.values():
+        placed |= getattr(model, "placement", None) or {}
+    known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
+    known |= {"backend": backend, "threads": torch.get_num_threads(), "shard_stage": _stage(registered)}
+    layout = ScriptLayout(**known)
+    loader = _loader(registered)
+    batch = ScriptBatch()
+    if loader is not None:
+        sizes = loader.batch_size, loader.micro_batch_size
+        batch = ScriptBatch(
+            global_size=sizes[0], micro_size=sizes[1], num_micro_batches=loader.num_micro_batches
+        )
+    name = next((type(x).__name__ for x in registered.optimizers.values()), "")
+    optimizer = ScriptOptimizer(name=name.lower())
+    return dataclasses.replace(settings, parallel=layout, batch=batch, optim=optimizer)
+
+
+def shard_axis(num_ranks: int, asked: int) -> int:
+    """The size of the mesh's axis ``shard``, where groups of ``asked`` ranks are wanted; -1: one of all.
+
+    A run may go on with another number of ranks, which cannot be cut like that. Then groups are larger, the
+    next number that divides the ranks, so that none of them has to hold more than was asked for.
+    """
+    if asked == -1:
+        return num_ranks
+    return next((n for n in range(asked, num_ranks) if num_ranks % n == 0), num_ranks)
+
+
+# In words.
+
+
+def introduction(training: ScriptTraining, path: Path, *, shard: int, is_first: bool) -> list[str]:
+    """What the run in ``path`` is about to do, where groups of ``shard`` ranks were asked for.
+
+    If it is not the first time: what is other now.
+    """
+    config, mesh, registered = training.config, training.mesh, training.registered
+    ranks = f"{counted(mesh.world_size, 'rank')} of {mesh.device.type}"
+    axes = dict(zip(mesh.axes.names, mesh.axes.sizes, strict=True))
+    size, found = mesh.world_size, axes.get("shard", 1)
+    lines = [f"going on with {ranks}"]
+    if is_first:
+        num = sum(p.numel() for p in training.module.parameters())
+        loader = _loader(registered)
+        name = None if loader is None else getattr(getattr(loader, "dataset", None), "name", None)
+        names = ", ".join([*registered.models, *registered.optimizers, *registered.others])
+        data = f"{name}; " if isinstance(name, str) and name else ""
+        lines = [
+            f"{number_words(num)} parameters on {ranks}, {config.parallel.threads} thread(s) each; strategy "
+            f"{_strategy(training, found)}; registered: {names}; deadline {config.timeout_s:g} s",
+            f"{data}run directory {path}",
+        ]
+    shares = _shares(training)
+    if config.batch.global_size and shares:
+        lines.append(global_batch(config.batch, shares))
+    if config.parallel.shard_stage and shard not in (-1, 1, found):
+        lines.append(
+            f"{counted(size, 'rank')} cannot be cut into shard groups of {shard}: the state is divided among "
+            f"{found}, which changes no bits"
+        )
+    return lines
+
+
+def global_batch(batch: ScriptBatch, shares: Sequence[int]) -> str:
+    """The equation of the batch, where each of so many ranks has its share of the micro-batches of a step.
+
+    global batch 32 = micro-batch 4 x accumulation 4 x 2 ranks         every rank has as many
+    global batch 32 = micro-batch 4 x 8, of which 3 ranks have 3 + 3 + 2
+    """
+    begin = f"global batch {batch.global_size} = micro-batch {batch.micro_size} x "
+    ranks = counted(len(shares), "rank")
+    times = Counter(shares)
+    if len(times) == 1:
+        return f"{begin}accumulation {shares[0]} x {ranks}"
+    listed = " + ".join(map(str, shares))
+    if len(shares) > LISTED:
+        listed = ", ".join(f"{share} on {number}" for share, number in sorted(times.items(), reverse=True))
+    return f"{begin}{sum(shares)}, of which {ranks} have {listed}"
+
+
+def number_words(number: int) -> str:
+    """``number`` with the digits that say something: 412, 12.3 k, 0.44 M, 124 M, 1.56 G."""
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        share = number / unit
+        if share >= 1 or (name == "M" and share >= 0.1):
+            return f"{share:.{2 if share < 10 else 1 if share < 100 else 0}f} {name}"
+    return str(number)
+
+
+def counted(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _strategy(training: ScriptTraining, shard: int) -> str:
+    parallel = training.config.parallel
+    order = "" if parallel.ordered else ", not ordered"
+    stage = f", stage {parallel.shard_stage} of sharding" if parallel.shard_stage else ""
+    stage += f" in shard groups of {shard} ranks" if parallel.shard_stage and shard > 1 else ""
+    copied = any(there.one_copy for there in homes(training.module.parameters()))
+    return f"{parallel.strategy}{order}{stage}{', one copy of the weights' if copied else ''}"
+
+
+def _stage(registered: Registered) -> int:
+    """What is divided: 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
+    sharded = any(offered(optimizer) is not None for optimizer in registered.optimizers.values())
+    return max([int(sharded), *map(stage_of, registered.models.values())])
+
+
+def _loader(registered: Registered) -> Any:
+    """The first one that deals samples out to declared steps."""
+    return next((x for x in registered.others.values() if hasattr(x, "num_micro_batches")), None)
+
+
+def _shares(training: ScriptTraining) -> list[int]:
+    """How many micro-batches of a declared step each rank has; [] where no wrapper says."""
+    for model in training.registered.models.values():
+        found = getattr(model, "_reducer", None) or getattr(getattr(model, "sharding", None), "reducer", None)
+        if found is not None:
+            return [len(own) for own in found.assign(training.config.num_leaves).leaves]
+    return []
