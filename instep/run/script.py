@@ -99,6 +99,7 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
     """Run the script from its top, under whatever ranks the supervisor assigns to this process."""
     channel = supervised(spec)
     begun = _started[os.getpid()] = Started(channel, call)
+    channel.heartbeat.enter("script")  # which may read for minutes before it comes to its loop
     code = 0
     try:
         execute(call)
