@@ -8,6 +8,7 @@ CPU, and a SHA-256 of every gradient: for a search, not for every day.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,12 +29,15 @@ class GradientHashes:
 
     ``leaves[i]`` of micro-batch i where the step was ``declared``, else of rank i of the group; ``reduced``
     of ``.grad`` when the step had ended, empty if it raised, where it is in slices, and on the workers of a
-    parameter server.
+    parameter server. If it was reduced several times in the step, these are of the last time, and ``firsts``
+    are the ``leaves`` of the first, which began at ``begun_ns``; 0: not at all.
     """
 
     leaves: dict[int, dict[str, str]] = field(default_factory=dict)
     reduced: dict[str, str] = field(default_factory=dict)
     declared: bool = False
+    firsts: dict[int, dict[str, str]] = field(default_factory=dict)
+    begun_ns: int = 0
 
 
 @contextmanager
@@ -58,16 +62,21 @@ def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
     """As ``observe_gradients``, of any wrapper, ``fully_shard`` too, by its ``reduction``."""
     hashes = GradientHashes()
     found: dict[int, dict[int, str]] = {}  # by leaf and position
+    first: dict[int, dict[int, str]] = {}
 
     def observe(leaf: int, bucket: Bundle, values: Tensor) -> None:
         hashes.declared = reduction.plan is not None and reduction.plan.declared
-        found.setdefault(leaf, {}).update(_leaf_digests(reduction, bucket, values))
+        hashes.begun_ns = hashes.begun_ns or time.monotonic_ns()
+        digests = dict(_leaf_digests(reduction, bucket, values))
+        found.setdefault(leaf, {}).update(digests)
+        first[leaf] = {**digests, **first.get(leaf, {})}
 
     reduction.observer = observe
     try:
         yield hashes
-        for leaf, digests in sorted(found.items()):
-            hashes.leaves[leaf] = {reduction.names[i]: digests[i] for i in sorted(digests)}
+        names = reduction.names
+        for told, its in ((hashes.leaves, found), (hashes.firsts, first)):
+            told |= {leaf: {names[i]: its[leaf][i] for i in sorted(its[leaf])} for leaf in sorted(its)}
         hashes.reduced = entry_digests(_gradients(reduction))
     finally:
         reduction.observer = None

@@ -73,8 +73,8 @@ class Run:
         checkpoint_every: steps between two checkpoints; 0 saves at the end only.
         keep: newest checkpoints to keep, at least 2.
         replicas_every: steps between two comparisons of what ranks hold alike; 0: never.
-        check_every: steps from one that is made twice, on other ranks each time, and compared, to the next:
-            see ``run/twice.py``; 0: none.
+        check_every: steps from one that is made twice, on other ranks each time, and compared, to the next;
+            a rank that computes otherwise than two others is named: see ``run/twice.py``; 0: none.
         ledger_every: steps between two hashes of the whole state; 0: at the end only.
         ledger_leaves: write down the hash of every micro-batch's gradient, for ``instep compare``.
         max_skipped: steps in a row that may be skipped because a gradient is not finite, or a spike.

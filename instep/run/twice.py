@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -55,9 +55,9 @@ CLOCK = (
     "If there is none, "
 )
 STEADY = (
-    "Each rank came to the same when it computed the same micro-batch again, so it is neither a clock nor "
-    "chance: a rank's arithmetic or memory is broken, its processor or libraries are others, or the script "
-    "does something else there"
+    "Each rank came to the same when it computed the same micro-batch again, so no clock and no random "
+    "number is the cause: the arithmetic or memory of {0} is broken, or it has another processor or other "
+    "libraries, or the script does something else there"
 )
 
 
@@ -69,9 +69,9 @@ class Opinion(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """A micro-batch, in words, of which not all ``opinions``, in the order of time, are alike."""
+    """A micro-batch of which not all ``opinions``, in the order of time, are alike; None: a rank's own."""
 
-    what: str
+    micro_batch: int | None
     opinions: Sequence[Opinion]
 
 
@@ -134,7 +134,7 @@ class Twice:
             return True
         told = self._gather()
         names = {name: reduction.names for name, reduction in self._reductions().items()}
-        doubts = list(_doubts(told, made, names))
+        doubts = _doubts(told, made, names)
         changed = {rank: its["changed"] for rank, its in told.items() if its["changed"]}
         if not doubts and not changed:
             return False
@@ -177,16 +177,18 @@ def what_differs(
     begins = f"step {step} was made {often}, from the same state, and"
     odd = odd_rank(doubts)
     if odd is not None:
-        lines = _shown([_steady(doubt) for doubt in doubts])
-        more = "" if odd.certain or len(odd.ranks) > 2 else ". Of three ranks or more, one would be named"
+        lines = _shown(doubts, _steady)
+        whose = ranks_listed(odd.ranks) if odd.certain else "one of them"
+        # Where three have come to three values, more ranks would not tell more.
+        on_more = ", on three ranks or more, so that it is named" * (len(odd.ranks) == 2 and not odd.certain)
         return ReplicasDiffer(
             f"{begins} ranks computed different gradients of one micro-batch:{lines}\n"
-            f"{STEADY}.\n{way_out(odd)}{more}",
+            f"{STEADY.format(whose)}.\n{way_out(odd)}{on_more}",
             ranks=odd.ranks,
             parameters=odd.names,
         )
     states = [f"rank {rank}: {names[0]!r} after the step" for rank, names in changed.items()]
-    lines = _shown([_unsteady(doubt) for doubt in doubts]) + _shown(states)
+    lines = _shown(doubts, _unsteady) + _listed(states)
     alone = _alone(doubts)
     broken = (
         "a rank's arithmetic or memory is broken"
@@ -222,7 +224,7 @@ def _steady(doubt: Doubt) -> str:
     odd = odd_one_out(dict(doubt.opinions))
     assert odd is not None
     blame = f": {ranks_listed(odd.ranks)} computed otherwise" if odd.certain else ", all that were asked"
-    return f"{doubt.what}, by {_asked(doubt)}{blame}: {listed(odd.names)}"
+    return f"by {_asked(doubt)}{blame}: {listed(odd.names)}"
 
 
 def _unsteady(doubt: Doubt) -> str:
@@ -231,10 +233,10 @@ def _unsteady(doubt: Doubt) -> str:
     name = next(name for name, its in first.items() if any(x.get(name) != its for x in others))
     if len(doubt.opinions) == 2:
         by = " and then ".join(f"rank {rank}" for rank, _ in doubt.opinions)
-        return f"{doubt.what}, by {by}: the gradient of {name!r}"
+        return f"by {by}: the gradient of {name!r}"
     values = len({gradients.get(name) for _, gradients in doubt.opinions})
     times = len(doubt.opinions)
-    return f"{doubt.what}, {times} times by {_asked(doubt)}: {values} different gradients of {name!r}"
+    return f"{times} times by {_asked(doubt)}: {values} different gradients of {name!r}"
 
 
 def _asked(doubt: Doubt) -> str:
@@ -253,7 +255,28 @@ def _alone(doubts: Sequence[Doubt]) -> int | None:
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def _shown(lines: Sequence[str]) -> str:
+def _shown(doubts: Sequence[Doubt], said: Callable[[Doubt], str]) -> str:
+    """What is ``said`` of each, a line for all of which the same is."""
+    alike: dict[str, list[str]] = {}
+    for doubt in doubts:
+        alike.setdefault(said(doubt), []).append(
+            f"rank {doubt.opinions[0].rank}'s own data"
+            if doubt.micro_batch is None
+            else str(doubt.micro_batch)
+        )
+    return _listed([f"{_numbered(numbers)}, {words}" for words, numbers in alike.items()])
+
+
+def _numbered(names: Sequence[str]) -> str:
+    if not names[0].isdigit():
+        return names[0]
+    if len(names) == 1:
+        return f"micro-batch {names[0]}"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"micro-batches {', '.join(names[:SHOWN])}{more}"
+
+
+def _listed(lines: Sequence[str]) -> str:
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "".join(f"\n  {line}" for line in [*lines[:SHOWN], *more])
 
@@ -271,16 +294,14 @@ def _reductions(models: Mapping[str, nn.Module | ParameterServer]) -> Iterator[t
 
 def _said(seen: GradientHashes, names: Sequence[str]) -> dict[str, Any]:
     """What a rank tells of one reduction."""
-    return {
-        "declared": seen.declared,
-        "leaves": {
-            str(leaf): [its.get(name, "")[:DIGITS] for name in names] for leaf, its in seen.leaves.items()
-        },
-    }
+    leaves = {str(leaf): [its.get(x, "")[:DIGITS] for x in names] for leaf, its in seen.firsts.items()}
+    return {"declared": seen.declared, "begun_ns": seen.begun_ns, "leaves": leaves}
 
 
-def _doubts(told: Mapping[int, Any], times: int, names: Mapping[str, Sequence[str]]) -> Iterator[Doubt]:
-    """Those micro-batches of all reductions that did not come to the same each time."""
+def _doubts(told: Mapping[int, Any], times: int, names: Mapping[str, Sequence[str]]) -> list[Doubt]:
+    """Those micro-batches that did not come to the same each time, of the first reduction that has some:
+    later ones may have had other weights for it.
+    """
     opinions: dict[tuple[str, bool, int], list[Opinion]] = {}
     for attempt in range(times):
         for rank, its in told.items():
@@ -289,6 +310,18 @@ def _doubts(told: Mapping[int, Any], times: int, names: Mapping[str, Sequence[st
                 for leaf, digests in seen["leaves"].items():
                     key = model, seen["declared"], int(leaf)
                     opinions.setdefault(key, []).append(Opinion(rank, dict(zip(own, digests, strict=True))))
-    for (_, declared, leaf), its in sorted(opinions.items()):
-        if any(each.gradients != its[0].gradients for each in its):
-            yield Doubt(f"micro-batch {leaf}" if declared else f"rank {its[0].rank}'s own data", its)
+    for first in _in_order(told):
+        doubts = [
+            Doubt(leaf if declared else None, its)
+            for (model, declared, leaf), its in sorted(opinions.items())
+            if model == first and any(each.gradients != its[0].gradients for each in its)
+        ]
+        if doubts:
+            return doubts
+    return []
+
+
+def _in_order(told: Mapping[int, Any]) -> list[str]:
+    """The reductions of a step, the first one first, as a rank saw them that had a part in most."""
+    began = [{model: x["begun_ns"] for model, x in its["seen"][0].items()} for its in told.values()]
+    return max((sorted(filter(x.get, x), key=x.__getitem__) for x in began), key=len)

@@ -75,6 +75,50 @@ def test_what_is_divided_among_ranks_outlives_one_of_them(wrap: str, alone: Path
     assert_same_run(tmp_path / "runs" / "mine", alone)
 
 
+ATTEMPTS = """
+def attempt():
+    with open("attempts", "a+") as file:
+        file.write("x")
+        file.seek(0)
+        made = len(file.read())
+    if made == {killed}:
+        import os
+        os.kill(os.getpid(), 9)
+    return made
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "killed"),
+    [
+        ("plain", 2),
+        ("3", 3),
+        pytest.param("plain", 5, marks=pytest.mark.slow),
+        pytest.param("1", 3, marks=pytest.mark.slow),
+        pytest.param("3", 2, marks=pytest.mark.slow),
+        pytest.param("server", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_a_step_is_made_again_three_ranks_give_the_bits_of_one(
+    wrap: str, killed: int, alone: Path, tmp_path: Path
+) -> None:
+    """A step is made more than twice if rank 1 has slipped in it, which it does once."""
+    factor = "2.0 if attempt() == 1 else 1.0" if killed > 2 else "1.0 + 0 * attempt()"
+    with_attempts = (
+        f"        factor = ({factor}) if step == 4 and run.rank == 1 else 1.0\n        losses = []\n"
+    )
+    text = SCRIPT.read_text().replace("        losses = []\n", with_attempts)
+    text = text.replace("loss.backward()", "(loss * factor).backward()")
+    script = tmp_path / "net.py"
+    script.write_text(text.replace("for step in run", ATTEMPTS.format(killed=killed) + "for step in run"))
+    ended = run("-n", 3, "--check-every", 4, cwd=tmp_path, script=script, says=("--wrap", wrap))
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "runs" / "mine", alone)
+    assert len(recoveries(tmp_path / "runs" / "mine")) == 1
+    assert len((tmp_path / "attempts").read_text()) == killed + 2  # then it is made twice, by the new rank
+
+
 def test_ranks_come_and_go(alone: Path, tmp_path: Path) -> None:
     slowly = "slow:rank=0,phase=data,step=1,steps=11,seconds=0.4"  # a new rank takes a while to be ready
     resizes = "resize:ranks=4,step=1", "resize:ranks=1,step=4", "resize:ranks=3,step=6"
