@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.checkpoint.registered import Registered
-from instep.ordered.homes import home, offered, undivided
+from instep.ordered.homes import Home, homes, offered, undivided
 
 Parts = Counter[tuple[str, int]]
 """Bytes, by what they are for and by the number of ranks that divide them."""
@@ -34,13 +34,13 @@ def state_bytes(registered: Registered) -> dict[str, int | float] | None:
 
     After a step, when optimizers have their state; None where this rank has none of it to judge by.
     """
-    parts, seen = Parts(), dict[int, Tensor]()
+    parts, seen, lived_in = Parts(), dict[int, Tensor](), homes_of(registered)
     for name, module in registered.modules().items():
         stage = stage_of(registered.models[name])
         for p in module.parameters():
             if id(p) not in seen:
                 seen[id(p)] = p
-                _add_parameter(parts, p, stage)
+                _add_parameter(parts, p, lived_in.get(id(p)), stage)
     for optimizer in registered.optimizers.values():
         each = _bytes_per_element(optimizer)
         if each is None:
@@ -65,8 +65,16 @@ def stage_of(model: Any) -> int:
     return int((getattr(model, "placement", None) or {}).get("stage", 0))
 
 
-def _add_parameter(parts: Parts, p: Tensor, stage: int) -> None:
-    there = home(p)
+def homes_of(registered: Registered) -> dict[int, Home]:
+    """Where parameters live, by their identity, of those whose memory is divided, or stepped in pieces."""
+    divided = [offered(optimizer) for optimizer in registered.optimizers.values()]
+    found = [there for its in divided if its is not None for there in its.homes]
+    for module in registered.modules().values():
+        found += homes(module.parameters())
+    return {id(p): there for there in found for p in there.parameters}
+
+
+def _add_parameter(parts: Parts, p: Tensor, there: Home | None, stage: int) -> None:
     ranks = 1 if there is None else there.group.size
     # What is gathered may be of another type than the pieces that are stepped.
     kept = p if there is None or not there.held else there.held[0].tensor

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
-from instep.ordered.homes import homes, offered
-from instep.run.memory_formula import stage_of
+from instep.ordered.homes import offered
+from instep.run.memory_formula import homes_of, stage_of
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
 
@@ -124,7 +124,7 @@ def _strategy(training: ScriptTraining, shard: int) -> str:
     order = "" if parallel.ordered else ", not ordered"
     stage = f", stage {parallel.shard_stage} of sharding" if parallel.shard_stage else ""
     stage += f" in shard groups of {shard} ranks" if parallel.shard_stage and shard > 1 else ""
-    copied = any(there.one_copy for there in homes(training.module.parameters()))
+    copied = any(there.one_copy for there in homes_of(training.registered).values())
     return f"{parallel.strategy}{order}{stage}{', one copy of the weights' if copied else ''}"
 
 

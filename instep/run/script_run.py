@@ -335,7 +335,5 @@ def _checked_number(items: str, items_per_step: int) -> int:
             'many of, such as items="tokens"'
         )
     if type(items_per_step) is not int or items_per_step < 1:
-        raise ValueError(
-            f"items_per_step={items_per_step!r}: expected how many {items} a step has, 1 or more"
-        )
+        raise ValueError(f"items_per_step={items_per_step!r}: expected the number of {items} in a step")
     return items_per_step

@@ -301,7 +301,7 @@ class ScriptTraining(HeldState):
 
     def _data_fields(self) -> dict[str, str]:
         """The hash of each loader's samples, where its data set knows it."""
-        loaders = {name: x for name, x in self.registered.others.items() if x in self.sources}
+        loaders = {name: x for name, x in self.registered.others.items() if hasattr(x, "num_micro_batches")}
         prefix = dict.fromkeys(loaders, "data.") if len(loaders) == 1 else {x: f"data.{x}." for x in loaders}
         found = {
             prefix[name] + "sha256": getattr(getattr(loader, "dataset", None), "sha256", None)
