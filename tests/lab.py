@@ -6,14 +6,22 @@ with two_hosts(rate="1gbit") as network:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from instep.bench.hosts import Network, network, obstacle
+from instep.mesh.launch import launch
 
+CLONE_NEWNET = 0x40000000
 why_not = cache(obstacle)
 
 
@@ -24,3 +32,28 @@ def two_hosts(rate: str = "1gbit") -> Iterator[Network]:
         pytest.skip(reason)
     with network(2, rate=rate) as made:
         yield made
+
+
+def on_each(lab: Network, target: Callable[[], object]) -> list[Any]:
+    """What ``target`` returns on each host, by way of JSON; each is a fork of a process that holds torch."""
+    names = [host.name for host in lab]
+    with tempfile.TemporaryDirectory() as folder:
+        launch(_on_host, (names, lab.environments(), target, folder), ranks=len(names))
+        return [json.loads(Path(folder, name).read_text()) for name in names]
+
+
+def _on_host(
+    names: Sequence[str], environments: Sequence[dict[str, str]], target: Callable[[], object], folder: str
+) -> None:
+    at = int(os.environ["RANK"])
+    enter(names[at])
+    del os.environ["INSTEP_STORE"]  # a file of this machine, which two hosts would not have
+    os.environ.update(environments[at])
+    Path(folder, names[at]).write_text(json.dumps(target()))
+
+
+def enter(host: str) -> None:
+    """Be on a host from here on, as by ``ip netns exec``."""
+    with open(f"/run/netns/{host}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {host}")

@@ -1,6 +1,5 @@
 """The lab's hosts: a link at its rate, ranks that train over it, and nothing left behind."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ from torch import nn
 import instep
 from instep.bench.hosts import INTERFACE, network
 from instep.ordered.hash import state_entries, state_sha256
-from tests.lab import two_hosts
+from tests.lab import on_each, two_hosts
 
-ROOT = Path(__file__).parent.parent
 PATIENCE_S = 60
 G = 4
 NUM_BYTES = 16_000_000
@@ -76,11 +74,7 @@ def namespaces() -> str:
 
 def test_two_ranks_on_two_hosts_give_the_bits_of_one():
     with two_hosts() as lab:
-        ranks = [
-            host.popen([sys.executable, __file__], env={**env, "PYTHONPATH": str(ROOT)}, **PIPES)
-            for host, env in zip(lab, lab.environments(), strict=True)
-        ]
-        reports = [json.loads(said(rank).splitlines()[-1]) for rank in ranks]
+        reports = on_each(lab, train)
     assert [report["sha256"] for report in reports] == [train()["sha256"]] * 2
     gradients = 4 * (64 * 128 + 128 + 128 * 16 + 16)
     assert all(gradients < report["sent"] < 2 * gradients for report in reports)
@@ -131,6 +125,3 @@ def test_a_rate_that_is_none_is_refused(rate):
 
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-
-if __name__ == "__main__":
-    print(json.dumps(train()))

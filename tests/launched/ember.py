@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from instep.mesh.launch import PRELOAD
+from tests.lab import enter
 
 REQUEST_LIMIT_BYTES = 1 << 16
 PATIENCE_S = 10
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CLONE_NEWNET = 0x40000000
 COMMANDS = (
     "instep.run.launch_script",
     "instep.recipes.text",
@@ -118,13 +118,6 @@ def end_with(code: object) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code if isinstance(code, int) else code is not None)
-
-
-def enter(host: str) -> None:
-    """Be on a host of ``tests.lab`` from here on, as by ``ip netns exec``."""
-    with open(f"/run/netns/{host}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter {host}")
 
 
 def fork_instead(path: bytes, args: Sequence[str], kept: Sequence[int]) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +12,10 @@ from hypothesis import strategies as st
 
 import instep
 from instep.mesh.clocks import Clocks, boot, estimate, measure
-from tests.lab import two_hosts
+from instep.mesh.launch import launch
+from tests.lab import on_each, two_hosts
 from tests.world import world
 
-ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 60
 S, MS = 1_000_000_000, 1_000_000
 SHIFTS = {"north": 0, "south": 5 * S, "west": -5 * S}  # what a host's clock is ahead by
@@ -84,12 +81,13 @@ def test_no_rounds_are_refused_before_anything_is_sent(mesh):
         measure(mesh.world.group, rounds=0)
 
 
-def test_a_process_has_the_boot_of_its_kernel_and_of_its_parent():
-    script = "from instep.mesh.clocks import boot; print(boot())"
-    child = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert child.stdout.strip() == boot()
+def write_boot(path):
+    path.write_text(boot())
+
+
+def test_a_process_has_the_boot_of_its_kernel_and_of_its_parent(tmp_path):
+    launch(write_boot, (tmp_path / "boot",), ranks=1)
+    assert (tmp_path / "boot").read_text() == boot()
     assert boot().startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
 
 
@@ -166,22 +164,12 @@ def test_whatever_the_delays_the_truth_lies_within_the_error(meeting):
 
 def test_two_hosts_of_one_kernel_have_one_clock_and_others_are_measured_over_their_link():
     with two_hosts() as lab:
-        ranks = [
-            host.popen([sys.executable, __file__], env={**env, "PYTHONPATH": str(ROOT)}, **PIPES)
-            for host, env in zip(lab, lab.environments(), strict=True)
-        ]
-        (same, other), again = [json.loads(said(rank).splitlines()[-1]) for rank in ranks]
+        (same, other), again = on_each(lab, compare)
     assert [same, other] == again
     assert same == [[0, 0], [0, 0]]
     offsets, errors = other
     assert offsets[0] == errors[0] == 0
     assert abs(offsets[1] - SHIFTS["south"]) <= errors[1] < 50 * MS
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, err
-    return out
 
 
 def compare() -> list[list[tuple[int, ...]]]:
@@ -190,9 +178,3 @@ def compare() -> list[list[tuple[int, ...]]]:
     found = [measure(mesh.world.group), measure_as(mesh, ("north", "south")[mesh.rank])]
     mesh.close()
     return [[clocks.offsets_ns, clocks.errors_ns] for clocks in found]
-
-
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-
-if __name__ == "__main__":
-    print(json.dumps(compare()))
