@@ -64,7 +64,14 @@ def all_reduces(mesh):
             assert about(x, in_turn(addends), addends), (name, num_elements)
 
 
-@pytest.mark.parametrize(("size", "backend"), [*((size, "gloo") for size in SIZES), (2, "shm"), (5, "shm")])
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [
+        *(pytest.param(size, "gloo", marks=[pytest.mark.slow] * (size in (4, 5))) for size in SIZES),
+        (2, "shm"),
+        (5, "shm"),
+    ],
+)
 def test_an_all_reduce_adds_in_the_order_that_it_states_in_every_dtype(size, backend):
     world(size, backend=backend)(all_reduces_in_order)()
 

@@ -72,7 +72,6 @@ def drawn_arguments(draw: Any) -> tuple[int, dict[str, Any]]:
     return num_samples, arguments | {"dataset": range(num_samples)}
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_every_epoch_has_each_sample_once_for_any_ranks_and_wherever_it_is_resumed(
     drawn: st.DataObject,

@@ -36,7 +36,11 @@ def test_one_process_gives_the_tree_sum_of_plain_gradients(name: str) -> None:
     assert_same_bits(bits_of_one(PLAIN[name]), train_by_hand(PLAIN[name]))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# Three ranks, below, have each model with buckets of three sizes, and with two strategies over shared memory.
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in ("naive", "bucketed"))) for x in STRATEGIES],
+)
 @world(2)
 def test_two_ranks_give_the_bits_of_one(mesh: Mesh, strategy: str) -> None:
     for training in WITHOUT_RANDOM.values():
