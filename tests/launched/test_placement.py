@@ -132,13 +132,13 @@ def test_ranks_that_are_killed_are_replaced_in_the_run_that_nothing_disturbed(
 
 
 def test_killed_with_all_its_ranks_and_resumed_on_others_gives_the_run_that_nothing_disturbed(
-    longer: tuple[tuple[object, ...], Path], tmp_path: Path
+    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The work since the last checkpoint is done again."""
-    long, reference = longer
-    path = tmp_path / "run"
-    with started_warm("train", *long, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
-        read_until(process, f"step  8/{LONG}")
+    """The work since the last checkpoint is done again. The last steps wait for the kill."""
+    path, run = tmp_path / "run", (*recipe, "--checkpoint.every", 3)
+    slowly = ("--fault", f"slow:rank=0,phase=data,step=6,steps={STEPS},seconds=2")
+    with started_warm("train", *run, *slowly, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
+        read_until(process, f"step 5/{STEPS}")
         workers = json.loads((path / WORKERS).read_text()).values()
         for pid in (process.pid, *(worker["pid"] for worker in workers)):  # nobody is left to replace one
             os.kill(pid, signal.SIGKILL)
@@ -147,9 +147,9 @@ def test_killed_with_all_its_ranks_and_resumed_on_others_gives_the_run_that_noth
     assert out == ""
     assert not (path / SUMMARY).exists()
 
-    resumed = train(*long, "-n", 3, "--run-dir", path, "--resume", cwd=tmp_path)
+    resumed = train(*run, "-n", 3, "--run-dir", path, "--resume", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
-    assert_same_run(path, reference)
+    assert_same_run(path, undisturbed)
     assert_every_sample_once(path)
     assert not (path / WORKERS).exists()
 
