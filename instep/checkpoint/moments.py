@@ -40,6 +40,13 @@ def split(full: str) -> tuple[str, str]:
     return key, name
 
 
+def keep_dtypes(state: dict[str, Json], saved: Mapping[str, Json]) -> None:
+    """Moments of ``state`` get the dtype that they have in ``saved``."""
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and state[key].dtype != value.dtype:
+            state[key] = value.to(state[key].device)
+
+
 def require_sound(
     optimizers: Sequence[Optimizer],
     groups: Sequence[Iterable[str]],

@@ -118,6 +118,11 @@ class Registered:
             if (divided := offered(optimizer)) is not None:
                 divided.join(mesh)
 
+    def fill(self) -> None:
+        """Models from the meta device get their first values. Collective over their mesh."""
+        for said in self._wrapped():
+            said.fill()
+
     def _wrapped(self) -> list[Wrapped]:
         found = (offered(model) for model in self.models.values())
         return [said for said in found if isinstance(said, Wrapped)]
@@ -248,6 +253,10 @@ class NamedModels(nn.Module):
             for said in wrapped:
                 said.join(mesh)
 
+        def fill() -> None:
+            for said in wrapped:
+                said.fill()
+
         return Wrapped(
             module=self,
             group=group,
@@ -258,6 +267,7 @@ class NamedModels(nn.Module):
             join=join,
             steppers=next(iter(steppers), None),
             settled=settled,
+            fill=fill,
         )
 
 

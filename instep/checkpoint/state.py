@@ -129,6 +129,16 @@ class TrainingState:
         buffers = persistent_buffers(self.module)
         return [*self._model(buffers), *self._moments(len(self._parameters) + len(buffers))]
 
+    def has_values(self, shard: Shard) -> bool:
+        """Whether ``shard`` has any: what belongs to a parameter that is still to be filled has none."""
+        p = self._parameters.get(self._parameter_of(shard) or "")
+        return p is None or (there := home(p)) is None or there.has_values
+
+    @property
+    def goes_with_its_group(self) -> bool:
+        """Whether some of it is gone, on a rank alone too, when wrappers and optimizers leave their group."""
+        return any(not there.resident for there in self._homes) or bool(self.steps and self.steps.homes)
+
     def owned(self, shards: Iterable[Shard] | None = None) -> list[Shard]:
         """What this rank writes of ``shards``, by default of all that it holds, for ``group``.
 
@@ -138,14 +148,15 @@ class TrainingState:
         held = self.shards() if shards is None else shards
         if not self.is_divided:
             return list(held)
-        of_one = (x if self._is_divisible(x) else x._replace(holders=x.holders[:1]) for x in held)
+        of_one = (x if self._parameter_of(x) else x._replace(holders=x.holders[:1]) for x in held)
         return list(owned(of_one, self.everyone.rank))
 
-    def _is_divisible(self, shard: Shard) -> bool:
-        """Whether it belongs to a parameter, of which all holders have the same bits."""
-        if shard.name.startswith(MODEL):
-            return shard.name.removeprefix(MODEL) in self._parameters
-        return shard.name.startswith(OPTIMIZER) and shard.order is not None
+    def _parameter_of(self, shard: Shard) -> str | None:
+        """The name of the parameter that it belongs to, of which all holders have the same bits."""
+        if shard.name.startswith(OPTIMIZER):
+            return None if shard.order is None else moments.split(shard.name.removeprefix(OPTIMIZER))[1]
+        name = shard.name.removeprefix(MODEL)
+        return name if name in self._parameters else None
 
     def options(self) -> Json:
         """What of the optimizer is no tensor, as this rank knows it (see ``merged``); None without one.
@@ -357,6 +368,8 @@ class TrainingState:
                     {name: values[self._ties.get(name, name)].tensor for name in self.module.state_dict()}
                 )
                 return
+            for there in self._homes:
+                there.make_room()
             for live in (*self._model(persistent_buffers(self.module)), *self._beside()):
                 live.tensor.copy_(values[live.name.removeprefix(MODEL)].tensor)
             for there in self._homes:
@@ -384,7 +397,7 @@ class TrainingState:
                 states[numbers[name]][key] = x.part_of(shard.tensor) if is_moment else shard.tensor
         self.steps.load(states, list(_saved_groups(self.optimizer, given, options)))
         for number, state in states.items():
-            _keep_dtypes(self.steps.state_of(self.steps.held[number]), state)
+            moments.keep_dtypes(self.steps.state_of(self.steps.held[number]), state)
 
     def _firsts_in(self, source: Source) -> dict[str, str]:
         """What ``source`` calls each tensor of the state dict, which may be tied here, there, or in both."""
@@ -585,10 +598,3 @@ def _saved_groups(
 def _like(current: object, saved: Json) -> Json:
     """JSON knows lists only; a tuple, as ``betas`` is one, becomes a tuple again."""
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
-
-
-def _keep_dtypes(state: dict[str, Json], saved: Mapping[str, Json]) -> None:
-    """Moments of ``state`` get the dtype that they have in ``saved``."""
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and state[key].dtype != value.dtype:
-            state[key] = value.to(state[key].device)

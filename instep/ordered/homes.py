@@ -91,6 +91,11 @@ class Home(Protocol):
     def resident(self) -> bool: ...
 
     @property
+    def has_values(self) -> bool:
+        """Whether parameters have some: those from the meta device, and those that wait for another group,
+        have none."""
+
+    @property
     def one_copy(self) -> bool: ...
 
     @property
@@ -106,6 +111,9 @@ class Home(Protocol):
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
+
+    def make_room(self) -> None:
+        """``held`` are about to get values: they have memory, if they had none."""
 
     def loaded(self) -> None:
         """``held`` have new values, as on all ranks."""
@@ -162,9 +170,10 @@ class Wrapped:
     part in another mesh, with the arguments of the wrapping; collective over it. Module and parameters stay
     the same objects, what is trained and frozen is what was when it was wrapped, and ``no_sync`` stays on or
     off. Replicated values stay each rank's own; those of divided parameters are of no step from ``leave``
-    until a state has been put there (``TrainingState``). A ``join`` that raises is followed by ``leave``, and
-    may be tried again. Optimizers leave before the wrappers, whose memory they step, and join after them.
-    What was offered before a ``join`` is out of date after it.
+    until a state has been put there (``TrainingState``), and take no memory until ``join``; where there is
+    none anywhere, ``fill`` gives values to those from the meta device, collective over the mesh. A ``join``
+    that raises is followed by ``leave``, and may be tried again. Optimizers leave before the wrappers, whose
+    memory they step, and join after them. What was offered before a ``join`` is out of date after it.
     """
 
     module: nn.Module
@@ -176,6 +185,7 @@ class Wrapped:
     join: Callable[[Mesh], None]
     steppers: tuple[int, ...] | None = None
     settled: Callable[[], None] = field(default=lambda: None)
+    fill: Callable[[], None] = field(default=lambda: None)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from instep import memory
 from instep.errors import CheckpointRejected
 from instep.mesh.axes import round_up
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.shards import KINDS, MODEL, Json, Order, Row, Shape
+from instep.ordered.shards import KINDS, MODEL, Json, Order, Row, Shape, Shard, elements
 
 # What files can hold, by the code that safetensors has for it.
 CODES = {
@@ -106,6 +106,18 @@ class MemoryReader:
         """Where ``x``, all that there is of ``name``, lies."""
         begin = self.begins[name]
         return self.memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+
+
+@dataclass(frozen=True)
+class LiveReader:
+    """Whole tensors as a place of elements (``Reader``), for a rank that asks for what it holds of them."""
+
+    shards: Mapping[str, Shard]
+
+    def read_into(self, name: str, first: int, out: Tensor) -> None:
+        """As ``Reader``."""
+        there = self.shards[name]
+        out.copy_(elements(there.tensor, first - there.first, first - there.first + out.numel()))
 
 
 def places(rows: Sequence[Row]) -> tuple[dict[str, int], int]:

@@ -44,7 +44,15 @@ from instep.elastic.snapshot import (
 from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.mesh.agree import all_or_none, on_first_rank
 from instep.ordered.shards import Shard, without_ties
-from instep.ordered.stored import MemoryReader, Source, assemble, places, rows_from_json, rows_to_json
+from instep.ordered.stored import (
+    LiveReader,
+    MemoryReader,
+    Source,
+    assemble,
+    places,
+    rows_from_json,
+    rows_to_json,
+)
 from instep.run.folder import CHECKPOINTS, CONFIG
 from instep.run.rank_state import Holds
 from instep.run.training import Training
@@ -192,18 +200,26 @@ def _opened(snapshot: Snapshot, step: int) -> tuple[Json, MemoryReader]:
 
 
 class Built:
-    """The state that one rank has alone, in memory of its own, to take in whatever group it is then."""
+    """The state that one rank has alone, in memory of its own, to take in whatever group it is then.
+
+    Of parameters from the meta device that have no values yet there is nothing to copy: ``put`` leaves those
+    that they have been given in the group.
+    """
 
     def __init__(self, training: Training) -> None:
         shards = stored(training, training.state.shards())
-        description, tensors = describe(training, shards), [shard.tensor for shard in shards]
+        own = [shard for shard in shards if training.state.has_values(shard)]
+        self._unfilled = rows_to_json(x.row for x in shards if not training.state.has_values(x))
+        description, tensors = describe(training, own), [shard.tensor for shard in own]
         self._kept = Snapshot.create(len(description), tensor_bytes(tensors))
         self._kept.write(description, tensors)
 
     def put(self, training: Training) -> None:
         """Give it to ``training``. Collective where the state is divided."""
         body, there = _opened(self._kept, 0)
-        take(training, [body], {"0": there})
+        filled = {**body, "rows": self._unfilled}
+        here = LiveReader({shard.name: shard for shard in training.state.shards()})
+        take(training, [body, filled], {"0": there, "1": here})
 
 
 class Copy:

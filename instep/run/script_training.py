@@ -128,11 +128,12 @@ class ScriptTraining(HeldState):
     def keep(self) -> None:
         """Keep a copy of what was built, until all ranks have agreed on a state: it is what they begin with.
 
-        Where the state is divided, nothing is left of it when a rank joins others.
+        Where the state is divided, nothing is left of it when a rank joins others. Parameters from the meta
+        device have no values yet: they get them in ``begin``.
         """
         self.state = self.registered.state()
         self._built, self._is_supervised = Built(self), True
-        owned = self.state.owned(self.state.hashed())
+        owned = [x for x in self.state.owned(self.state.hashed()) if self.state.has_values(x)]
         self._built_sha256, _ = SharedHash(self.state.group).digests(owned, self.steps_done)
         del self.state
 
@@ -156,7 +157,7 @@ class ScriptTraining(HeldState):
 
     def leave(self) -> None:
         """Give the groups back, without waiting for any rank."""
-        divided = self.has_joined and self.state.is_divided
+        divided = self.has_joined and (self.state.is_divided or self.state.goes_with_its_group)
         self.registered.leave()
         self._is_wrapped = False
         self.rank_state.left(divided=divided)
@@ -169,6 +170,7 @@ class ScriptTraining(HeldState):
             self._require_built()
         if self._built is not None:
             self._require_same_build()
+            self.registered.fill()
             self._built.put(self)
         self.rank_state.begin()
         self.health = Health(self.config.checks)

@@ -75,6 +75,11 @@ class FlatParameters:
     divide: Callable[[Optimizer], DividedOptimizer] | None = None  # the state of a plain optimizer
 
     @property
+    def has_values(self) -> bool:
+        """Whether parameters have some: they had when they came."""
+        return True
+
+    @property
     def own_bytes(self) -> int:
         """Of this rank's slice."""
         return sum(x.tensor.numel() * x.tensor.itemsize for x in self.held)
@@ -97,6 +102,9 @@ class FlatParameters:
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
         return self.layout.slices_with(next(i for i, p in enumerate(self.parameters) if p is parameter))
+
+    def make_room(self) -> None:
+        """``held`` are about to get values: they have memory, if they had none."""
 
     def loaded(self) -> None:
         """``held`` have new values, as on all ranks."""

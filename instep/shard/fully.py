@@ -181,13 +181,17 @@ class FullySharded(WrappedOnce):
     def materialise(self, init: Callable[[str, Tensor], None] | None = None, *, seed: int = 0) -> None:
         """Give values to parameters from the meta device, one unit after the other; stage 3. Collective.
 
+        In a script under ``instep run`` the ranks have not met yet where models are made: parameters are
+        filled where the loop over ``run.steps`` begins, each rank its part, and only if the run has no state
+        yet. Until then they have no values, and take no memory.
+
         Args:
             init: ``init(name, tensor)`` fills one whole parameter in place. By default the module's own
                 ``init_parameter`` does, else ``reset_parameters`` of its submodules.
             seed: with the name of a parameter it keys the random numbers of its values.
 
         Raises:
-            ValueError: the stage is 2, or nothing fills a parameter.
+            ValueError: the stage is 2, or nothing fills a parameter; or ranks fill one differently, on all.
             PeerLost: a rank did not come.
 
         Example:
@@ -229,6 +233,7 @@ class FullySharded(WrappedOnce):
             leave=sharding.leave,
             join=sharding.join,
             settled=lambda: sharding.reducer.watch.settled(),
+            fill=sharding.fill,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

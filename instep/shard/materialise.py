@@ -1,6 +1,7 @@
 """Values for a module that was made on the meta device: a model that no rank could hold gets its weights.
 
-Every rank makes the same values, one unit at a time, and keeps its slice of them.
+Every rank makes the same values, one unit at a time, and keeps its slice of them. Where ranks have not met
+yet, nothing is made but buffers (``prepare``), which every rank has whole in any case.
 """
 
 from __future__ import annotations
@@ -11,32 +12,65 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.generators import seed_generator
+from instep.ordered.hash import entry_digests
 from instep.ordered.keys import InitializesByName, derive
+from instep.ordered.shards import elements
 from instep.shard.unit import Unit
 
 Init = Callable[[str, Tensor], None]
 RESETS = ("reset_parameters", "_reset_parameters")  # the second is what torch's attention calls its own
 
 
-def materialise(module: nn.Module, units: Sequence[Unit], init: Init | None, seed: int) -> None:
-    """Fill the ``units`` of ``module`` that have no values yet, and buffers on the meta device."""
+def materialise(module: nn.Module, units: Sequence[Unit], init: Init | None, seed: int) -> list[str]:
+    """Fill ``units`` of ``module``, which have no values yet, and buffers on the meta device.
+
+    Returns a line for each parameter that another rank has too if it has made the same values; or nearly: it
+    is of the first block of each.
+    """
+    made: list[str] = []
     if init is None and hasattr(module, "init_parameter"):
         init = _by_name(module, seed)  # type: ignore[arg-type]
     if init is not None:
         for unit in units:
-            if not unit.materialised:
-                _fill(unit, init)
+            _fill(unit, init, made)
     else:
-        _reset(module, [unit for unit in units if not unit.materialised], seed)
+        _reset(module, units, seed, made)
+    _require_buffers(module)
+    for unit in units:
+        unit.materialised = True
+    return made
+
+
+def prepare(module: nn.Module, units: Sequence[Unit], init: Init | None, seed: int) -> None:
+    """Look whether ``materialise`` can fill ``units`` later, and fill buffers on the meta device.
+
+    A submodule may fill its parameters with its buffers: these have memory meanwhile.
+    """
+    if init is None and not hasattr(module, "init_parameter"):
+        names = {m: name for name, m in module.named_modules()}
+        for m in _resetting(module, units):
+            _require_reset(m, names[m])
+        with torch.random.fork_rng(devices=[]):
+            for m in _children_first(module):
+                if _has_meta_buffers(m) and _reset_of(m) is not None:
+                    mine = {id(p) for p in m._parameters.values()}
+                    own = [unit for unit in units if any(id(p) in mine for p in unit.parameters)]
+                    with _whole(own):
+                        torch.manual_seed(derive(seed, "init", names[m]))
+                        _make_buffers(m, units[0].slice.device)
+                        _call_reset(m, names[m])
+    _require_buffers(module)
+
+
+def _require_buffers(module: nn.Module) -> None:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"buffer {name!r} is on the meta device, and its values are not known: make it on a "
                 "device, or let reset_parameters() of its module fill it"
             )
-    for unit in units:
-        unit.materialised = True
 
 
 def _by_name(module: InitializesByName, seed: int) -> Init:
@@ -52,7 +86,12 @@ def _by_name(module: InitializesByName, seed: int) -> Init:
     return init
 
 
-def _fill(unit: Unit, init: Init) -> None:
+def _line(name: str, values: Tensor) -> str:
+    first = elements(values.detach(), 0, min(values.numel(), BLOCK_ELEMENTS))
+    return f"{name}, which begins with the hash {entry_digests([(name, first)])[name]}"
+
+
+def _fill(unit: Unit, init: Init, made: list[str]) -> None:
     with torch.no_grad():
         for i, name in enumerate(unit.names):
             values = torch.empty_strided(
@@ -63,29 +102,40 @@ def _fill(unit: Unit, init: Init) -> None:
             )
             init(name, values)
             unit.keep(i, values)
+            made.append(_line(name, values))
 
 
-def _reset(module: nn.Module, units: Sequence[Unit], seed: int) -> None:
+def _reset(module: nn.Module, units: Sequence[Unit], seed: int, made: list[str]) -> None:
     """Let the submodules fill their parameters themselves, children first, as at their construction."""
     names = {m: name for name, m in module.named_modules()}
     by_place: dict[str, list[Unit]] = {}
     for unit in units:
         by_place.setdefault(unit.name, []).append(unit)
-    done: set[int] = set()
     for own in by_place.values():
-        pending = {id(p) for unit in own for p in unit.parameters}
         with _whole(own), torch.random.fork_rng(devices=[]):
-            for m in _children_first(module):
-                mine = {id(p) for p in m._parameters.values() if p is not None}
-                if mine & pending and not mine <= done:
-                    torch.manual_seed(derive(seed, "init", names[m]))
-                    _make_buffers(m, own[0].slice.device)
-                    _call_reset(m, names[m])
-                    done |= mine
+            for m in _resetting(module, own):
+                torch.manual_seed(derive(seed, "init", names[m]))
+                _make_buffers(m, own[0].slice.device)
+                _call_reset(m, names[m])
+            for unit in own:
+                for i, (name, p) in enumerate(zip(unit.names, unit.parameters, strict=True)):
+                    unit.keep(i, p.detach())
+                    made.append(_line(name, p))
     for m in _children_first(module):
-        if any(x is not None and x.is_meta for x in m._buffers.values()) and _reset_of(m) is not None:
+        if _has_meta_buffers(m) and _reset_of(m) is not None:
             _make_buffers(m, units[0].slice.device if units else torch.device("cpu"))
             _call_reset(m, names[m])
+
+
+def _resetting(module: nn.Module, units: Sequence[Unit]) -> Iterator[nn.Module]:
+    """The submodules that fill the parameters of ``units``, in the order in which they do."""
+    pending = {id(p) for unit in units for p in unit.parameters}
+    done: set[int] = set()
+    for m in _children_first(module):
+        mine = {id(p) for p in m._parameters.values() if p is not None}
+        if mine & pending and not mine <= done:
+            yield m
+            done |= mine
 
 
 def _reset_of(m: nn.Module) -> Callable[[], object] | None:
@@ -93,13 +143,21 @@ def _reset_of(m: nn.Module) -> Callable[[], object] | None:
 
 
 def _call_reset(m: nn.Module, name: str) -> None:
+    _require_reset(m, name)()
+
+
+def _require_reset(m: nn.Module, name: str) -> Callable[[], object]:
     reset = _reset_of(m)
     if reset is None:
         raise ValueError(
             f"{name or 'the module'!r}, a {type(m).__name__}, has parameters on the meta device and no "
             "reset_parameters(): pass materialise(init=...), which fills one parameter at a time"
         )
-    reset()
+    return reset
+
+
+def _has_meta_buffers(m: nn.Module) -> bool:
+    return any(x is not None and x.is_meta for x in m._buffers.values())
 
 
 def _make_buffers(m: nn.Module, device: torch.device) -> None:
@@ -110,7 +168,7 @@ def _make_buffers(m: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _whole(units: Sequence[Unit]) -> Iterator[None]:
-    """Inside, the parameters are whole, each in its own dtype; then the units keep their parts."""
+    """Inside, the parameters are whole, each in its own dtype, for the units to keep their parts."""
     with torch.no_grad():
         for unit in units:
             unit.begin_use()
@@ -120,9 +178,6 @@ def _whole(units: Sequence[Unit]) -> Iterator[None]:
                 )
         try:
             yield
-            for unit in units:
-                for i, p in enumerate(unit.parameters):
-                    unit.keep(i, p.detach())
         finally:
             for unit in units:
                 unit.hide()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from instep.events import Recorder
 from instep.mesh.join import find_ranks
-from instep.mesh.mesh import Mesh, mesh_for_replicas
+from instep.mesh.mesh import Mesh, UnrankedMesh, mesh_for_replicas
 from instep.mesh.process_group import Group
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ def shard_group_of(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessG
     """What ``find_ranks`` is given for this rank's shard group: ``mesh["shard"]``, if there is one."""
     mesh = _sharded_mesh(process_group)
     return process_group if mesh is None else mesh["shard"]
+
+
+def awaits_rank(process_group: Mesh | ProcessGroup | None) -> bool:
+    """Whether ``process_group`` is this process alone, until it is given a rank among others."""
+    mesh = mesh_for_replicas() if process_group is None else process_group
+    return isinstance(mesh, UnrankedMesh)
 
 
 def num_shard_groups(process_group: Mesh | ProcessGroup | None) -> int:

@@ -27,12 +27,12 @@ from instep.ordered.keys import LeafKeys
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
 from instep.shard.layout import cut
-from instep.shard.materialise import Init
+from instep.shard.materialise import Init, prepare
 from instep.shard.partition import UnitMembers, by_kind, partition
 from instep.shard.reducer import SliceReducer
-from instep.shard.shard_groups import find_shard_ranks
+from instep.shard.shard_groups import awaits_rank, find_shard_ranks
 from instep.shard.stage3 import Stage3
-from instep.shard.unit import Divided
+from instep.shard.unit import Divided, Unit
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward
@@ -97,6 +97,14 @@ class LocalOptions:
     timeout_s: float | None = None
 
 
+@dataclass(frozen=True)
+class FirstValues:
+    """How ``materialise`` is to fill what comes from the meta device."""
+
+    init: Init | None
+    seed: int
+
+
 class Sharding:
     """The engine of one sharded module.
 
@@ -118,6 +126,8 @@ class Sharding:
         self.next_step = 0
         self.stage3: Stage3 | None = None
         self.spaces: list[FlatParameters] = []
+        self._first_values: FirstValues | None = None
+        self._unfilled: list[Unit] | None = None  # units that had no values when ranks met; None: not yet
         self._local, self._broadcast_buffers = local, broadcast_buffers
 
         def check() -> Considered:
@@ -153,6 +163,11 @@ class Sharding:
         """As ``Wrapped`` says; parameters show nothing in stage 3, until ``join`` and a state that is put."""
         self._declared.abandon()
         self.close(wait=False)
+        if self.stage3 is not None:
+            if self._unfilled is None:
+                self._unfilled = [unit for unit in self.stage3.units if unit.is_vacant]
+            for unit in self.stage3.units:
+                unit.vacate()
 
     def join(self, mesh: Mesh) -> None:
         """As ``Wrapped`` says; after ``leave``."""
@@ -183,10 +198,33 @@ class Sharding:
         if self.stage3 is None:
             raise ValueError("materialise() is for stage=3: in stage 2 there is nothing on the meta device")
         new = [unit for unit in self.stage3.units if not unit.materialised]
-        self.stage3.materialise(init, seed=seed)
+        if any(unit.is_vacant for unit in new):
+            prepare(self.stage3.module, new, init, seed)
+            self._first_values = FirstValues(init, seed)
+        else:
+            self._fill(new, FirstValues(init, seed))
+
+    def fill(self) -> None:
+        """As ``Wrapped`` says: as ``materialise`` was told to.
+
+        Raises:
+            ValueError: it was not called.
+        """
+        if not self._unfilled:
+            return
+        if self._first_values is None:
+            raise ValueError(
+                f"parameter {self._unfilled[0].names[0]!r} was on the meta device, and no saved state has "
+                "values for it: call materialise() after fully_shard"
+            )
+        self._fill(self._unfilled, self._first_values)
+
+    def _fill(self, units: Sequence[Unit], values: FirstValues) -> None:
+        assert self.stage3 is not None
+        self.stage3.materialise(values.init, seed=values.seed, units=units)
         replicas = self.ranks.replicate_group
         if replicas is not None:
-            for unit in new:
+            for unit in units:
                 replicas.broadcast(unit.slice.view(torch.uint8), f"the first values of unit {unit.name!r}")
             self.barrier("the first values of the parameters")
 
@@ -260,6 +298,7 @@ class Sharding:
                 reshard_after_forward=options.stage == 3 and options.reshard_after_forward,
                 units=self._local.units,
                 device=self._local.device,
+                vacant=awaits_rank(self._process_group),
                 before=self.stage3,
             )
             spaces = [unit for unit in self.stage3.units if unit.trainable]

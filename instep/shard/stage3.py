@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from instep.events import Recorder
+from instep.mesh.agree import require_same_lines
 from instep.mesh.process_group import Group
 from instep.ordered.hook import Hook, weakly
 from instep.shard.buffer_pool import BufferPool
@@ -63,6 +64,9 @@ HOOKS = (
 )
 
 
+ALIKE = ": pass materialise() the same seed on all ranks, or a function that fills alike on all"
+
+
 class Stage3:
     """Keeps the weights of ``module`` in slices over ``group``, and brings them where they are used.
 
@@ -78,6 +82,7 @@ class Stage3:
             in backward.
         units: submodules that shall be units, instead of the entries of outermost lists.
         device: where parameters from the meta device live; by default the CPU.
+        vacant: they take no memory yet.
         before: what kept these weights over another group, and is closed; its units are taken over, without
             values.
     """
@@ -93,6 +98,7 @@ class Stage3:
         reshard_after_forward: bool = True,
         units: Sequence[nn.Module] | None = None,
         device: torch.device | None = None,
+        vacant: bool = False,
         before: Stage3 | None = None,
     ) -> None:
         self.module, self._group = module, group
@@ -100,7 +106,7 @@ class Stage3:
         self._buffers = BufferPool()
         if before is None:
             self.members = [kind for unit in partition(module, units) for kind in by_kind(unit)]
-            self.units = self._cut(compute_dtype, device)
+            self.units = self._cut(compute_dtype, device, vacant)
         else:
             self.members, self.units = before.members, before.units
             for unit in self.units:
@@ -139,14 +145,21 @@ class Stage3:
         self._close = weakref.finalize(self, _let_go, hooks, self._gathers.lane, source, gather_group)
         self._close.atexit = False  # at the end of a process its source waits itself
 
-    def _cut(self, compute_dtype: torch.dtype | None, device: torch.device | None) -> list[Unit]:
-        shared: dict[str, Any] = {"storages": self._storages, "buffers": self._buffers}
-        return [
-            Unit(i, kind, self._group, compute_dtype=compute_dtype, device=device, **shared)
-            for i, kind in enumerate(self.members)
-        ]
+    def _cut(
+        self, compute_dtype: torch.dtype | None, device: torch.device | None, vacant: bool
+    ) -> list[Unit]:
+        shared: dict[str, Any] = {
+            "compute_dtype": compute_dtype,
+            "device": device,
+            "vacant": vacant,
+            "storages": self._storages,
+            "buffers": self._buffers,
+        }
+        return [Unit(i, kind, self._group, **shared) for i, kind in enumerate(self.members)]
 
-    def materialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+    def materialise(
+        self, init: Init | None = None, *, seed: int = 0, units: Sequence[Unit] | None = None
+    ) -> None:
         """Give values to what was on the meta device, on every rank the same. Collective.
 
         One parameter at a time is whole, or one unit where submodules fill their own.
@@ -155,12 +168,15 @@ class Stage3:
             init: ``init(name, tensor)`` fills one whole parameter. By default the module's own
                 ``init_parameter`` does (``instep.ordered.keys.initialize``), else ``reset_parameters`` of the
                 submodules, with torch's generators seeded by ``seed`` and the submodule's name.
+            units: which; by default all that have none.
 
         Raises:
-            ValueError: a submodule has no ``reset_parameters``, or one has a buffer on the meta device.
+            ValueError: a submodule has no ``reset_parameters``, or one has a buffer on the meta device; or
+                ranks have made different values, on all of them.
         """
-        materialise(self.module, self.units, init, seed)
-        self._group.barrier("the first values of the parameters")
+        new = [unit for unit in self.units if not unit.materialised] if units is None else units
+        made = materialise(self.module, new, init, seed)
+        require_same_lines(self._group, "the first values of parameters", made, fix=ALIKE)
 
     def whole(self, parameter: Tensor) -> Tensor:
         """The master values of ``parameter``, gathered into new memory. Not collective."""
@@ -455,7 +471,8 @@ class Stage3:
             if not self.units[i].materialised:
                 raise ValueError(
                     f"parameter {self.units[i].names[0]!r} was on the meta device and has no values yet: "
-                    "call materialise() on every rank, or load a checkpoint"
+                    "call materialise() on every rank, or load a checkpoint; under `instep run` it gets them "
+                    "where the loop over run.steps begins"
                 )
 
     def _require_unchanged(self) -> None:

@@ -9,6 +9,9 @@ The gathered memory is a buffer that the unit takes and gives back (``buffer_poo
 views of it when it shall go, an output, a cache, the graph of a second derivative, then it stays theirs, for
 as long as they live, and no unit takes it again: memory that was freed is never read.
 
+Without memory (``is_vacant``) a slice is one NaN, expanded, too: what comes from the meta device before there
+are ranks to share it out, and what has left its group. So no rank alone ever has memory for all weights.
+
 What is cut lies in the slices in logical order (``flat_parameters``). A parameter whose own memory has
 another one (channels_last, transposed) shows its values in a part of the buffer behind the slices then, to
 which they are copied when they have come.
@@ -44,13 +47,15 @@ class Unit(FlatParameters):
 
     At construction, collective: of the values of the group's first rank each rank keeps its slice, in the
     parameters' own dtype, or, where they compute in ``compute_dtype``, in float32 at least. Parameters on the
-    meta device have none yet, and come to ``device``. In ``storages`` it is found by the memory that its
-    parameters show, whole or not; ``buffers`` are those of all units of a module. Then ``open``, a gather
-    that fills ``parts``, and ``show`` make the parameters usable, and ``free`` ends that. In between, they
-    are of their own classes from ``begin_use`` to ``end_use``; else ``reader`` is asked for what they show.
+    meta device have none yet, and come to ``device``; ``vacant``, without memory until some come. In
+    ``storages`` it is found by the memory that its parameters show, whole or not; ``buffers`` are those of
+    all units of a module. Then ``open``, a gather that fills ``parts``, and ``show`` make the parameters
+    usable, and ``free`` ends that. In between, they are of their own classes from ``begin_use`` to
+    ``end_use``; else ``reader`` is asked for what they show. ``vacate`` ends all of it, until ``lay_out``.
     """
 
     resident: ClassVar[bool] = False
+    slice: Tensor  # (slice_length,), of the masters
     flat: Tensor  # (W * slice_length,), gathered; (0,) while there is none
     storage: torch.UntypedStorage  # of ``flat``
     _buffer: Tensor | None = None
@@ -65,6 +70,7 @@ class Unit(FlatParameters):
         *,
         compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        vacant: bool = False,
         storages: dict[int, Unit] | None = None,
         buffers: BufferPool | None = None,
     ) -> None:
@@ -79,7 +85,7 @@ class Unit(FlatParameters):
         if compute_dtype is not None:
             self.dtype = torch.promote_types(first.dtype, torch.float32)
         target = (device or torch.device("cpu")) if first.is_meta else first.device
-        self.materialised = not first.is_meta
+        self.materialised, self.is_vacant = not first.is_meta, vacant and first.is_meta
         self.gradient_source: Callable[[ParameterShard], Tensor | None] | None = None
         self.work: Work | None = None  # that fills the gathered memory
         self.shown = False
@@ -96,7 +102,7 @@ class Unit(FlatParameters):
             self.held = self._hold()
             if self.materialised:
                 self._adopt()
-            else:
+            elif not self.is_vacant:
                 self.slice.fill_(torch.nan)
             for i, p in enumerate(self.parameters):
                 _replace(p, self._hidden[i])
@@ -113,11 +119,34 @@ class Unit(FlatParameters):
         self.free(changed=True)
         self.group = self.everyone = group
         self._storages, self._buffers = storages, buffers
-        self.materialised = False
+        self.materialised = self.is_vacant = False
         with torch.inference_mode(False), torch.no_grad():
             self._allocate(self.slice.device, self._compute)
             self.held = self._hold()
         self.hide()
+
+    def vacate(self) -> None:
+        """Hold no values, and no memory, until the unit is laid out for another group."""
+        self.free(changed=True)
+        self.materialised, self.is_vacant = False, True
+        self.slice = self._nothing(self.slice.shape)  # the old one may still be read by another rank
+        for x in self.held:  # in place: optimizers step these
+            x.tensor.data, x.tensor.grad = self._nothing(x.tensor.shape), None
+
+    def make_room(self) -> None:
+        """As ``Home`` says; in place."""
+        if not self.is_vacant:
+            return
+        self.is_vacant = False
+        with torch.inference_mode(False), torch.no_grad():
+            self.slice.data = self._memory()
+            for x, new in zip(self.held, self._hold(), strict=True):
+                x.tensor.data = new.tensor
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the masters have some."""
+        return self.materialised
 
     @property
     def is_free(self) -> bool:
@@ -271,6 +300,7 @@ class Unit(FlatParameters):
 
     def keep(self, i: int, values: Tensor) -> None:
         """Parameter i has ``values``, whole: keep what is this rank's."""
+        self.make_room()
         self.generation += 1
         for held in self.held:
             if held.parameter is self.parameters[i]:
@@ -306,8 +336,9 @@ class Unit(FlatParameters):
         whole = uncuttable(self._shapes, self._strides, granule)
         self.layout = cut([shape.numel() for shape in self._shapes], self.group.size, granule, whole)
         self._in_slices = [self.strides_in_flat(i) for i in range(len(self.parameters))]
-        segment = self.group.allocate(self.layout.slice_length * self.dtype.itemsize, align, device)
-        self.slice = segment.elements(self.dtype).zero_()  # (slice_length,); the padding travels too
+        self._device, self._align = device, align
+        length = self.layout.slice_length
+        self.slice = self._nothing((length,)) if self.is_vacant else self._memory()
         self._behind: dict[int, int] = {}  # by number of the parameter, where it is shown behind the slices
         end = self.layout.num_elements
         for i, shape in enumerate(self._shapes):
@@ -320,6 +351,16 @@ class Unit(FlatParameters):
         self._storages[self._nan.untyped_storage()._cdata] = self
         self._hidden = [self._nan.expand(shape) for shape in self._shapes]
 
+    def _memory(self) -> Tensor:
+        """(slice_length,), of zeros: the padding travels too."""
+        nbytes = self.layout.slice_length * self.dtype.itemsize
+        return self.group.allocate(nbytes, self._align, self._device).elements(self.dtype).zero_()
+
+    def _nothing(self, shape: Sequence[int]) -> Tensor:
+        """NaN in the shape of masters, which takes the memory of one."""
+        with torch.inference_mode(False):
+            return torch.full((), torch.nan, dtype=self.dtype, device=self._device).expand(shape)
+
     def _without_buffer(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.flat = torch.empty(0, dtype=self._compute, device=self.slice.device)
@@ -331,7 +372,10 @@ class Unit(FlatParameters):
         for x in self.layout.pieces(self.group.rank):
             shape = self._shapes[x.parameter]
             tensor = self.slice[x.offset - begin : x.offset - begin + x.last - x.first]
-            if x.last - x.first == shape.numel():
+            is_whole = x.last - x.first == shape.numel()
+            if self.is_vacant:
+                tensor = self._nothing(shape if is_whole else tensor.shape)
+            elif is_whole:
                 tensor = tensor.as_strided(shape, self._in_slices[x.parameter])
             held.append(ParameterShard(self.parameters[x.parameter], x.first, x.last, tensor))
         return held
