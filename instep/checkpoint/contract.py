@@ -32,6 +32,7 @@ from instep.checkpoint.manifest import Scalar, differences
 from instep.errors import ContractBroken
 from instep.mesh.agree import raise_on_all
 from instep.mesh.process_group import Group
+from instep.shard.fully import FullySharded
 
 # Variables by which libraries choose other kernels or another number of threads, so other bits.
 KERNEL_SWITCHES = (
@@ -190,7 +191,7 @@ def require_same(group: Group, fields: Mapping[str, Scalar]) -> None:
 #     model.parameter.blocks.0.feed_forward.up.weight             float32 [512, 128]
 #
 # Code is hashed without comments, docstrings and layout. torch's own classes are left out: they come with the
-# version of torch.
+# version of torch. A module that is divided counts as what it was before: where weights are is placement.
 
 UNKNOWN = "no source"
 SHORT = 16  # hex digits
@@ -203,7 +204,7 @@ def module_fields(module: nn.Module) -> dict[str, Scalar]:
     """Code, layers, parameters and buffers of ``module``."""
     fields: dict[str, Scalar] = {}
     for path, layer in module.named_modules():
-        kind = type(layer)
+        kind = layer.sharding.kind if isinstance(layer, FullySharded) else type(layer)
         if not kind.__module__.startswith("torch."):
             fields[f"model.code.{kind.__module__}"] = _code_of_file(kind.__module__)
             fields[f"model.code.{kind.__qualname__}"] = _code_of_class(kind)

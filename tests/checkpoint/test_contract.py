@@ -15,6 +15,7 @@ from instep.checkpoint.contract import describe, require_same
 from instep.checkpoint.manifest import canonical, differences, fingerprint, parse_json
 from instep.errors import ContractBroken
 from instep.mesh.mesh import Mesh
+from instep.shard.fully import fully_shard
 from tests.world import world
 
 SCALARS = (
@@ -106,6 +107,20 @@ def test_a_changed_layer_is_refused_by_name() -> None:
         f'model.layer.1: "LayerNorm((4,), eps=1e-05{rest}" in the checkpoint, '
         f'"LayerNorm((4,), eps=1e-06{rest}" now'
     ]
+
+
+class Doubled(nn.Sequential):
+    """A model whose code is its own."""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@world(2)
+def test_a_module_that_is_divided_is_described_as_the_whole_one(mesh: Mesh, stage: int) -> None:
+    whole, divided = (Doubled(nn.Linear(3, 4)) for _ in range(2))
+    expected = describe(config={}, threads=1, device="cpu", module=whole)
+    assert "model.code.Doubled" in expected
+    fully_shard(divided, mesh, stage)
+    assert describe(config={}, threads=1, device="cpu", module=divided) == expected
 
 
 def test_another_implementation_of_an_optimizer_is_refused_by_name() -> None:

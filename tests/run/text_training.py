@@ -68,6 +68,7 @@ class TextTraining:
             return
         self.injector.rank = mesh.rank
         training.join(mesh, wrappers=False)
+        mesh.recorder.watch = self.work.phases.watch
 
     def begin(self) -> None:
         """Take what was built, as where no rank finds another state. Collective."""
@@ -84,6 +85,7 @@ class TextTraining:
     def join(self, mesh: Mesh) -> None:
         self.injector.rank = mesh.rank
         self.training.join(mesh, wrappers=True)
+        mesh.recorder.watch = self.work.phases.watch
 
     def step(self) -> Made:
         """One optimizer step. Collective."""
@@ -109,6 +111,8 @@ class TextTraining:
 
     def close(self) -> None:
         self.work.close()
+        if self.training.has_joined:
+            self.training.registered.leave()
 
     def _make(self) -> None:
         config, mesh = self.config, self.training.mesh
