@@ -101,7 +101,8 @@ class ReplicasDiffer(InstepError):
 class Diverged(InstepError):
     """Too many steps in a row had a gradient that is not finite, or far above those before.
 
-    Raised by ``instep train``, on every rank alike; the weights are those of before these steps.
+    Raised by ``instep train``, and in the step of an ``instep.Run``, on every rank alike; the weights are
+    those of before these steps.
 
     Attributes:
         ranks: the global ranks that computed the first number that is not finite; empty if none is known.

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from instep.elastic.heartbeat import MAX_FAULTS, PHASES, HeartbeatPage
 
@@ -153,10 +154,13 @@ class FaultInjector:
 
     def spoil(self, loss: Tensor, model: nn.Module, step: int) -> Tensor:
         """``loss``, whose backward makes a gradient nan if that is a fault of this step; each time."""
-        for fault in self._faults:
-            if (fault.kind, fault.rank, fault.step) == ("nan", self.rank, step):
-                return poisoned(loss, _named(fault, list(model.named_parameters())))
-        return loss
+        fault = self.nan_due(step)
+        return loss if fault is None else poisoned(loss, named(fault, list(model.named_parameters())))
+
+    def nan_due(self, step: int) -> Fault | None:
+        """The fault that makes a gradient of ``step`` nan on this rank, each time that the step is made."""
+        kind = ("nan", self.rank, step)
+        return next((fault for fault in self._faults if (fault.kind, fault.rank, fault.step) == kind), None)
 
     def _await_resize(self, number: int, step: int) -> None:
         """Wait, once, until the supervisor has fired ``number``, unless the run ends or a rank is lost."""
@@ -177,14 +181,14 @@ class FaultInjector:
 
     def _inject(self, fault: Fault) -> None:
         if fault.kind == "flip":
-            flip_bit(_named(fault, self._entries()))
+            flip_bit(named(fault, self._entries()))
         elif fault.after_ms:
             threading.Timer(fault.after_ms / 1e3, KINDS[fault.kind], [fault]).start()
         else:
             KINDS[fault.kind](fault)
 
 
-def _named(fault: Fault, entries: Sequence[tuple[str, Tensor]]) -> Tensor:
+def named(fault: Fault, entries: Sequence[tuple[str, Tensor]]) -> Tensor:
     """The entry that ``fault`` names, the first by default."""
     found = [x for name, x in entries if fault.name in ("", name)]
     if not found:
@@ -239,7 +243,7 @@ KINDS: dict[str, Callable[[Any], None]] = {
     "resize": _nothing,
 }
 SENT = frozenset({"kill", "segv", "abort", "term", "usr1", "int", "stop", "exit"})  # from any thread
-ELSEWHERE = frozenset({"nan", "resize"})  # in ``spoil``, and in the supervisor
+ELSEWHERE = frozenset({"nan", "resize"})  # by who asks ``nan_due``, and in the supervisor
 
 
 def flip_bit(tensor: Tensor, index: int = 0, bit: int = 20) -> None:
@@ -269,6 +273,12 @@ def poison(tensor: Tensor, index: int = 0) -> None:
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise ValueError(f"expected floating-point or complex numbers, got {tensor.dtype}, which has no nan")
     _element(tensor, index).fill_(torch.nan)
+
+
+def poison_gradients(parameter: Tensor) -> RemovableHandle:
+    """Until the handle that is returned is removed, every gradient of ``parameter`` is nan."""
+    # Not full_like, which sparse ones do not have. None is what a function has passed on.
+    return parameter.register_hook(lambda gradient: None if gradient is None else gradient * torch.nan)
 
 
 def poisoned(loss: Tensor, parameter: Tensor) -> Tensor:

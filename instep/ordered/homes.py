@@ -164,6 +164,8 @@ class Wrapped:
     takes beside it. ``counter`` counts declared steps; None where no random numbers are keyed. ``steppers``
     are the ranks of ``group`` that have the optimizer's state; None means all. ``settled`` is called on all
     ranks when what they hold alike has been compared: what was written to it before is no edit of one alone.
+    ``micro_batch()`` is the one of a declared step whose backward is under way in this thread; None if there
+    is none.
 
     ``leave`` gives the group back and waits for no rank, whatever has happened. A step that is under way is
     given up: gradients are None, partial sums are gone, a declared step is open no longer. ``join`` takes
@@ -186,6 +188,7 @@ class Wrapped:
     steppers: tuple[int, ...] | None = None
     settled: Callable[[], None] = field(default=lambda: None)
     fill: Callable[[], None] = field(default=lambda: None)
+    micro_batch: Callable[[], int | None] = field(default=lambda: None)
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def run_options(config: Config) -> dict[str, Any]:
         "replicas_every": checks.replicas_every,
         "check_every": checks.leaves_every,
         "max_skipped": checks.max_skipped,
-        # "skip_steps": checks.skip_steps,
+        "skip_steps": checks.skip_steps,
         "spike": checks.spike,
         "ledger_every": config.ledger.every,
         "ledger_leaves": config.ledger.leaves,

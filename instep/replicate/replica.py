@@ -36,6 +36,7 @@ class Replica:
         aliases: dict[int, nn.Parameter] = {}
         copies: dict[int, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
+        self.micro_batch: int | None = None  # whose gradients it receives
         for parameter in original.parameters():
             alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             aliases[id(parameter)] = alias
@@ -58,8 +59,9 @@ class Replica:
         self.module = self.modules[id(original)]
 
     @contextmanager
-    def receives(self) -> Iterator[None]:
+    def receives(self, micro_batch: int) -> Iterator[None]:
         """Inside, ``handed_to_replicas`` hands over to this one what backwards of this thread bring."""
+        self.micro_batch = micro_batch
         # Not a threading.local, which the engine's own threads (backward on a GPU) would not see.
         keep_for_thread(_RECEIVER, self)
         try:
@@ -100,8 +102,18 @@ def handed_to_replicas(parameters: Sequence[Tensor], strays: set[int]) -> Iterat
             parameter.grad = None
 
 
+def received_micro_batch() -> int | None:
+    """The micro-batch whose gradients a replica receives in this thread; None where none does."""
+    replica = _receiver()
+    return None if replica is None else replica.micro_batch
+
+
+def _receiver() -> Replica | None:
+    return torch._C._get_obj_in_tls(_RECEIVER) if torch._C._is_key_in_tls(_RECEIVER) else None
+
+
 def _hand_over(i: int, strays: set[int], gradient: Tensor) -> None:
-    replica = torch._C._get_obj_in_tls(_RECEIVER) if torch._C._is_key_in_tls(_RECEIVER) else None
+    replica = _receiver()
     if replica is None:
         strays.add(i)
         return

@@ -58,6 +58,13 @@ if TYPE_CHECKING:
 
 SERVER = 0  # rank in the group
 UPDATED = "the server's report on its update"
+WORD_BYTES = 4096  # at most, of why there is no update
+
+
+class Declined(Exception):
+    """The gradient is not to be used. A hook of the server's optimizer raises it, and then ``step`` does on
+    every rank, with the same words: weights and moments are what they were, and no step was made.
+    """
 
 
 class ParameterServer:
@@ -273,6 +280,7 @@ class ParameterServer:
         Raises:
             ValueError: there was no ``backward`` or ``micro_batches`` since the last step.
             Desync: on the workers, if the server's optimizer raised; on the server that error itself.
+            Declined: on all ranks, if a hook of the server's optimizer raised it.
             PeerLost: a rank did not come.
         """
         if not self._pending:
@@ -319,15 +327,28 @@ class ParameterServer:
 
     def _tell(self, failed: BaseException | None) -> None:
         """All ranks raise if the server could not update. Collective."""
-        word = torch.tensor([failed is not None], dtype=torch.int64, device="cpu")
-        self._reducer.lane.submit(UPDATED, lambda: self.group.broadcast(word, UPDATED, root=SERVER)).wait()
+        words = b""
+        if isinstance(failed, Declined):
+            words = (str(failed) or "declined").encode()[:WORD_BYTES]
+        has_failed, length = self._from_server([failed is not None, len(words)], torch.int64)
+        if 0 < length <= WORD_BYTES:
+            words = bytes(self._from_server(words.ljust(length), torch.uint8))
         if failed is not None:
             raise failed
-        if word.item():
+        if words:
+            raise Declined(words.decode(errors="replace"))
+        if has_failed:
             raise Desync(
                 f"rank {self.group.ranks[SERVER]}, the parameter server, could not update the weights: they "
                 "are what they were. The cause stands in its own traceback"
             )
+
+    def _from_server(self, numbers: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """The server's ``numbers``, where the others pass as many of their own. Collective."""
+        told = torch.tensor(list(numbers), dtype=dtype, device="cpu")
+        self._reducer.lane.submit(UPDATED, lambda: self.group.broadcast(told, UPDATED, root=SERVER)).wait()
+        found: list[int] = told.tolist()
+        return found
 
     def _has_come(self) -> None:
         """The server has the gradient; what a worker's ``.grad`` shows is its own part of it."""

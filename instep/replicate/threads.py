@@ -54,7 +54,7 @@ from instep.ordered.running import Changes, apply
 from instep.ordered.tree import adds, rank_major
 from instep.replicate.flat import Flat
 from instep.replicate.own_names import OwnNames
-from instep.replicate.replica import Replica, handed_to_replicas
+from instep.replicate.replica import Replica, handed_to_replicas, received_micro_batch
 from instep.replicate.thread_pool import ThreadPool, ThreadSettings
 from instep.step.gradients import Gradients
 from instep.step.micro_batches import (
@@ -212,6 +212,7 @@ class ThreadedReplicas(OwnNames):
             counter=None,
             leave=self.module.zero_grad,
             join=lambda mesh: None,  # no mesh is of use to replicas in one process
+            micro_batch=received_micro_batch,
         )
 
     @property
@@ -285,7 +286,7 @@ class ThreadedStep:
         found = {}
         for index in self.indices[r]:
             micro_batch = self.micro_batches[index]
-            with replica.receives(), recording.open(shown=True):
+            with replica.receives(index), recording.open(shown=True):
                 found[index] = body(replica.module, micro_batch)
             self._check(r, micro_batch, replica)
             self.measured[index] = recording.changes()

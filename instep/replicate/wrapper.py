@@ -556,6 +556,7 @@ class DataParallel(WrappedOnce, OwnNames):
             leave=self._leave,
             join=self._join,
             settled=lambda: reducer.watch.settled(),
+            micro_batch=lambda: reducer.micro_batch,
         )
 
     def _leave(self) -> None:

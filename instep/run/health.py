@@ -63,6 +63,11 @@ class Health:
         """Whether more steps in a row were skipped than ``max_skipped``: the run must end."""
         return self.in_a_row > self.checks.max_skipped
 
+    @property
+    def at_the_limit(self) -> bool:
+        """Whether one more skipped step ends the run."""
+        return self.in_a_row >= self.checks.max_skipped
+
     def planned(self, step: int) -> str | None:
         """Why ``step``, counted from 0, is skipped whatever its gradient, or None. It needs no forward."""
         return f"step {step} is in checks.skip_steps" if step in self.checks.skip_steps else None

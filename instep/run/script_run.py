@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class Run:
         ledger_every: steps between two hashes of the whole state; 0: at the end only.
         ledger_leaves: write down the hash of every micro-batch's gradient, for ``instep compare``.
         max_skipped: steps in a row that may be skipped because a gradient is not finite, or a spike.
+        skip_steps: steps, counted from 0, that read their samples and leave weights and moments alone.
         spike: skip a step whose gradient norm is above the median of the last ones by so many median absolute
             deviations; 0: never. With one optimizer.
         trace_events: how many events each rank keeps; 0: none on disk.
@@ -134,6 +135,7 @@ class Run:
         ledger_every: int = 50,
         ledger_leaves: bool = False,
         max_skipped: int = 5,
+        skip_steps: Sequence[int] = (),
         spike: float = 0.0,
         trace_events: int = 1 << 17,
         tensorboard: bool = False,
@@ -166,6 +168,7 @@ class Run:
             checkpoint=CheckpointConfig(every=checkpoint_every, keep=keep),
             checks=ChecksConfig(
                 max_skipped=max_skipped,
+                skip_steps=tuple(skip_steps),
                 spike=spike,
                 replicas_every=replicas_every,
                 leaves_every=check_every,

@@ -10,33 +10,34 @@ recover    of a lost rank: if no tensor was touched, the state is what it was, a
 from __future__ import annotations
 
 import gc
+import json
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instep.checkpoint.registered import Registered, RegisteredState
-from instep.errors import Diverged
+from instep.elastic.faults import FaultInjector, named, poison_gradients
 from instep.events import GLOBAL_LOSS, WAITS
 from instep.mesh.device import generators
 from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
 from instep.ordered.norm import clipped, grad_norm
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction
-from instep.replicate.server import ParameterServer
+from instep.replicate.server import SERVER, Declined, ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.run.losses import share
+from instep.run.nonfinite import NonFiniteSearch, not_finite
 from instep.run.rank_state import Holds, Made
 from instep.run.saved_memory import Saved
 from instep.run.script_training import ScriptTraining
@@ -45,12 +46,9 @@ from instep.step.reduction import Reduction
 WISHES = ("stop", "regroup", "copy")
 # Figures of a step in metrics.jsonl that are not the script's.
 WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
+SERVERS_WORD = "what the server knows of the step"
 OWN = "script"  # the phase of what is no span
 PHASES = {"data": "data", "forward": "forward", "backward": "backward", "update": "update"}
-
-
-class _Skip(Exception):
-    """Leaves a step whose gradient is not to be used."""
 
 
 class SpanPhases:
@@ -103,6 +101,7 @@ class StepWork:
         self._positions = weakref.WeakKeyDictionary[Any, int]()
         self._epochs = weakref.WeakKeyDictionary[Any, int]((x, x.last_epoch) for x in self._schedules)
         self._thread = threading.get_ident()
+        self.injector, self.search = FaultInjector(()), NonFiniteSearch(training)
         self._is_open = False
         self._watching = ExitStack()
         self._saved: Saved | None = None
@@ -154,6 +153,8 @@ class StepWork:
         self._saved = training.watch_saved()
         if self._saved is not None:
             self._watching.enter_context(self._saved.watch())
+        self._inject()
+        self._watching.enter_context(self.search.watched())  # past what was injected
         self._require_schedules()
         training.timing.begin(training.steps_done)
         self._began = time.monotonic()
@@ -189,10 +190,10 @@ class StepWork:
         with training.mesh.recorder.span(GLOBAL_LOSS, lane="host"):
             told = share({}, 0, wishes, training.group, training.timing.own)
         training.timing.heard(told.figures)
-        norms = self._norms or [norm for norm, _ in self._clipped]
-        norm = math.hypot(*norms) if norms else math.nan
-        if not self._judged and self._norms and not training.registered.has_server:
-            training.health.judge(norm)
+        norm = self._settle_norm()
+        health = training.health
+        if skipped and health.exhausted and health.planned(training.steps_done) is None:
+            self.search.give_up(skipped, norm)
         exposed_s, waiting_s = training.timing.waits()
         step_s = time.monotonic() - self._began
         figures = {name: x for name, x in made.items() if name != "loss"}
@@ -218,7 +219,7 @@ class StepWork:
 
     def skipped_by(self, error: BaseException | None) -> str | None:
         """Why the step was left without an update, if ``error`` says so."""
-        return str(error) if isinstance(error, _Skip) else None
+        return str(error) if isinstance(error, Declined) else None
 
     def recover(self) -> None:
         """A rank was lost: if no tensor of the state was touched, go back to what this rank had."""
@@ -238,6 +239,32 @@ class StepWork:
                 self.training.seen = joined({name: self.hashes[name] for name in self.reduced})
         self._is_open = False
         self.phases.end()
+
+    def _inject(self) -> None:
+        """A gradient of this step shall be nan, if it was asked for."""
+        fault = self.injector.nan_due(self.training.steps_done)
+        if fault is None:
+            return
+        trained = [(name, p) for name, p in self.training.module.named_parameters() if p.requires_grad]
+        handle = poison_gradients(named(fault, trained))
+        self._watching.callback(handle.remove)
+
+    def _settle_norm(self) -> float:
+        """The norm of the step's gradient; all ranks have judged by it. Collective where one rank steps for
+        all, which alone has the gradient."""
+        training, health = self.training, self.training.health
+        is_worker = training.registered.has_server and training.group.rank != SERVER
+        norms = [] if is_worker else self._norms or [norm for norm, _ in self._clipped]
+        norm = math.hypot(*norms) if norms else math.nan
+        if not self._judged and self._norms:
+            health.judge(norm)
+        if not training.registered.has_server:
+            return norm
+        mine = b"" if is_worker else json.dumps([norm.hex(), health.state()]).encode()
+        told = json.loads(training.group.all_gather_bytes(mine, SERVERS_WORD)[SERVER])
+        if is_worker:
+            health.restore(told[1])
+        return float.fromhex(told[0])
 
     def _state_mark(self) -> object:
         state = self.training.state
@@ -287,7 +314,7 @@ class StepWork:
             return
         named = self.training.module.named_parameters()
         left = [name for name, p in named if p.requires_grad and p.grad is not None]
-        if left and next(_not_finite(self.training.module), None) is None:  # else a scaler has seen to it
+        if left and next(not_finite(self.training.module), None) is None:  # else a scaler has seen to it
             raise ValueError(
                 f"step {self.training.steps_done} has left the gradient of {left[0]!r}, and no optimizer has "
                 "stepped in it: a rank that takes another's place would go on without. Accumulate inside of "
@@ -304,8 +331,9 @@ class StepWork:
             self._require_known(optimizer)
             return
         training = self.training
-        if training.registered.has_server:  # of which rank 0 alone has the gradient
-            return
+        planned = training.health.planned(training.steps_done)
+        if planned is not None:
+            self._leave_out(planned)
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -313,10 +341,10 @@ class StepWork:
         known = next((norm for norm, its in reversed(self._clipped) if its == own), None)
         self._norms.append(grad_norm(gradients) if known is None else known)
         self._clipped.clear()
-        self._judge(name, self._norms[-1])
+        self._judge(self._norms[-1])
         training.rank_state.holds = Holds.NOTHING
 
-    def _judge(self, name: str, norm: float) -> None:
+    def _judge(self, norm: float) -> None:
         """Leave the step if its gradient is not to be used; all ranks have the same norm."""
         training, health = self.training, self.training.health
         if len(self._optimizers) > 1 and math.isfinite(norm):
@@ -325,18 +353,14 @@ class StepWork:
         reason = health.judge(norm)
         if reason is None:
             return
-        if health.exhausted:
-            first = next((n for n in _not_finite(training.module)), "")
-            culprit = f"; the first gradient that is not finite is that of {first!r}" if first else ""
-            raise Diverged(
-                f"step {training.steps_done}: {reason}; {health.in_a_row} steps in a row were skipped, and "
-                f"max_skipped is {health.checks.max_skipped}{culprit}. Lower the learning rate of {name!r}, "
-                "or look at the samples of these steps",
-                parameter=first,
-            )
-        for each in training.registered.optimizers.values():
+        self.search.look_at(training.module)
+        self._leave_out(reason)
+
+    def _leave_out(self, reason: str) -> NoReturn:
+        """Leave the step, without an update."""
+        for each in self.training.registered.optimizers.values():
             each.zero_grad()
-        raise _Skip(reason)
+        raise Declined(reason)
 
     def _require_known(self, optimizer: Optimizer) -> None:
         """ValueError for one that was there before the steps, and whose moments would be lost with a rank."""
@@ -377,9 +401,3 @@ def _others(registered: Registered) -> tuple[list[Optimizer], list[Any], list[LR
         [x for x in others if type(x) in loaders],
         [x for x in others if type(x) in schedules and id(vars(x).get("optimizer")) in own],
     )
-
-
-def _not_finite(module: torch.nn.Module) -> Iterator[str]:
-    for name, p in module.named_parameters():
-        if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
-            yield name

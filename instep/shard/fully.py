@@ -234,6 +234,7 @@ class FullySharded(WrappedOnce):
             join=sharding.join,
             settled=lambda: sharding.reducer.watch.settled(),
             fill=sharding.fill,
+            micro_batch=lambda: sharding.reducer.micro_batch,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -212,6 +212,11 @@ class Reduction(ABC):
         """Who computes what in a declared step of ``num_leaves``."""
         return StepPlan(True, num_leaves, rotated(rank_major(num_leaves, self.group.size), self.shift))
 
+    @property
+    def micro_batch(self) -> int | None:
+        """The one whose gradients come now, of a declared step."""
+        return self.leaf if self.plan is not None and self.plan.declared else None
+
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` cannot use these gradients, or None."""
         return None

@@ -328,7 +328,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
 
 def test_too_many_skipped_steps_end_the_run_with_the_parameters_name(begin: Begin) -> None:
     loop = begin(max_skipped=1)
-    with pytest.raises(instep.errors.Diverged, match=r"not finite is that of '2\.weight'") as error:
+    with pytest.raises(instep.errors.Diverged, match=r"and that of '2\.weight' is not any more") as error:
         loop.train(5, before=poisoned(loop, 1, 2, 3))
     assert error.value.parameter == "2.weight"
     assert "step 2:" in str(error.value)
