@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from instep.checkpoint.manifest import Scalar
 from instep.mesh.join import await_rank, init
 from instep.mesh.launch_environment import detect
 from instep.mesh.mesh import Mesh
-from instep.run.script import script_command, started
+from instep.run.script import ScriptCall, script_command, started
 from instep.run.script_layout import shard_axis
 from instep.run.script_loop import RunStep, ScriptLoop
 from instep.run.settings import (
@@ -116,6 +116,9 @@ class Run:
 
     __module__ = "instep"
 
+    _held_out_loss: Callable[[], float] | None = None
+    _steps: ScriptLoop | None = None
+
     def __init__(
         self,
         run_dir: str | os.PathLike[str] | None = None,
@@ -146,17 +149,10 @@ class Run:
         threads: int = 1,
     ) -> None:
         self._shard, self._backend, self._config = shard, backend, config
+        self._contract = _contract(contract, config)
         self._started = started()
-        command = script_command()
-        if contract is None:
-            contract = (
-                {"script.arguments": shlex.join(command.arguments)} if config is None else scalars(config)
-            )
-        self._contract = dict(contract)
-        project = wandb if isinstance(wandb, str) and wandb else LogsConfig.wandb_project
         settings = ScriptSettings(
-            script=command.script,
-            arguments=command.arguments,
+            **asdict(script_command()),
             seed=seed,
             items=items,
             items_per_step=_checked_number(items, items_per_step),
@@ -175,14 +171,11 @@ class Run:
             ),
             ledger=LedgerConfig(every=ledger_every, leaves=ledger_leaves),
             trace=TraceConfig(events=trace_events),
-            logs=LogsConfig(tensorboard=tensorboard, wandb=bool(wandb), wandb_project=project),
+            logs=_logs(tensorboard, wandb),
         )
-        call = None if self._started is None else self._started.call
-        self._settings = settings if call is None else call.over(settings)
-        self._threads = threads if call is None else call.threads or threads
+        call = ScriptCall(Path()) if self._started is None else self._started.call
+        self._settings, self._threads = call.over(settings), call.threads or threads
         self._objects: dict[str, Any] = {}
-        self._held_out_loss: Callable[[], float] | None = None
-        self._steps: ScriptLoop | None = None
         self.mesh: Mesh = self._first_mesh()
 
     def _first_mesh(self) -> Mesh:
@@ -326,6 +319,20 @@ class Run:
                 "run.stop: the steps have not begun: call it inside of the loop over run.steps"
             )
         self._steps.asked.append("run.stop()")
+
+
+def _contract(given: Mapping[str, Scalar] | None, config: Any) -> dict[str, Scalar]:
+    """What of the script's settings the bits depend on."""
+    if given is not None:
+        return dict(given)
+    if config is not None:
+        return dict(scalars(config))
+    return {"script.arguments": shlex.join(script_command().arguments)}
+
+
+def _logs(tensorboard: bool, wandb: bool | str) -> LogsConfig:
+    project = wandb if isinstance(wandb, str) and wandb else LogsConfig.wandb_project
+    return LogsConfig(tensorboard=tensorboard, wandb=bool(wandb), wandb_project=project)
 
 
 def _checked_number(items: str, items_per_step: int) -> int:

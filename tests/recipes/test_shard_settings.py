@@ -40,7 +40,7 @@ def test_what_a_stage_does_not_go_with_is_refused(parallel: dict[str, object], s
 
 def test_no_rank_that_has_a_part_of_a_gradient_can_hash_it() -> None:
     leaves = LedgerConfig(leaves=True)
-    with pytest.raises(ValueError, match="shard_stage 2 with ledger.leaves.*; set"):
+    with pytest.raises(ValueError, match=r"shard_stage 2 with ledger\.leaves.*; set"):
         validate(replace(config(shard_stage=2), ledger=leaves))
     validate(replace(config(shard_stage=1), ledger=leaves))
 

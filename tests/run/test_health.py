@@ -7,7 +7,6 @@ import math
 import random
 
 import pytest
-from instep.train.run_config import ChecksConfig
 
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh

@@ -1,5 +1,5 @@
-"""A run whose state is divided among its ranks, or whose ranks have one copy of the weights, does what one rank
-does: figures, hashes and samples of the ledger, evaluations, contract.
+"""A run whose state is divided among its ranks, or whose ranks have one copy of the weights, is as one rank's:
+figures, hashes and samples of the ledger, evaluations, contract.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class TextTraining:
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
         heartbeat.on_enter = self.injector.reach
         self.work = StepWork(training)
+        self.work.injector = self.injector
         self.work._loaders.clear()  # those of ranks that are threads of this process
         weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
         if mesh is None:
