@@ -6,14 +6,13 @@
                   Generation.end        summary, report data                                    summary.py
     ranks part    because the run has ended, shall stop, or a rank was lost or added
 
-Who makes the steps is not known here: ``train`` does it for recipes, ``run.script`` for a user's loop.
+Who makes the steps is not known here: a script does, in its loop (``script_loop.py``).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -218,21 +217,6 @@ class Generation:
     def close(self) -> None:
         """Close the files, and give the terminal back."""
         self._open.close()
-
-    def run(self, step: Callable[[], object]) -> Ending:
-        """Begin, make steps with ``step`` until the end, and sum up."""
-        try:
-            ending = self.begin()
-            while ending is None:
-                self.checkpoints.watch()
-                began = time.monotonic()
-                step()
-                self.after.made(time.monotonic() - began)
-                ending = self.after.follow_up()
-            self.end(ending)
-        finally:
-            self.close()
-        return ending
 
     def _agree(self) -> dict[str, Any]:
         """Take the state, and compare what this rank computes with what the run has computed so far."""

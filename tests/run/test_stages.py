@@ -1,6 +1,4 @@
-"""A run whose state is divided among its ranks, or whose ranks have one copy of the weights, is as one rank's:
-figures, hashes and samples of the ledger, evaluations, contract.
-"""
+"""Divided state, and one copy of the weights: figures, hashes and samples are those of one rank."""
 
 from __future__ import annotations
 
