@@ -106,7 +106,7 @@ class NonFiniteSearch:
 
     def look_at(self, module: nn.Module) -> None:
         """The gradients of ``module``, of which all or some are about to be dropped, were judged."""
-        self._in_sum = next(not_finite(module), "")
+        self._in_sum = next(_not_finite(module), "")
 
     def give_up(self, reason: str, norm: float) -> NoReturn:
         """Raise ``Diverged`` on every rank, with the culprit if the ``norm`` is not finite. Collective then.
@@ -172,7 +172,7 @@ class NonFiniteSearch:
             self._seen.append((micro_batch(), i, _is_finite(gradient)))  # a GPU is not waited for
 
 
-def not_finite(module: nn.Module) -> Iterator[str]:
+def _not_finite(module: nn.Module) -> Iterator[str]:
     """The parameters whose ``.grad`` is not finite, as far as it is here."""
     for name, p in module.named_parameters():
         if p.grad is not None and slices_of(p.grad) is None and not bool(_is_finite(p.grad)):

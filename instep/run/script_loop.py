@@ -166,7 +166,7 @@ class ScriptLoop(Iterator[RunStep]):
         self._injector = FaultInjector(faults, heartbeat.page, training.entries)
         self._injector.rank = -1 if channel else run.mesh.rank
         heartbeat.on_enter = self._injector.reach
-        self.work = StepWork(training)
+        self.work = StepWork(training, recovers=channel is not None)
         self.work.injector = self._injector
         self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:

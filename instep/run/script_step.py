@@ -37,7 +37,7 @@ from instep.replicate.gradient_hashes import GradientHashes, joined, observe_red
 from instep.replicate.server import SERVER, Declined, ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.run.losses import share
-from instep.run.nonfinite import NonFiniteSearch, not_finite
+from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import Holds, Made
 from instep.run.saved_memory import Saved
 from instep.run.script_training import ScriptTraining
@@ -85,10 +85,13 @@ class SpanPhases:
 
 
 class StepWork:
-    """The step that is under way, of one ``training``; ``wishes`` are asked at its end."""
+    """The step that is under way, of one ``training``; ``wishes`` are asked at its end.
 
-    def __init__(self, training: ScriptTraining) -> None:
-        self.training = training
+    ``recovers``: this process goes on when another rank is lost, and then has to know what it has touched.
+    """
+
+    def __init__(self, training: ScriptTraining, *, recovers: bool = True) -> None:
+        self.training, self.recovers = training, recovers
         self.phases = SpanPhases(training.heartbeat.enter)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
@@ -162,7 +165,9 @@ class StepWork:
         self._positions.update((loader, loader.position) for loader in self._loaders)
         self._num_updates = training.registered.num_updates.total()
         self._holds = training.rank_state.holds
-        self._step_begun, self._mark, self._modes = training.steps_done, self._state_mark(), training.modes()
+        if self.recovers:
+            self._step_begun, self._modes = training.steps_done, training.modes()
+            self._mark = self._state_mark()
         if training.registered.has_server:  # whose weights come to its workers past every optimizer
             training.rank_state.holds = Holds.NOTHING
         self._key_generators()
@@ -312,12 +317,12 @@ class StepWork:
         has_updated = registered.num_updates.total() > self._num_updates
         if has_updated or not registered.optimizers or registered.has_server:
             return
-        named = self.training.module.named_parameters()
-        left = [name for name, p in named if p.requires_grad and p.grad is not None]
-        if left and next(not_finite(self.training.module), None) is None:  # else a scaler has seen to it
+        trained = ((name, p) for name, p in self.training.module.named_parameters() if p.requires_grad)
+        left = {name: p.grad for name, p in trained if p.grad is not None}
+        if left and math.isfinite(grad_norm(left.values())):  # else a scaler has seen to it
             raise ValueError(
-                f"step {self.training.steps_done} has left the gradient of {left[0]!r}, and no optimizer has "
-                "stepped in it: a rank that takes another's place would go on without. Accumulate inside of "
+                f"step {self.training.steps_done} has left the gradient of {next(iter(left))!r}, and no "
+                "optimizer has stepped in it: a rank that takes another's place would go on without. Accumulate inside of "
                 "one step, over several micro-batches, or drop what is not to be used with zero_grad()"
             )
 

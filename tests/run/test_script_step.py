@@ -5,19 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import instep
+from instep.checkpoint.registered import RegisteredState
+from instep.run import script_loop
 from instep.run.rank_state import Holds
-from instep.run.script_step import SpanPhases
+from instep.run.script_step import SpanPhases, StepWork
 from tests.run.loops import Loop, squares
 
 
 @pytest.fixture
-def loop(tmp_path: Path) -> Iterator[Loop]:
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    """As of a supervised process, which survives the loss of another."""
+    monkeypatch.setattr(script_loop, "StepWork", lambda training, recovers: StepWork(training))
     run = instep.Run(tmp_path / "run")
     yield Loop(run)
     run.close()
@@ -179,3 +184,15 @@ def test_a_loader_that_is_carried_is_not(held: bool, loop: Loop) -> None:
     data, idle = loader(), loader()
     read(loop, data, data=Holder(data) if held else data)
     assert (data.position, idle.position) == (8, 0)
+
+
+def test_where_no_process_survives_no_state_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take time in every step."""
+    mark = mock.Mock()
+    monkeypatch.setattr(RegisteredState, "mark", mark)
+    run = instep.Run(tmp_path / "run")
+    assert Loop(run).train(2) == [0, 1]
+    assert not mark.called
+    run.close()
