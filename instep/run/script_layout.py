@@ -109,8 +109,10 @@ def number_words(number: int) -> str:
     """``number`` with the digits that say something: 412, 12.3 k, 0.44 M, 124 M, 1.56 G."""
     for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         share = number / unit
-        if share >= 1 or (name == "M" and share >= 0.1):
-            return f"{share:.{2 if share < 10 else 1 if share < 100 else 0}f} {name}"
+        if share >= 0.9995:
+            return f"{share:#.3g} {name}".replace(". ", " ")
+        if name == "M" and share >= 0.1:
+            return f"{share:.2f} M"
     return str(number)
 
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 import instep
 from instep.errors import ContractBroken
 from instep.run.folder import CHECKPOINTS
+from instep.run.script_training import ScriptTraining
 from tests.run.loops import Loop, ledger, metrics, summary
 
 Begin = Callable[..., Loop]
@@ -88,6 +89,54 @@ def test_a_figure_by_the_second_does_not_stand_for_the_speed_of_the_run(begin: B
     begin().train(1, before=lambda step: step.log(dreams_per_s=1e9))
     assert "steps_per_s" in summary(tmp_path / "run")
     assert "dreams_per_s" not in summary(tmp_path / "run")
+
+
+def test_the_throughput_counts_what_the_script_says_and_the_loss_has_its_unit(
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(items="tokens", items_per_step=2048, loss_unit="nats per byte").train(3)
+    found, lines = summary(tmp_path / "run"), metrics(tmp_path / "run")
+    assert found["tokens_per_s"] == pytest.approx(2048 / found["step_ms_median"] * 1e3)
+    assert all("tokens_per_s" in line and "steps_per_s" not in line for line in lines)
+    said = capsys.readouterr()
+    assert " tokens/s" in said.err
+    assert f"loss   {lines[-1]['loss']:.3f} nats per byte in the last step\n" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"items": "tokens"}, "items_per_step=0: expected the number of tokens in a step"),
+        ({"items_per_step": 8}, "items='' with items_per_step=8: expected a word"),
+        ({"items": "to kens", "items_per_step": 8}, "items='to kens' with items_per_step=8: expected a word"),
+        ({"items": "tokens", "items_per_step": 0.5}, "items_per_step=0.5: expected the number of tokens"),
+    ],
+)
+def test_items_and_how_many_they_are_go_together(words: dict[str, Any], said: str, begin: Begin) -> None:
+    with pytest.raises(ValueError, match=said):
+        begin(**words)
+
+
+def test_a_run_tells_its_memory_and_no_bit_is_other_for_it(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin("counted").train()
+    monkeypatch.setattr(ScriptTraining, "watch_saved", lambda self: None)
+    begin("not counted").train()
+    counted, other = summary(tmp_path / "counted"), summary(tmp_path / "not counted")
+    assert counted["state_sha256"] == other["state_sha256"]
+    (row,) = counted["memory"]["ranks"]
+    # Of a micro-batch of three rows: what goes in, tanh's output, which the next layer keeps too, and the
+    # squares' input.
+    assert row["activations"] == 4 * 3 * (4 + 3 + 2)
+    assert other["memory"]["ranks"][0]["activations"] is None
+    size = 4 * 3 + 3 + 3 * 2 + 2
+    assert counted["memory"]["formula"] == {
+        "bytes_per_parameter": 16,
+        "parameters": 4 * size,
+        "gradients": 4 * size,
+        "optimizer": 8 * size,
+    }
 
 
 @pytest.mark.parametrize("name", ["step", "norm", "rate", "step_ms"])
@@ -196,6 +245,31 @@ def test_an_optimizer_that_a_step_makes_for_itself_is_its_own(begin: Begin) -> N
 
 
 # Going on.
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """A data set that knows the hash of its samples."""
+
+    def __init__(self, sha256: str) -> None:
+        self.sha256 = sha256
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((4,), float(number))
+
+
+def test_a_run_does_not_go_on_with_other_samples_unnoticed(begin: Begin) -> None:
+    def train(loop: Loop, sha256: str, stop: int = -1, **more: Any) -> list[int]:
+        data = instep.Loader(Rows(sha256), batch_size=4, micro_batch_size=2)
+        return loop.train(3, after=stopping(loop, stop), data=data, **more)
+
+    with pytest.raises(SystemExit):
+        train(begin(), "abc", stop=0)
+    with pytest.raises(ContractBroken, match='data.sha256: "abc" in the checkpoint, "abd" now'):
+        train(begin(resume=True), "abd")
+    assert train(begin(resume=True), "abc") == [1, 2]
 
 
 def schedules(loop: Loop, kind: str) -> dict[str, Any]:
