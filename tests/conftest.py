@@ -19,6 +19,7 @@ from hypothesis import settings
 PATIENCE_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
 TESTS = Path(__file__).parent
+WORKER = "PYTEST_XDIST_WORKER"  # in whose environment xdist says which one it is
 # These stay until the session ends; the last one sees to what commands leave behind.
 SERVERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker", b"tests.launched.ember")
 # What ranks of tests import, all of which are forks of one process: a fifth of a second of each.
@@ -64,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     In a fresh clone the assertions of every file are rewritten, which takes longer than all else before the
     tests: whoever comes to a file first leaves its bytecode for the others.
     """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    worker = os.environ.get(WORKER, "")
     if worker and [Path(arg).resolve() for arg in config.args] == [TESTS]:
         folders = sorted(path for path in TESTS.iterdir() if any(path.glob("test_*.py")))
         first = int(worker.removeprefix("gw")) * len(folders) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -72,8 +73,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The same order in all workers, wherever they began."""
-    items.sort(key=lambda item: item.path)
+    """The same order in all workers, wherever they began: each folder's files spread over the whole run.
+
+    So tests that wait for processes, which are in few folders, run beside others that compute.
+    """
+    if WORKER not in os.environ:
+        return
+    by_folder: dict[Path, list[Path]] = {}
+    for path in sorted({item.path for item in items}):
+        by_folder.setdefault(path.parent, []).append(path)
+    place = {path: (i + 0.5) / len(paths) for paths in by_folder.values() for i, path in enumerate(paths)}
+    items.sort(key=lambda item: (place[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:
