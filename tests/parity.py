@@ -52,9 +52,14 @@ def filled(module: nn.Module) -> nn.Module:
     """``module`` with parameters that depend on their names alone, the same in every thread."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            kind = parameter.dtype if parameter.is_complex() else torch.float32
-            parameter.copy_(0.3 * numbers(*parameter.shape, key=name, dtype=kind))
+            fill(name, parameter)
     return module
+
+
+def fill(name: str, parameter: Tensor) -> None:
+    """``parameter`` has values that depend on its name alone."""
+    kind = parameter.dtype if parameter.is_complex() else torch.float32
+    parameter.copy_(0.3 * numbers(*parameter.shape, key=name, dtype=kind))
 
 
 def train(training: Training, mesh: Mesh, **options: Any) -> list[Entry]:

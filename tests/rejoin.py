@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,8 @@ from instep.checkpoint.load import restore
 from instep.checkpoint.manifest import Json, canonical
 from instep.checkpoint.state import TrainingState, merged
 from instep.errors import PeerLost
-from instep.mesh.mesh import Mesh, build
+from instep.mesh.axes import resolve
+from instep.mesh.mesh import Mesh, UnrankedMesh, build, no_store
 from instep.mesh.process_group import backend_timeout
 from instep.ordered.hash import SharedHash
 from instep.ordered.homes import offered
@@ -37,7 +38,7 @@ from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.shard_groups import shard_group_of
 from instep.step.micro_batches import MicroBatch
-from tests.parity import LeafStep, filled, world_of_one
+from tests.parity import LeafStep, fill, filled, world_of_one
 from tests.world import raw_groups
 
 NUM_LEAVES = 5
@@ -95,6 +96,7 @@ class Kind:
     leaf_step: LeafStep
     make: Callable[..., Made] = replicated
     options: Mapping[str, Any] = field(default_factory=dict)
+    from_meta: bool = False  # the module has no values before ranks meet
 
 
 @dataclass
@@ -116,8 +118,14 @@ class Rejoined:
     """A model, an optimizer and its schedule, made once."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind, self.mesh = kind, world_of_one()
-        self.model, self.optimizer = kind.make(filled(kind.module()), self.mesh, **kind.options)
+        self.kind, self.mesh = kind, unranked() if kind.from_meta else world_of_one()
+        with torch.device("meta" if kind.from_meta else "cpu"):
+            module = kind.module()
+        self.model, self.optimizer = kind.make(
+            module if kind.from_meta else filled(module), self.mesh, **kind.options
+        )
+        if kind.from_meta:
+            self.model.materialise(fill)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
         self.step = 0
         self.parameters = list(self.module.parameters())
@@ -147,13 +155,17 @@ class Rejoined:
         self.mesh.close()
 
     def join(self, mesh: Mesh, kept: Sequence[Kept]) -> None:
-        """Take part in ``mesh``, with the state that all of ``kept`` are together."""
+        """Take part in ``mesh``, with the state that all of ``kept`` are together; the first one, if there is
+        none."""
         self.mesh = mesh
         for part in (self.model, self.optimizer):
             if (said := offered(part)) is not None:
                 said.join(mesh)
         assert all(p is q for p, q in zip(self.module.parameters(), self.parameters, strict=True))
         assert self.schedule.optimizer is self.optimizer
+        if not kept:
+            offered(self.model).fill()
+            return
         state = TrainingState(self.model, self.optimizer)
         readers = {str(i): each for i, each in enumerate(kept)}
         rows = {place: rows_from_json(each.rows) for place, each in readers.items()}
@@ -214,6 +226,12 @@ class Rejoined:
         return self.module if isinstance(self.model, ParameterServer) else self.model
 
 
+def unranked() -> Mesh:
+    """As a process has it before it is given a rank."""
+    axes = resolve(1, dp=1, shard=1, pp=1, tp=1)
+    return UnrankedMesh(axes, 0, None, no_store, on_device=torch.device("cpu"), timeout_s=20.0)
+
+
 _undisturbed: dict[tuple[int, int], tuple[Kind, str | None]] = {}
 _lock = threading.Lock()
 
@@ -222,7 +240,7 @@ def undisturbed(kind: Kind, num_steps: int) -> str | None:
     """The hash after so many steps of one process that is never left."""
     with _lock:
         if (id(kind), num_steps) not in _undisturbed:
-            alone = Rejoined(kind)
+            alone = Rejoined(replace(kind, from_meta=False))
             alone.steps(num_steps)
             _undisturbed[id(kind), num_steps] = kind, alone.sha256()
             alone.leave()
@@ -264,10 +282,11 @@ def in_generations(
 ) -> None:
     """In each generation so many ranks make ``num_steps``, and have the hash of one process that made all."""
     joined = Rejoined(kind)
-    kept = meetings.keep(rank, joined.keep() if rank == 0 else None)
+    kept = meetings.keep(rank, joined.keep() if rank == 0 and not kind.from_meta else None)
     made = 0
     for number, size in enumerate(sizes):
         joined.leave()
+        assert kind.options.get("stage", 3) < 3 or kind.make is not divided or not slice_bytes(joined.model)
         if rank < size:
             joined.join(generation(meetings.store, f"generation {number}", rank, size, backend), kept)
             joined.steps(num_steps)
@@ -281,6 +300,14 @@ def in_generations(
     joined.leave()
     assert joined.num_updates in (made, 0)  # a worker of a parameter server makes none
     assert joined.num_forwards or not made
+
+
+def slice_bytes(model: Any) -> int:
+    """That its slices take in memory, but for the one element that stands for each."""
+    slices = [x.tensor for unit in model.sharding.stage3.units for x in unit.held]
+    slices += [unit.slice for unit in model.sharding.stage3.units]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in slices}
+    return sum(nbytes for nbytes in storages.values() if nbytes > slices[0].itemsize)
 
 
 class Lost(Exception):

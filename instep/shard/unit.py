@@ -127,7 +127,8 @@ class Unit(FlatParameters):
 
     def vacate(self) -> None:
         """Hold no values, and no memory, until the unit is laid out for another group."""
-        self.free(changed=True)
+        if self.work is None or self.work.done():  # else a lost rank may be waited for
+            self.free(changed=True)
         self.materialised, self.is_vacant = False, True
         self.slice = self._nothing(self.slice.shape)  # the old one may still be read by another rank
         for x in self.held:  # in place: optimizers step these

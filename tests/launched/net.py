@@ -22,6 +22,13 @@ if args.wrap == "1":
 elif args.wrap == "server":
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     model = instep.ParameterServer(net, optimizer, run.mesh)
+elif args.wrap == "meta":
+    first = net.state_dict()  # the same bits as with the others
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    model = instep.fully_shard(net, run.mesh)
+    model.materialise(lambda name, p: p.copy_(first[name]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 else:
     model = instep.fully_shard(net, run.mesh) if args.wrap == "3" else instep.DataParallel(net, run.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -119,6 +119,18 @@ def test_killed_while_a_step_is_made_again_three_ranks_give_the_bits_of_one(
     assert len((tmp_path / "attempts").read_text()) == killed + 2  # then it is made twice, by the new rank
 
 
+def test_a_model_from_the_meta_device_is_filled_by_those_who_begin(alone: Path, tmp_path: Path) -> None:
+    """The first ones twice, as one is lost before there is a state; later ones take what is there."""
+    kills = "kill:rank=1,step=0,phase=gather", "kill:rank=0,step=2,phase=exchange"
+    resizes = "resize:ranks=1,step=5", "resize:ranks=3,step=7"
+    slowly = "slow:rank=0,phase=data,step=5,steps=6,seconds=0.4"
+    ended = run("-n", 2, *faults(*kills, *resizes, slowly), cwd=tmp_path, says=("--wrap", "meta"))
+    assert ended.code == 0, ended.err
+    assert_same_run(tmp_path / "runs" / "mine", alone)
+    found = [x["source"] for x in recoveries(tmp_path / "runs" / "mine")]
+    assert found[:2] == ["the beginning", "the snapshot"]
+
+
 def test_ranks_come_and_go(alone: Path, tmp_path: Path) -> None:
     slowly = "slow:rank=0,phase=data,step=1,steps=11,seconds=0.4"  # a new rank takes a while to be ready
     resizes = "resize:ranks=4,step=1", "resize:ranks=1,step=4", "resize:ranks=3,step=6"

@@ -21,6 +21,7 @@ from instep.mesh.mesh import Mesh
 from instep.ordered.homes import offered
 from tests.parity import world_of_one
 from tests.rejoin import (
+    Kept,
     Kind,
     Meetings,
     Rejoined,
@@ -79,6 +80,14 @@ OTHER_OPTIMIZERS = {
     "SGD, stage 3": Kind(*TIED, divided, {"optimizer": SGD}),
 }
 
+FROM_META = {
+    "stage 3": Kind(*TIED, divided, from_meta=True),
+    "stage 3, sharded optimizer": Kind(*TIED, divided, {"sharded": True}, from_meta=True),
+    "stage 3, Adagrad, sharded": Kind(
+        *TIED, divided, {"optimizer": Adagrad, "sharded": True}, from_meta=True
+    ),
+    "stage 3 in bfloat16": Kind(Wide, wide_step, divided, {"compute_dtype": torch.bfloat16}, from_meta=True),
+}
 
 # `make slow` has all of them.
 PLACES = ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in ("undeclared", "update"))]
@@ -126,6 +135,27 @@ def test_two_ranks_then_three_then_one_give_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, meetings: Meetings
 ) -> None:
     in_generations(kind, meetings, mesh.rank, "gloo", [2, 3, 1, 3])
+
+
+@world(3, deadline_s=120)
+@pytest.mark.parametrize("kind", FROM_META.values(), ids=FROM_META)
+def test_what_comes_from_the_meta_device_is_whole_nowhere_and_has_the_bits_of_one_process(
+    mesh: Mesh, kind: Kind, meetings: Meetings
+) -> None:
+    """The third rank has nothing before others have made steps; all but one leave, and meet again."""
+    in_generations(kind, meetings, mesh.rank, "gloo", [2, 3, 1, 3])
+
+
+@world(4, deadline_s=120)
+def test_shard_groups_are_filled_alike(mesh: Mesh, four: Meetings) -> None:
+    joined, kept = Rejoined(FROM_META["stage 3"]), list[Kept]()
+    for number, axes in enumerate(({"dp": 2, "shard": 2}, {"shard": 4})):
+        joined.leave()
+        joined.join(generation(four.store, f"{number}", mesh.rank, 4, "gloo", **axes), kept)
+        joined.steps(1)
+        assert joined.sha256() in (None, undisturbed(joined.kind, number + 1))
+        kept = four.keep(mesh.rank, joined.keep())
+    joined.leave()
 
 
 @world(3, deadline_s=120)
