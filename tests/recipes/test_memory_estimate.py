@@ -1,0 +1,84 @@
+"""How much memory a GPT takes by formula, against what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from instep.models.config import GPTConfig, num_parameters
+from instep.models.transformer import GPT
+from instep.recipes.memory_estimate import activation_bytes, formula, num_moments
+from instep.recipes.text import losses_of, optimizer_of
+from instep.recipes.text_config import OptimConfig, tiny
+from instep.run.memory_usage import activations, memory_usage
+
+CPU = torch.device("cpu")
+SMALL = GPTConfig(layers=3, width=64, heads=2, context=32)
+SHAPES = {
+    "small": (SMALL, "off"),
+    "wide feed-forward": (replace(SMALL, ff_width=512), "off"),
+    "dropout": (replace(SMALL, dropout=0.1), "off"),
+    "deep, untied": (replace(SMALL, layers=6, tied=False), "off"),
+    "bf16": (SMALL, "bf16"),
+    "bf16 and dropout": (replace(SMALL, dropout=0.1), "bf16"),
+    "computed again": (replace(SMALL, dropout=0.1, checkpoint=True), "off"),
+    "computed again in bf16": (replace(SMALL, checkpoint=True), "bf16"),
+}
+
+
+@pytest.mark.parametrize(("model", "autocast"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("micro_size", [1, 4])
+def test_activations_are_as_many_as_the_formula_says(
+    model: GPTConfig, autocast: str, micro_size: int
+) -> None:
+    module, windows = GPT(model), torch.arange(33).repeat(micro_size, 1)
+    config = replace(tiny(), autocast=autocast)
+    counted = activations(module, lambda: losses_of(module, windows, config, CPU).mean())
+    said = activation_bytes(model, micro_size, autocast=autocast == "bf16")
+    assert said == pytest.approx(counted, rel=0.04)
+
+
+OPTIMS = {
+    16: OptimConfig(lr=0.1),
+    12: OptimConfig(name="sgd", lr=0.1),
+    8: OptimConfig(name="sgd", momentum=0.0, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("each", OPTIMS)
+def test_state_takes_16_12_or_8_bytes_per_parameter(each: int) -> None:
+    module, windows = GPT(SMALL), torch.zeros(1, 33, dtype=torch.int64)
+    kind, groups, options = optimizer_of(OPTIMS[each], module)
+    optimizer = kind(groups, **options)
+    losses_of(module, windows, tiny(), CPU).mean().backward()
+    optimizer.step()
+    said = formula(SMALL, num_moments(OPTIMS[each]), micro_size=1)
+    assert said["bytes_per_parameter"] == each
+    assert memory_usage(module, optimizer).state == pytest.approx(each * num_parameters(SMALL), rel=0.001)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(memory_usage(module, optimizer), name) == pytest.approx(said[name], rel=0.001)
+
+
+STAGES = {
+    (0, 4): 16, (1, 1): 16, (1, 2): 8 + 8 / 2, (1, 4): 8 + 8 / 4,
+    (2, 4): 4 + 12 / 4, (3, 2): 16 / 2, (3, 4): 16 / 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "ranks"), STAGES)
+def test_each_stage_divides_what_the_paper_says_it_divides(stage: int, ranks: int) -> None:
+    said = formula(SMALL, 2, micro_size=1, stage=stage, ranks=ranks)
+    assert said["bytes_per_parameter"] == STAGES[stage, ranks]
+    state = said["parameters"] + said["gradients"] + said["optimizer"]
+    assert state == pytest.approx(STAGES[stage, ranks] * num_parameters(SMALL), abs=3)
+
+
+def test_two_blocks_and_what_is_in_no_block_are_gathered_at_a_time() -> None:
+    blocks = [
+        p.numel() for name, p in GPT(SMALL).named_parameters() if name.startswith(("blocks.0", "blocks.1"))
+    ]
+    rest = [p.numel() for name, p in GPT(SMALL).named_parameters() if not name.startswith("blocks.")]
+    assert formula(SMALL, 2, micro_size=1, stage=3, ranks=2)["gathered"] == 4 * (sum(blocks) + sum(rest))
+    assert formula(SMALL, 2, micro_size=1, stage=2, ranks=2)["gathered"] == 0
