@@ -1,0 +1,118 @@
+"""The steps of the text recipe: with one micro-batch those of a plain torch loop, and on any ranks those of one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from instep.data.order import sample_at
+from instep.errors import ContractBroken
+from instep.mesh.mesh import Mesh
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.ordered.hash import state_entries
+from instep.ordered.keys import initialize
+from instep.recipes import text_config
+from instep.recipes.text_config import BatchConfig, Config
+from tests.parity import assert_same_bits, world_of_one
+from tests.run.text_training import STEPS, TextTraining, tiny
+from tests.world import world
+
+
+def begun(config: Config, mesh: Mesh) -> TextTraining:
+    mine = TextTraining(config, mesh)
+    mine.begin()
+    return mine
+
+
+def test_one_micro_batch_on_one_rank_gives_the_bits_of_a_plain_loop(data: Path) -> None:
+    optim = replace(text_config.tiny().optim, clip=0.0, schedule="constant")
+    plain = tiny(data, batch=BatchConfig(global_size=4, micro_size=4), optim=optim)
+    mine = begun(plain, world_of_one())
+
+    module = GPT(GPTConfig(**asdict(plain.model)))
+    initialize(module, plain.seed)
+    decayed = [p for p in module.parameters() if p.ndim >= 2]
+    rest = [p for p in module.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=2e-3,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    text = mine.text.train
+    for step, rate in enumerate((1e-3, 2e-3, 2e-3)):  # two steps of warm-up
+        positions = range(4 * step, 4 * step + 4)
+        windows = text.windows([sample_at(i, len(text), plain.seed) for i in positions])
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        logits = module(windows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none").mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert mine.step().loss == loss.item()
+    assert_same_bits(state_entries(mine.module, mine.optimizer), state_entries(module, optimizer))
+
+
+def assert_same_run(alone: TextTraining, together: TextTraining) -> None:
+    """Equal steps, equal weights; and equal moments, where this rank has them."""
+    for _ in range(STEPS):
+        one, other = alone.step(), together.step()
+        assert (one.loss, one.rate) == (other.loss, other.rate)
+    assert_same_bits(state_entries(together.module), state_entries(alone.module))
+    assert alone.training.evaluate() == together.training.evaluate()
+    assert alone.training.contract == together.training.contract
+    if together.training.owns:
+        assert alone.training.state_sha256() == together.training.state_sha256()
+
+
+SGD = replace(text_config.tiny().optim, name="sgd", lr=0.1)
+FIVE = BatchConfig(global_size=15, micro_size=3)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"autocast": "bf16"}, {"optim": SGD, "batch": FIVE}], ids=["bf16", "sgd, five micro-batches"]
+)
+@world(3)
+def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path, changes: dict) -> None:
+    together = begun(tiny(data, **changes), mesh)
+    assert_same_run(begun(tiny(data, **changes), world_of_one()), together)
+    assert together.training.step_mode == "declared"
+
+
+@world(3)
+def test_a_server_makes_the_steps_of_one_rank_and_holds_all_the_moments(mesh: Mesh, data: Path) -> None:
+    optim = replace(text_config.tiny().optim, clip=0.1)
+    together = begun(tiny(data, "server", optim=optim), mesh)
+    assert_same_run(begun(tiny(data, optim=optim), world_of_one()), together)
+    assert bool(together.optimizer.state) == (mesh.rank == 0)
+
+
+@pytest.mark.parametrize(("changes", "num_threads"), [({}, 3), ({"autocast": "bf16"}, 2)])
+def test_threads_make_the_steps_of_one_rank(data: Path, changes: dict, num_threads: int) -> None:
+    threads = begun(tiny(data, "threads", ranks=num_threads, **changes), world_of_one())
+    assert_same_run(begun(tiny(data, **changes), world_of_one()), threads)
+    threads.model.close()
+
+
+@world(2)
+def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
+    mine = data.with_name(f"text of rank {mesh.rank}")
+    mine.write_bytes(data.read_bytes() + bytes([65 + mesh.rank]))
+    words = r"rank 0 says which" if mesh.rank else r'  data.sha256: "\w+" on rank 0, "\w+" on rank 1$'
+    with pytest.raises(ContractBroken, match=words):
+        TextTraining(tiny(mine), mesh)
+
+
+def test_a_switch_that_chooses_other_kernels_is_part_of_the_configuration(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = TextTraining(tiny(data)).training.contract
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    now = TextTraining(tiny(data)).training.contract
+    assert {key for key, value in now.items() if value != before[key]} == {"environment.MKL_CBWR"}
