@@ -11,17 +11,17 @@ from instep.mesh.mesh import Mesh
 from instep.timeline.breakdown import parts
 from instep.timeline.bubbles import bubbles
 from instep.timeline.straggler import OwnTimes
-from tests.train.test_trainer import STEPS, config, trained
+from tests.run.text_training import STEPS, tiny, trained
 from tests.world import world
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "naive", "server"])
+@pytest.mark.parametrize("strategy", ["bucketed", "server"])
 @world(2)
 def test_in_training_every_rank_hears_of_every_other_one_step_later(
     mesh: Mesh, data: Path, strategy: str
 ) -> None:
-    trainer = trained(config(data, strategy), mesh)
-    heard = [*trainer.timing._heard]
+    training = trained(tiny(data, strategy), mesh).training
+    heard = [*training.timing._heard]
     assert [(own.step, own.rank) for own in heard] == [(s, r) for s in range(STEPS - 1) for r in range(2)]
     mine = [own for own in heard if own.rank == mesh.rank]
     for step, own in enumerate(mine):
@@ -35,24 +35,24 @@ def test_in_training_every_rank_hears_of_every_other_one_step_later(
         )
         assert own.wall <= whole.wall and whole.wall - own.wall == pytest.approx(whole.host - own.host)
         assert own.wall >= own.compute + own.data + own.host > 0
-        assert own.micro_batches == trainer.config.num_leaves // 2
+        assert own.micro_batches == training.config.num_leaves // 2
 
 
 @world(2)
 def test_what_a_step_says_it_waited_is_what_its_bubbles_are(mesh: Mesh, data: Path) -> None:
-    trainer = trained(config(data), mesh)
-    trainer.timing.end()
-    made = trainer.last
+    training = trained(tiny(data), mesh).training
+    training.timing.end()
+    made = training.last
     assert made is not None
     found = bubbles(mesh.recorder.of_step(STEPS - 1))
     told = sum(bubble.duration_s for bubble in found) * 1e3
     assert made.exposed_ms + made.waiting_ms == pytest.approx(told, rel=1e-6)
     assert {bubble.cause for bubble in found} <= {GRADIENT_SYNC, GLOBAL_LOSS}
-    assert trainer.timing.breakdown().steps == STEPS
+    assert training.timing.breakdown().steps == STEPS
 
 
 @world(2)
 def test_a_run_that_takes_no_step_has_a_breakdown_that_can_be_told(mesh: Mesh, data: Path) -> None:
-    trainer = trained(config(data), mesh, steps=0)
-    trainer.timing.end()
-    assert trainer.timing.breakdown().steps == 0
+    training = trained(tiny(data), mesh, steps=0).training
+    training.timing.end()
+    assert training.timing.breakdown().steps == 0

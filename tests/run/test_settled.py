@@ -6,7 +6,6 @@ would hash all that they hold in the first exchange after each recovery. They ha
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,10 @@ import torch
 import instep
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
-from instep.recipes.text import TextRecipe
 from instep.run.recovery import send
 from instep.step import replica_watch
-from instep.train.run_config import ParallelConfig
-from instep.train.trainer import Trainer
 from tests.replicate.test_drift import Loop
-from tests.train.test_trainer import config
+from tests.run.text_training import TextTraining, tiny
 from tests.world import world
 
 Counted = list[int]
@@ -41,45 +37,40 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return counted
 
 
-def trained(mesh: Mesh, data: Path, parallel: ParallelConfig) -> Trainer:
+def joined(mesh: Mesh, data: Path, strategy: str) -> TextTraining:
     """Rank 1 has just joined; the others have made a step without it, as far as that can be had."""
-    trainer = Trainer(TextRecipe(replace(config(data), parallel=parallel)), mesh)
+    mine = TextTraining(tiny(data, strategy), mesh)
     if mesh.rank != 1:
         with torch.no_grad():
-            for p in trainer.module.parameters():
+            for p in mine.module.parameters():
                 p.add_(0.01)
-    send(trainer, 0)
-    return trainer
+    send(mine.training, 0)
+    return mine
 
 
-PLACES = [ParallelConfig(), ParallelConfig(strategy="server")]
-
-
-@pytest.mark.parametrize("parallel", PLACES, ids=["bucketed", "server"])
+@pytest.mark.parametrize("strategy", ["bucketed", "server"])
+@world(3)
 def test_no_exchange_hashes_the_weights_for_a_state_that_was_sent(
-    parallel: ParallelConfig, data: Path, compared: Counted
+    mesh: Mesh, strategy: str, data: Path, compared: Counted
 ) -> None:
-    def train(mesh: Mesh) -> None:
-        trainer = trained(mesh, data, parallel)
-        trainer.step()
-        trainer.leave()
-
-    world(3)(train)()
+    mine = joined(mesh, data, strategy)
+    mine.step()
+    mine.leave()
     assert compared == []
 
 
-def test_what_one_rank_does_after_it_was_sent_the_state_is_seen(data: Path, compared: Counted) -> None:
-    def train(mesh: Mesh) -> None:
-        trainer = trained(mesh, data, ParallelConfig())
-        if mesh.rank == 1:
-            with torch.no_grad():
-                next(trainer.module.parameters()).add_(0.01)
-        with pytest.raises(ReplicasDiffer, match=r"^after 0 optimizer steps, .* rank 1 holds"):
-            trainer.step()
-        trainer.leave()
-
-    world(3)(train)()
-    assert len(compared) == 3
+@world(3)
+def test_what_one_rank_does_after_it_was_sent_the_state_is_seen(
+    mesh: Mesh, data: Path, compared: Counted
+) -> None:
+    mine = joined(mesh, data, "bucketed")
+    if mesh.rank == 1:
+        with torch.no_grad():
+            next(mine.module.parameters()).add_(0.01)
+    with pytest.raises(ReplicasDiffer, match=r"^after 0 optimizer steps, .* rank 1 holds"):
+        mine.step()
+    mine.leave()
+    assert compared
 
 
 @world(3)
