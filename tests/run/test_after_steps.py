@@ -34,7 +34,9 @@ def run(path: Path, config: Config) -> tuple[list[int], TextTraining]:
 
 def test_saving_and_evaluating_fall_due_at_their_steps_and_at_the_last(data: Path, tmp_path: Path) -> None:
     config = tiny(data, steps=5)
-    config = replace(config, checkpoint=replace(config.checkpoint, every=2), eval=replace(config.eval, every=3))
+    config = replace(
+        config, checkpoint=replace(config.checkpoint, every=2), eval=replace(config.eval, every=3)
+    )
     assert run(tmp_path, config)[0] == [2, 4, 5]
     held_out = [line["step"] for line in read_lines(tmp_path / METRICS) if "held_out_loss" in line]
     assert held_out == [0, 3, 5]
