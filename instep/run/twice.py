@@ -187,7 +187,10 @@ def what_differs(
             ranks=odd.ranks,
             parameters=odd.names,
         )
-    states = [f"rank {rank}: {names[0]!r} after the step" for rank, names in changed.items()]
+    where: dict[str, list[int]] = {}
+    for rank, names in changed.items():
+        where.setdefault(names[0], []).append(rank)
+    states = [f"{ranks_listed(tuple(ranks))}: {name!r} after the step" for name, ranks in where.items()]
     lines = _shown(doubts, _unsteady) + _listed(states)
     alone = _alone(doubts)
     broken = (
@@ -236,7 +239,7 @@ def _unsteady(doubt: Doubt) -> str:
         return f"by {by}: the gradient of {name!r}"
     values = len({gradients.get(name) for _, gradients in doubt.opinions})
     times = len(doubt.opinions)
-    return f"{times} times by {_asked(doubt)}: {values} different gradients of {name!r}"
+    return f"computed {times} times, by {_asked(doubt)}: {values} different gradients of {name!r}"
 
 
 def _asked(doubt: Doubt) -> str:
@@ -268,12 +271,12 @@ def _shown(doubts: Sequence[Doubt], said: Callable[[Doubt], str]) -> str:
 
 
 def _numbered(names: Sequence[str]) -> str:
-    if not names[0].isdigit():
-        return names[0]
-    if len(names) == 1:
-        return f"micro-batch {names[0]}"
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"micro-batches {', '.join(names[:SHOWN])}{more}"
+    *first, last = names
+    if not last.isdigit() or not first:
+        return f"micro-batch {last}" if last.isdigit() else last
+    if len(names) > SHOWN:
+        return f"micro-batches {', '.join(names[:SHOWN])} and {len(names) - SHOWN} more"
+    return f"micro-batches {', '.join(first)} and {last}"
 
 
 def _listed(lines: Sequence[str]) -> str:
