@@ -164,6 +164,7 @@ ONE_USER = {
     "instep/recipes/pairs_config.py",
     "instep/replicate/bucketed.py",
     "instep/replicate/ddp_keywords.py",
+    "instep/replicate/reducer.py",
     "instep/replicate/replica.py",
     "instep/run/display.py",
     "instep/run/nonfinite.py",

@@ -210,7 +210,7 @@ def test_a_loss_by_the_clock_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path, wr
         train_wrapped(run, wrap, by_the_clock())
     told = str(error.value)
     assert (
-        "micro-batches 0, 1, 2, 3 and 4, computed 6 times, by ranks 0, 1 and 2: 6 different gradients of '0.weight'"
+        "micro-batches 0, 1, 2, 3 and 4, computed 6 times, by ranks 0, 1 and 2: 6 different gradients of "
         in told
     )
     assert "computed otherwise" not in told
