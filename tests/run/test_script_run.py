@@ -267,7 +267,7 @@ def test_a_run_does_not_go_on_with_other_samples_unnoticed(begin: Begin) -> None
 
     with pytest.raises(SystemExit):
         train(begin(), "abc", stop=0)
-    with pytest.raises(ContractBroken, match='data.sha256: "abc" in the checkpoint, "abd" now'):
+    with pytest.raises(ContractBroken, match=r'data\.sha256: "abc" in the checkpoint, "abd" now'):
         train(begin(resume=True), "abd")
     assert train(begin(resume=True), "abc") == [1, 2]
 
