@@ -1,4 +1,4 @@
-"""The text recipe's steps: with one micro-batch those of a plain torch loop, and on any ranks those of one."""
+"""The text recipe: with one micro-batch the steps of a plain torch loop, and on any ranks those of one."""
 
 from __future__ import annotations
 
