@@ -322,8 +322,9 @@ class StepWork:
         if left and math.isfinite(grad_norm(left.values())):  # else a scaler has seen to it
             raise ValueError(
                 f"step {self.training.steps_done} has left the gradient of {next(iter(left))!r}, and no "
-                "optimizer has stepped in it: a rank that takes another's place would go on without. Accumulate "
-                "inside of one step, over several micro-batches, or drop what is not to be used with zero_grad()"
+                "optimizer has stepped in it: a rank that takes another's place would go on without. "
+                "Accumulate inside of one step, over several micro-batches, or drop what is not to be used "
+                "with zero_grad()"
             )
 
     # Before an optimizer's step.

@@ -26,9 +26,11 @@ from instep.elastic.faults import (
     FaultInjector,
     Faults,
     flip_bit,
+    named,
     parse,
     parse_all,
     poison,
+    poison_gradients,
     poisoned,
 )
 from instep.elastic.heartbeat import MAX_FAULTS, PHASES, Heartbeat, HeartbeatPage
@@ -306,6 +308,25 @@ def test_a_gradient_is_spoiled_each_time_and_the_loss_is_not() -> None:
     assert injector.spoil(loss, model, 5) is loss
     injector.rank = 1
     assert injector.spoil(loss, model, 4) is loss
+
+
+def test_every_gradient_of_a_parameter_is_nan_until_that_is_over() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    injector = FaultInjector([Fault("nan", step=4, name="0.weight")])
+    assert injector.nan_due(5) is None
+    fault = injector.nan_due(4)
+    assert fault is not None and fault == injector.nan_due(4)
+    embedding, weight = model[0].weight, model[1].weight
+    handles = [poison_gradients(x) for x in (named(fault, list(model.named_parameters())), weight)]
+    for spoiled in (True, True, False):
+        if not spoiled:
+            for handle in handles:
+                handle.remove()
+        model.zero_grad()
+        model(torch.tensor([1, 2])).sum().backward()
+        assert torch.isnan(embedding.grad.coalesce().values()).all() == spoiled
+        assert torch.isnan(weight.grad).all() == spoiled
+        assert not torch.isnan(model[1].bias.grad).any()
 
 
 def test_a_name_that_is_not_there_is_said_so() -> None:

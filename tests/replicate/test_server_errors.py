@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from torch import nn
 
 from instep.errors import Desync, PeerLost
 from instep.mesh.mesh import Mesh
-from instep.replicate.server import ParameterServer
+from instep.replicate.server import WORD_BYTES, Declined, ParameterServer
 from instep.replicate.strategies import find
 from tests.parity import (
     adamw,
@@ -37,6 +38,32 @@ def test_an_optimizer_over_parameters_that_are_not_the_module_s_is_refused_on_al
     with pytest.raises(ValueError, match=r"^expected a torch\.optim\.Optimizer, got Dense") as caught:
         ParameterServer(module, module, mesh)
     assert getattr(caught.value, "told", False) is (mesh.rank != 0)  # each has its own, one reports it
+
+
+@pytest.mark.parametrize("words", ["gradient norm is nan", "ä" * WORD_BYTES, ""])
+@world(3)
+def test_an_update_that_the_server_declines_is_declined_on_all_ranks_in_its_words(
+    mesh: Mesh, words: str
+) -> None:
+    module = filled(Dense())
+    optimizer = momentum(module.parameters())
+    server = ParameterServer(module, optimizer, mesh)
+
+    def decline(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        raise Declined(words)
+
+    hook = optimizer.register_step_pre_hook(decline)
+    with pytest.raises(Declined) as caught:
+        server.backward_and_step(square(module, mesh.rank))
+    told = str(caught.value)
+    assert told == words if mesh.rank == 0 else told in (words[: len(told)], "declined")
+    assert mesh.rank == 0 or told
+    assert_same_bits([*module.named_parameters()], [*filled(Dense()).named_parameters()])
+    assert all(p.grad is None for p in module.parameters())
+    hook.remove()
+    server.backward_and_step(square(module, mesh.rank))
+    assert equal_everywhere(mesh, module.parameters())
+    server.close()
 
 
 @world(2)
