@@ -277,10 +277,12 @@ class ParameterServer:
     def step(self) -> None:
         """The server's optimizer steps, then every rank has its weights. Collective.
 
+        Where an ``instep.Run`` skips the step, because the gradient is not finite, say, it ends here, with no
+        update, on all ranks alike.
+
         Raises:
             ValueError: there was no ``backward`` or ``micro_batches`` since the last step.
             Desync: on the workers, if the server's optimizer raised; on the server that error itself.
-            Declined: on all ranks, if a hook of the server's optimizer raised it.
             PeerLost: a rank did not come.
         """
         if not self._pending:
