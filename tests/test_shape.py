@@ -175,7 +175,6 @@ ONE_USER = {
     "instep/shard/one_copy.py",
     "instep/shard/reduce_scatter.py",
     "instep/shard/reducer.py",
-    "instep/shard/saved_weights.py",
     "instep/shard/sharding.py",
     "instep/shard/sliced_optimizer.py",
     "instep/shard/stage3.py",

@@ -180,7 +180,8 @@ class StepWork:
         self._close()
         self.training.rank_state.holds = self._holds
         if self._saved is not None:
-            self.training.saved = self._saved
+            self.training.counted(self._saved)
+            self._saved = None  # it holds what the parameters live in
         return then()
 
     def end(self, skipped: str | None) -> float:
@@ -221,6 +222,7 @@ class StepWork:
     def abandon(self) -> None:
         """The step has raised; nothing of it is counted."""
         self._close()
+        self._saved = None
 
     def skipped_by(self, error: BaseException | None) -> str | None:
         """Why the step was left without an update, if ``error`` says so."""

@@ -51,7 +51,6 @@ class ScriptTraining(HeldState):
     command = "instep run"  # or that which calls the script's own function
     seen: GradientHashes | None = None  # of the last step, where they are asked for
     script_config: Any = None  # the script's own settings, a dataclass
-    saved: Saved | None = None  # by autograd, in the first step that this process has made
 
     def __init__(self, settings: ScriptSettings, registered: Registered, heartbeat: Heartbeat) -> None:
         self.registered = registered
@@ -65,6 +64,8 @@ class ScriptTraining(HeldState):
         self._built: Built | None = None
         self._contract_of: Callable[[], Mapping[str, Any]] = dict
         self._held_out_loss: Callable[[], float] | None = None
+        self._activations: int | None = None
+        self._has_counted = False  # what autograd keeps, in the first step that this process has made
 
     # What it is made of.
 
@@ -264,12 +265,17 @@ class ScriptTraining(HeldState):
         return memory_usage(self.module, self.state.optimizer, models[0] if len(models) == 1 else self.module)
 
     def watch_saved(self) -> Saved | None:
-        """To count what autograd keeps of a step, as long as no step is counted (``saved``)."""
-        return saved_beside(self.module) if self.saved is None else None
+        """To count what autograd keeps of a step, as long as none was ``counted``."""
+        return None if self._has_counted else saved_beside(self.module)
+
+    def counted(self, saved: Saved) -> None:
+        """This is what was kept in a whole step."""
+        self._has_counted = True
+        self._activations = saved.peak or None if saved.is_complete else None
 
     def activations(self) -> int | None:
         """The most there was in the step that was counted; None where some was hidden, or none was seen."""
-        return self.saved.peak or None if self.saved is not None and self.saved.is_complete else None
+        return self._activations
 
     def memory_estimate(self) -> dict[str, int | float] | None:
         """Of what is registered."""
