@@ -85,7 +85,7 @@ def show(
     last: Any = summary.get("loss_last")
     unit = loss_unit and f" {loss_unit}"
     loss = f"{last:.3f}{unit} in the last step" if is_number(last) and not math.isnan(last) else ""
-    if summary.get("held_out_loss") is not None:
+    if summary.get("held_out_loss") is not None or (loss_unit and not loss):
         loss = (
             f"{_number(summary, 'held_out_loss', '.3f')}{unit} held out, from "
             f"{_number(summary, 'held_out_loss_first', '.3f')} "
