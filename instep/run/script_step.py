@@ -15,12 +15,13 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,13 +31,13 @@ from instep.checkpoint.registered import Registered, RegisteredState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
 from instep.events import GLOBAL_LOSS, WAITS
 from instep.mesh.device import generators
+from instep.mesh.process_group import Group
 from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
 from instep.ordered.norm import clipped, grad_norm
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction
 from instep.replicate.server import SERVER, Declined, ParameterServer
 from instep.replicate.wrapper import DataParallel
-from instep.run.losses import share
 from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import Holds, Made
 from instep.run.saved_memory import Saved
@@ -194,15 +195,15 @@ class StepWork:
         training.heartbeat.enter("loss")
         wishes = {name: float(wish()) for name, wish in self.wishes.items()}
         with training.mesh.recorder.span(GLOBAL_LOSS, lane="host"):
-            told = share({}, 0, wishes, training.group, training.timing.own)
-        training.timing.heard(told.figures)
+            wished, figures = share(wishes, training.timing.own, training.group)
+        training.timing.heard(figures)
         norm = self._settle_norm()
         health = training.health
         if skipped and health.exhausted and health.planned(training.steps_done) is None:
             self.search.give_up(skipped, norm)
         exposed_s, waiting_s = training.timing.waits()
         step_s = time.monotonic() - self._began
-        figures = {name: x for name, x in made.items() if name != "loss"}
+        logged = {name: x for name, x in made.items() if name != "loss"}
         training.rank_state.counted(
             Made(
                 loss=made.get("loss", math.nan),
@@ -212,8 +213,8 @@ class StepWork:
                 exposed_ms=exposed_s * 1e3,
                 waiting_ms=waiting_s * 1e3,
                 skipped=skipped or "",
-                logged={f"{training.item}_per_s": training.items_per_step / step_s, **figures},
-                **{name: told.sums.get(name, 0.0) > 0 for name in WISHES},
+                logged={f"{training.item}_per_s": training.items_per_step / step_s, **logged},
+                **{name: wished.get(name, 0.0) > 0 for name in WISHES},
             )
         )
         training.heartbeat.set_step(training.steps_done)
@@ -382,6 +383,23 @@ class StepWork:
                 f"{list(parameters[0].shape)}, and neither it nor their model is registered: they would be "
                 "lost with a rank: register both"
             )
+
+
+def share(
+    addends: Mapping[str, float], figures: Sequence[float], group: Group
+) -> tuple[dict[str, float], list[list[float]]]:
+    """The sums over all ranks of ``addends``, and each rank's ``figures``, in group order, in one message.
+
+    All ranks name the same addends, and have as many figures, which arrive unrounded: a sum in which all
+    addends but one are zero is exact. Collective.
+    """
+    names, width = sorted(addends), len(figures)
+    told = torch.zeros(len(names) + group.size * width, dtype=torch.float64)
+    told[: len(names)] = torch.tensor([addends[name] for name in names], dtype=torch.float64)
+    rows = told[len(names) :].view(group.size, width)
+    rows[group.rank] = torch.tensor(figures, dtype=torch.float64)
+    group.all_reduce(told, "the exchange of figures")
+    return dict(zip(names, told.tolist(), strict=False)), rows.tolist()
 
 
 def _others(registered: Registered) -> tuple[list[Optimizer], list[Any], list[LRScheduler]]:

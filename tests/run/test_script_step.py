@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 import instep
 from instep.checkpoint.registered import RegisteredState
+from instep.mesh.mesh import Mesh
 from instep.run import script_loop
 from instep.run.rank_state import Holds
-from instep.run.script_step import SpanPhases, StepWork
+from instep.run.script_step import SpanPhases, StepWork, share
 from tests.run.loops import Loop, squares
+from tests.world import world
 
 
 @pytest.fixture
@@ -196,3 +199,11 @@ def test_where_no_process_survives_no_state_is_looked_at(
     assert Loop(run).train(2) == [0, 1]
     assert not mark.called
     run.close()
+
+
+@world(3)
+def test_wishes_are_added_and_figures_reach_every_rank_unrounded(mesh: Mesh) -> None:
+    figures = [[math.pi, -0.1], [1e300, 5e-324], [1 / 3, 0.0]]
+    told = share({"votes": 1.0 + mesh.rank, "norm": 0.5 * mesh.rank}, figures[mesh.rank], mesh.world.group)
+    assert told == ({"norm": 1.5, "votes": 6.0}, figures)
+    assert share({}, [], mesh.world.group) == ({}, [[], [], []])
