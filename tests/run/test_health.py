@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from instep.mesh.mesh import Mesh
 from instep.run.health import ENOUGH, WINDOW, Health
 from instep.run.settings import ChecksConfig
 from tests.parity import world_of_one
-from tests.train.tiny import Tiny, flawed
+from tests.run.text_training import TextTraining, tiny
 from tests.world import world
 
 
@@ -165,31 +166,35 @@ def test_a_state_that_was_tampered_with_is_rejected_and_changes_nothing(state):
     assert health.state() == GOOD
 
 
-@world(2)
-def test_two_ranks_skip_the_steps_of_one_and_end_with_its_bits(mesh: Mesh) -> None:
-    checks = ChecksConfig(skip_steps=(3,))
-    fault = flawed(math.nan, leaves={2}, steps={1, 4})
-    alone, together = (Tiny(m, checks=checks, fault=fault) for m in (world_of_one(), mesh))
-    assert alone.plan[0] != together.plan[0]
-    for step in range(6):
-        before = together.state_sha256()
-        reason = together.step()
-        assert reason == alone.step()
-        assert (reason is not None) == (step in (1, 3, 4))
-        assert together.state_sha256() == alone.state_sha256()
-        together.done -= 1
-        assert (together.state_sha256() == before) == (reason is not None)
-        together.done += 1
-    assert alone.health.state() == together.health.state()
+def flawed(mine: TextTraining, factor: float, *steps: int) -> None:
+    """The gradient of one parameter is so many times as large in these steps."""
+    p = next(mine.module.parameters())
+    p.register_hook(lambda gradient: gradient * factor if mine.training.steps_done in steps else None)
 
 
 @world(2)
-def test_a_spike_is_the_same_step_on_any_number_of_ranks(mesh: Mesh) -> None:
-    fault = flawed(300.0, leaves={1}, steps={2})
-    tinies = [Tiny(m, checks=ChecksConfig(spike=20.0), fault=fault) for m in (world_of_one(), mesh)]
-    for tiny in tinies:
-        tiny.health.restore({"skipped": 0, "in_a_row": 0, "norms": [1.0, 3.0] * (ENOUGH // 2)})
-    reasons = [[tiny.step() for _ in range(4)] for tiny in tinies]
+def test_two_ranks_skip_the_steps_of_one_and_end_with_its_bits(mesh: Mesh, data: Path) -> None:
+    alone, together = (TextTraining(tiny(data, steps=4), m) for m in (world_of_one(), mesh))
+    for mine in (alone, together):
+        mine.begin()
+        flawed(mine, math.nan, 1, 2)
+    for step in range(4):
+        before, made = together.training.state_sha256(), together.step()
+        assert made.skipped == alone.step().skipped == ("gradient norm is nan" if step in (1, 2) else "")
+        assert together.training.state_sha256() == alone.training.state_sha256() != before
+    assert alone.training.health.state() == together.training.health.state()
+
+
+@world(2)
+def test_a_spike_is_the_same_step_on_any_number_of_ranks(mesh: Mesh, data: Path) -> None:
+    config = tiny(data, steps=4, checks=ChecksConfig(spike=20.0))
+    runs = [TextTraining(config, m) for m in (world_of_one(), mesh)]
+    reasons = []
+    for mine in runs:
+        mine.begin()
+        mine.training.health.restore({"skipped": 0, "in_a_row": 0, "norms": [1.0, 3.0] * (ENOUGH // 2)})
+        flawed(mine, 1e6, 2)
+        reasons.append([made.skipped for made in mine.steps(4)])
     assert reasons[0] == reasons[1]
     assert [step for step, reason in enumerate(reasons[0]) if reason] == [2]
-    assert tinies[0].state_sha256() == tinies[1].state_sha256()
+    assert runs[0].training.state_sha256() == runs[1].training.state_sha256()

@@ -76,6 +76,22 @@ def test_a_tensor_that_the_script_writes_to_counts(loop: Loop) -> None:
     assert found == [Holds.NOTHING]
 
 
+def test_running_statistics_of_a_step_count(loop: Loop) -> None:
+    """They are written to before the update: a rank that is lost then leaves none that has the state."""
+    found = []
+    model = instep.DataParallel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), loop.run.mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in loop.run.steps(1, model=model, sgd=sgd):
+        with step:
+            for _ in model.micro_batches(2):
+                model(torch.randn(3, 4)).square().mean().backward()
+                found.append(held(loop))
+            found.append(held(loop))
+            sgd.step()
+            sgd.zero_grad()
+    assert found == [Holds.EVERYTHING, Holds.EVERYTHING, Holds.NOTHING]
+
+
 class Counter:
     count = 0
 

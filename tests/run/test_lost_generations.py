@@ -1,0 +1,111 @@
+"""What a survivor gives back of a generation that has lost a rank, by the time that it joins the next one:
+all of it, and without a collection of garbage, which a process with little garbage hardly ever makes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from instep.errors import Desync, PeerLost, let_go
+from instep.mesh.mesh import Mesh
+from tests.rejoin import Lost, Meetings, generation
+from tests.run.text_training import TextTraining, tiny
+from tests.world import world
+
+
+@pytest.fixture
+def pair() -> Iterator[Meetings]:
+    """Where two ranks meet; what they have disabled is enabled in the end."""
+    yield Meetings(2)
+    gc.enable()
+
+
+def held() -> tuple[int, int]:
+    """Descriptors, and mappings of nameless memory, of this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), sum("memfd:instep" in line for line in maps)
+
+
+def die_in_step(mine: TextTraining) -> None:
+    """In backward, so that the others are told."""
+
+    def die(gradient: Tensor) -> None:
+        raise Lost
+
+    hook = next(mine.module.parameters()).register_hook(die)
+    try:
+        mine.step()
+    finally:
+        hook.remove()
+
+
+def live(mine: TextTraining, mesh: Mesh, graceful: bool) -> list[weakref.ref[Any]]:
+    """One generation, which ends when rank 1 dies in its second step: its group and its gradients' memory."""
+    mine.join(mesh)
+    mine.agree()
+    mine.step()
+    wrapped = mine.model.__instep_state__()
+    kept = [weakref.ref(x) for x in [wrapped.group, *wrapped.gradients()]]
+    try:
+        if mesh.rank == 0:
+            mine.step()
+        elif graceful:
+            die_in_step(mine)
+        else:
+            wrapped.group.close()
+    except (PeerLost, Desync, Lost) as error:
+        let_go(error)
+    del wrapped
+    mine.leave()
+    return kept
+
+
+def give_back(mesh: Mesh, mine: TextTraining, graceful: bool, backend: str, pair: Meetings) -> None:
+    mine.training.agreed = lambda: None  # what was built stays: every generation begins with it
+    kept, before = [], held()
+    for number in range(3):
+        kept.append(live(mine, generation(pair.store, f"{number}", mesh.rank, 2, backend), graceful))
+        pair.wait()
+        if not number and mesh.rank == 0:  # the first makes what stays, such as the memory of weights
+            gc.collect()
+            gc.disable()
+            before = held()
+        pair.wait()
+    *others, last = kept  # until it joins again, a wrapper knows of the group that it has left
+    assert last
+    if mesh.rank == 0:  # the survivor
+        assert held() == before
+        assert [ref() for refs in others for ref in refs if ref() is not None] == []
+    pair.wait()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage", "graceful"),
+    [
+        ("bucketed", 0, False),
+        ("bucketed", 0, True),
+        ("server", 0, False),
+        ("bucketed", 1, False),
+        ("bucketed", 2, False),
+        ("bucketed", 3, False),
+    ],
+)
+@world(2)
+def test_a_lost_generation_is_given_back_at_once(
+    mesh: Mesh, data: Path, strategy: str, stage: int, graceful: bool, pair: Meetings
+) -> None:
+    give_back(mesh, TextTraining(tiny(data, strategy, stage, steps=100)), graceful, "shm", pair)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@world(2)
+def test_so_is_its_private_memory_over_gloo(mesh: Mesh, data: Path, stage: int, pair: Meetings) -> None:
+    give_back(mesh, TextTraining(tiny(data, stage=stage, steps=100)), False, "gloo", pair)
