@@ -29,9 +29,9 @@ from instep.recipes.text_options import parse
 MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decayed
 
 
-def make_model(config: Config) -> GPT:
+def make_model(config: Config, device: torch.device) -> GPT:
     """With weights by name; in stage 3 without any, since no rank is to have all of them."""
-    with torch.device("meta" if config.parallel.shard_stage == 3 else "cpu"):
+    with torch.device("meta" if config.parallel.shard_stage == 3 else device):
         net = GPT(GPTConfig(**asdict(config.model)))
     if config.parallel.shard_stage < 3:
         instep.initialize(net, config.seed)
@@ -64,7 +64,8 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     model: Any = net
     options: dict[str, Any] = {"find_unused_parameters": False, "seed": config.seed}
     if layout.shard_stage >= 2:
-        model = instep.fully_shard(net, mesh, layout.shard_stage, one_copy=layout.one_copy, **options)
+        options |= {"one_copy": layout.one_copy, "device": mesh.device}
+        model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
         if layout.shard_stage == 3:
             model.materialise(seed=config.seed)
     elif layout.strategy == "threads":
@@ -128,7 +129,7 @@ def main(config: Config) -> None:
     text = open_text(config.data, config.model.context)
     sizes = config.batch.global_size, config.batch.micro_size
     data = instep.Loader(text.train, *sizes, seed=config.seed, collate_fn=torch.stack)
-    net = make_model(config)
+    net = make_model(config, run.mesh.device)
     model, optimizer = distribute(net, config, run.mesh)
     run.register(model=model, optimizer=optimizer, data=data)
     run.evaluate_with(lambda: held_out_loss(net, text.held_out, config, run.mesh), every=config.eval.every)

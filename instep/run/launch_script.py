@@ -83,7 +83,9 @@ class _Admission:
                 raise
             raise ValueError(f"{error}. {misplaced[0]} belongs before the script") from None
         self._claimed = self._stack.enter_context(claimed)
-        self.path = self._claimed.path.resolve()
+        self.path = self._claimed.path
+        if self._call.main is None:  # else no process goes to another directory meanwhile
+            self.path = self.path.absolute()
         require_readable(self.path)
         self._log = FaultLog(self.path)
         self._stack.callback(self._log.close)

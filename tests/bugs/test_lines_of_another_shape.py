@@ -24,6 +24,7 @@ from instep.run.folder import CONFIG, FAULTS, METRICS, SUMMARY, WORKERS
 from instep.run.jsonl import EVENTS, OF_STEPS, JsonLines, read_lines, read_object
 from instep.run.ledger import LEDGER, LINES, LedgerWriter, Placement, part_begins, read_run
 from instep.run.status import run_status
+from instep.run.toml import to_toml
 from instep.run.writer import METRIC_LINES, require_readable, starts
 from instep.timeline.trace_files import RunTraces
 
@@ -32,7 +33,7 @@ ODD: list[Any] = [None, True, -1, 1 << 70, "text", [1], {"a": {"b": []}}]
 
 def a_run(path: Path) -> Path:
     """The files that a run of two steps leaves, in ``path``."""
-    folder.begin(path, text_config.tiny(), [own_peer(0)])
+    folder.begin(path, to_toml(text_config.tiny()), [own_peer(0)])
     lines = {name: JsonLines(path / name, until_step=0) for name in (METRICS, LEDGER)}
     ledger = LedgerWriter(lines[LEDGER].write, Placement({"dp": 2}, "bucketed", 2), every=1)
     state = ("ab", {"w": "cd"})

@@ -27,7 +27,7 @@ from tests.launched.command import (
     tree,
 )
 
-NEWEST, OLDER = f"{CHECKPOINTS}/step-00000004", f"{CHECKPOINTS}/step-00000002"
+NEWEST, OLDER, FIRST = (f"{CHECKPOINTS}/step-0000000{step}" for step in (4, 2, 0))
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,14 @@ def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(
 
 def test_without_a_checkpoint_that_verifies_a_run_stops_and_says_why_of_each(recipe, half_way, tmp_path):
     path = half_way()
-    for step in (NEWEST, OLDER):
+    for step in (NEWEST, OLDER, FIRST):
         truncate(path / step / "model.safetensors")
     before = tree(path)
     ended = train(*recipe, "-n", 2, "--run-dir", path, "--resume", cwd=tmp_path)
     ended.assert_failed(
-        REJECTED, "expected a checkpoint that verifies, got 2 that do not: restore one, or start"
+        REJECTED, "expected a checkpoint that verifies, got 3 that do not: restore one, or start"
     )
-    assert ended.err.count("cut off or replaced") == 2
+    assert ended.err.count("cut off or replaced") == 3
     assert tree(path) == before
 
 
@@ -222,14 +222,14 @@ def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, recipe, tmp_path):
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == INTERRUPTED
     assert re.search(
-        r"instep train: interrupted after step [3-9]\d*, before its first checkpoint: "
-        r"--resume --run-dir run begins again\n$",
+        r"instep train: interrupted after step [3-9]\d*, with a checkpoint of step 0: "
+        r"--resume --run-dir run goes on from it\n$",
         err,
     )
     assert "Traceback" not in err
     assert out == ""
     left = {path.name for path in (tmp_path / "run").iterdir()} - {"faults.jsonl"}  # of a rank seen to end
-    assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl", FOLDER}
+    assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl", FOLDER, CHECKPOINTS}
 
 
 @pytest.mark.parametrize(

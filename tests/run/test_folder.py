@@ -20,7 +20,7 @@ from instep.recipes.text_config import Config, merge
 from instep.regular_files import try_lock
 from instep.run import folder
 from instep.run.folder import CONFIG, LOCK, SUMMARY, WORKERS, begin, claim, end
-from instep.run.toml import load_toml
+from instep.run.toml import load_toml, to_toml
 
 
 def config(run_dir: Path | None, *, resume: bool = False) -> Config:
@@ -30,7 +30,7 @@ def config(run_dir: Path | None, *, resume: bool = False) -> Config:
 def a_run(path: Path, *workers: Peer) -> Path:
     """A directory that a run has begun in."""
     path.mkdir(parents=True)
-    begin(path, config(path), workers)
+    begin(path, to_toml(config(path)), workers)
     return path
 
 
@@ -187,7 +187,7 @@ def test_no_figure_of_an_earlier_part_stays(tmp_path):
 def test_a_directory_that_another_command_works_in_is_refused_with_its_process_and_host(tmp_path, resume):
     path = tmp_path / "a"
     with claim(config(path), print):
-        begin(path, config(path), [])
+        begin(path, to_toml(config(path)), [])
         before = tree(path)
         here = f"pid {os.getpid()} on {socket.gethostname()}"
         with pytest.raises(ValueError, match=re.escape(f"{path}: another command is at work there, {here}")):

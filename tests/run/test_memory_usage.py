@@ -3,15 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from instep.models.config import GPTConfig, num_parameters
-from instep.models.transformer import GPT
 from instep.replicate.server import ParameterServer
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
-from instep.run.memory_usage import MemoryUsage, Saved, activations, count, memory_usage
+from instep.run.memory_usage import MemoryUsage, count, memory_usage
 from instep.shard.optimizer import ShardedOptimizer
 from tests.world import world
 
@@ -148,72 +144,3 @@ def test_threads_have_a_set_of_buckets_each_over_one_set_of_weights():
     assert found.parameters == WEIGHTS + 32
     assert found.gradients == pytest.approx(WEIGHTS, abs=ALIGN + OVERHEAD)
     assert found.scratch == pytest.approx(2 * WEIGHTS, abs=2 * (ALIGN + OVERHEAD))
-
-
-def test_activations_are_what_backward_needs_but_for_weights_and_inputs():
-    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
-    x = torch.zeros(10, 64)
-    # GELU keeps what it is given, and the second layer what GELU gives.
-    assert activations(module, lambda: module(x).sum(), [x]) == 2 * 10 * 256 * 4
-    assert activations(module, lambda: module(x).sum()) == (2 * 256 + 64) * 10 * 4
-
-
-def test_memory_that_is_kept_twice_counts_once():
-    x = torch.zeros(100, requires_grad=True)
-
-    def forward():
-        y = x * 2.0  # keeps nothing
-        return (y.sin() + y.cos()).sum()  # both keep y
-
-    assert activations(nn.Identity(), forward) == 400
-
-
-def test_what_is_kept_goes_with_its_graph():
-    x = torch.zeros(100, requires_grad=True)
-    saved = Saved()
-    with saved.watch():
-        first = (x * 2.0).exp().sum()
-        assert saved.nbytes == 400
-        first.backward()
-        assert saved.nbytes == 0
-        second = (x * 3.0).exp().sum()
-        del second
-        assert saved.nbytes == 0
-    assert saved.peak == 400
-
-
-def test_the_peak_is_of_one_micro_batch_at_a_time():
-    x = torch.zeros(100, requires_grad=True)
-    saved = Saved()
-    with saved.watch():
-        for _ in range(3):
-            (x * 2.0).exp().sum().backward()
-    assert saved.peak == 400
-
-
-def test_a_checkpoint_keeps_its_input_alone():
-    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    x = torch.zeros(10, 64)
-    y = nn.Parameter(torch.zeros(64))
-    forward = lambda: checkpoint(module, x + y, use_reentrant=False).sum()  # noqa: E731
-    assert activations(module, forward) == 10 * 64 * 4
-
-
-def test_counting_moves_no_bit_of_the_gradient_or_of_later_random_numbers():
-    module = GPT(GPTConfig(layers=2, width=32, heads=2, context=8, dropout=0.5))
-    tokens = torch.arange(16).view(2, 8)
-
-    def loss():
-        torch.manual_seed(3)
-        return F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
-
-    loss().backward()
-    expected = [p.grad.clone() for p in module.parameters()]
-    module.zero_grad()
-    with Saved().watch():
-        loss().backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True))
-    before = torch.get_rng_state()
-    assert activations(module, lambda: module(tokens).sum()) > 0
-    assert torch.equal(torch.get_rng_state(), before)
-    assert memory_usage(module).state == 8 * num_parameters(module.config)

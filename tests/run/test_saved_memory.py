@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -146,3 +146,60 @@ def test_sharded_weights_are_noted_and_not_counted(stage: int) -> None:
     assert saved.peak == alone.peak > 0
     assert saved.nbytes == 0
     model.sharding.close()
+
+
+def activations(module: nn.Module, forward: Callable[[], Tensor], inputs: Iterable[Tensor] = ()) -> int:
+    """Bytes that ``forward``, with ``module``, keeps for a backward that does not follow."""
+    saved = saved_beside(module, inputs)
+    with saved.watch():
+        forward()
+    return saved.peak
+
+
+def test_activations_are_what_backward_needs_but_for_weights_and_inputs():
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    x = torch.zeros(10, 64)
+    # GELU keeps what it is given, and the second layer what GELU gives.
+    assert activations(module, lambda: module(x).sum(), [x]) == 2 * 10 * 256 * 4
+    assert activations(module, lambda: module(x).sum()) == (2 * 256 + 64) * 10 * 4
+
+
+def test_memory_that_is_kept_twice_counts_once():
+    x = torch.zeros(100, requires_grad=True)
+
+    def forward():
+        y = x * 2.0  # keeps nothing
+        return (y.sin() + y.cos()).sum()  # both keep y
+
+    assert activations(nn.Identity(), forward) == 400
+
+
+def test_what_is_kept_goes_with_its_graph():
+    x = torch.zeros(100, requires_grad=True)
+    saved = Saved()
+    with saved.watch():
+        first = (x * 2.0).exp().sum()
+        assert saved.nbytes == 400
+        first.backward()
+        assert saved.nbytes == 0
+        second = (x * 3.0).exp().sum()
+        del second
+        assert saved.nbytes == 0
+    assert saved.peak == 400
+
+
+def test_the_peak_is_of_one_micro_batch_at_a_time():
+    x = torch.zeros(100, requires_grad=True)
+    saved = Saved()
+    with saved.watch():
+        for _ in range(3):
+            (x * 2.0).exp().sum().backward()
+    assert saved.peak == 400
+
+
+def test_a_checkpoint_keeps_its_input_alone():
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x = torch.zeros(10, 64)
+    y = nn.Parameter(torch.zeros(64))
+    forward = lambda: checkpoint(module, x + y, use_reentrant=False).sum()  # noqa: E731
+    assert activations(module, forward) == 10 * 64 * 4
