@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ def _part(memory: Tensor, bucket: SlicedBucket) -> Tensor:
 class SlicedBucket(Bundle):
     """The gradients of the parameters of one ``space``, of which this rank keeps its slice.
 
-    At construction: memory for one slice. In a step: partial sums are ``kept``, ``num_kept`` of them now; the
-    last one, number 0, becomes the reduced gradient, in the dtype of the weights in ``reduced``.
+    At construction: no memory. In a step: partial sums are ``kept``, ``num_kept`` of them now; the last one,
+    number 0, becomes the reduced gradient, in the dtype of the weights in ``reduced``.
     """
 
     space: FlatParameters
@@ -105,16 +106,21 @@ class SlicedBucket(Bundle):
         self._across = None if self.replicate_group is None else self._make_across(self.replicate_group)
         self._memory: list[Tensor] = []
         self.kept: list[Tensor] = []
-        self.keep(0)
-        self.reduced = self.kept[0]
-        real = self.value_dtype.to_real() if self.value_dtype.is_complex else self.value_dtype
-        if real != self.dtype:
-            self.reduced = torch.zeros(self.slice_length, dtype=real, device=self.device)
         self._views: dict[int, list[Tensor]] = {}
         self._offsets = {
             id(p): offset for p, offset in zip(self.space.parameters, layout.offsets, strict=True)
         }
         self._strides = [self.space.strides_in_flat(i) for i in range(len(self.slots))]
+
+    @cached_property
+    def reduced(self) -> Tensor:
+        """The reduced gradient, (slice_length,)."""
+        real = self.value_dtype.to_real() if self.value_dtype.is_complex else self.value_dtype
+        kept = self.keep(0)
+        if real == self.dtype:
+            return kept
+        with torch.inference_mode(False):
+            return torch.zeros(self.slice_length, dtype=real, device=self.device)
 
     @staticmethod
     def of(
@@ -171,6 +177,7 @@ class SlicedBucket(Bundle):
     def to_exchange(self, nodes: Sequence[Node], num_leaves: int) -> Bucket:
         """The slice as a bucket of its own, with the kept sums, of ``nodes``, for roots; to be reduced."""
         assert self._across is not None
+        self.keep(0)  # a shard group without micro-batches receives
         self._across.counter.reset(num_leaves)
         self._across.counter.roots = list(zip(nodes, self._memory, strict=False))
         return self._across
