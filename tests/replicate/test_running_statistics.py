@@ -18,7 +18,7 @@ from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
-from instep.step.running_statistics import EXCHANGE, put_back_on_error
+from instep.step.running_statistics import EXCHANGE
 from tests.parity import Training, assert_same_bits, filled, train, train_by_hand, world_of_one
 from tests.replicate.nets import WIDTH, Norms, OwnNorm, Residual, data, images, mean_square
 from tests.replicate.replicas import equal_everywhere
@@ -257,21 +257,3 @@ def test_a_wrapper_with_norms_is_collected() -> None:
     del model
     gc.collect()
     assert [x() for x in gone] == [None, None]
-
-
-def test_what_fails_after_the_loop_can_be_put_back() -> None:
-    model = wrapped(nn.BatchNorm1d(WIDTH))
-    before = buffers(model.module)
-
-    def fail() -> None:
-        with put_back_on_error(model.module):
-            step(model)
-            raise KeyError("lost")
-
-    with pytest.raises(KeyError):
-        fail()
-    assert_same_bits(buffers(model.module), before)
-    model.zero_grad()
-    with put_back_on_error(model.module):
-        step(model)
-    assert model.module.norm.num_batches_tracked == NUM_LEAVES

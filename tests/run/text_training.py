@@ -50,7 +50,7 @@ class TextTraining:
         self.text = open_text(config.data, config.model.context)
         sizes = config.batch.global_size, config.batch.micro_size
         self.data = instep.Loader(self.text.train, *sizes, seed=config.seed, collate_fn=torch.stack)
-        self.module = make_model(config)
+        self.module = make_model(config, torch.device("cpu"))
         self.model, self.optimizer = distribute(self.module, config, mesh or world_of_one())
         registered = Registered({"model": self.model, "optimizer": self.optimizer, "data": self.data})
         settings = layout_of(registered, settings_of(config), config.parallel.backend)
