@@ -285,11 +285,11 @@ class Span:
             return self
         if self.lane != "communication":  # where several threads may do the same at once
             spans.add((self.lane, self.name))
-        if self.recorder.watch is not None:
-            self.recorder.watch(self.name, True)
         marks = self.recorder.marks
         self.token = marks.begin() if marks is not None and self.lane == "compute" else None
         self.start_ns = time.monotonic_ns()
+        if self.recorder.watch is not None:  # who is told may take time, as a fault does that is slow in a phase
+            self.recorder.watch(self.name, True)
         return self
 
     def __exit__(
