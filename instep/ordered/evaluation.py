@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from instep.events import GLOBAL_LOSS
 from instep.memory import as_bytes
-from instep.mesh.agree import all_or_none, all_tell, require_same_lines
+from instep.mesh.agree import all_or_none, all_tell, attempt, require_same_lines
 from instep.mesh.join import find_ranks, ranks_meant
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
@@ -67,7 +69,9 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
         counts = _weights(weights, len(numbers))
         return [_exact_parts([x * n for x, n in zip(numbers, counts, strict=True)]), _exact_parts(counts)]
 
-    _, everyone = all_tell(group, "instep.mean", sums, lambda both: json.dumps(both).encode())
+    mine = attempt(sums)  # which may wait for a device, and for no rank
+    with _waiting(process_group):
+        _, everyone = all_tell(group, "instep.mean", mine, lambda both: json.dumps(both).encode())
     found = [json.loads(its) for its in everyone]
     total, count = (exact_sum([part for its in found for part in its[i]]) for i in (0, 1))
     return total / count if count else math.nan
@@ -100,6 +104,11 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
                 [30.]])
     """
     group = _group(process_group)
+    with _waiting(process_group):
+        return _gathered(tensors, index, group)
+
+
+def _gathered(tensors: Sequence[Tensor], index: Tensor | Sequence[int] | None, group: Group) -> Any:
     rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]
     order = None if index is None else torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
     all_or_none(group, "instep.gather", lambda: _check(rows, order))
@@ -123,6 +132,12 @@ def _group(process_group: Ranks) -> Group:
     if ranks not in _groups:
         _groups[ranks] = find_ranks(ranks, what="instep.mean or instep.gather")[0]
     return _groups[ranks]
+
+
+def _waiting(process_group: Ranks) -> AbstractContextManager[Any]:
+    """The block waits for other ranks, where somebody records what this one does."""
+    ranks = ranks_meant(process_group)
+    return ranks.recorder.span(GLOBAL_LOSS, lane="host") if isinstance(ranks, Mesh) else nullcontext()
 
 
 def _numbers(values: Values) -> list[float]:

@@ -158,7 +158,7 @@ class ScriptLoop(Iterator[RunStep]):
         self.training = training = ScriptTraining(settings, registered, heartbeat)
         fields = {"seed": settings.seed, "steps": settings.steps, **run._contract}
         training.describe_by(lambda: {**fields, **script_fields(script_path())})
-        training.evaluate_with(run._held_out_loss)
+        training.evaluate_with(None if run._held_out_loss is None else self._held_out_loss)
         training.script_config = run._config
         if launch is not None and launch.call.main is not None:
             training.command = "instep train"
@@ -304,6 +304,15 @@ class ScriptLoop(Iterator[RunStep]):
             raise ValueError(f"{error}. These are words of `instep run`, under torchrun {TOO}") from None
         self.training.config = replace(settings, run_dir=path, resume=resume)
         return path
+
+    def _held_out_loss(self) -> float:
+        """The script's, in which a rank that waits for others is told from one that is stuck."""
+        assert self.run._held_out_loss is not None
+        self.work.phases.begin("evaluate")
+        try:
+            return self.run._held_out_loss()
+        finally:
+            self.work.phases.end()
 
     def _introduction(self, is_first: bool) -> list[str]:
         assert self.path is not None

@@ -60,15 +60,17 @@ class SpanPhases:
         self._thread = threading.get_ident()
         self._open: list[str] = []
 
-    def begin(self) -> None:
-        """A step begins, in the script's own code."""
-        self._open = [OWN]
-        self._enter(OWN)
+    def begin(self, phase: str = OWN) -> None:
+        """A step begins, in the script's own code; or another ``phase``, in which waits alone are told."""
+        self._open = [phase]
+        self._enter(phase)
 
     def watch(self, name: str, begins: bool) -> None:
         """A span begins, or ends; of other threads, and of other names, nothing is told."""
         phase = "exchange" if name in WAITS else PHASES.get(name)
         if phase is None or not self._open or threading.get_ident() != self._thread:
+            return
+        if self._open[0] != OWN and phase != "exchange":
             return
         if begins:
             self._open.append(phase)

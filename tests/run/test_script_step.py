@@ -16,6 +16,7 @@ import instep
 from instep.checkpoint.registered import RegisteredState
 from instep.mesh.mesh import Mesh
 from instep.run import script_loop
+from instep.events import GLOBAL_LOSS
 from instep.run.rank_state import Holds
 from instep.run.script_step import SpanPhases, StepWork, share
 from tests.run.loops import Loop, squares
@@ -145,6 +146,34 @@ def test_phases_are_those_of_the_steps_own_thread() -> None:
     phases.end()
     phases.watch("update", False)
     assert told == ["script", "backward", "script", "update"]
+
+
+def test_in_another_phase_waits_alone_are_told() -> None:
+    """A forward of an evaluation may take longer than any of training, and is not stuck."""
+    told: list[str] = []
+    phases = SpanPhases(told.append)
+    phases.begin("evaluate")
+    for name in ("forward", GLOBAL_LOSS):
+        phases.watch(name, True)
+        phases.watch(name, False)
+    phases.end()
+    assert told == ["evaluate", "exchange", "evaluate"]
+
+
+def test_who_waits_in_a_mean_or_an_evaluation_says_so(loop: Loop) -> None:
+    """Else it would be taken for stuck beside the rank that is."""
+    told: list[list[str]] = []
+
+    def mean(step: object = None) -> float:
+        told.append([])
+        loop.run._steps.work.phases._enter = told[-1].append
+        found = instep.mean(1.0)
+        loop.run._steps.work.phases._enter = lambda phase: None
+        return found
+
+    loop.run.evaluate_with(mean)
+    loop.train(1, before=mean)
+    assert told == [["exchange", "evaluate"], ["exchange", "script"], ["exchange", "evaluate"]]
 
 
 @pytest.mark.parametrize("drops", [False, True])
