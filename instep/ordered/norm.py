@@ -9,17 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from instep.events import Recorder
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.buckets import flat_real
 from instep.ordered.placeholder import Slices, by_slices, slices_of
 
-# A list that is set here is told each norm before clipping, and of which gradients: a run judges by them.
-clipped: ContextVar[list[tuple[float, frozenset[int]]] | None] = ContextVar("instep_clipped", default=None)
+
+class Clips:
+    """What is clipped while this one is set in ``clipping``: the norms of before, and of which gradients.
+
+    A run judges by them; ``recorder`` is told how long it took.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.norms: list[tuple[float, frozenset[int]]] = []
+
+
+clipping: ContextVar[Clips | None] = ContextVar("instep_clipping", default=None)
 
 # torch converts all that it is given before it adds: in pieces of 1 MB that stays in the cache, and takes a
 # seventh of the time. A device with many cores gets everything at once.
@@ -112,20 +125,26 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = grad_norm(gradients)
-    if (told := clipped.get()) is not None:
-        told.append((norm, frozenset(map(id, gradients))))
-    if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
-    factor = max_norm / (norm + 1e-6)
-    if not factor >= 1.0:  # also when it is nan
-        with torch.no_grad():  # after backward(create_graph=True) gradients have a graph of their own
-            whole, divided = _by_place(gradients)
-            for gradient in whole:
-                gradient.mul_(factor)
-            for slices, members in divided:
-                slices.scale(members, factor)
+    watch = clipping.get()
+    with nullcontext() if watch is None else watch.recorder.span("clip", lane="compute"):
+        norm = grad_norm(gradients)
+        if watch is not None:
+            watch.norms.append((norm, frozenset(map(id, gradients))))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
+        factor = max_norm / (norm + 1e-6)
+        if not factor >= 1.0:  # also when it is nan
+            _scale(gradients, factor)
     return torch.tensor(norm, dtype=torch.float64)
 
 
 clip_grad_norm_.__module__ = "instep"
+
+
+def _scale(gradients: Sequence[Tensor], factor: float) -> None:
+    with torch.no_grad():  # after backward(create_graph=True) gradients have a graph of their own
+        whole, divided = _by_place(gradients)
+        for gradient in whole:
+            gradient.mul_(factor)
+        for slices, members in divided:
+            slices.scale(members, factor)

@@ -109,6 +109,8 @@ class ThreadedReplicas(OwnNames):
         >>> replicas = instep.ThreadedReplicas(model, 2)
         >>> loss_function(replicas(x), y).backward()  # the batch is split along dim 0
         >>> optimizer.step()
+        >>> replicas.placement
+        {'strategy': 'threads'}
         >>> replicas.close()
     """
 
@@ -214,6 +216,11 @@ class ThreadedReplicas(OwnNames):
             join=lambda mesh: None,  # no mesh is of use to replicas in one process
             micro_batch=received_micro_batch,
         )
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """How gradients travel."""
+        return {"strategy": "threads"}
 
     @property
     def _device(self) -> torch.device:

@@ -15,9 +15,12 @@ import torch
 
 from instep.checkpoint.registered import Registered
 from instep.ordered.homes import offered
+from instep.ordered.tree import rank_major
+from instep.replicate.threads import ThreadedReplicas
 from instep.run.memory_formula import homes_of, stage_of
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
+from instep.run.summary import replicas
 
 LISTED = 8  # ranks, whose shares are told one by one
 
@@ -65,7 +68,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, is_first: 
     ranks = f"{counted(mesh.world_size, 'rank')} of {mesh.device.type}"
     axes = dict(zip(mesh.axes.names, mesh.axes.sizes, strict=True))
     size, found = mesh.world_size, axes.get("shard", 1)
-    lines = [f"going on with {ranks}"]
+    lines = []
     if is_first:
         num = sum(p.numel() for p in training.module.parameters())
         loader = _loader(registered)
@@ -79,7 +82,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, is_first: 
         ]
     shares = _shares(training)
     if config.batch.global_size and shares:
-        lines.append(global_batch(config.batch, shares))
+        lines.append(global_batch(config.batch, shares, replicas(config.parallel.strategy)))
     if config.parallel.shard_stage and shard not in (-1, 1, found):
         lines.append(
             f"{counted(size, 'rank')} cannot be cut into shard groups of {shard}: the state is divided among "
@@ -88,14 +91,14 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, is_first: 
     return lines
 
 
-def global_batch(batch: ScriptBatch, shares: Sequence[int]) -> str:
+def global_batch(batch: ScriptBatch, shares: Sequence[int], what: str = "rank") -> str:
     """The equation of the batch, where each of so many ranks has its share of the micro-batches of a step.
 
     global batch 32 = micro-batch 4 x accumulation 4 x 2 ranks         every rank has as many
     global batch 32 = micro-batch 4 x 8, of which 3 ranks have 3 + 3 + 2
     """
     begin = f"global batch {batch.global_size} = micro-batch {batch.micro_size} x "
-    ranks = counted(len(shares), "rank")
+    ranks = counted(len(shares), what)
     times = Counter(shares)
     if len(times) == 1:
         return f"{begin}accumulation {shares[0]} x {ranks}"
@@ -142,8 +145,10 @@ def _loader(registered: Registered) -> Any:
 
 
 def _shares(training: ScriptTraining) -> list[int]:
-    """How many micro-batches of a declared step each rank has; [] where no wrapper says."""
+    """How many micro-batches of a declared step each rank has, or each thread; [] where no wrapper says."""
     for model in training.registered.models.values():
+        if isinstance(model, ThreadedReplicas):
+            return list(map(len, rank_major(training.config.num_leaves, model.num_replicas)))
         found = getattr(model, "_reducer", None) or getattr(getattr(model, "sharding", None), "reducer", None)
         if found is not None:
             return [len(own) for own in found.assign(training.config.num_leaves).leaves]

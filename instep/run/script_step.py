@@ -29,12 +29,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instep.checkpoint.registered import Registered, RegisteredState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
-from instep.events import GLOBAL_LOSS, WAITS
+from instep.events import GLOBAL_LOSS, WAITS, Recorder
 from instep.mesh.device import generators
 from instep.mesh.process_group import Group
 from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
-from instep.ordered.norm import clipped, grad_norm
+from instep.ordered.norm import Clips, clipping, grad_norm
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction
 from instep.replicate.server import SERVER, Declined, ParameterServer
 from instep.replicate.wrapper import DataParallel
@@ -116,7 +116,7 @@ class StepWork:
         self._modes: list[str] = []
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []  # of each update
-        self._clipped: list[tuple[float, frozenset[int]]] = []
+        self._clips = Clips(Recorder())
         for other in list(self._strangers):
             training.registered.require_registered(other)
         self._hook = register_optimizer_step_pre_hook(self._before_update)
@@ -163,18 +163,20 @@ class StepWork:
         self._watching.enter_context(self.search.watched())  # past what was injected
         self._require_schedules()
         training.timing.begin(training.steps_done)
-        self._began = time.monotonic()
-        self._logged, self._norms, self._clipped, self._judged = {}, [], [], False
-        self._positions.update((loader, loader.position) for loader in self._loaders)
-        self._num_updates = training.registered.num_updates.total()
-        self._holds = training.rank_state.holds
-        if self.recovers:
-            self._step_begun, self._modes = training.steps_done, training.modes()
-            self._mark = self._state_mark()
-        if training.registered.has_server:  # whose weights come to its workers past every optimizer
-            training.rank_state.holds = Holds.NOTHING
-        self._key_generators()
-        self._token = clipped.set(self._clipped)
+        with training.mesh.recorder.span("begin", lane="host"):
+            self._began = time.monotonic()
+            self._logged, self._norms, self._judged = {}, [], False
+            self._positions.update((loader, loader.position) for loader in self._loaders)
+            self._num_updates = training.registered.num_updates.total()
+            self._holds = training.rank_state.holds
+            if self.recovers:
+                self._step_begun, self._modes = training.steps_done, training.modes()
+                self._mark = self._state_mark()
+            if training.registered.has_server:  # whose weights come to its workers past every optimizer
+                training.rank_state.holds = Holds.NOTHING
+            self._key_generators()
+            self._clips = Clips(training.mesh.recorder)
+            self._token = clipping.set(self._clips)
         self._is_open = True
         self.phases.begin()
 
@@ -243,7 +245,7 @@ class StepWork:
 
     def _close(self) -> None:
         if self._is_open:
-            clipped.reset(self._token)
+            clipping.reset(self._token)
             self._watching.close()
             if self.training.config.ledger.leaves:
                 self.training.seen = joined({name: self.hashes[name] for name in self.reduced})
@@ -264,7 +266,7 @@ class StepWork:
         all, which alone has the gradient."""
         training, health = self.training, self.training.health
         is_worker = training.registered.has_server and training.group.rank != SERVER
-        norms = [] if is_worker else self._norms or [norm for norm, _ in self._clipped]
+        norms = [] if is_worker else self._norms or [norm for norm, _ in self._clips.norms]
         norm = math.hypot(*norms) if norms else math.nan
         if not self._judged and self._norms:
             health.judge(norm)
@@ -349,9 +351,9 @@ class StepWork:
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
         own = frozenset(map(id, gradients))
-        known = next((norm for norm, its in reversed(self._clipped) if its == own), None)
+        known = next((norm for norm, its in reversed(self._clips.norms) if its == own), None)
         self._norms.append(grad_norm(gradients) if known is None else known)
-        self._clipped.clear()
+        self._clips.norms.clear()
         self._judge(self._norms[-1])
         training.rank_state.holds = Holds.NOTHING
 

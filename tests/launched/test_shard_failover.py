@@ -20,14 +20,14 @@ def sources(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_killed_in_the_first_copy_all_begin_again(
+def test_killed_in_the_first_copy_all_go_on_from_what_was_built(
     rank: int, recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
     fault = f"kill:rank={rank},step=1,phase=snapshot"
     ended = train(*recipe, STAGE, 1, "-n", 3, "--run-dir", "run", "--fault", fault, cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "run", undisturbed)
-    assert sources(tmp_path / "run") == ["the beginning"]
+    assert sources(tmp_path / "run") == ["the snapshot"]  # of before the first step
 
 
 def test_all_ranks_but_one_killed_at_once_are_replaced_from_the_copies(

@@ -18,10 +18,7 @@ def test_rows_that_lose_a_rank_shrink_stop_and_go_on_otherwise_give_the_run_that
     ended = train(*run, STAGE, 3, ROWS, 2, "-n", 4, *faults, "--stop-after", 6, cwd=tmp_path)
     assert ended.code == 75, ended.err
     assert "stage 3 of sharding in shard groups of 2 ranks; " in ended.err
-    assert (
-        "3 rank(s) are no whole shard groups of parallel.shard_ranks 2: the state is divided among 3"
-        in ended.err
-    )
+    assert "3 ranks cannot be cut into shard groups of 2: the state is divided among 3" in ended.err
     ended = train(*run, STAGE, 2, ROWS, 2, "-n", 4, ONE_COPY, "--resume", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "run", undisturbed)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import instep
 from instep.checkpoint.registered import RegisteredState
+from instep.events import GLOBAL_LOSS
 from instep.mesh.mesh import Mesh
 from instep.run import script_loop
-from instep.events import GLOBAL_LOSS
 from instep.run.rank_state import Holds
 from instep.run.script_step import SpanPhases, StepWork, share
 from tests.run.loops import Loop, squares
