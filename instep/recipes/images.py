@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 import instep
 from instep.data.shapes import CLASSES, Shapes
 from instep.models.conv import SmallConvNet
-from instep.recipes.images_config import ImagesConfig
+from instep.recipes.images_config import ImagesConfig, numerical
 
 SHIFT = 2  # pixels, at most
 
@@ -69,7 +69,7 @@ def accuracy(model: nn.Module, held_out: Shapes, size: int) -> float:
 def main(config: ImagesConfig) -> float:
     """Train as ``config`` says; the accuracy in the end."""
     # Joins whoever has started this process, or is alone; recorded in a new folder in runs/.
-    run = instep.Run(seed=config.seed)
+    run = instep.Run(seed=config.seed, config=config, contract=numerical(config))
 
     train = Augmented(Shapes(config.images, seed=config.seed))
     held_out = Shapes(config.held_out, seed=config.seed, first=config.images)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from instep.run.toml import scalars
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig:
@@ -38,3 +40,14 @@ class ImagesConfig:
     shard_stage: Literal[0, 1, 2, 3] = 0
     """What is divided among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights
     too."""
+
+
+# No bit of the weights depends on these.
+PLACEMENT = frozenset(
+    {"workers", "strategy", "shard_stage", "eval_every"}
+)  # no bit of the weights depends on these
+
+
+def numerical(config: ImagesConfig) -> dict[str, str | int | float | bool]:
+    """The settings that the bits of the weights may depend on."""
+    return {name: value for name, value in scalars(config).items() if name not in PLACEMENT}

@@ -25,7 +25,7 @@ import instep
 from instep.data.pairs import open_pairs
 from instep.data.tokens import PAD, PadTogether, encode, load_tokenizer, train_tokenizer
 from instep.models.pair_classifier import freeze, load_classifier, new_classifier
-from instep.recipes.pairs_config import PairsConfig, validate
+from instep.recipes.pairs_config import PairsConfig, numerical, validate
 
 Pair = tuple[str, str, int]  # two sentences, and 1 if they say the same
 
@@ -126,7 +126,7 @@ def evaluate(
 def main(config: PairsConfig) -> Any:
     """Train as ``config`` says; the trained model."""
     validate(config)
-    run = instep.Run(seed=config.seed)
+    run = instep.Run(seed=config.seed, config=config, contract=numerical(config))
     train_pairs, held_out_pairs = read_pairs(config)
     model, tokenizer = make_model(config, train_pairs)
     is_bert = model.config.model_type == "bert"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from instep.recipes.ranges import ABOVE_0, FROM_0, STAGES, UP_TO_1, Range, check_settings
+from instep.run.toml import scalars
 
 PAIRS_RANGES: dict[str, Range] = {
     **dict.fromkeys(("layers", "width", "heads", "vocab_size", "context", "steps", "lr"), ABOVE_0),
@@ -96,3 +97,14 @@ def validate(config: PairsConfig) -> None:
         )
     if config.lora and config.freeze:
         raise ValueError("lora with freeze: lora trains none of the model's own weights; leave freeze out")
+
+
+# No bit of the weights depends on these.
+PLACEMENT = frozenset(
+    {"shard_stage", "eval_every", "gradient_checkpointing"}
+)  # no bit of the weights depends on these
+
+
+def numerical(config: PairsConfig) -> dict[str, str | int | float | bool]:
+    """The settings that the bits of the weights may depend on."""
+    return {name: value for name, value in scalars(config).items() if name not in PLACEMENT}
