@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from instep.checkpoint.contract import code_of_script
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
+from instep.mesh.launch_environment import detect
 from instep.mesh.rank_process import exit_now
 from instep.run.membership import supervised
 from instep.run.settings import ScriptCommand, ScriptSettings
@@ -124,6 +125,8 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
 
 def execute_here(call: ScriptCall) -> int:
     """Run the script in this process, which is a rank of another launcher's, or alone; its exit code."""
+    if detect(os.environ).restart_count:  # a fault happens once, and this process cannot know which have
+        call = replace(call, fault=())
     _started[os.getpid()] = Started(None, call)
     try:
         execute(call)
