@@ -147,7 +147,8 @@ def _how_to_learn_more(a: RecordedRun, b: RecordedRun, parting: FirstDifference)
     for run in (a, b):
         if parting.step not in run.reduced:
             beside = run.path.with_name(f"{run.path.name}-leaves")
-            yield f"   {again(run.path, beside, ('--stop-after', str(parting.step), '--ledger.leaves'))}"
+            command = again(run.path, beside, ("--stop-after", str(parting.step), "--ledger.leaves"))
+            yield f"   {command or f'instep.Run({str(beside)!r}, ledger_leaves=True) in its notebook'}"
     runs = [
         r.path if parting.step in r.reduced else r.path.with_name(f"{r.path.name}-leaves") for r in (a, b)
     ]

@@ -24,10 +24,14 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 def again(path: Path, beside: Path, flags: tuple[str, ...] = ()) -> str:
-    """The command that makes the run in ``path`` once more, in ``beside``; ``flags`` as ``instep train`` has
-    them."""
+    """The command that makes the run in ``path`` once more, in ``beside``; "" where it was of a notebook.
+
+    ``flags`` are as ``instep train`` has them.
+    """
     config = config_of(path)
     script, arguments = config.get("script"), config.get("arguments", [])
+    if script == "":
+        return ""
     if isinstance(script, str) and isinstance(arguments, list):
         own = [WORDS.get(flag, flag) for flag in flags]
         words = ["run", "--run-dir", str(beside), *own, script, *map(str, arguments)]

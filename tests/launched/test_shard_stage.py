@@ -110,7 +110,9 @@ def test_resumed_again_and_again_with_the_state_divided_otherwise_is_the_run_tha
     assert_same_run(Path(str(run[-2])), undisturbed)
     found, made = summary(Path(str(run[-2]))), STEPS // 2 + 1 - len(legs)
     assert found["first_step"] == STEPS - made
-    assert f"steps  {STEPS}; the last {made} on {found['world_size']} rank(s), {found['strategy']}" in ended.out
+    assert (
+        f"steps  {STEPS}; the last {made} on {found['world_size']} rank(s), {found['strategy']}" in ended.out
+    )
     # No figure of the ranks and the stages before: neither their steps, nor that weights were gathered.
     assert [row["steps"] for row in found["breakdown"]] == [made] * found["world_size"]
     assert all((row["gathers_s"] > 0) is (legs[-1][0] == 3) for row in found["breakdown"])
