@@ -2,17 +2,22 @@
 
 Forwards and augmentations also draw from Python's ``random``, from ``numpy.random`` (its global state, if the
 program has loaded it), and from generators that a module keeps as attributes. ``LeafKeys`` keys them all by
-(seed, step, leaf). That they are not keyed by block as torch's are is a matter of cost: numpy takes 30
+(seed, step, leaf). That they are not keyed by block as torch's are is a matter of cost: Python takes ten
 microseconds to tell its state. So states are saved once per step, and a leaf costs a seed each.
+
+numpy takes fifty to tell a Mersenne twister's state and to take it back, because its words become Python's
+numbers one by one. Here they are copied as bytes, from and to where numpy says they are (``_Twister``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +26,9 @@ from torch import Tensor, nn
 from instep.ordered.attributes import own_attributes, reached, within
 
 _asking = threading.Lock()  # of ``state_of``
+# By turns, as threads may share one; again in the same thread, where the garbage collector ends a step in it.
+_looking = threading.RLock()  # of ``_Twister``
+TWISTER_BYTES = 4 * (624 + 1)  # of a Mersenne twister: its words, and the place among them
 DEPTH = 3  # of an object in a container in an attribute
 _WITHOUT = (Tensor, int, float, str, type(None))  # which hold no generator
 
@@ -148,9 +156,7 @@ def _kind(x: Any) -> Callable[[str, Any], KeyedGenerator] | None:
 
 
 def _torch(name: str, generator: torch.Generator) -> KeyedGenerator:
-    def key(key: int) -> None:
-        seed_generator(generator, key)
-
+    key = partial(seed_generator, generator)
     return KeyedGenerator(name, lambda: state_of(generator), key, generator.set_state)
 
 
@@ -161,15 +167,80 @@ def _python(name: str, generator: Any) -> KeyedGenerator:
 
 def _legacy_numpy(name: str, generator: Any) -> KeyedGenerator:
     """Of a ``numpy.random.RandomState``, or of the module, which has the same functions."""
+    twister = _Twister(generator)
 
     def key(key: int) -> None:
         try:
             generator.seed(key & 0xFFFFFFFF)
         except TypeError:  # the user has given it bits that are no Mersenne twister's
-            given = getattr(generator, "get_bit_generator", lambda: generator._bit_generator)()
+            given = _bits_of(generator)
             generator.set_state({**type(given)(key).state, "has_gauss": 0, "gauss": 0.0})
 
-    return KeyedGenerator(name, lambda: generator.get_state(legacy=False), key, generator.set_state)
+    return KeyedGenerator(name, twister.save, key, twister.restore)
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "get_bit_generator", lambda: generator._bit_generator)()
+
+
+class _TwisterState(NamedTuple):
+    words: bytes
+    normal: float | None  # that is drawn already, as numpy draws two at a time, and comes next
+
+
+class _Twister:
+    """The state of a ``RandomState`` whose bits are a Mersenne twister's, as they are unless a user gives others.
+
+    ``RandomState`` has one number besides: normal ones are made by twos, and the second waits. Whether one
+    does is seen by drawing one: it is there if the words stay as they are.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._bits: Any = None  # those that ``_memory`` is of
+        self._memory: Any = None  # the words, where numpy has them; None where they are not told
+
+    def save(self) -> Any:
+        generator = self._generator
+        with _looking:
+            memory = self._look()
+            if memory is None:
+                return generator.get_state(legacy=False)
+            words = memory.raw
+            normal = generator.standard_normal()
+            state = _TwisterState(words, normal if memory.raw == words else None)
+            self._put(state)
+        return state
+
+    def restore(self, state: Any) -> None:
+        if isinstance(state, _TwisterState):
+            with _looking:
+                self._put(state)
+        else:
+            self._generator.set_state(state)
+
+    def _put(self, state: _TwisterState) -> None:
+        memory = self._look()
+        if memory is None or state.normal is not None:
+            words = torch.frombuffer(bytearray(state.words), dtype=torch.int32).numpy()
+            told = {"key": words[:-1].view("uint32"), "pos": int(words[-1])}
+            waits = {"has_gauss": int(state.normal is not None), "gauss": state.normal or 0.0}
+            self._generator.set_state({"bit_generator": "MT19937", "state": told, **waits})
+            return
+        self._generator.seed(0)  # then no number waits
+        memory.raw = state.words
+
+    def _look(self) -> Any:
+        """The memory of the words; None if the bits are others, or lie there in another way."""
+        bits = _bits_of(self._generator)
+        if bits is not self._bits:
+            self._bits, self._memory = bits, None
+            if type(bits) is sys.modules["numpy.random"].MT19937:
+                memory = (ctypes.c_char * TWISTER_BYTES).from_address(bits.ctypes.state_address)
+                told = bits.state["state"]
+                place = int(told["pos"]).to_bytes(4, sys.byteorder)
+                self._memory = memory if memory.raw == told["key"].tobytes() + place else None
+        return self._memory
 
 
 def _numpy(name: str, generator: Any) -> KeyedGenerator:
