@@ -12,19 +12,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import get_worker_info
+from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from instep.data.order import GOLDEN_GAMMA, mix
 from instep.data.sample_shards import Shards
+from instep.data.shuffled import keyed
+from instep.data.text import ByteText
 from instep.mesh.handover import Outgoing
 from instep.ordered.generators import KeyedGenerator, default_generator, generators_in, global_generators
 from instep.ordered.keys import derive
 
 SHOWN = 8  # samples that an error names
+KNOWN = 64  # beginnings of streams that are remembered
+ROWS = ByteText, Tensor, np.ndarray, range  # by whose samples no code of the user's runs
 
 
 class Place(NamedTuple):
@@ -83,20 +87,25 @@ class KeyedSamples:
         self._lent = memory
         self._memory: Outgoing | None = None  # in a worker process
         self._own: list[KeyedGenerator] | None = None
-        self._bases: dict[tuple[str, int, str], int] = {}
+        self._known: dict[tuple[str, int, int], list[int]] = {}
+        self._is_plain = is_plain(dataset)
 
     def __getitems__(self, task: Task) -> list[Any]:
-        """What is made of the samples of ``task``, in a list of its own, as a DataLoader has it."""
+        """``read``, in a list of its own, as a DataLoader has it."""
+        return [self.read(task)]
+
+    def read(self, task: Task) -> Any:
+        """What is made of the samples of ``task``; None if they are not wanted any more."""
         if task.position < 0 or task.turn != self.turn.value:
-            return [None]
+            return None
         places = self.deal.places(task.position, task.micro_batch)
         with self._keyed() as generators:
-            samples = self._read(task.turn, places, generators)
+            samples = self._read(task.turn, places, () if self._is_plain else generators)
             if samples is None:
-                return [None]
+                return None
             self._key(generators, places[0], "collate")
             with _named(self.dataset, places):
-                return [self._collated(samples)]
+                return self._collated(samples)
 
     def _collated(self, samples: list[Any]) -> Any:
         if get_worker_info() is None:
@@ -129,9 +138,11 @@ class KeyedSamples:
                 return list(at_once([place.sample for place in places]))
         samples, place = [], places[0]
         try:
-            for place in places:
+            for place, keys in zip(places, self._keys(generators, places), strict=True):
                 if turn != self.turn.value:
                     return None
+                for generator, key in zip(generators, keys, strict=False):
+                    generator.key(key)
                 samples.append(self._sample(place, generators))
         except Exception as error:
             _name(error, self.dataset, [place])
@@ -142,7 +153,6 @@ class KeyedSamples:
         if isinstance(self.dataset, Shards):
             epoch = place.epoch
             return self.dataset.read(epoch, place.sample, lambda i: self._key(generators, Place(epoch, i)))
-        self._key(generators, place)
         return self.dataset[place.sample]
 
     @contextmanager
@@ -150,6 +160,9 @@ class KeyedSamples:
         if self._own is None:
             own = *generators_in(self.dataset, "dataset"), *generators_in(self.collate, "collate")
             self._own = [default_generator(), *own]
+        if self._is_plain and (self.collate is default_collate or self.collate is torch.stack):
+            yield []
+            return
         generators = [*self._own, *global_generators()]
         before = None if get_worker_info() is not None else [x.save() for x in generators]
         try:
@@ -158,18 +171,43 @@ class KeyedSamples:
             for generator, state in zip(generators, before or (), strict=False):
                 generator.restore(state)
 
+    def _keys(self, generators: Sequence[KeyedGenerator], places: Sequence[Place]) -> list[Sequence[int]]:
+        """What to seed each of ``generators`` with at each of ``places``; shards say themselves what they read."""
+        if not generators or isinstance(self.dataset, Shards):
+            return [()] * len(places)
+        epoch = places[0].epoch
+        if epoch != places[-1].epoch:
+            return [keys for place in places for keys in self._keys(generators, [place])]
+        return keyed(self._bases(generators, epoch, "sample"), [place.sample for place in places])
+
     def _key(self, generators: Sequence[KeyedGenerator], place: Place, what: str = "sample") -> None:
-        """Seed each by a stream of its own (splitmix64's), at the number of the sample."""
-        epoch, distance = place.epoch, place.sample * GOLDEN_GAMMA
-        for generator in generators:
-            at = what, epoch, generator.name
-            base = self._bases.get(at)
-            if base is None:
-                base = self._bases[at] = derive(self.seed, what, epoch, generator.name)
-            generator.key(mix(base + distance))
+        (keys,) = keyed(self._bases(generators, place.epoch, what), [place.sample])
+        for generator, key in zip(generators, keys, strict=True):
+            generator.key(key)
+
+    def _bases(self, generators: Sequence[KeyedGenerator], epoch: int, what: str) -> Sequence[int]:
+        """Where the stream of each begins (splitmix64's), of which a sample takes that of its number."""
+        at = what, epoch, len(generators)  # more, once the program has loaded numpy.random
+        if at not in self._known:
+            if len(self._known) > KNOWN:
+                self._known.clear()
+            self._known[at] = [derive(self.seed, what, epoch, x.name) for x in generators]
+        return self._known[at]
 
     def __getstate__(self) -> Any:
         return {**vars(self), "_own": None}  # to a worker process, which looks for its own
+
+
+def is_plain(dataset: Any) -> bool:
+    """Whether reading ``dataset``, and stacking what comes, runs torch's and numpy's code alone: it draws nothing.
+
+    So nothing has to be keyed. The very types, for a subclass may read in a way of its own.
+    """
+    while type(dataset) is Subset and type(dataset.indices) in (list, range):
+        dataset = dataset.dataset
+    if type(dataset) is TensorDataset:
+        return all(type(x) is Tensor for x in dataset.tensors)
+    return type(dataset) in ROWS and getattr(dataset, "dtype", None) != object
 
 
 @contextmanager

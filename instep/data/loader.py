@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -35,8 +34,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from instep.data.keyed_samples import SHOWN, Deal, KeyedSamples, Task
 from instep.data.length_groups import LengthGroups
-from instep.data.order import MASK_64, sample_at
+from instep.data.order import MASK_64
 from instep.data.sample_shards import ShardOrder, Shards
+from instep.data.shuffled import Shuffled
 from instep.mesh.handover import Incoming
 from instep.ordered.alignment import align
 
@@ -44,21 +44,6 @@ WINDOW = 64  # micro-batches among which samples of similar lengths are looked f
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
 LOST = "DataLoader worker", "DataLoader timed out"  # so torch begins to say that a process has died, or hangs
 HOW = "iterate over model.micro_batches(loader), and read micro_batch.data in that loop"
-
-
-@dataclass(frozen=True)
-class Shuffled:
-    """The samples of each epoch in an order of its own, or in that of their numbers."""
-
-    num_samples: int
-    seed: int
-    shuffle: bool
-
-    def sample_at(self, position: int) -> int:
-        """The sample at ``position``."""
-        if self.shuffle:
-            return sample_at(position, self.num_samples, self.seed)
-        return position % self.num_samples
 
 
 class Loader:
@@ -163,10 +148,13 @@ class Loader:
         # In memory that worker processes see, however they are started.
         self._turn = _in_shared_memory(multiprocessing_context) if num_workers else _Turn()
         memory = self._memory.number, prefetch_factor + NUM_HELD
+        self._samples = KeyedSamples(
+            dataset, self.deal, seed, collate_fn or default_collate, self._turn, memory
+        )
+        # Without any of what a DataLoader does, it would only cost time.
+        self._reads_itself = not num_workers and not pin_memory
         self._options: dict[str, Any] = {
-            "dataset": KeyedSamples(
-                dataset, self.deal, seed, collate_fn or default_collate, self._turn, memory
-            ),
+            "dataset": self._samples,
             "batch_sampler": self._share,
             "collate_fn": itemgetter(0),  # it is collated already, where what that draws is keyed
             "pin_memory": pin_memory,
@@ -322,6 +310,9 @@ class Loader:
             raise
 
     def _begin(self) -> Iterator[Any]:
+        if self._reads_itself:
+            self._stream = map(self._samples.read, self._share)
+            return self._stream
         if self._loader is None:
             self._loader = DataLoader(**self._options)
         self._stream = iter(self._loader)
