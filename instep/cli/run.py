@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     """The words of the command."""
     words = argparse.ArgumentParser(
         prog=PROGRAM,
+        usage="%(prog)s [OPTIONS] SCRIPT [ARGS ...]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -50,6 +50,10 @@ class Fault:
     ranks: int = 0  # how many from then on, for resize
     name: str = ""  # of the entry of the state, for flip: "exp_avg/tokens.weight"; the first if empty
 
+    def explains(self, rank: int, code: int) -> bool:
+        """Whether a process of this ``rank`` that it happened to may have ended with this exit code."""
+        return rank == self.rank and code == (self.code if self.kind == "exit" else ENDS.get(self.kind))
+
     @property
     def when(self) -> range:
         """The steps in which it happens."""
@@ -242,6 +246,7 @@ KINDS: dict[str, Callable[[Any], None]] = {
     "nan": _nothing,
     "resize": _nothing,
 }
+ENDS = {"kill": -signal.SIGKILL, "segv": -signal.SIGSEGV, "abort": -signal.SIGABRT}
 SENT = frozenset({"kill", "segv", "abort", "term", "usr1", "int", "stop", "exit"})  # from any thread
 ELSEWHERE = frozenset({"nan", "resize"})  # by who asks ``nan_due``, and in the supervisor
 

@@ -134,8 +134,8 @@ class HeartbeatPage:
         return first
 
     def fired(self, fault: int) -> bool:
-        """Whether fault number ``fault`` has been fired."""
-        return bool(self._words[_FAULTS + fault])
+        """Whether fault number ``fault`` has been fired, and has come by now."""
+        return 0 < self._words[_FAULTS + fault] <= time.monotonic_ns()
 
     @property
     def fired_ns(self) -> int:

@@ -133,6 +133,7 @@ class Supervisor:
         self._snapshots = SnapshotStore()
         self._store: MemoryFile | None = None  # in which the current generation has met
         self._spares_lost = 0
+        self._unseen = dict(enumerate(options.faults))  # those by which no worker has ended yet
         self._noticed_ns = 0
         self._member_failed = False  # of this generation
         self._looked = self._assigned = self._ended_at = time.monotonic()
@@ -249,7 +250,8 @@ class Supervisor:
         # That of a spare, which is of no generation, is an attempt of its own.
         attempt = worker.generation or -worker.number - 1
         where = (attempt, position.step, position.phase)
-        failure = Failure(worker.rank, end.pid, *where, worker.killed or describe_exit(end), error)
+        how = worker.killed or describe_exit(end, self._fault_behind(worker, end))
+        failure = Failure(worker.rank, end.pid, *where, how, error)
         if end.error is not None and end.error.type in SUSPECT:
             self._snapshots.clear()
         if worker in self.members:
@@ -263,6 +265,13 @@ class Supervisor:
             self._note(failure, worker.stacks, quiet=end.error is not None and end.error.told)
         else:
             self._note(failure, end.error.traceback)
+
+    def _fault_behind(self, worker: Worker, end: Exit) -> str:
+        """The fault that has ended ``worker``, so that nobody looks for another cause; "" if none has."""
+        for number, fault in self._unseen.items():
+            if fault.explains(worker.rank, end.code) and self.page.fired(number):
+                return f"by --fault {self._unseen.pop(number)}"
+        return ""
 
     def _note(self, failure: Failure, detail: str, *, quiet: bool = False) -> None:
         """Write ``failure`` down, say it unless (``quiet``) another rank reports it, and count it."""

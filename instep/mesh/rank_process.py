@@ -280,8 +280,8 @@ def root_cause(exits: Sequence[Exit]) -> Exit | None:
     return min((end for end in exits if end.code != 0), key=order, default=None)
 
 
-def describe_exit(failed: Exit) -> str:
-    """How it ended, as errors and tables say it, with a hint where there is one."""
+def describe_exit(failed: Exit, cause: str = "") -> str:
+    """How it ended, as errors and tables say it, with its ``cause``, else with a hint where there is one."""
     if failed.error is not None:
         kind = "" if failed.error.type == "OSError" else f" with {failed.error.type}"  # the message says more
         return f"failed{kind}: {failed.error.message}".removesuffix(": ")
@@ -289,5 +289,7 @@ def describe_exit(failed: Exit) -> str:
     if failed.code < 0:
         names = {number.value: number.name for number in signal.Signals}
         text = f"was killed by {names.get(-failed.code, f'signal {-failed.code}')}"
+    if cause:
+        return f"{text}, {cause}"
     hint = HINTS.get(failed.code)
     return f"{text}: {hint}" if hint else text

@@ -130,9 +130,9 @@ def test_a_run_that_nothing_disturbs(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("fault", "how"),
     [
-        ("kill", "was killed by SIGKILL"),
-        ("exit:code=0", "exited with code 0"),
-        ("exit:code=9", "exited with code 9"),
+        ("kill", "was killed by SIGKILL, by --fault kill:rank=1,step=2,phase=exchange"),
+        ("exit:code=0", "exited with code 0, by --fault exit:rank=1,step=2,phase=exchange,code=0"),
+        ("exit:code=9", "exited with code 9, by --fault exit:rank=1,step=2,phase=exchange,code=9"),
         ("raise", "failed with RuntimeError: fault injected at step 2 in exchange"),
     ],
 )
