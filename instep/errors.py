@@ -101,8 +101,9 @@ class ReplicasDiffer(InstepError):
 class Diverged(InstepError):
     """Too many steps in a row had a gradient that is not finite, or far above those before.
 
-    Raised by ``instep train``, and in the step of an ``instep.Run``, on every rank alike; the weights are
-    those of before these steps.
+    Raised in the step of an ``instep.Run``, as ``instep train`` is one, on every rank alike; the weights are
+    those of before these steps. The message names the first number that is not finite: whether it is a weight
+    or a gradient, of which parameter, and which rank computed it, in which micro-batch of a declared step.
 
     Attributes:
         ranks: the global ranks that computed the first number that is not finite; empty if none is known.
@@ -116,7 +117,7 @@ class Diverged(InstepError):
 
 
 class ContractBroken(InstepError):
-    """A field that the bits depend on is not what it was when the run began. Raised by ``instep train``."""
+    """A field that the bits depend on is not what it was when the run began. Raised by ``instep.Run``."""
 
 
 class CheckpointRejected(InstepError):

@@ -1,1 +1,1 @@
-"""What is trained: recipes that bring a model, data and a loss to the loop of train/."""
+"""What is trained: scripts on public names, which bring a model, data, a loss and a loop."""

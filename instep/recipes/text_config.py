@@ -168,7 +168,7 @@ class EvalConfig:
     """How the loss on held-out text is measured; it has no effect on the weights."""
 
     every: int = 100
-    """Steps between two evaluations; 0 evaluates at the end only."""
+    """Steps between two evaluations; 0 evaluates before the first step and after the last only."""
     windows: int = 64
     """Windows of held-out text per evaluation, each as long as the model's context."""
 

@@ -270,9 +270,9 @@ class ScriptLoop(Iterator[RunStep]):
         assignment = member.channel.next_assignment(run_dir=path, resume=settings.resume, **self._why)
         if assignment is None:  # this process is not needed any more
             exit_now(0)
+        self._injector.rank = assignment.rank  # before the first phase in which it has one
         member.take(assignment)
         self.path = Path(assignment.told)
-        self._injector.rank = assignment.rank
         assert self._memory is not None
         self._memory.take_over(assignment.memory)
 

@@ -32,7 +32,8 @@ class ChecksConfig:
     replicas_every: int = 50
     """Steps between two comparisons of all ranks' weights and moments; 0: never."""
     leaves_every: int = 0
-    """Steps between two in which every rank computes a micro-batch of another and compares; 0: never."""
+    """Steps from one that is made twice, its micro-batches on other ranks the second time, and compared, to
+    the next; on three ranks or more, a rank that computes otherwise is named. 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +108,9 @@ class ScriptOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptEvaluation:
-    """A script evaluates where it wants to, so the run does not."""
+    """When the run asks for the loss that the script has for it (``evaluate_with``)."""
 
-    every: int = 0
+    every: int = 0  # else before the first step and after the last
 
 
 @dataclass(frozen=True, kw_only=True)
