@@ -288,9 +288,8 @@ class Span:
         marks = self.recorder.marks
         self.token = marks.begin() if marks is not None and self.lane == "compute" else None
         self.start_ns = time.monotonic_ns()
-        if (
-            self.recorder.watch is not None
-        ):  # who is told may take time, as a fault does that is slow in a phase
+        # After the start was noted: who is told may take time, as a fault does that is slow in a phase.
+        if self.recorder.watch is not None:
             self.recorder.watch(self.name, True)
         return self
 

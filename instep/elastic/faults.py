@@ -9,8 +9,8 @@ each.) To resize is the supervisor's part: the rank waits in its phase until tha
 fewer ranks this is the last step of the old ones.
 
 What bad memory or arithmetic does to numbers is here, too. ``flip_bit`` and ``poison`` write past autograd's
-version counter, as broken memory would: torch sees nothing. ``poisoned`` leaves all tensors alone and makes a
-backward go wrong.
+version counter, as broken memory would: torch sees nothing. ``poison_gradients`` leaves all tensors alone and
+makes a backward go wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from instep.elastic.heartbeat import MAX_FAULTS, PHASES, HeartbeatPage
@@ -156,11 +156,6 @@ class FaultInjector:
             elif here and fault.kind not in ELSEWHERE and self._first(number, fault, step):
                 self._inject(fault)
 
-    def spoil(self, loss: Tensor, model: nn.Module, step: int) -> Tensor:
-        """``loss``, whose backward makes a gradient nan if that is a fault of this step; each time."""
-        fault = self.nan_due(step)
-        return loss if fault is None else poisoned(loss, named(fault, list(model.named_parameters())))
-
     def nan_due(self, step: int) -> Fault | None:
         """The fault that makes a gradient of ``step`` nan on this rank, each time that the step is made."""
         kind = ("nan", self.rank, step)
@@ -284,26 +279,6 @@ def poison_gradients(parameter: Tensor) -> RemovableHandle:
     """Until the handle that is returned is removed, every gradient of ``parameter`` is nan."""
     # Not full_like, which sparse ones do not have. None is what a function has passed on.
     return parameter.register_hook(lambda gradient: None if gradient is None else gradient * torch.nan)
-
-
-def poisoned(loss: Tensor, parameter: Tensor) -> Tensor:
-    """``loss``, with the same value, of which the gradient by ``parameter`` will be nan."""
-    poison_term: Tensor = _Poison.apply(parameter)
-    return loss + poison_term.to(loss.dtype)
-
-
-class _Poison(torch.autograd.Function):
-    """Zero, with nan for a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        ctx.save_for_backward(parameter)
-        return parameter.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Tensor:
-        (parameter,) = ctx.saved_tensors
-        return torch.full_like(parameter, torch.nan)
 
 
 def _element(tensor: Tensor, index: int) -> Tensor:

@@ -31,14 +31,13 @@ def claim_together(
     place: LaunchEnvironment,
     group: Group,
     hold: Callable[[folder.Claimed], object],
-    check: Callable[[], None] = lambda: None,
 ) -> tuple[Path, bool]:
     """The run directory, and whether to go on with what is in it, as after a restart. Collective.
 
     The launcher's store could carry the path over a restart, but others may write to it, and a run that
     believed it would go on from a stranger's checkpoint. So a path is what this rank's own config says, and a
     name that was made up is found again in ``runs/`` by what this start is known by. The first rank is to
-    ``check`` the world first, and to ``hold`` the directory for all.
+    ``hold`` the directory for all.
 
     Raises:
         ValueError: the ranks were given different directories, or as ``folder.claim``; or a restart cannot
@@ -51,7 +50,6 @@ def claim_together(
     restarted = bool(place.restart_count)
 
     def claim() -> tuple[str, bool]:
-        check()
         if config.run_dir is None and restarted and place.source == "torchrun" and not place.launch:
             raise ValueError("this torchrun does not tell a restart which run was its own: pass --run-dir")
         launches = {launch.decode() for launch in told if launch}

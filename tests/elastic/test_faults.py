@@ -31,7 +31,6 @@ from instep.elastic.faults import (
     parse_all,
     poison,
     poison_gradients,
-    poisoned,
 )
 from instep.elastic.heartbeat import MAX_FAULTS, PHASES, Heartbeat, HeartbeatPage
 
@@ -293,23 +292,6 @@ def test_one_bit_of_the_entry_that_was_named_flips() -> None:
     assert entries[0][1].tolist() != [1.0, 1.0]
 
 
-def test_a_gradient_is_spoiled_each_time_and_the_loss_is_not() -> None:
-    model = nn.Linear(2, 1)
-    injector = FaultInjector([Fault("nan", rank=0, step=4, name="bias")])
-    for _ in range(2):
-        model.zero_grad()
-        loss = model(torch.ones(2)).sum()
-        spoiled = injector.spoil(loss, model, 4)
-        assert spoiled.item() == loss.item()
-        spoiled.backward()
-        assert torch.isnan(model.bias.grad).all()
-        assert not torch.isnan(model.weight.grad).any()
-    loss = model(torch.ones(2)).sum()
-    assert injector.spoil(loss, model, 5) is loss
-    injector.rank = 1
-    assert injector.spoil(loss, model, 4) is loss
-
-
 def test_every_gradient_of_a_parameter_is_nan_until_that_is_over() -> None:
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     injector = FaultInjector([Fault("nan", step=4, name="0.weight")])
@@ -334,9 +316,8 @@ def test_a_name_that_is_not_there_is_said_so() -> None:
     entries = [("exp_avg/weight", model.weight.detach())]
     with pytest.raises(ValueError, match=r"flip:name=nowhere: expected one of exp_avg/weight, got 'nowhere'"):
         FaultInjector([Fault("flip", name="nowhere")], entries=lambda: entries).reach("forward", 0)
-    injector, loss = FaultInjector([Fault("nan", name="nowhere")]), model(torch.ones(2)).sum()
     with pytest.raises(ValueError, match="nan:name=nowhere: expected one of weight, bias, got 'nowhere'"):
-        injector.spoil(loss, model, 0)
+        named(Fault("nan", name="nowhere"), list(model.named_parameters()))
 
 
 WIDTHS = {
@@ -409,14 +390,3 @@ def test_one_element_is_poisoned():
     assert torch.isnan(x).reshape(-1).tolist() == [i == 4 for i in range(6)]
     with pytest.raises(ValueError, match=r"got torch.int64, which has no nan"):
         poison(torch.zeros(3, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_poisoned_loss_has_its_value_and_a_nan_for_one_gradient(dtype):
-    first, second = (torch.nn.Parameter(torch.full((2,), 3.0, dtype=dtype)) for _ in range(2))
-    clean = (first * second).sum().float()
-    loss = poisoned(clean, first)
-    loss.backward()
-    assert loss.item() == clean.item() and loss.dtype == clean.dtype
-    assert torch.isnan(first.grad).all()
-    assert second.grad.tolist() == [3.0, 3.0]

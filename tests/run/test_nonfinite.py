@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.elastic.faults import Fault, FaultInjector, poisoned
+from instep.elastic.faults import Fault, FaultInjector
 from instep.errors import Diverged, InstepError
 from instep.mesh.mesh import Mesh
 from instep.run.nonfinite import Culprit
@@ -36,13 +37,26 @@ def test_what_is_found_reads_as_a_sentence() -> None:
     )
 
 
+class _Poison(torch.autograd.Function):
+    """Zero, with nan for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        return torch.full_like(*ctx.saved_tensors, torch.nan)
+
+
 def spoiled(placed: Placed, name: str, numbers: set[int], steps: range) -> Callable[..., Tensor]:
     """A loss whose gradient by the parameter ``name`` is nan in these micro-batches of these steps."""
 
     def loss(model: nn.Module, step: int, number: int) -> Tensor:
         value = placed.loss(model, step, number)
         if step in steps and number in numbers:
-            value = poisoned(value, dict(model.named_parameters())[name])
+            value = value + _Poison.apply(dict(model.named_parameters())[name])
         return value
 
     return loss
