@@ -93,7 +93,7 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
     ledger = read_lines(path / LEDGER, notes, OF_STEPS)
     starts = [line for line in ledger if line.get("event") == STARTED]
     tapes = read_traces(path / FOLDER, starts[-1].get("world_size") if starts else None)
-    about = run_status(path, summary, metrics, tapes, notes)
+    about = run_status(path, summary, metrics, starts, tapes, notes)
     part = last_part(starts, metrics, tapes.steps)
     whole = insight = analyse(tapes)
     if len(part) < len(tapes.steps):

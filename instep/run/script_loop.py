@@ -8,12 +8,13 @@ __exit__    it is made; or a rank was lost in it, and the others part, to meet a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from instep.checkpoint.manifest import Scalar
 from instep.checkpoint.registered import Registered
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
@@ -156,7 +157,7 @@ class ScriptLoop(Iterator[RunStep]):
         channel = launch.channel if launch else None
         heartbeat = channel.heartbeat if channel else Heartbeat()
         self.training = training = ScriptTraining(settings, registered, heartbeat)
-        fields = {"seed": settings.seed, "steps": settings.steps, **run._contract}
+        fields = _in_contract(run._contract, seed=settings.seed, steps=settings.steps)
         training.describe_by(lambda: {**fields, **script_fields(script_path())})
         training.evaluate_with(None if run._held_out_loss is None else self._held_out_loss)
         training.script_config = run._config
@@ -368,8 +369,13 @@ class ScriptLoop(Iterator[RunStep]):
             raise RuntimeError(f"step {self.training.steps_done} was entered before: each is entered once")
         self._entered = True
         assert self._generation is not None
-        self._generation.checkpoints.watch()
-        self.work.begin(self.twice.begin())
+        try:
+            self._generation.checkpoints.watch()
+            self.work.begin(self.twice.begin())
+        except BaseException:  # a block that was not entered is not left either
+            self.work.abandon()
+            self._give_up()
+            raise
 
     def leave(self, error: BaseException | None) -> bool:
         """It ends, or has raised ``error``; whether that is taken care of."""
@@ -395,6 +401,10 @@ class ScriptLoop(Iterator[RunStep]):
             self.work.abandon()
             self._part(lost)
             return True
+        except BaseException:
+            self.work.abandon()
+            self._give_up()
+            raise
         self._made = True
         self.training.agreed()
         self.work.phases.own()
@@ -405,3 +415,11 @@ class ScriptLoop(Iterator[RunStep]):
         self.twice.give_up()
         if self._member is None:
             self.close()
+
+
+def _in_contract(scripts: Mapping[str, Scalar], **own: Scalar) -> dict[str, Scalar]:
+    """The run's ``own`` fields and the ``scripts``', of which one that says something else by the name of an
+    own one is called otherwise: neither may hide a change of the other."""
+    clashing = {name for name, value in own.items() if scripts.get(name, value) != value}
+    named = {f"config.{name}" if name in clashing else name: value for name, value in scripts.items()}
+    return named | own

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from instep.run.settings import (
     ChecksConfig,
     LedgerConfig,
     LogsConfig,
+    ScriptCommand,
     ScriptEvaluation,
     ScriptSettings,
     TraceConfig,
@@ -63,7 +64,8 @@ class Run:
             comes before it.
         config: the script's settings, for ``config.toml``: a dataclass of numbers, words and dataclasses.
         contract: what of them the bits depend on, by name: a run does not go on with others unless it is told
-            to. By default all of ``config``, and without that the script's arguments.
+            to. By default all of ``config``, and without that the script's arguments. ``seed`` and the number
+            of steps are part of it anyway.
         seed: of what steps draw.
         items, items_per_step: what the throughput counts, and how many of them a step has: "tokens" and 2048
             give ``tokens_per_s``. By default samples, where a loader is registered, or steps.
@@ -92,7 +94,9 @@ class Run:
 
     Raises:
         ValueError, PeerLost: as ``instep.init``.
-        ValueError: one of ``items`` and ``items_per_step`` without the other, or out of range.
+        ValueError: one of ``items`` and ``items_per_step`` without the other, or out of range; or ``config``
+            has what TOML has no word for.
+        TypeError: ``config`` is no dataclass.
 
     Example:
         >>> run = instep.Run("runs/mine")
@@ -148,7 +152,7 @@ class Run:
         timeout_s: float = 300.0,
         threads: int = 1,
     ) -> None:
-        self._shard, self._backend, self._config = shard, backend, config
+        self._shard, self._backend, self._config = shard, backend, _checked_config(config)
         self._contract = _contract(contract, config)
         self._started = started()
         settings = ScriptSettings(
@@ -319,6 +323,22 @@ class Run:
                 "run.stop: the steps have not begun: call it inside of the loop over run.steps"
             )
         self._steps.asked.append("run.stop()")
+
+
+def _checked_config(config: Any) -> Any:
+    """``config``, if ``config.toml`` can have it beside the command that started the run."""
+    if config is None:
+        return None
+    if not is_dataclass(config) or isinstance(config, type):
+        kind = config.__name__ if isinstance(config, type) else type(config).__name__
+        raise TypeError(f"config: expected an instance of a dataclass, got {kind}: write the settings as one")
+    taken = sorted({field.name for field in fields(config)} & ScriptCommand.__dataclass_fields__.keys())
+    if taken:
+        raise ValueError(
+            f"config: a field is called {taken[0]!r}, by which config.toml says how the run was started: "
+            "take another name"
+        )
+    return config
 
 
 def _contract(given: Mapping[str, Scalar] | None, config: Any) -> dict[str, Scalar]:

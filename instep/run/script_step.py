@@ -244,9 +244,9 @@ class StepWork:
             state.holds = Holds.NOTHING
 
     def _close(self) -> None:
+        self._watching.close()  # of a step that could not begin, too
         if self._is_open:
             clipping.reset(self._token)
-            self._watching.close()
             if self.training.config.ledger.leaves:
                 self.training.seen = joined({name: self.hashes[name] for name in self.reduced})
         self._is_open = False

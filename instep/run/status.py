@@ -18,14 +18,21 @@ from instep.timeline.trace_files import RunTraces
 
 
 def run_status(
-    path: Path, summary: Fields, metrics: Sequence[Fields], tapes: RunTraces, notes: list[str]
+    path: Path,
+    summary: Fields,
+    metrics: Sequence[Fields],
+    starts: Sequence[Fields],
+    tapes: RunTraces,
+    notes: list[str],
 ) -> Fields:
     """The run's name, its state, what it was told; what is wrong is added to ``notes``."""
     setting = setting_of(tapes.first.head.get("setting")) if tapes.first else None
     config, is_run = _text(path / CONFIG), (path / CONFIG).is_file()
     return {
         "name": path.absolute().name,
-        "state": _state(path, config, summary, metrics, notes) if is_run else "recorded",
+        "state": _state(path, _steps_wanted(starts, config), summary, metrics, notes)
+        if is_run
+        else "recorded",
         "command": again(path, path.with_name(f"{path.absolute().name}-again")) if is_run else "",
         "versions": _versions(tapes),
         "summary": {name: value for name, value in summary.items() if not isinstance(value, list | dict)},
@@ -54,9 +61,8 @@ def _versions(tapes: RunTraces) -> Fields:
     return {name: str(version)[:80] for name, version in found.items()} if isinstance(found, dict) else {}
 
 
-def _state(path: Path, config: str, summary: Fields, metrics: Sequence[Fields], notes: list[str]) -> str:
+def _state(path: Path, wanted: int, summary: Fields, metrics: Sequence[Fields], notes: list[str]) -> str:
     done = _steps_done(metrics)
-    wanted = _steps_wanted(config)
     so_far = f"{done} of {wanted}" if wanted else f"{done}"
     alive = [is_alive(peer) for peer in workers(path)]
     if any(alive):
@@ -75,8 +81,15 @@ def _steps_done(metrics: Sequence[Fields]) -> int:
     return max((line["step"] for line in metrics if isinstance(line.get("step"), int)), default=0)
 
 
-def _steps_wanted(config: str) -> int:
-    """The number of steps of the whole run; 0: unknown."""
+def _steps_wanted(starts: Sequence[Fields], config: str) -> int:
+    """The number of steps of the whole run; 0: unknown.
+
+    Its contract has it. The settings may have none, or of a script another one by this name; where nothing
+    was begun yet there is nothing else.
+    """
+    numerical = starts[-1].get("numerical") if starts else None
+    if isinstance(numerical, dict) and isinstance(steps := numerical.get("steps"), int):
+        return steps
     try:
         steps = tomllib.loads(config).get("steps")
     except (ValueError, RecursionError):

@@ -10,7 +10,6 @@ import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -83,13 +82,16 @@ def merge(base: T, tables: dict[str, Any], source: str) -> T:
 def to_toml(config: Any) -> str:
     """Every setting of ``config``, one a line, in a table per topic; left out where it is None.
 
-    TOML wants what is in no table first, so the fields of ``config`` have that order.
+    What is in no table comes first, as TOML wants it: a line after a table's head would be the table's.
     """
-    settings = [(name.rpartition("."), value) for name, _, value in flatten(config) if value is not None]
-    lines: list[str] = []
-    for topic, members in groupby(settings, key=lambda setting: setting[0][0]):
-        lines += ["", f"[{topic}]"] if topic else []
-        lines += [f"{name} = {_literal(value)}" for (_, _, name), value in members]
+    by_topic: dict[str, list[str]] = {"": []}
+    for full, _, value in flatten(config):
+        if value is not None:
+            topic, _, name = full.rpartition(".")
+            by_topic.setdefault(topic, []).append(f"{name} = {_literal(value)}")
+    lines = by_topic.pop("")
+    for topic, settings in by_topic.items():
+        lines += ["", f"[{topic}]", *settings]
     return "\n".join(lines) + "\n"
 
 

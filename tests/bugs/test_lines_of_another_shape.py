@@ -75,14 +75,15 @@ def compared(path: Path) -> None:
 def reported(path: Path) -> None:
     notes: list[str] = []
     metrics = read_lines(path / METRICS, notes, OF_STEPS)
+    starts = read_lines(path / LEDGER, notes)
     read_lines(path / FAULTS, notes)
-    run_status(path, read_object(path / SUMMARY, notes), metrics, RunTraces({}), notes)
+    run_status(path, read_object(path / SUMMARY, notes), metrics, starts, RunTraces({}), notes)
 
 
 Read = Callable[[Path], None]
 READERS: list[tuple[Read, str]] = [
     *[(resumed, name) for name in (METRICS, LEDGER, FAULTS, WORKERS)],
-    *[(reported, name) for name in (METRICS, FAULTS, SUMMARY, WORKERS)],
+    *[(reported, name) for name in (METRICS, LEDGER, FAULTS, SUMMARY, WORKERS)],
     (shown_again, SUMMARY),
     (compared, LEDGER),
 ]

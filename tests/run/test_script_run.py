@@ -6,8 +6,10 @@ import math
 import random
 import signal
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import instep
 from instep.errors import ContractBroken
-from instep.run.folder import CHECKPOINTS
+from instep.run.folder import CHECKPOINTS, CONFIG
+from instep.run.report_data import report_data
 from instep.run.script_training import ScriptTraining
+from instep.run.settings import ScriptCommand
 from tests.run.loops import Loop, ledger, metrics, summary
 
 Begin = Callable[..., Loop]
@@ -337,6 +341,47 @@ def test_other_arguments_are_another_run(
         begin(resume=True).train(3)
 
 
+@dataclass(frozen=True)
+class Layers:
+    width: int = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    layers: Layers = Layers()
+    steps: int = 1  # of something else than the run
+    lr: float = 0.1
+
+
+def test_settings_of_a_script_are_written_and_are_its_contract(begin: Begin, tmp_path: Path) -> None:
+    loop = begin(config=Settings())
+    with pytest.raises(SystemExit):
+        loop.train(3, after=stopping(loop, 0))
+    written = tomllib.loads((tmp_path / "run" / CONFIG).read_text())
+    assert {name: written[name] for name in ("layers", "steps", "lr")} == asdict(Settings())
+    report, _, _ = report_data(tmp_path / "run")
+    assert (report["run"]["state"], report["contract"]["steps"]) == ("ended early", 3)
+    with pytest.raises(ContractBroken, match=r"config\.steps: 1 in the checkpoint, 2 now"):
+        begin(resume=True, config=Settings(steps=2)).train(3)
+    with pytest.raises(ContractBroken, match=r"layers\.width: 3 in the checkpoint, 4 now"):
+        begin(resume=True, config=Settings(Layers(4))).train(3)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "said"),
+    [
+        ({"lr": 0.1}, TypeError, "expected an instance of a dataclass, got dict"),
+        (Settings, TypeError, "expected an instance of a dataclass, got Settings"),
+        (ScriptCommand(), ValueError, "a field is called 'arguments', by which config.toml"),
+    ],
+)
+def test_settings_that_cannot_be_written_are_refused(
+    config: Any, error: type[Exception], said: str, begin: Begin
+) -> None:
+    with pytest.raises(error, match=said):
+        begin(config=config)
+
+
 def test_a_finished_run_is_shown_again(
     begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,3 +531,30 @@ def test_hooks_and_handlers_are_given_back(begin: Begin) -> None:
     loop.run.close()
     del loop
     assert (dict(hooks), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def test_an_error_where_a_step_begins_or_ends_gives_everything_back(begin: Begin) -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before, loop = dict(hooks), begin("begins", ledger_leaves=True)
+    schedule = CosineAnnealingLR(loop.optimizer, 10)
+
+    def moving() -> None:
+        for step in loop.run.steps(2, model=loop.model, optimizer=loop.optimizer):
+            with step:
+                assert step == 0
+                loop.optimizer.step()
+            schedule.step()
+
+    def accumulating() -> None:
+        for step in loop.run.steps(1, model=loop.model, optimizer=loop.optimizer):
+            with step:
+                loop.model(torch.ones(1, 4)).sum().backward()
+
+    with pytest.raises(ValueError, match="is not registered"):
+        moving()
+    assert (dict(hooks), loop.model._reducer.observer) == (before, None)
+    loop = begin("ends")
+    with pytest.raises(ValueError, match="no optimizer has stepped"):
+        accumulating()
+    assert dict(hooks) == before
