@@ -28,7 +28,6 @@ from instep.ordered.keys import derive
 
 SHOWN = 8  # samples that an error names
 KNOWN = 64  # beginnings of streams that are remembered
-ROWS = ByteText, Tensor, np.ndarray, range  # by whose samples no code of the user's runs
 
 
 class Place(NamedTuple):
@@ -49,7 +48,7 @@ class Task(NamedTuple):
 class Order(Protocol):
     """Which sample stands at a position of the stream of epochs."""
 
-    def sample_at(self, position: int) -> int: ...
+    def samples_at(self, positions: range) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Deal:
         """The samples of a micro-batch of the step that begins at ``position``."""
         first = position + micro_batch * self.micro_batch_size
         stretch = range(first, first + self.micro_batch_size)
-        return [Place(at // self.num_samples, self.order.sample_at(at)) for at in stretch]
+        samples = self.order.samples_at(stretch)
+        return [Place(at // self.num_samples, sample) for at, sample in zip(stretch, samples, strict=True)]
 
 
 class KeyedSamples:
@@ -104,8 +104,11 @@ class KeyedSamples:
             if samples is None:
                 return None
             self._key(generators, places[0], "collate")
-            with _named(self.dataset, places):
+            try:
                 return self._collated(samples)
+            except Exception as error:
+                _name(error, self.dataset, places)
+                raise
 
     def _collated(self, samples: list[Any]) -> Any:
         if get_worker_info() is None:
@@ -132,20 +135,20 @@ class KeyedSamples:
     ) -> list[Any] | None:
         """The samples at ``places``; None if they are not wanted any more."""
         at_once = getattr(self.dataset, "__getitems__", None)
-        if at_once is not None:
-            self._key(generators, places[0])
-            with _named(self.dataset, places):
-                return list(at_once([place.sample for place in places]))
-        samples, place = [], places[0]
+        samples, said = [], places
         try:
+            if at_once is not None:
+                self._key(generators, places[0])
+                return list(at_once([place.sample for place in places]))
             for place, keys in zip(places, self._keys(generators, places), strict=True):
                 if turn != self.turn.value:
                     return None
+                said = [place]
                 for generator, key in zip(generators, keys, strict=False):
                     generator.key(key)
                 samples.append(self._sample(place, generators))
         except Exception as error:
-            _name(error, self.dataset, [place])
+            _name(error, self.dataset, said)
             raise
         return samples
 
@@ -171,16 +174,18 @@ class KeyedSamples:
             for generator, state in zip(generators, before or (), strict=False):
                 generator.restore(state)
 
-    def _keys(self, generators: Sequence[KeyedGenerator], places: Sequence[Place]) -> list[Sequence[int]]:
-        """What to seed each of ``generators`` with at each of ``places``; shards say themselves what they read."""
+    def _keys(self, generators: Sequence[KeyedGenerator], places: Sequence[Place]) -> list[list[int]]:
+        """What to seed each of ``generators`` with at each of ``places``; shards say what they read."""
         if not generators or isinstance(self.dataset, Shards):
-            return [()] * len(places)
+            return [[]] * len(places)
         epoch = places[0].epoch
         if epoch != places[-1].epoch:
             return [keys for place in places for keys in self._keys(generators, [place])]
         return keyed(self._bases(generators, epoch, "sample"), [place.sample for place in places])
 
     def _key(self, generators: Sequence[KeyedGenerator], place: Place, what: str = "sample") -> None:
+        if not generators:
+            return
         (keys,) = keyed(self._bases(generators, place.epoch, what), [place.sample])
         for generator, key in zip(generators, keys, strict=True):
             generator.key(key)
@@ -195,11 +200,11 @@ class KeyedSamples:
         return self._known[at]
 
     def __getstate__(self) -> Any:
-        return {**vars(self), "_own": None}  # to a worker process, which looks for its own
+        return {**vars(self), "_own": None, "_known": {}}  # to a worker process, which looks for its own
 
 
 def is_plain(dataset: Any) -> bool:
-    """Whether reading ``dataset``, and stacking what comes, runs torch's and numpy's code alone: it draws nothing.
+    """Whether reading ``dataset`` draws nothing, nor stacking what comes: only torch, numpy or we do it.
 
     So nothing has to be keyed. The very types, for a subclass may read in a way of its own.
     """
@@ -207,20 +212,13 @@ def is_plain(dataset: Any) -> bool:
         dataset = dataset.dataset
     if type(dataset) is TensorDataset:
         return all(type(x) is Tensor for x in dataset.tensors)
-    return type(dataset) in ROWS and getattr(dataset, "dtype", None) != object
-
-
-@contextmanager
-def _named(dataset: Any, places: Sequence[Place]) -> Iterator[None]:
-    """Add to an error of ``dataset`` which sample it is about."""
-    try:
-        yield
-    except Exception as error:
-        _name(error, dataset, places)
-        raise
+    if type(dataset) is np.ndarray:
+        return not dataset.dtype.hasobject
+    return type(dataset) in (ByteText, Tensor, range)
 
 
 def _name(error: Exception, dataset: Any, places: Sequence[Place]) -> None:
+    """Add to an error of ``dataset`` which sample it is about."""
     worker = get_worker_info()
     who = "" if worker is None else f", in worker {worker.id} (pid {os.getpid()})"
     samples = ", ".join(f"{place.sample}{_file_of(dataset, place.sample)}" for place in places[:SHOWN])

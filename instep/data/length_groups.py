@@ -25,14 +25,14 @@ KEPT = 4  # windows; a rank reads in one or two
 class LengthGroups:
     """The samples at positions of a stream of samples with ``lengths``, grouped within ``window`` positions.
 
-    ``stream(position)`` is the sample where nothing is grouped. Micro-batches of ``micro_size`` begin at its
-    multiples.
+    ``stream(positions)`` are the samples where nothing is grouped. Micro-batches of ``micro_size`` begin at
+    its multiples.
     """
 
     def __init__(
         self,
         lengths: Sequence[int],
-        stream: Callable[[int], int],
+        stream: Callable[[range], list[int]],
         *,
         micro_size: int,
         window: int,
@@ -43,8 +43,11 @@ class LengthGroups:
         self._micro_size, self._window, self._seed = micro_size, window, seed
         self._kept: OrderedDict[int, list[int]] = OrderedDict()
 
-    def sample_at(self, position: int) -> int:
-        """The sample at ``position``."""
+    def samples_at(self, positions: range) -> list[int]:
+        """The sample at each of ``positions``."""
+        return [self._sample_at(position) for position in positions]
+
+    def _sample_at(self, position: int) -> int:
         num_samples = len(self._lengths)
         epoch, number = position // num_samples, position // self._window
         first = max(epoch * num_samples, number * self._window)
@@ -56,7 +59,7 @@ class LengthGroups:
         return self._kept[first][position - first]
 
     def _grouped(self, first: int, end: int) -> list[int]:
-        samples = sorted(map(self._stream, range(first, end)), key=lambda sample: self._lengths[sample])
+        samples = sorted(self._stream(range(first, end)), key=lambda sample: self._lengths[sample])
         cuts = [first, *range((first // self._micro_size + 1) * self._micro_size, end, self._micro_size), end]
         dealt: list[list[int]] = [[] for _ in cuts[1:]]
         taken = 0

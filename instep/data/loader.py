@@ -193,7 +193,7 @@ class Loader:
         if len(lengths) != num_samples:
             raise ValueError(f"expected the lengths of {num_samples} samples, got {len(lengths)} of them")
         window = WINDOW * micro_size
-        groups = LengthGroups(lengths, stream.sample_at, micro_size=micro_size, window=window, seed=seed)
+        groups = LengthGroups(lengths, stream.samples_at, micro_size=micro_size, window=window, seed=seed)
         return groups, micro_size, list(map(int, lengths))
 
     @property

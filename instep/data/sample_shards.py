@@ -50,8 +50,11 @@ class ShardOrder:
         self._seed, self._shuffle = seed, shuffle
         self._kept: OrderedDict[int, tuple[list[int], list[int]]] = OrderedDict()
 
-    def sample_at(self, position: int) -> int:
-        """The sample at ``position``."""
+    def samples_at(self, positions: range) -> list[int]:
+        """The sample at each of ``positions``."""
+        return [self._sample_at(position) for position in positions]
+
+    def _sample_at(self, position: int) -> int:
         epoch = position // self._num_samples
         begin = epoch * self._num_samples
         left = position % self._batch_size // self._micro_size * self._micro_size  # edges of the lane

@@ -27,22 +27,28 @@ class Shuffled:
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
         self.num_samples, self.seed, self.shuffle = num_samples, seed, shuffle
-        self._kept: OrderedDict[int, list[int]] = OrderedDict()  # by the block's first position
+        self._kept: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # by epoch and first index
 
-    def sample_at(self, position: int) -> int:
-        """The sample at ``position``."""
+    def samples_at(self, positions: range) -> list[int]:
+        """The sample at each of ``positions``, which follow each other."""
         num_samples = self.num_samples
         if not self.shuffle:
-            return position % num_samples
-        epoch, index = divmod(position, num_samples)
-        offset = index % BLOCK
-        samples = self._kept.get(position - offset)
+            return [position % num_samples for position in positions]
+        found: list[int] = []
+        while len(found) < len(positions):
+            epoch, index = divmod(positions[len(found)], num_samples)
+            offset = index % BLOCK
+            found += self._block(epoch, index - offset)[offset : offset + len(positions) - len(found)]
+        return found
+
+    def _block(self, epoch: int, first: int) -> list[int]:
+        samples = self._kept.get((epoch, first))
         if samples is None:
-            first, end = index - offset, min(index - offset + BLOCK, num_samples)
-            samples = self._kept[position - offset] = shuffled(epoch, first, end, num_samples, self.seed)
+            end = min(first + BLOCK, self.num_samples)
+            samples = self._kept[epoch, first] = shuffled(epoch, first, end, self.num_samples, self.seed)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return samples[offset]
+        return samples
 
 
 def shuffled(epoch: int, first: int, end: int, num_samples: int, seed: int) -> list[int]:

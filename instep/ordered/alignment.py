@@ -116,7 +116,9 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _is_in_order(x: Tensor) -> bool:
-    return _begins_aligned(x) and x.stride() == _dense_strides(x) and not _is_lazy(x)
+    # Contiguous ones are dense, and asking costs less than making a tensor of the same strides.
+    is_dense = x.is_contiguous() or x.stride() == _dense_strides(x)
+    return is_dense and _begins_aligned(x) and not _is_lazy(x)
 
 
 def _is_lazy(x: Tensor) -> bool:

@@ -1,8 +1,10 @@
-"""Micro-batches as worker processes read them: dropped when not wanted, handed over with the same values."""
+"""Micro-batches as they are read: dropped when not wanted, handed over by worker processes with the same
+values, and drawn with keys of their samples."""
 
 from __future__ import annotations
 
 import errno
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from instep.data.keyed_samples import KeyedSamples, Task
+from instep.data import keyed_samples
+from instep.data.keyed_samples import KeyedSamples, Task, is_plain
 from instep.data.loader import NUM_HELD, Loader
+from instep.data.order import GOLDEN_GAMMA, mix, sample_at
+from instep.data.text import ByteText
 from instep.mesh.memory_file import MemoryFile
+from instep.ordered.keys import derive
 from tests.data.test_loader import read_step, whole
 
 
@@ -123,3 +129,93 @@ def test_worker_processes_may_be_spawned() -> None:
     for ours, theirs in zip(read_step(loader, 1), read_step(other, 1), strict=True):
         assert torch.equal(ours, theirs)
     loader.close()
+
+
+# What is drawn, and from what.
+
+
+class Draws(Dataset[Tensor]):
+    """What the generators give that a program may draw from, after the sample's number."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Tensor:
+        drawn = [random.random(), np.random.normal(), torch.rand(1, dtype=torch.float64).item()]
+        return torch.tensor([i, *drawn], dtype=torch.float64)
+
+
+def drawn_for(epoch: int, sample: int, seed: int) -> Tensor:
+    """The same, from generators of its own that are seeded one by one."""
+    keys = [
+        mix(derive(seed, "sample", epoch, name) + sample * GOLDEN_GAMMA)
+        for name in ("random", "numpy.random", "torch")
+    ]
+    own = torch.Generator().manual_seed((keys[2] ^ keys[2] >> 32) & 0xFFFFFFFF)
+    drawn = [
+        random.Random(keys[0]).random(),
+        np.random.RandomState(keys[1] & 0xFFFFFFFF).normal(),
+        torch.rand(1, dtype=torch.float64, generator=own).item(),
+    ]
+    return torch.tensor([sample, *drawn], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("micro_batch_size", [2, 12])
+def test_each_sample_is_drawn_with_keys_of_its_own(num_workers: int, micro_batch_size: int) -> None:
+    loader = Loader(Draws(), 24, micro_batch_size, seed=5, num_workers=num_workers)
+    found = torch.cat([data for _ in range(4) for data in read_step(loader, 1)])
+    loader.close()
+    expected = [drawn_for(at // 40, sample_at(at, 40, 5), 5) for at in range(4 * 24)]
+    assert torch.equal(found, torch.stack(expected))
+
+
+class OwnRows(TensorDataset):
+    """A sample is what torch reads, and noise."""
+
+    def __getitem__(self, i: Any) -> Any:
+        return super().__getitem__(i)[0] + torch.rand(1)
+
+
+class OwnTensor(Tensor):
+    pass
+
+
+def test_nothing_is_keyed_where_nothing_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(64.0).view(16, 4)
+    text = ByteText(bytes(range(256)), 15)
+    plain = rows, TensorDataset(rows, rows), Subset(TensorDataset(rows), [3, 1, 2, 0]), rows.numpy(), text
+    expected = [read_step(Loader(dataset, 8, 4, collate_fn=kept_apart), 1) for dataset in plain]
+    monkeypatch.setattr(keyed_samples, "global_generators", lambda: pytest.fail("keyed"))
+    for dataset, data in zip(plain, expected, strict=True):
+        found = read_step(Loader(dataset, 8, 4), 1)
+        assert all(
+            torch.equal(one, other) for one, other in zip(tree_leaves(found), tree_leaves(data), strict=True)
+        )
+
+
+def kept_apart(rows: list[Any]) -> Any:
+    """A collate function of a user's own, which is keyed."""
+    return default_collate(rows)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        OwnRows(torch.zeros(8)),
+        Subset(OwnRows(torch.zeros(8)), range(8)),
+        TensorDataset(torch.zeros(8).as_subclass(OwnTensor)),
+        np.array([None] * 8),
+        [torch.zeros(1)] * 8,
+        Draws(),
+    ],
+)
+def test_what_may_run_code_of_the_user_s_is_keyed(dataset: Any) -> None:
+    assert not is_plain(dataset)
+
+
+def test_noise_in_a_class_of_one_s_own_is_the_same_on_any_ranks() -> None:
+    one, other = (Loader(OwnRows(torch.zeros(16)), 8, 2) for _ in range(2))
+    first = torch.cat(read_step(one, 1))
+    torch.manual_seed(3)
+    assert torch.equal(first, torch.cat(read_step(other, 2)))

@@ -63,7 +63,7 @@ def test_a_lane_reads_shards_from_front_to_back(drawn: st.DataObject) -> None:
     order = ShardOrder(sizes, batch_size=batch_size, micro_size=micro_size, seed=3, shuffle=True)
     num_samples, num_breaks = sum(sizes), 0
     positions = [p for p in range(num_samples) if p // micro_size % num_lanes == 0]  # of the first lane
-    samples = [order.sample_at(p) for p in positions]
+    samples = order.samples_at(positions)
     begins = {sum(sizes[:i]) for i in range(len(sizes))}
     for one, following in pairwise(samples):
         num_breaks += following != one + 1

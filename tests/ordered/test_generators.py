@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.generators import generators_of, global_generators, state_of
+from instep.ordered.generators import generators_of, global_generators, same_state, state_of
 from instep.ordered.keys import LeafKeys
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
@@ -126,6 +126,53 @@ def test_a_legacy_state_over_bits_of_one_s_own_is_keyed_too() -> None:
         generator.key(key)
         found.append(module.noise.random())
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("legacy", [np.random, np.random.RandomState(5)])
+@pytest.mark.parametrize("num_normal", [0, 1, 2])
+@pytest.mark.parametrize("num_words", [0, 311, 312, 700])
+def test_a_twister_is_as_before_after_its_state_was_saved_and_after_it_was_put_back(
+    legacy: Any, num_normal: int, num_words: int
+) -> None:
+    legacy.seed(3), legacy.random(num_words), legacy.normal(size=num_normal)
+    module = nn.Module()
+    module.noise = legacy
+    (generator,) = generators_of(module) if legacy is not np.random else global_generators()[1:]
+    with np.printoptions(threshold=1000):  # whole
+        expected = repr(legacy.get_state())
+        state = generator.save()
+        assert repr(legacy.get_state()) == expected
+        generator.key(9), legacy.normal(), generator.restore(state)
+        assert repr(legacy.get_state()) == expected
+    assert same_state(generator.save(), state)
+    legacy.random()
+    assert not same_state(generator.save(), state)
+
+
+def test_a_twister_that_lies_in_memory_in_another_way_is_saved_as_numpy_does_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("instep.ordered.generators.TWISTER_BYTES", 2496)
+    np.random.seed(4)
+    generator = global_generators()[1]
+    state, expected = generator.save(), np.random.random()
+    assert isinstance(state, dict)
+    generator.key(5), generator.restore(state)
+    assert np.random.random() == expected
+
+
+def test_a_legacy_state_whose_bits_were_exchanged_is_put_back_or_refused() -> None:
+    noise = np.random.RandomState(6)
+    module = nn.Module()
+    module.noise = noise
+    (generator,) = generators_of(module)
+    state, expected = generator.save(), noise.random()
+    noise.__init__(np.random.MT19937(8))  # type: ignore[misc]
+    generator.restore(state)
+    assert noise.random() == expected
+    noise.__init__(np.random.PCG64(8))  # type: ignore[misc]
+    with pytest.raises(ValueError, match="PCG64"):
+        generator.restore(state)
 
 
 @dataclass
