@@ -3,7 +3,7 @@
 import random
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -34,6 +34,41 @@ def random_config(draw: random.Random) -> Config:
 def test_toml_gives_back_what_was_written(seed):
     config = random_config(random.Random(seed))
     assert merge(text_config.tiny(), tomllib.loads(to_toml(config)), source="test") == config
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Settings two tables deep."""
+
+    every: int = 3
+
+
+@dataclass(frozen=True)
+class Optim:
+    """A topic that has another one in its midst."""
+
+    lr: float = 0.5
+    decay: Decay = field(default_factory=Decay)
+    name: str = "sgd"
+
+
+@dataclass(frozen=True)
+class Own:
+    """A script's settings, with a topic in their midst."""
+
+    steps: int = 7
+    optim: Optim = field(default_factory=Optim)
+    note: str = "a"
+
+
+def test_a_setting_that_follows_a_topic_does_not_become_one_of_the_topic():
+    written = tomllib.loads(to_toml(Own()))
+    assert written == {
+        "steps": 7,
+        "note": "a",
+        "optim": {"lr": 0.5, "name": "sgd", "decay": {"every": 3}},
+    }
+    assert merge(Own(note="b"), written, source="test") == Own()
 
 
 @pytest.mark.parametrize(
