@@ -27,6 +27,7 @@ import hashlib
 import json
 import math
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -47,8 +48,9 @@ DIGEST_BYTES = 32
 BEAT_BLOCKS = 64  # 1 MiB of float32
 SHORT = 16  # hex digits of a hash that need not withstand an adversary
 CRC_DIGITS = 8  # hexadecimal
-Span = tuple[str, int, int, int]
-"""A tensor's name, the number and the place of the first block, and how many blocks there are."""
+Span = tuple[int, int, int, str, int]
+"""The number of the first block among all, how many blocks there are, the shard's place among those of its
+rank, the tensor's name, and the number of the first block in it."""
 Sampled = tuple[str, int, str]
 """A tensor's name, the number of a block in it, and its CRC-32 in hex."""
 TABLE = "the table of who holds what of the state"
@@ -175,7 +177,9 @@ class SharedHash:
         self._marks: list[bytes] = []  # by rank, of what the table was made from
         self._layout: Sequence[tuple[object, ...]] = ()  # of what this rank owned when it was described
         self._described = self._mark = b""
-        self._spans: list[list[Span]] = []  # by rank
+        self._spans: list[list[Span]] = []  # by rank, in the order of their numbers
+        self._begins: list[list[int]] = []  # of each span
+        self._num_blocks = 0  # of all ranks
         self._table: dict[str, StoredTensor] = {}
         self._by_rank: list[list[Row]] = []
 
@@ -190,20 +194,27 @@ class SharedHash:
         mine = [shard for shard in owned if shard.order is not None]
         told = self._told(mine, lambda: self._own_samples(mine, step, every))
         found = []
-        for spans, data in zip(self._spans, told, strict=True):
-            at = 0
-            for name, number, first, count in spans:
-                for block in _turns(number, count, step, every):
-                    crc = data[at : at + CRC_DIGITS].decode()
-                    found.append((number + block, (bare(name), first + block, crc)))
-                    at += CRC_DIGITS
+        for rank, data in enumerate(told):
+            for i, (number, _, name, block) in enumerate(self._due(rank, step, every)):
+                crc = data[i * CRC_DIGITS : (i + 1) * CRC_DIGITS].decode()
+                found.append((number, (bare(name), block, crc)))
         return [sampled for _, sampled in sorted(found)]
 
     def _own_samples(self, mine: Sequence[Shard], step: int, every: int) -> bytes:
-        found = []
-        for shard, (_, number, first, count) in zip(mine, self._spans[self._group.rank], strict=True):
-            found += [_crc(shard, first + block) for block in _turns(number, count, step, every)]
-        return "".join(found).encode()
+        due = self._due(self._group.rank, step, every)
+        return "".join(_crc(mine[place], block) for _, place, _, block in due).encode()
+
+    def _due(self, rank: int, step: int, every: int) -> Iterator[tuple[int, int, str, int]]:
+        """The blocks of ``rank`` whose turn it is: number, place among its shards, name, number in the tensor.
+
+        Most tensors have none: it is looked for the tensors of the blocks, and not for the blocks of each.
+        """
+        spans, begins = self._spans[rank], self._begins[rank]
+        for number in _turns(0, self._num_blocks, step, every):
+            i = bisect_right(begins, number) - 1
+            begin, count, place, name, first = spans[i] if i >= 0 else (0, 0, 0, "", 0)
+            if number < begin + count:
+                yield number, place, name, first + number - begin
 
     def _told(self, mine: Sequence[Shard], own: Callable[[], bytes]) -> list[bytes]:
         """What each rank tells of its own, once all have the table of what they own now."""
@@ -229,10 +240,14 @@ class SharedHash:
         for name, stored in self._table.items():
             numbers[name], before = before, before + stored.num_blocks
         self._spans = [
-            [(x.name, numbers[x.name] + x.first_block, x.first_block, x.num_blocks) for x in rows]
+            sorted(
+                (numbers[x.name] + x.first_block, x.num_blocks, place, x.name, x.first_block)
+                for place, x in enumerate(rows)
+            )
             for rows in by_rank
         ]
-        self._by_rank, self._marks = by_rank, marks
+        self._begins = [[span[0] for span in spans] for spans in self._spans]
+        self._by_rank, self._marks, self._num_blocks = by_rank, marks, before
 
     def _gather(self, mine: bytes) -> list[bytes]:
         self._enter("gather")

@@ -41,13 +41,23 @@ PIECE_BLOCKS = {"cpu": 32}
 
 def block_square_sums(x: Tensor) -> Tensor:
     """Sum of squares of every block of ``x``, in order: (ceil(numel / 4096),) float64 on ``x``'s device."""
-    flat = flat_real(x)
-    whole = flat.numel() - flat.numel() % BLOCK_ELEMENTS
-    pieces = flat[:whole].view(-1, BLOCK_ELEMENTS).split(PIECE_BLOCKS.get(x.device.type, flat.numel() + 1))
-    if whole < flat.numel():
-        pieces = *pieces, flat[whole:].view(1, -1)
-    norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in pieces]
+    pieces, tail = _pieces(flat_real(x))
+    norms = [_norms(piece) for piece in pieces]
+    if tail.numel():
+        norms.append(_norms(tail.view(1, -1)))
     return torch.cat(norms).square()
+
+
+def _pieces(flat: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The whole blocks of ``flat``, some at a time, (blocks, 4096) each; and what is left of it."""
+    whole = flat.numel() - flat.numel() % BLOCK_ELEMENTS
+    blocks = flat[:whole].view(-1, BLOCK_ELEMENTS)
+    size = PIECE_BLOCKS.get(flat.device.type, flat.numel() + 1)
+    return [blocks] if len(blocks) <= size else list(blocks.split(size)), flat[whole:]
+
+
+def _norms(piece: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64)
 
 
 def grad_norm(gradients: Iterable[Tensor]) -> float:
@@ -81,8 +91,25 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        by_device.setdefault(dense.device, []).append(block_square_sums(dense.detach()))
-    return [value for sums in by_device.values() for value in torch.cat(sums).tolist()]
+        by_device.setdefault(dense.device, []).append(flat_real(dense.detach()))
+    return [value for flat in by_device.values() for value in _squares_of_all(flat).tolist()]
+
+
+def _squares_of_all(flat: Sequence[Tensor]) -> Tensor:
+    """``block_square_sums`` of each of ``flat``, of one device, in some order.
+
+    Most tensors of a model are shorter than a block: on a CPU their norms are asked for in one call, which has
+    the bits of one call each.
+    """
+    if flat[0].device.type != "cpu":
+        return torch.cat([block_square_sums(x) for x in flat])
+    cut = [_pieces(x) for x in flat if x.numel() >= BLOCK_ELEMENTS]
+    norms = [torch.empty(0, dtype=torch.float64)]
+    norms += [_norms(piece) for pieces, _ in cut for piece in pieces]
+    tails = [x for x in (*flat, *(tail for _, tail in cut)) if 0 < x.numel() < BLOCK_ELEMENTS]
+    if tails:
+        norms += [torch.stack(torch._foreach_norm(tails, 2, dtype=torch.float64))]
+    return torch.cat(norms).square()
 
 
 def _by_place(gradients: Iterable[Tensor]) -> tuple[list[Tensor], list[tuple[Slices, list[Tensor]]]]:
