@@ -165,6 +165,7 @@ ONE_USER = {
     "instep/replicate/replica.py",
     "instep/run/display.py",
     "instep/run/generation.py",
+    "instep/run/health.py",
     "instep/run/nonfinite.py",
     "instep/run/script_loop.py",
     "instep/run/status.py",

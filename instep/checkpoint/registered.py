@@ -98,6 +98,11 @@ class Registered:
         return modules[0] if len(modules) == 1 else NamedModels(self)
 
     @property
+    def loaders(self) -> dict[str, Any]:
+        """Those of the other objects that deal samples out to declared steps (``DataSource``)."""
+        return {name: x for name, x in self.others.items() if hasattr(x, "num_micro_batches")}
+
+    @property
     def has_server(self) -> bool:
         """Whether one rank steps for all."""
         return any(said.steppers is not None for said in self._wrapped())

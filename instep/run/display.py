@@ -9,8 +9,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from instep.run.rank_state import Made
 from instep.run.summary import throughput
-from instep.run.training import StepFigures
 from instep.timeline.straggler import SlowRank
 
 LINES_PER_RUN = 20
@@ -43,7 +43,7 @@ class Display:
         """One line, above the bar."""
         self.console.print(text)
 
-    def step(self, step: int, made: StepFigures, slow: Callable[[], SlowRank | None] = lambda: None) -> None:
+    def step(self, step: int, made: Made, slow: Callable[[], SlowRank | None] = lambda: None) -> None:
         """``step`` steps are done, ``made`` is the last; ``slow()``, asked rarely, finds the slow rank."""
         if made.skipped:
             self.say(f"step {step} was skipped: {made.skipped}")
@@ -62,7 +62,7 @@ class Display:
             self._bar.stop()
 
 
-def _figures(made: StepFigures, slow: SlowRank | None) -> str:
+def _figures(made: Made, slow: SlowRank | None) -> str:
     waiting = f", {made.waiting_ms:.0f} waiting" if made.waiting_ms >= 0.5 else ""
     culprit = f"  rank {slow.rank} is slow: {slow.phase}, +{slow.excess_s * 1e3:.0f} ms" if slow else ""
     known = {"loss": (made.loss, ".3f"), "norm": (made.norm, ".2f"), "lr": (made.rate, ".1e")}

@@ -31,8 +31,8 @@ from instep.run.ledger import part_begins
 from instep.run.loggers import Loggers
 from instep.run.memory_usage import run_memory, words
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest
+from instep.run.script_training import ScriptTraining
 from instep.run.timing import LOOKED_AT, REMEMBERED
-from instep.run.training import Training
 from instep.run.writer import (
     METRIC_LINES,
     RunWriter,
@@ -70,7 +70,7 @@ class Aside:
 class AfterSteps:
     """What follows each step, of one generation; all of it may be done twice."""
 
-    def __init__(self, training: Training, writer: RunWriter, display: Display, aside: Aside) -> None:
+    def __init__(self, training: ScriptTraining, writer: RunWriter, display: Display, aside: Aside) -> None:
         self.training, self.writer, self.display, self.aside = training, writer, display, aside
         config = training.config
         self.last = min(config.stop_after or config.steps, config.steps)
@@ -157,7 +157,7 @@ class Generation:
     ranks alone.
     """
 
-    training: Training
+    training: ScriptTraining
     path: Path
     checkpoints: Checkpoints
     memory: Snapshots | None = None
@@ -324,7 +324,9 @@ class Generation:
             return Analysis({}, breakdowns, [], slow, [])
 
 
-def _summary(training: Training, path: Path, first_step: int, restarts: int, state: str) -> dict[str, Any]:
+def _summary(
+    training: ScriptTraining, path: Path, first_step: int, restarts: int, state: str
+) -> dict[str, Any]:
     config, lines = training.config, jsonl.read_lines(path / METRICS, shape=METRIC_LINES)
     return {
         "state_sha256": state,

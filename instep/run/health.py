@@ -14,32 +14,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container
 from statistics import median
-from typing import Protocol
 
 from instep.checkpoint.manifest import Json
 from instep.errors import CheckpointRejected
+from instep.run.settings import ChecksConfig
 
 WINDOW = 64  # accepted norms that a spike is measured by
 ENOUGH = 16  # of them, before the guard acts
 LEAST_DEVIATION = 0.01  # of the median: norms that hardly change must not make a hair trigger
-
-
-class StepChecks(Protocol):
-    """What a run was told of its steps."""
-
-    @property
-    def max_skipped(self) -> int:
-        """Steps in a row that may be skipped."""
-
-    @property
-    def spike(self) -> float:
-        """By how many median absolute deviations above the median a norm is a spike; 0: no norm is."""
-
-    @property
-    def skip_steps(self) -> Container[int]:
-        """Steps, counted from 0, that are skipped whatever their gradient."""
 
 
 class Health:
@@ -53,7 +36,7 @@ class Health:
     one; planned ones are in neither.
     """
 
-    def __init__(self, checks: StepChecks) -> None:
+    def __init__(self, checks: ChecksConfig) -> None:
         self.checks = checks
         self.skipped = 0
         self.in_a_row = 0

@@ -19,7 +19,7 @@ from instep.mesh.join import meet
 from instep.mesh.mesh import Mesh
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
-from instep.run.training import Training
+from instep.run.script_training import ScriptTraining
 from instep.run.writer import starts
 
 MESSAGE_CHARACTERS = 4096
@@ -49,7 +49,7 @@ class Membership:
     be told with the question for the next assignment.
     """
 
-    def __init__(self, channel: ControlChannel, training: Training) -> None:
+    def __init__(self, channel: ControlChannel, training: ScriptTraining) -> None:
         self.channel, self.training = channel, training
         self._times = dict[str, Any]()
 

@@ -22,7 +22,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ from instep.mesh.process_group import Group
 from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.ordered.homes import JoinedOptimizers, homes, offered
 from instep.run.saved_memory import parts_of, saved_beside
-from instep.run.training import Training
+
+if TYPE_CHECKING:
+    from instep.run.script_training import ScriptTraining
 
 OPERATION = "the gathering of memory"
 PROCESS = {"resident_peak": "peak", "resident": "now", "private": "private", "pss": "pss"}
@@ -141,7 +143,7 @@ def _covered(ranges: Iterable[tuple[int, int]]) -> int:
 # Of all ranks, and in words.
 
 
-def run_memory(training: Training) -> dict[str, Any]:
+def run_memory(training: ScriptTraining) -> dict[str, Any]:
     """``memory`` of ``summary.json``, the same on every rank; "formula" is None where there is none.
 
     Collective over the world.

@@ -21,7 +21,11 @@ from typing import Any
 
 @dataclass
 class Made:
-    """One step: its figures, the same on every rank but for the times, and why it was skipped if it was."""
+    """One step: its figures, the same on every rank but for the times, and why it was skipped if it was.
+
+    Every number in it goes to ``metrics.jsonl`` by its name, and what is ``logged``, of which the throughput
+    is the one whose name ends in ``_per_s``: ``tokens_per_s``, ``samples_per_s``.
+    """
 
     loss: float
     rate: float

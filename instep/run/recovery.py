@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.checkpoint import files
 from instep.checkpoint import save as saving
@@ -55,7 +55,9 @@ from instep.ordered.stored import (
 )
 from instep.run.folder import CHECKPOINTS, CONFIG
 from instep.run.rank_state import Holds
-from instep.run.training import Training
+
+if TYPE_CHECKING:
+    from instep.run.script_training import ScriptTraining
 
 AGREEMENT = "the agreement on the state"
 FRESH, NOTHING = -2, -1
@@ -64,7 +66,7 @@ SHOWN = 12  # differences of two contracts
 
 
 def restore_newest(
-    training: Training, snapshots: Snapshots | None, checkpoints: Checkpoints
+    training: ScriptTraining, snapshots: Snapshots | None, checkpoints: Checkpoints
 ) -> tuple[str, dict[str, Any]]:
     """All ranks take the newest state that there is: where it came from, and what to tell. Collective.
 
@@ -95,7 +97,7 @@ def restore_newest(
 
 
 def _take(
-    training: Training,
+    training: ScriptTraining,
     snapshots: Snapshots | None,
     checkpoints: Checkpoints,
     in_memory: tuple[int, int],
@@ -119,7 +121,7 @@ def _take(
     return SNAPSHOT, {}
 
 
-def _known_steps(training: Training) -> list[int]:
+def _known_steps(training: ScriptTraining) -> list[int]:
     """By rank: a number of steps, or ``NOTHING``, or what all begin with, ``FRESH``. Collective."""
     world, holds = training.mesh.world.group, training.rank_state.holds
     has_all = holds is Holds.EVERYTHING and training.state.is_complete
@@ -137,12 +139,12 @@ def _known_steps(training: Training) -> list[int]:
     return [step for step, _ in known]
 
 
-def stored(training: Training, shards: Sequence[Shard]) -> list[Shard]:
+def stored(training: ScriptTraining, shards: Sequence[Shard]) -> list[Shard]:
     """Those of ``shards`` that another process needs: each tensor under one of its names."""
     return without_ties(shards, training.state.ties())
 
 
-def describe(training: Training, shards: Sequence[Shard]) -> bytes:
+def describe(training: ScriptTraining, shards: Sequence[Shard]) -> bytes:
     """All that another process has to know of ``shards`` and of what of the state is no tensor, as JSON."""
     body = {
         "rows": rows_to_json(shard.row for shard in shards),
@@ -153,7 +155,7 @@ def describe(training: Training, shards: Sequence[Shard]) -> bytes:
     return json.dumps(body).encode()
 
 
-def take(training: Training, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
+def take(training: ScriptTraining, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
     """Give ``training`` the state that ``bodies``, one of each writer, describe. Collective where it is
     divided.
     """
@@ -167,7 +169,7 @@ def take(training: Training, bodies: Sequence[Json], readers: Mapping[str, Any])
     training.carry_on(run["carried"])
 
 
-def send(training: Training, root: int) -> None:
+def send(training: ScriptTraining, root: int) -> None:
     """All ranks take the state of group rank ``root``, which has everything. Collective."""
     world = training.mesh.world.group
     shards = stored(training, training.state.shards()) if world.rank == root else []
@@ -178,7 +180,7 @@ def send(training: Training, root: int) -> None:
     _require_same(training, root, "sent")
 
 
-def _require_same(training: Training, root: int, did: str) -> None:
+def _require_same(training: ScriptTraining, root: int, did: str) -> None:
     """CheckpointRejected on all ranks where one has another state than group rank ``root``. Collective."""
     world = training.mesh.world.group
     hashes = world.all_gather_bytes(training.state_sha256().encode(), AGREEMENT)
@@ -206,7 +208,7 @@ class Built:
     that they have been given in the group.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: ScriptTraining) -> None:
         shards = stored(training, training.state.shards())
         own = [shard for shard in shards if training.state.has_values(shard)]
         self._unfilled = rows_to_json(x.row for x in shards if not training.state.has_values(x))
@@ -214,7 +216,7 @@ class Built:
         self._kept = Snapshot.create(len(description), tensor_bytes(tensors))
         self._kept.write(description, tensors)
 
-    def put(self, training: Training) -> None:
+    def put(self, training: ScriptTraining) -> None:
         """Give it to ``training``. Collective where the state is divided."""
         body, there = _opened(self._kept, 0)
         filled = {**body, "rows": self._unfilled}
@@ -225,14 +227,14 @@ class Built:
 class Copy:
     """What a rank holds of the state at a moment, to go back to in the same group."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: ScriptTraining) -> None:
         held = training.state.shards()
         self._values = [shard._replace(tensor=shard.tensor.detach().clone()) for shard in held]
         self._options = json.loads(json.dumps(training.state.options()))
         self._run = training.rank_state.to_json()
         self._carried = json.loads(json.dumps(training.carried()))
 
-    def put(self, training: Training) -> None:
+    def put(self, training: ScriptTraining) -> None:
         """Give it to ``training``, once. Collective where the state is divided."""
         state = training.rank_state
         holds = state.holds
@@ -277,7 +279,7 @@ class Snapshots:
         found = [(common_step(self._attach(number)), number) for number in self._sets]
         return max(found, default=(-1, -1))
 
-    def restore(self, training: Training, step: int, number: int) -> None:
+    def restore(self, training: ScriptTraining, step: int, number: int) -> None:
         """Give ``training`` what it is to hold of ``step`` from set ``number``. Collective."""
         world = training.mesh.world.group
         bodies, readers = all_or_none(world, AGREEMENT, lambda: self.opened(step, number))
@@ -297,11 +299,11 @@ class Snapshots:
             bodies.append(body)
         return bodies, readers
 
-    def due(self, training: Training) -> bool:
+    def due(self, training: ScriptTraining) -> bool:
         """Whether this rank wants a snapshot after the step that is under way."""
         return not training.mesh.rank and self._interval.due(training.steps_done + 1)
 
-    def after_step(self, training: Training, step_s: float) -> None:
+    def after_step(self, training: ScriptTraining, step_s: float) -> None:
         """Copy the state, if it is time to; a step takes ``step_s``."""
         made = training.last
         if made is None or not (made.copy or made.regroup):  # a rank that leaves on purpose loses no step
@@ -311,7 +313,7 @@ class Snapshots:
             with self._interval.copying(training.steps_done, step_s):
                 self.write(training)
 
-    def write(self, training: Training) -> None:
+    def write(self, training: ScriptTraining) -> None:
         """Copy what this rank owns of the state."""
         group, own = training.state.group, stored(training, training.state.owned())
         description, live = describe(training, own), [shard.tensor for shard in own]
@@ -349,7 +351,7 @@ class Checkpoints:
         told = heartbeat or Heartbeat()
         self._saver = Saver(timeout_s=timeout_s, enter=told.enter, beat=told.beat)
 
-    def save(self, training: Training) -> None:
+    def save(self, training: ScriptTraining) -> None:
         """Begin to write the state, once what is being written is there. Collective where it is divided."""
         if not training.owns:
             return
@@ -374,7 +376,7 @@ class Checkpoints:
         """Wait until what this process has begun is on the disk."""
         self._saver.close()
 
-    def finish(self, training: Training) -> None:
+    def finish(self, training: ScriptTraining) -> None:
         """Wait until what was begun is on the disk. Collective."""
         all_or_none(training.mesh.world.group, "saving a checkpoint", self._saver.close)
 
@@ -383,7 +385,7 @@ class Checkpoints:
         steps = files.step_directories(self.path / CHECKPOINTS)
         return steps[0][0] if steps else -1
 
-    def restore(self, training: Training) -> tuple[str, dict[str, Any]] | None:
+    def restore(self, training: ScriptTraining) -> tuple[str, dict[str, Any]] | None:
         """Give ``training`` the newest one that verifies: where from, and what to tell; None if none does.
 
         Collective. Each rank reads what it is to hold; where every rank has everything, rank 0 reads, and
@@ -403,7 +405,7 @@ class Checkpoints:
             send(training, 0)
         return found[0], found[1]
 
-    def _read(self, training: Training) -> tuple[str, dict[str, Any]] | None:
+    def _read(self, training: ScriptTraining) -> tuple[str, dict[str, Any]] | None:
         found = newest(self.path / CHECKPOINTS, training.state.group)
         if found is None:
             return None
@@ -421,7 +423,7 @@ class Checkpoints:
         return str(found.path), {"notes": notes, "accepted": accepted}
 
 
-def require_fit(manifest: Manifest, training: Training, path: Path) -> list[str]:
+def require_fit(manifest: Manifest, training: ScriptTraining, path: Path) -> list[str]:
     """Raise unless going on from this checkpoint gives the bits of one uninterrupted run, and leads on.
 
     Returns what has changed, where the user has accepted a new contract.

@@ -140,16 +140,16 @@ def _stage(registered: Registered) -> int:
 
 
 def _loader(registered: Registered) -> Any:
-    """The first one that deals samples out to declared steps."""
-    return next((x for x in registered.others.values() if hasattr(x, "num_micro_batches")), None)
+    """The first one."""
+    return next(iter(registered.loaders.values()), None)
 
 
 def _shares(training: ScriptTraining) -> list[int]:
     """How many micro-batches of a declared step each rank has, or each thread; [] where no wrapper says."""
     for model in training.registered.models.values():
         if isinstance(model, ThreadedReplicas):
-            return list(map(len, rank_major(training.config.num_leaves, model.num_replicas)))
+            return list(map(len, rank_major(training.config.batch.num_micro_batches, model.num_replicas)))
         found = getattr(model, "_reducer", None) or getattr(getattr(model, "sharding", None), "reducer", None)
         if found is not None:
-            return [len(own) for own in found.assign(training.config.num_leaves).leaves]
+            return [len(own) for own in found.assign(training.config.batch.num_micro_batches).leaves]
     return []

@@ -192,8 +192,8 @@ class ScriptLoop(Iterator[RunStep]):
         path = training.config.run_dir or Path()
         require_contract(training.contract, training.contract_number, number, path)
         training.keep()
-        for source in training.sources:
-            source.start()
+        for loader in training.registered.loaders.values():
+            loader.start()
         training.heartbeat.enter("built")
 
     # Between two steps.

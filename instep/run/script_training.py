@@ -126,14 +126,9 @@ class ScriptTraining:
         return next((mode for mode in found if mode is not None), None)
 
     @property
-    def sources(self) -> list[Any]:
-        """What deals samples out to declared steps."""
-        return [x for x in self.registered.others.values() if hasattr(x, "num_micro_batches")]
-
-    @property
     def cursor(self) -> int:
         """The position of the first loader; else the steps done."""
-        return next((int(source.position) for source in self.sources), self.steps_done)
+        return next((int(x.position) for x in self.registered.loaders.values()), self.steps_done)
 
     # One mesh after another.
 
@@ -381,7 +376,7 @@ class ScriptTraining:
 
     def _data_fields(self) -> dict[str, str]:
         """The hash of each loader's samples, where its data set knows it."""
-        loaders = {name: x for name, x in self.registered.others.items() if hasattr(x, "num_micro_batches")}
+        loaders = self.registered.loaders
         prefix = dict.fromkeys(loaders, "data.") if len(loaders) == 1 else {x: f"data.{x}." for x in loaders}
         found = {
             prefix[name] + "sha256": getattr(getattr(loader, "dataset", None), "sha256", None)

@@ -144,8 +144,3 @@ class ScriptSettings(ScriptCommand):
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
-
-    @property
-    def num_leaves(self) -> int:
-        """Micro-batches in a step."""
-        return self.batch.num_micro_batches

@@ -5,7 +5,7 @@
     leaves.jsonl    hashes of each micro-batch's gradient     rank 0, gathered from all ranks
     trace/          when it did what                          every rank, see ``timeline.trace_files``
 
-What trains is known here by ``Training`` alone: no model, no data, no loss of any kind.
+What trains is known here by ``ScriptTraining`` alone: no model, no data, no loss of any kind.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from instep.run.ledger import (
     StateDigests,
     Write,
 )
+from instep.run.rank_state import Made
+from instep.run.script_training import ScriptTraining
 from instep.run.shape import COUNT, NUMBER, Shape
-from instep.run.training import StepFigures, Training
 from instep.timeline.advice import RunSetting
 
 METRIC_LINES = Shape({"step": COUNT}, required={"step"}, others=NUMBER)
@@ -74,7 +75,7 @@ def starts(path: Path) -> list[Fields]:
     return marked_lines(path / LEDGER, f'"event": "{STARTED}"'.encode(), STARTS)
 
 
-def placement(training: Training) -> Placement:
+def placement(training: ScriptTraining) -> Placement:
     """Who does the work from here on."""
     axes, parallel = training.mesh.axes, training.config.parallel
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
@@ -87,7 +88,7 @@ class RunWriter:
     Opened when a generation has its state; lines of later steps belong to work that is done again and go.
     """
 
-    def __init__(self, path: Path, training: Training, written: int, log: Log | None = None) -> None:
+    def __init__(self, path: Path, training: ScriptTraining, written: int, log: Log | None = None) -> None:
         """``written``: the last step in the files that counts. ``log`` is told the figures, too."""
         self.training, self.written = training, written
         self._log = log or _log_nowhere
@@ -130,12 +131,12 @@ class RunWriter:
             self._metrics.write(step=0, **figures)
             self._log(0, figures)
 
-    def leaves(self, made: StepFigures) -> None:
+    def leaves(self, made: Made) -> None:
         """Gather and write down the hashes of the step's micro-batches, if asked for. Collective then."""
         if self._leaves is not None and self.training.seen is not None and not made.skipped:
             self._leaves.step(self.training.steps_done, self.training.seen)
 
-    def step(self, made: StepFigures, held_out: float | None, *, last: bool) -> None:
+    def step(self, made: Made, held_out: float | None, *, last: bool) -> None:
         """Write down the step that has been made."""
         if not self.training.owns:
             return
@@ -157,7 +158,7 @@ class RunWriter:
             skipped=made.skipped,
         )
 
-    def _figures(self, made: StepFigures, held_out: float | None) -> None:
+    def _figures(self, made: Made, held_out: float | None) -> None:
         """The line to plot."""
         step = self.training.steps_done
         figures = {name: x for name, x in asdict(made).items() if not isinstance(x, bool | str | dict)}
@@ -196,7 +197,7 @@ class MicroBatchHashes:
                 self._write(**line)
 
 
-def trace_head(training: Training) -> Fields:
+def trace_head(training: ScriptTraining) -> Fields:
     """What advice has to know of a run, for the head of a rank's file in ``trace/``."""
     config, mesh = training.config, training.mesh
     place = detect(os.environ)
@@ -215,7 +216,7 @@ def trace_head(training: Training) -> Fields:
         threads=config.parallel.threads,
         cores=len(os.sched_getaffinity(0)),
         bucket_mb=config.parallel.bucket_mb,
-        num_leaves=config.num_leaves,
+        num_leaves=config.batch.num_micro_batches,
         micro_size=config.batch.micro_size,
     )
     num_parameters = sum(p.numel() for p in training.module.parameters())

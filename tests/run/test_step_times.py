@@ -35,7 +35,7 @@ def test_in_training_every_rank_hears_of_every_other_one_step_later(
         )
         assert own.wall <= whole.wall and whole.wall - own.wall == pytest.approx(whole.host - own.host)
         assert own.wall >= own.compute + own.data + own.host > 0
-        assert own.micro_batches == training.config.num_leaves // 2
+        assert own.micro_batches == training.config.batch.num_micro_batches // 2
 
 
 @world(2)
