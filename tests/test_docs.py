@@ -46,6 +46,7 @@ DECLARED = [
     *SAVED,
     ("README", "Survive", ""),
     ("run", "A loop of your own", ""),
+    ("run", "What a run is told", ""),
     ("use", "The declared loop", BEGUN),
     ("use", "Samples in shards", SHARDS + BEGUN),
     AVERAGED,
@@ -182,6 +183,14 @@ def test_every_flag_of_training_is_on_its_page_and_every_flag_on_a_page_is_one()
     for path in PAGES.values():
         shown = {name.replace(".no-", ".") for name in FLAG.findall(path.read_text())}
         assert shown <= settings, path.name
+
+
+def test_every_file_that_the_page_of_the_architecture_names_is_there():
+    named = set(re.findall(r"[a-z_0-9]+(?:/[a-z_0-9]+)+\.py", PAGES["architecture"].read_text()))
+    assert named
+    assert {
+        name for name in named if not (ROOT / "instep" / name).exists() and not (ROOT / name).exists()
+    } == set()
 
 
 def test_every_file_that_the_page_of_mechanisms_names_is_there():

@@ -116,8 +116,8 @@ class AfterSteps:
     def _evaluate(self) -> float | None:
         held_out = self.training.evaluate()
         if held_out is not None:
-            unit = self.training.loss_unit
-            self.display.say(f"step {self.training.steps_done}  held out {held_out:.3f} {unit}")
+            unit = self.training.loss_unit and f" {self.training.loss_unit}"
+            self.display.say(f"step {self.training.steps_done}  held out {held_out:.3f}{unit}")
         return held_out
 
     def _is_due(self, every: int) -> bool:

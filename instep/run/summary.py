@@ -88,9 +88,10 @@ def show(
     if summary.get("held_out_loss") is not None or (loss_unit and not loss):
         loss = (
             f"{_number(summary, 'held_out_loss', '.3f')}{unit} held out, from "
-            f"{_number(summary, 'held_out_loss_first', '.3f')} "
-            f"(training {_number(summary, 'loss_last', '.3f')})"
+            f"{_number(summary, 'held_out_loss_first', '.3f')}"
         )
+        if not (is_number(last) and math.isnan(last)):  # else the script has logged none
+            loss += f" (training {_number(summary, 'loss_last', '.3f')})"
     speed = (
         f"{throughput(summary)}, {_number(summary, 'step_ms_median', '.0f')} ms a step (median), "
         f"{_number(summary, 'exposed_comm_share', '.1%')} of it exposed communication"
