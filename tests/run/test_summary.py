@@ -1,5 +1,7 @@
 """The figures of a run come from its own record."""
 
+import math
+
 import pytest
 
 from instep.run.folder import SUMMARY
@@ -79,6 +81,12 @@ def test_what_is_not_known_is_a_dash(tmp_path, capsys):
     rest = {"steps": 0, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc"}
     show({**figures([], 0, 100), **rest}, tmp_path, loss_unit="nats per byte")
     assert "loss   - nats per byte held out, from - (training -)\n" in capsys.readouterr().out
+
+
+def test_a_loss_that_a_script_has_not_logged_is_not_told(tmp_path, capsys):
+    rest = {"steps": 6, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc"}
+    show({"held_out_loss": 0.5, "held_out_loss_first": 1.0, "loss_last": math.nan, **rest}, tmp_path)
+    assert "loss   0.500 held out, from 1.000\n" in capsys.readouterr().out
 
 
 PART = {"steps": 6, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc", "first_step": 3}
