@@ -23,6 +23,7 @@ NO_GROUP = (
     "Under `instep run` ranks meet where the loop over run.steps begins, and again when one is lost: take "
     "init_process_group() out of the script, and use run.mesh there"
 )
+OWN = "instep"
 MAIN = ("__main__", "__mp_main__")  # the second one is multiprocessing's name for the first
 OTHERS = {"site-packages", "dist-packages"}  # folders of modules that are not the script's own
 
@@ -184,6 +185,8 @@ def _neighbours(folder: Path) -> Iterator[tuple[str, Path]]:
         file = getattr(module, "__file__", None)
         # Text first: there are some thousand modules, and a Path of each takes longer than all else here.
         if name in MAIN or not isinstance(file, str) or not file.startswith(begin):
+            continue
+        if name.partition(".")[0] == OWN:  # a recipe is beside how its command line is read
             continue
         if file.endswith(".py") and not OTHERS & set(Path(file).relative_to(folder).parts):
             yield name, Path(file)
