@@ -10,7 +10,7 @@ others say where and how the same work is done, and must not.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -255,7 +255,8 @@ def run_options(config: Config) -> dict[str, Any]:
     """What ``instep.Run`` is to be told beside the run directory."""
     checks, logs = config.checks, config.logs
     return {
-        "config": config,
+        # A new run may begin from what is written down of this one.
+        "config": replace(config, resume=False, accept_contract=False),
         "contract": numerical(config),
         "seed": config.seed,
         "resume": config.resume,

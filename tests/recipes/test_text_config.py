@@ -166,6 +166,13 @@ def test_a_run_is_told_what_there_is_to_be_told():
     assert set(run_options(text_config.tiny())) < set(known)
 
 
+def test_how_a_command_goes_on_is_not_written_down_with_the_settings():
+    config = replace(text_config.tiny(), resume=True, accept_contract=True)
+    told = run_options(config)
+    assert (told["resume"], told["accept_contract"]) == (True, True)
+    assert told["config"] == text_config.tiny()
+
+
 def drawn(optim: OptimConfig, num_steps: int) -> str:
     """Columns are steps, rows are fifths of the full rate."""
     rates = [learning_rate(optim, step, num_steps) / optim.lr for step in range(num_steps)]
