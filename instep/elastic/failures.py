@@ -15,6 +15,7 @@ from typing import Any
 from instep.errors import InstepError
 
 MAX_IN_A_ROW = 5
+FEW_STEPS = 2  # between two failures of one exception that the steps in between do not excuse
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,26 @@ class RetryLimit:
         self.raised += [failure] if failure.error else []
         if again:
             raise RunFailed("the same exception came twice at the same step:", [again[0], failure])
+        everywhere = self._everywhere(failure)
+        if len({f.attempt for f in everywhere}) >= MAX_IN_A_ROW:
+            raise RunFailed(f"the same exception came {MAX_IN_A_ROW} times, step after step:", everywhere)
         if len({f.attempt for f in self.in_a_row}) >= MAX_IN_A_ROW:
             raise RunFailed(f"{MAX_IN_A_ROW} failures in a row, without a step in between:", self.in_a_row)
+
+    def _everywhere(self, failure: Failure) -> list[Failure]:
+        """Those of the same exception, each a few steps after the one before it.
+
+        A new process makes so many steps only because it has not yet what the script forgets to put away.
+        """
+        found: list[Failure] = []
+        if not failure.error:
+            return found
+        for earlier in reversed(self.raised):
+            if earlier.error == failure.error:
+                if found and found[-1].step - earlier.step > FEW_STEPS:
+                    break
+                found.append(earlier)
+        return found[::-1]
 
 
 class Recovery:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.elastic.failures import MAX_IN_A_ROW, Failure, Recovery, RetryLimit, RunFailed
+from instep.elastic.failures import FEW_STEPS, MAX_IN_A_ROW, Failure, Recovery, RetryLimit, RunFailed
 
 FAILURE = Failure(1, 4711, 1, 12, "exchange", "was killed by SIGKILL")
 MS = 10**6
@@ -101,6 +101,29 @@ def test_steps_that_are_made_again_are_no_progress() -> None:
     limit.progressed(10)
     with pytest.raises(RunFailed, match="in a row"):
         limit.add(failure(MAX_IN_A_ROW))
+
+
+@pytest.mark.parametrize("distance", [1, FEW_STEPS])
+def test_an_exception_that_comes_back_after_each_few_steps_ends_the_run(distance: int) -> None:
+    limit = RetryLimit()
+    for i in range(1, MAX_IN_A_ROW):
+        limit.progressed(i * distance)
+        add_all(limit, *(raised(i, i * distance, rank) for rank in range(2)))
+    limit.progressed(MAX_IN_A_ROW * distance)
+    with pytest.raises(RunFailed, match="the same exception came 5 times, step after step:"):
+        limit.add(raised(MAX_IN_A_ROW, MAX_IN_A_ROW * distance, 0))
+
+
+def test_an_exception_that_comes_back_after_many_steps_is_survived() -> None:
+    limit = RetryLimit()
+    for i in range(1, 50):
+        limit.progressed(i * (FEW_STEPS + 1))
+        limit.add(raised(i, i * (FEW_STEPS + 1), 0))
+
+
+def raised(attempt: int, step: int, rank: int) -> Failure:
+    """An exception, always in the same words."""
+    return Failure(rank, 97, attempt, step, "script", "failed with ValueError: x", "ValueError: x")
 
 
 def test_workers_that_fail_together_count_once() -> None:
