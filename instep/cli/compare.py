@@ -14,7 +14,7 @@ import tyro
 from instep.cli.exit_codes import DONE, FAILED, report_error
 from instep.run.again import again, word
 from instep.run.compare import BEFORE, Cause, Comparison, DifferingMicroBatch, FirstDifference, compare
-from instep.run.ledger import RecordedRun, placement_text, read_run
+from instep.run.ledger import Fields, RecordedRun, placement_text, read_run
 
 PROGRAM = "instep compare"
 DESCRIPTION = """\
@@ -80,7 +80,7 @@ def _history(run: RecordedRun) -> str:
         parts.append(
             f"{'went on' if number else 'started'} after step {line['step']} on {placement_text(line)}"
         )
-    parts += [f"accepted another contract after step {line['step']}" for line in run.accepted]
+    parts += [f"accepted another contract after step {line['step']}{_changed(line)}" for line in run.accepted]
     for line in run.others:
         where = placement_text(line)
         parts.append(f"{line['event']} after step {line['step']}{f': {where}' if where else ''}")
@@ -92,6 +92,13 @@ def _history(run: RecordedRun) -> str:
         parts.append(f"samples 0 to {max(run.steps) * sizes - 1}")
     hidden = len(parts) - 1 - SHOWN
     return "; ".join([*parts[: SHOWN + 1], *([f"{hidden} more events"] if hidden > 0 else [])])
+
+
+def _changed(line: Fields) -> str:
+    """What was another in the contract that a line of the ledger has accepted."""
+    differences = line.get("differences")
+    known = [str(words) for words in differences] if isinstance(differences, list) else []
+    return f" ({_listed(known)})" if known else ""
 
 
 def _parted(a: RecordedRun, b: RecordedRun, parting: FirstDifference) -> Iterator[str]:

@@ -119,7 +119,8 @@ def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
         ledger.started(4, restarts=1, fingerprint="", numerical={}, canary="")
         file.write('{"step": 5, "cur')
     out = said(capsys, *runs, code=FAILED)
-    assert "went on after step 4 on dp=2, bucketed; accepted another contract after step 4" in out
+    assert "went on after step 4 on dp=2, bucketed; accepted another contract after step 4 (" in out
+    assert "after step 4 (threads: 1 in the checkpoint, 2 now)" in out
     assert f"   warning: {runs[1] / LEDGER}, line 8: torn, and left out" in out
 
 
