@@ -54,7 +54,8 @@ class Health:
 
     def planned(self, step: int) -> str | None:
         """Why ``step``, counted from 0, is skipped whatever its gradient, or None. It needs no forward."""
-        return f"step {step} is in checks.skip_steps" if step in self.checks.skip_steps else None
+        listed = step in self.checks.skip_steps
+        return f"it is {step} in skip_steps, which count from 0" if listed else None
 
     def judge(self, norm: float) -> str | None:
         """Why the step whose gradient has this ``norm``, before clipping, is to be skipped, or None."""
