@@ -79,6 +79,10 @@ class Loop(Protocol):
     def left(self) -> str:
         """Where the script has left it before its end; "" if it has not."""
 
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
 
 @dataclass(frozen=True)
 class Started:
@@ -112,13 +116,20 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
             raise ValueError(f"{error}. {NO_GROUP}") from error
         raise
     for loop in begun.loops:
-        if not code and loop.left:
+        if code and loop.left:
+            print(
+                f"rank {loop.rank} has ended the script {loop.left} with exit code {code}, and the run ends "
+                "with it, without a checkpoint of that step",
+                file=sys.stderr,
+            )
+        elif loop.left and not loop.rank:
             print(
                 f"the script has left its loop {loop.left}, without a summary or a checkpoint of that step: "
                 "run.stop() ends a run with both",
                 file=sys.stderr,
             )
-            code = 1
+        if loop.left:
+            code = code or 1
     channel.heartbeat.enter("lost")
     channel.say("finished", code=code)
     exit_now(code)

@@ -29,7 +29,7 @@ from instep.run.claim import Wanted, claim_together
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.recovery import Checkpoints, Snapshots
-from instep.run.script import script_fields, script_path
+from instep.run.script import script_fields, script_path, started
 from instep.run.script_layout import introduction, layout_of, shard_axis
 from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining
@@ -300,7 +300,8 @@ class ScriptLoop(Iterator[RunStep]):
         try:
             path, resume = claim_together(wanted, place, group, self._claimed.append)
         except ValueError as error:
-            if self.run.mesh.rank:
+            begun = started()
+            if self.run.mesh.rank or (begun is not None and begun.call.main is not None):
                 raise
             raise ValueError(f"{error}. These are words of `instep run`, under torchrun {TOO}") from None
         self.training.config = replace(settings, run_dir=path, resume=resume)
@@ -311,9 +312,14 @@ class ScriptLoop(Iterator[RunStep]):
         assert self.run._held_out_loss is not None
         self.work.phases.begin("evaluate")
         try:
-            return self.run._held_out_loss()
+            told = self.run._held_out_loss()
         finally:
             self.work.phases.end()
+        try:
+            return float(told)
+        except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several numbers
+            kind = type(told).__name__
+            raise TypeError(f"run.evaluate_with: expected a number of the function, got {kind}") from None
 
     def _introduction(self, is_first: bool) -> list[str]:
         assert self.path is not None
@@ -339,10 +345,15 @@ class ScriptLoop(Iterator[RunStep]):
 
     @property
     def left(self) -> str:
-        """Where the script has left the loop before its end, said by one rank; "" if it has not."""
-        if self._is_over or self._generation is None or self._member is None or self._member.rank:
+        """Where the script has left the loop before its end; "" if it has not."""
+        if self._is_over or self._generation is None or self._member is None:
             return ""
         return f"after step {self.training.steps_done} of {self.num_steps}"
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group that it is in, or was in; 0 before."""
+        return 0 if self._member is None else self._member.rank
 
     def _finish(self, ending: Ending) -> NoReturn:
         self.close()

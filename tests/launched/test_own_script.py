@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -170,6 +171,12 @@ def test_a_script_ends_with_its_own_code_and_is_told_that_it_has_no_run(tmp_path
     ended = run("-n", 2, cwd=tmp_path, script=script)
     assert ended.code == 3
     assert "the script has come to no loop over run.steps: each process ran it for itself" in ended.err
+
+
+def test_a_rank_that_ends_the_script_in_its_loop_says_so(tmp_path: Path) -> None:
+    ended = run("-n", 2, cwd=tmp_path, says=("--fail", "import sys; sys.exit(5)"))
+    assert ended.code == 5
+    assert re.search(r"rank \d has ended the script after step \d+ of \d+ with exit code 5", ended.err)
 
 
 def test_a_script_that_makes_torchs_group_is_told_where_ranks_meet(tmp_path: Path) -> None:
