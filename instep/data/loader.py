@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.multiprocessing import get_context
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -43,6 +44,7 @@ from instep.ordered.alignment import align
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
 LOST = "DataLoader worker", "DataLoader timed out"  # so torch begins to say that a process has died, or hangs
+PROFILED = "enumerate(DataLoader)#instep.Loader"  # the beginning is what readers of profiles look for
 HOW = "iterate over model.micro_batches(loader), and read micro_batch.data in that loop"
 
 
@@ -311,12 +313,18 @@ class Loader:
 
     def _begin(self) -> Iterator[Any]:
         if self._reads_itself:
-            self._stream = map(self._samples.read, self._share)
+            self._stream = map(self._read_here, self._share)
             return self._stream
         if self._loader is None:
             self._loader = DataLoader(**self._options)
         self._stream = iter(self._loader)
         return self._stream
+
+    def _read_here(self, task: Task) -> Any:
+        if not profiler._is_profiler_enabled:
+            return self._samples.read(task)
+        with profiler.record_function(PROFILED):
+            return self._samples.read(task)
 
     def _lost(self, micro_batch: int, error: RuntimeError) -> str:
         samples = [place.sample for place in self.deal.places(self._position, micro_batch)]

@@ -189,7 +189,7 @@ class _TwisterState(NamedTuple):
 
 
 class _Twister:
-    """The state of a ``RandomState`` whose bits are a Mersenne twister's; of one with others, as numpy has it.
+    """The state of a ``RandomState`` whose bits are a Mersenne twister's; of others as numpy tells it.
 
     ``RandomState`` has one number besides: normal ones are made by twos, and the second waits. Whether one
     does is seen by drawing one: it is there if the words stay as they are.

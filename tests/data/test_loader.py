@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, IterableDataset
 
 from instep.data.loader import Loader
@@ -29,6 +30,7 @@ from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.step.micro_batches import MicroBatch
+from instep.timeline.profiler import DATA
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense
 from tests.replicate.replicas import gradients
@@ -524,3 +526,12 @@ def test_each_sample_is_read_as_often_as_any() -> None:
     loader = Loader(range(7), 6, 2, collate_fn=whole)
     counted = Counter(s for _ in range(7) for batch in read_step(loader, 2) for s in batch)
     assert set(counted.values()) == {6}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_profile_says_what_is_the_reading_of_data(num_workers: int) -> None:
+    loader = Loader(range(12), 4, 2, num_workers=num_workers)
+    with profile(activities=[ProfilerActivity.CPU]) as told:
+        read_step(loader, 1)
+    loader.close()
+    assert sum(event.name.startswith(DATA) for event in told.events()) == 2
