@@ -150,11 +150,8 @@ class Loader:
         # In memory that worker processes see, however they are started.
         self._turn = _in_shared_memory(multiprocessing_context) if num_workers else _Turn()
         memory = self._memory.number, prefetch_factor + NUM_HELD
-        self._samples = KeyedSamples(
-            dataset, self.deal, seed, collate_fn or default_collate, self._turn, memory
-        )
-        # Without any of what a DataLoader does, it would only cost time.
-        self._reads_itself = not num_workers and not pin_memory
+        collate = collate_fn or default_collate
+        self._samples = KeyedSamples(dataset, self.deal, seed, collate, self._turn, memory)
         self._options: dict[str, Any] = {
             "dataset": self._samples,
             "batch_sampler": self._share,
@@ -312,7 +309,8 @@ class Loader:
             raise
 
     def _begin(self) -> Iterator[Any]:
-        if self._reads_itself:
+        if "num_workers" not in self._options and not self._options["pin_memory"]:
+            # Nothing is left that a DataLoader would do, and it costs time.
             self._stream = map(self._read_here, self._share)
             return self._stream
         if self._loader is None:
