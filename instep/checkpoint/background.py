@@ -33,6 +33,9 @@ from instep import memory
 from instep.checkpoint import files, tensors
 from instep.checkpoint import save as saving
 from instep.checkpoint.manifest import MAX_BYTES, Json, Manifest, canonical, parse_json, require_json
+from instep.errors import PeerLost
+from instep.mesh.peers import Peer, describe
+from instep.mesh.process_group import Group
 from instep.ordered.shards import Shard, State
 
 EXIT_GRACE_S = 10.0
@@ -78,7 +81,8 @@ class Saver:
 
         All ranks of ``state.group`` have agreed by then on what each writes; the rest needs the file system
         alone, not the ranks' group. Ends at once if this very state is there already. Raises what the save
-        before ended with, and then begins nothing; TimeoutError if that has not ended within ``timeout_s``.
+        before ended with, and then begins nothing; TimeoutError if that has not ended within ``timeout_s``,
+        PeerLost as soon as it is seen that a rank is gone which it may be waiting for.
         """
         began = time.monotonic()
         self._land(self.timeout_s)
@@ -101,7 +105,7 @@ class Saver:
                 wait = saving.Wait(self.timeout_s, flight.given_up, flight.beat)
                 return saving.write(directory, final, copied, keep, wait)
 
-            self._start(_Flight(directory, step, write))
+            self._start(_Flight(directory, step, write, state.group))
         return Begun(waited - began, time.monotonic() - waited)
 
     def give_up(self) -> None:
@@ -115,7 +119,8 @@ class Saver:
             self._land(0)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for the save in flight and raise what it ended with; TimeoutError if it does not end."""
+        """Wait for the save in flight and raise what it ended with; TimeoutError if it does not end, PeerLost
+        if a rank is gone that has a part in it."""
         self._land(self.timeout_s if timeout_s is None else timeout_s)
 
     def _start(self, flight: _Flight) -> None:
@@ -128,6 +133,7 @@ class Saver:
         if flight is None:
             return
         if not flight.wait(timeout_s, self._beat):
+            flight.require_ranks()
             raise TimeoutError(
                 f"{flight.directory}: expected the save of step {flight.step} to end within "
                 f"{timeout_s:g} s, it still writes: the disk is too slow for this interval, or hangs"
@@ -144,8 +150,11 @@ class Saver:
 class _Flight:
     """One save under way."""
 
-    def __init__(self, directory: Path, step: int, write: Callable[[_Flight], Path]) -> None:
+    def __init__(
+        self, directory: Path, step: int, write: Callable[[_Flight], Path], group: Group | None = None
+    ) -> None:
         self.directory, self.step = directory, step
+        self._peers = group.peers if group is not None and group.size > 1 else None
         self.beats = 0
         self.given_up = threading.Event()
         self.path: Path | None = None
@@ -162,14 +171,34 @@ class _Flight:
         self.beats += 1
 
     def wait(self, timeout_s: float, beat: Callable[[], None] = lambda: None) -> bool:
-        """Whether it has ended, at the latest after ``timeout_s``; ``beat`` is called where it goes on."""
+        """Whether it has ended, by ``timeout_s`` or when one of its ranks is gone; ``beat`` is called
+        where it goes on."""
         until, seen = time.monotonic() + timeout_s, self.beats
         while self._thread.is_alive() and (left := until - time.monotonic()) > 0:
             self._thread.join(min(left, SLICE_S))
+            if self._thread.is_alive() and self._dead():
+                break
             if self.beats != seen:
                 seen = self.beats
                 beat()
         return not self._thread.is_alive()
+
+    def require_ranks(self) -> None:
+        """PeerLost if one of its ranks is gone, as far as can be seen from this host."""
+        if dead := self._dead():
+            names = ", ".join(map(describe, dead))
+            operation = f"the save of step {self.step}"
+            raise PeerLost(
+                f"{names} died before its part of {operation} was on the disk",
+                ranks=[peer.rank for peer in dead],
+                operation=operation,
+            )
+
+    def _dead(self) -> list[Peer]:
+        if self._peers is None:
+            return []
+        gone = self._peers.dead()
+        return [peer for peer in self._peers.table if peer.rank in gone]
 
     def leave(self, grace_s: float) -> None:
         """At exit: say how the save ended, and let no interpreter shut down under the thread."""

@@ -76,14 +76,16 @@ def publish(parent: Path, name: str, write: Callable[[Path], None], *, token: st
     When this returns, the directory is on the disk. When it raises, and be it what ``write`` raised, the
     temporary directory is gone and ``parent`` is as it was; only a failed sync of ``parent`` itself leaves
     the new directory there, whole. An existing ``name`` is never replaced: FileExistsError. Others who write
-    to the temporary directory know it by ``token``, 16 random hexadecimal digits.
+    to the temporary directory know it by ``token``, 16 random hexadecimal digits; as they wait for it, it is
+    made also where ``name`` is there already.
     """
     if not PLAIN_NAME.fullmatch(name):
         raise ValueError(
             f"expected a name of 1 to 64 of A-Z a-z 0-9 . _ - without a leading dot, got {name!r}"
         )
     target = parent / name
-    refuse_existing(target)
+    if token is None:
+        refuse_existing(target)
     path, lock = _begin(parent, name, token)
     try:
         write(path)

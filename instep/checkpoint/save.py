@@ -266,8 +266,19 @@ def write(directory: Path, draft: Manifest, plan: Plan, keep: int, wait: Wait) -
         wait.until(temporary.is_dir, f"{temporary}: expected rank 0 to make it")
         _write_and_say(temporary, plan, wait)
         return path
-    # No directory is made here: one that was removed since the plan was made must not come back.
-    files.publish(directory, path.name, lambda new: _write_first(new, draft, plan, wait), token=plan.token)
+    made: list[Manifest] = []
+    try:
+        # No directory is made here: one that was removed since the plan was made must not come back.
+        files.publish(
+            directory,
+            path.name,
+            lambda new: made.append(_write_first(new, draft, plan, wait)),
+            token=plan.token,
+        )
+    except FileExistsError:
+        # A save of this step that was begun before the ranks met anew may have ended since the plan was made.
+        if not made or not is_saved(path, made[0]):
+            raise
     load.verify(path)
     _clean_up(path, keep)
     return path
@@ -307,7 +318,7 @@ def already_saved(
     return on_first_rank(group, "what was saved before", look, errors=(CheckpointRejected,))
 
 
-def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> None:
+def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> Manifest:
     records, own = _write(path, plan, wait)
     everyone = [own]
     for rank in range(1, plan.num_ranks):
@@ -324,6 +335,7 @@ def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> None:
         files=records,
     )
     files.write_file(path / MANIFEST_FILE, whole.to_bytes())
+    return whole
 
 
 def _write(path: Path, plan: Plan, wait: Wait) -> tuple[dict[str, FileRecord], bytes]:

@@ -8,7 +8,8 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
 from instep.checkpoint.save import MODEL_FILE
 from instep.checkpoint.state import TrainingState
+from instep.errors import PeerLost
+from instep.mesh.peers import own_peer
+from instep.mesh.process_group import Group
 from instep.ordered.hash import state_entries, state_sha256
 from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.nets import made, train
@@ -227,6 +231,53 @@ def test_closing_waits_no_longer_than_told_and_can_be_tried_again(
     saver.close(30)
     saver.close()
     assert whole_step(tmp_path) == 1
+
+
+def test_a_save_begun_before_ranks_met_anew_and_one_begun_since_both_count(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    # A rank was added after step 1, whose save went on; the new ranks saw no checkpoint, and saved it too.
+    savers = Saver(), Saver()
+    for saver in savers:
+        saver.save(tmp_path, *drafted(**state(1)))
+    gate.set()
+    for saver in savers:
+        saver.close(30)
+        assert saver.last == tmp_path / "step-00000001"
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def test_a_save_that_another_state_has_forestalled_is_refused(tmp_path: Path, gate: threading.Event) -> None:
+    first, second = Saver(), Saver()
+    first.save(tmp_path, *drafted(**state(1)))
+    second.save(tmp_path, *drafted(**{**state(1), "data_cursor": 9}))
+    gate.set()
+    failed = 0
+    for saver in (first, second):
+        try:
+            saver.close(30)
+        except FileExistsError:
+            failed += 1
+    assert failed == 1
+
+
+def test_a_rank_that_is_gone_ends_the_wait_for_its_part_at_once(tmp_path: Path) -> None:
+    # Killed in the summary with a divided state, it was waited for until the deadline, and the disk blamed.
+    table = own_peer(0), own_peer(1)
+    group = SimpleNamespace(size=2, peers=SimpleNamespace(table=table, dead=lambda: [1]))
+    saver, over = Saver(timeout_s=30), threading.Event()
+
+    def write(flight: background._Flight) -> Path:
+        assert over.wait(60)
+        return tmp_path
+
+    saver._start(background._Flight(tmp_path, 24, write, cast(Group, group)))
+    try:
+        with pytest.raises(PeerLost, match=r"rank 1 \(pid .* died before its part of the save of step 24"):
+            saver.close()
+    finally:
+        over.set()
+    saver.close()
 
 
 def test_the_wait_for_the_save_before_beats_while_that_goes_on(tmp_path: Path, gate: threading.Event) -> None:
