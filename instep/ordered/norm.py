@@ -29,7 +29,26 @@ class Clips:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.norms: list[tuple[float, frozenset[int]]] = []
+        # With the gradients themselves, so that no others come to have their identity.
+        self._clipped: list[tuple[float, Sequence[Tensor], frozenset[tuple[int, int]]]] = []
+
+    @property
+    def norms(self) -> list[float]:
+        """Of before each clipping since ``clear``."""
+        return [norm for norm, _, _ in self._clipped]
+
+    def add(self, norm: float, gradients: Sequence[Tensor]) -> None:
+        """``gradients`` are clipped, which had this ``norm``."""
+        self._clipped.append((norm, gradients, _marks(gradients)))
+
+    def norm_of(self, gradients: Sequence[Tensor]) -> float | None:
+        """That of before clipping, if just these ``gradients`` were clipped and not written to since."""
+        marks = _marks(gradients)
+        return next((norm for norm, _, its in reversed(self._clipped) if its == marks), None)
+
+    def clear(self) -> None:
+        """The gradients are used."""
+        self._clipped.clear()
 
 
 clipping: ContextVar[Clips | None] = ContextVar("instep_clipping", default=None)
@@ -155,17 +174,22 @@ def clip_grad_norm_(
     watch = clipping.get()
     with nullcontext() if watch is None else watch.recorder.span("clip", lane="compute"):
         norm = grad_norm(gradients)
-        if watch is not None:
-            watch.norms.append((norm, frozenset(map(id, gradients))))
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
         factor = max_norm / (norm + 1e-6)
         if not factor >= 1.0:  # also when it is nan
             _scale(gradients, factor)
+        if watch is not None:
+            watch.add(norm, gradients)
     return torch.tensor(norm, dtype=torch.float64)
 
 
 clip_grad_norm_.__module__ = "instep"
+
+
+def _marks(gradients: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
+    """Others when one of ``gradients`` is another one, or was written to."""
+    return frozenset((id(x), x._version) for x in gradients)
 
 
 def _scale(gradients: Sequence[Tensor], factor: float) -> None:

@@ -266,7 +266,7 @@ class StepWork:
         all, which alone has the gradient."""
         training, health = self.training, self.training.health
         is_worker = training.registered.has_server and training.group.rank != SERVER
-        norms = [] if is_worker else self._norms or [norm for norm, _ in self._clips.norms]
+        norms = [] if is_worker else self._norms or self._clips.norms
         norm = math.hypot(*norms) if norms else math.nan
         if not self._judged and self._norms:
             health.judge(norm)
@@ -350,10 +350,9 @@ class StepWork:
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
-        own = frozenset(map(id, gradients))
-        known = next((norm for norm, its in reversed(self._clips.norms) if its == own), None)
+        known = self._clips.norm_of(gradients)
         self._norms.append(grad_norm(gradients) if known is None else known)
-        self._clips.norms.clear()
+        self._clips.clear()
         self._judge(self._norms[-1])
         training.rank_state.holds = Holds.NOTHING
 

@@ -445,6 +445,21 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
     ]
 
 
+def test_a_gradient_that_is_spoiled_after_it_was_clipped_is_seen(begin: Begin, tmp_path: Path) -> None:
+    loop = begin()
+    weight = next(loop.model.parameters())
+
+    def clip_and_go_on(step: instep.Step) -> None:
+        instep.clip_grad_norm_(loop.model.parameters(), 0.01)
+        if step == 1:
+            weight.grad.add_(math.nan)
+
+    loop.train(3, before=clip_and_go_on)
+    assert [math.isnan(line["norm"]) for line in metrics(tmp_path / "run")] == [False, True, False]
+    assert metrics(tmp_path / "run")[0]["norm"] > 0.01  # of before clipping
+    assert torch.isfinite(weight).all()
+
+
 def test_too_many_skipped_steps_end_the_run_with_the_parameters_name(begin: Begin) -> None:
     loop = begin(max_skipped=1)
     with pytest.raises(instep.errors.Diverged, match=r"and that of '2\.weight' is not any more") as error:
