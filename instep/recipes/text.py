@@ -24,7 +24,7 @@ from instep.data.text import ByteText, next_tokens, open_text
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.recipes.text_config import Config, OptimConfig, learning_rate, local_ranks, run_options
-from instep.recipes.text_options import parse
+from instep.recipes.text_options import parse_script
 
 MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decayed
 
@@ -38,46 +38,42 @@ def make_model(config: Config, device: torch.device) -> GPT:
     return net
 
 
-def optimizer_of(config: OptimConfig, net: nn.Module) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
-    """Class, groups of parameters, options: one that gives a parameter the same bits in slices."""
+def optimizer_class(config: OptimConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """And its options: an implementation that gives a parameter in slices the bits that it has whole."""
+    if config.name == "adamw":
+        return torch.optim.AdamW, {"lr": config.lr, "betas": config.betas, "fused": True, "foreach": False}
+    return torch.optim.SGD, {"lr": config.lr, "momentum": config.momentum, "fused": False, "foreach": False}
+
+
+def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What is decayed, and what is not."""
     weights = list(net.parameters())
-    groups = [
-        {"params": [p for p in weights if p.ndim >= MATRIX], "weight_decay": config.weight_decay},
+    return [
+        {"params": [p for p in weights if p.ndim >= MATRIX], "weight_decay": weight_decay},
         {"params": [p for p in weights if p.ndim < MATRIX], "weight_decay": 0.0},
     ]
-    if config.name == "adamw":
-        return (
-            torch.optim.AdamW,
-            groups,
-            {"lr": config.lr, "betas": config.betas, "fused": True, "foreach": False},
-        )
-    return (
-        torch.optim.SGD,
-        groups,
-        {"lr": config.lr, "momentum": config.momentum, "fused": False, "foreach": False},
-    )
 
 
 def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model over all ranks, and its optimizer: all that strategies and stages differ in."""
-    layout = config.parallel
-    model: Any = net
+    layout, (kind, settings) = config.parallel, optimizer_class(config.optim)
     options: dict[str, Any] = {"find_unused_parameters": False, "seed": config.seed}
+    model: Any = net
     if layout.shard_stage >= 2:
         options |= {"one_copy": layout.one_copy, "device": mesh.device}
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
         if layout.shard_stage == 3:
-            model.materialise(seed=config.seed)
+            model.materialise(seed=config.seed)  # each rank its part; where ranks have not met, in run.steps
     elif layout.strategy == "threads":
         model = instep.ThreadedReplicas(net, local_ranks(config, len(os.sched_getaffinity(0))))
     elif layout.strategy != "server":
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb, "ordered": layout.ordered}
         model = instep.DataParallel(net, process_group=mesh, init_sync=False, **options)
-    kind, groups, settings = optimizer_of(config.optim, net)
+    groups = parameter_groups(net, config.optim.weight_decay)
     if layout.shard_stage:
         return model, instep.ShardedOptimizer(groups, kind, mesh, one_copy=layout.one_copy, **settings)
-    optimizer = kind(groups, **settings)
-    if layout.strategy == "server":
+    optimizer: Any = kind(groups, **settings)
+    if layout.strategy == "server":  # rank 0 steps for all
         model = instep.ParameterServer(net, optimizer, mesh, **options)
     return model, optimizer
 
@@ -125,16 +121,16 @@ def held_out_loss(model: nn.Module, text: ByteText, config: Config, mesh: Any) -
 
 def main(config: Config) -> None:
     """Train as ``config`` says."""
-    run = instep.Run(config.run_dir, **run_options(config))
+    run = instep.Run(config.run_dir, **run_options(config))  # joins who has started this process, or is alone
     text = open_text(config.data, config.model.context)
     sizes = config.batch.global_size, config.batch.micro_size
     data = instep.Loader(text.train, *sizes, seed=config.seed, collate_fn=torch.stack)
     net = make_model(config, run.mesh.device)
     model, optimizer = distribute(net, config, run.mesh)
-    run.register(model=model, optimizer=optimizer, data=data)
+    run.register(model=model, optimizer=optimizer, data=data)  # all that changes from step to step
     run.evaluate_with(lambda: held_out_loss(net, text.held_out, config, run.mesh), every=config.eval.every)
-    for step in run.steps(config.steps):
-        with step:
+    for step in run.steps(config.steps):  # goes on where the newest state is
+        with step:  # what a lost rank breaks in here is made again, by all
             losses = declared_step(model, net, data, config, run.mesh)
             if config.optim.clip:
                 instep.clip_grad_norm_(net.parameters(), config.optim.clip)
@@ -146,4 +142,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(sys.argv[1:]))
+    main(parse_script(sys.argv[1:]))

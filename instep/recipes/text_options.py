@@ -65,6 +65,23 @@ def parse(args: Sequence[str], *, quiet: bool = False) -> Config:
     return config
 
 
+def parse_script(args: Sequence[str]) -> Config:
+    """As ``parse``, for the recipe's script, which has not been started by ``instep train``.
+
+    Raises:
+        ValueError: also for a setting that is for who starts the ranks, and would do nothing here.
+    """
+    config = parse(args)
+    for name in ("min_ranks", "fault", "stop_after"):
+        if getattr(config, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag}: expected by who starts the ranks, got by the script: {PROGRAM} {flag} ..., or "
+                f"instep run {flag} ... before the script"
+            )
+    return config
+
+
 def _base(args: Sequence[str]) -> Config:
     """The config that the other flags override: they need to know its values, so it is found before them."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -12,7 +12,7 @@ from instep.errors import CheckpointRejected, PeerLost
 from instep.mesh import launch
 from instep.recipes import text, text_config
 from instep.recipes.text_config import Config
-from instep.recipes.text_options import parse
+from instep.recipes.text_options import parse, parse_script
 from instep.run import launch_script
 from instep.run.script import ScriptCall
 from instep.run.toml import to_toml
@@ -86,6 +86,14 @@ def test_a_flag_changes_one_setting(flag, name, value):
     topic, _, setting = name.rpartition(".")
     changed = replace(getattr(base, topic), **{setting: value}) if topic else value
     assert config == replace(base, **{topic or setting: changed})
+
+
+@pytest.mark.parametrize("flags", ["--min-ranks 1", "--fault kill:step=3", "--stop-after 2"])
+def test_the_script_refuses_what_is_for_who_starts_the_ranks(flags):
+    assert parse_script(["--steps", "9"]) == parse(["--steps", "9"])
+    flag, _ = flags.split()
+    with pytest.raises(ValueError, match=f"^{flag}: expected by who starts the ranks"):
+        parse_script(flags.split())
 
 
 def test_flags_override_the_file_and_the_file_the_recipe(toml):

@@ -10,7 +10,7 @@ import torch
 from instep.models.config import GPTConfig, num_parameters
 from instep.models.transformer import GPT
 from instep.recipes.memory_estimate import activation_bytes, formula, num_moments
-from instep.recipes.text import losses_of, optimizer_of
+from instep.recipes.text import losses_of, optimizer_class, parameter_groups
 from instep.recipes.text_config import OptimConfig, tiny
 from instep.run.memory_usage import activations, memory_usage
 
@@ -50,7 +50,8 @@ OPTIMS = {
 @pytest.mark.parametrize("each", OPTIMS)
 def test_state_takes_16_12_or_8_bytes_per_parameter(each: int) -> None:
     module, windows = GPT(SMALL), torch.zeros(1, 33, dtype=torch.int64)
-    kind, groups, options = optimizer_of(OPTIMS[each], module)
+    kind, options = optimizer_class(OPTIMS[each])
+    groups = parameter_groups(module, OPTIMS[each].weight_decay)
     optimizer = kind(groups, **options)
     losses_of(module, windows, tiny(), CPU).mean().backward()
     optimizer.step()

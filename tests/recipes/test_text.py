@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from instep.data.text import ByteText
 from instep.mesh.mesh import Mesh
 from instep.recipes import text_config
-from instep.recipes.text import held_out_loss, losses_of, optimizer_of
+from instep.recipes.text import held_out_loss, losses_of, optimizer_class, parameter_groups
 from instep.recipes.text_config import OptimConfig
 from tests.parity import bits, numbers, world_of_one
 from tests.world import world
@@ -83,8 +83,8 @@ def test_an_evaluation_leaves_the_model_in_training_as_it_was():
 
 
 def made(weights: list[nn.Parameter], config: OptimConfig) -> Optimizer:
-    kind, groups, options = optimizer_of(config, nn.ParameterList(weights))
-    return kind(groups, **options)
+    kind, options = optimizer_class(config)
+    return kind(parameter_groups(nn.ParameterList(weights), config.weight_decay), **options)
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
