@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.checkpoint.listed import Listed, modules
 from instep.checkpoint.manifest import Json, canonical, require_json
 from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
@@ -308,11 +309,13 @@ class RegisteredState(TrainingState):
             JoinedOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None),
             group,
         )
+        self._listed = Listed(self.module, list(self._parameters.values()), self._homes, self.steps)
 
     def hashed(self) -> list[Shard]:
         """As of every state, then the tensors of objects."""
         tensors = self._registered.object_tensors()
-        return [*super().hashed(), *(self._of_object(name, tensors[name]) for name in self._ordered(tensors))]
+        listed = self._listed.get(super().hashed)
+        return [*listed, *(self._of_object(name, tensors[name]) for name in self._ordered(tensors))]
 
     def options(self) -> Json:
         """As of every state, and what of objects is no tensor."""
@@ -369,7 +372,10 @@ class RegisteredState(TrainingState):
         object makes anew whenever it is asked has always changed. Writes to ``.data`` stay unseen.
         """
         elsewhere = {id(p) for there in self._homes if not there.resident for p in there.parameters}
-        live = [x for x in (*self.module.parameters(), *self.module.buffers()) if id(x) not in elsewhere]
+        buffers = {
+            id(x): x for owner in modules(self.module) for x in owner._buffers.values() if x is not None
+        }
+        live = [x for x in (*self._parameters.values(), *buffers.values()) if id(x) not in elsewhere]
         sliced = (x.tensor for there in self._homes for x in there.held)
         groups = [group for x in self._registered.optimizers.values() for group in x.param_groups]
         options = [(key, value) for group in groups for key, value in group.items() if key != "params"]

@@ -51,6 +51,10 @@ MAKING = "the making of a group"
 
 HANGING_UP = 2**31 - 1  # the tag of a message that no rank sends
 EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
+LENGTH_BYTES, SHORT_BYTES = (
+    8,
+    248,
+)  # of a message of which nothing is known yet: what is short comes with its length
 # Groups that owe an operation, and those of them that were let go, with what they owe until it has ended:
 # gloo's destructor waits for it.
 _owing: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -395,16 +399,17 @@ class Group:
     ) -> list[bytes]:
         """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes.
 
-        ``lengths`` are those of all ranks, where they are known; else they are exchanged before, and nothing
-        else where no rank has any.
+        ``lengths`` are those of all ranks, where they are known; else they come first, with the first bytes
+        of the data: what is short has come with that one message.
 
         Raises:
             ValueError: a rank has more; raised on every rank alike, before anything is sent.
         """
+        heads: list[bytes] = []
         if lengths is None:
-            out = torch.empty(self.size, dtype=torch.int64, device="cpu")
-            self.all_gather(out, torch.tensor([len(data)], device="cpu"), operation)
-            lengths = out.tolist()
+            head = len(data).to_bytes(LENGTH_BYTES, "little") + data[:SHORT_BYTES]
+            heads = self._all_gather_rows(head, LENGTH_BYTES + SHORT_BYTES, operation)
+            lengths = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
         width = max(lengths)
         if width > limit:
             rank = self.ranks[lengths.index(width)]
@@ -413,10 +418,19 @@ class Group:
             )
         if not width:
             return [b""] * self.size
+        if heads and width <= SHORT_BYTES:
+            rows = [head[LENGTH_BYTES:] for head in heads]
+        else:
+            rows = self._all_gather_rows(data, width, operation)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _all_gather_rows(self, data: bytes, width: int, operation: str) -> list[bytes]:
+        """Every rank's ``data``, filled up to ``width`` bytes."""
+        if self.pg is None:
+            return [data.ljust(width)]
         out = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
         self.all_gather(out, _bytes_tensor(data.ljust(width)), operation)
-        rows = out.view(self.size, width).numpy()
-        return [rows[i, :length].tobytes() for i, length in enumerate(lengths)]
+        return [row.tobytes() for row in out.view(self.size, width).numpy()]
 
     def statuses(self) -> list[StatusRow]:
         """The status of every rank, in group order: operation, number, call site, stack. Not collective.

@@ -41,7 +41,7 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
     """The mean of the values that all ranks pass: each as many as it has, or none. Collective.
 
     The sum is exact, and rounded once to float64: the same bits for every number of ranks, if the values are.
-    Costs two small all-gathers: of the values only the exact sum is sent, some numbers of 8 bytes.
+    Costs a small all-gather: of the values only the exact sum is sent, some numbers of 8 bytes.
 
     Args:
         values: a number, a tensor of any shape, dtype and device, or a list of these.

@@ -29,6 +29,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +176,7 @@ class SharedHash:
     ) -> None:
         self._group, self._enter, self._beat = group, enter, beat
         self._marks: list[bytes] = []  # by rank, of what the table was made from
+        self._mine: Sequence[Shard] = ()  # what this rank has owned in the call before
         self._layout: Sequence[tuple[object, ...]] = ()  # of what this rank owned when it was described
         self._described = self._mark = b""
         self._spans: list[list[Span]] = []  # by rank, in the order of their numbers
@@ -205,7 +207,7 @@ class SharedHash:
         return "".join(_crc(mine[place], block) for _, place, _, block in due).encode()
 
     def _due(self, rank: int, step: int, every: int) -> Iterator[tuple[int, int, str, int]]:
-        """The blocks of ``rank`` whose turn it is: number, place among its shards, name, number in the tensor.
+        """The blocks of ``rank`` whose turn it is: number, place among its shards, name, number in that.
 
         Most tensors have none: it is looked for the tensors of the blocks, and not for the blocks of each.
         """
@@ -218,10 +220,12 @@ class SharedHash:
 
     def _told(self, mine: Sequence[Shard], own: Callable[[], bytes]) -> list[bytes]:
         """What each rank tells of its own, once all have the table of what they own now."""
-        layout: Sequence[tuple[object, ...]] = [shard[:5] for shard in mine]
-        if layout != self._layout or not self._mark:
-            self._layout, self._described = layout, json.dumps(rows_to_json(x.row for x in mine)).encode()
-            self._mark = hashlib.sha256(self._described).digest()[:MARK_BYTES]
+        if not (self._mark and len(mine) == len(self._mine) and all(map(is_, mine, self._mine))):
+            self._mine = mine
+            layout = [shard[:5] for shard in mine]
+            if layout != self._layout or not self._mark:
+                self._layout, self._described = layout, json.dumps(rows_to_json(x.row for x in mine)).encode()
+                self._mark = hashlib.sha256(self._described).digest()[:MARK_BYTES]
         known = self._marks[self._group.rank : self._group.rank + 1] == [self._mark]
         told = self._gather(self._mark + (own() if known else b""))
         marks = [data[:MARK_BYTES] for data in told]

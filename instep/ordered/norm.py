@@ -117,8 +117,8 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
 def _squares_of_all(flat: Sequence[Tensor]) -> Tensor:
     """``block_square_sums`` of each of ``flat``, of one device, in some order.
 
-    Most tensors of a model are shorter than a block: on a CPU their norms are asked for in one call, which has
-    the bits of one call each.
+    Most tensors of a model are shorter than a block: on a CPU their norms are asked for in one call, which
+    has the bits of one call each.
     """
     if flat[0].device.type != "cpu":
         return torch.cat([block_square_sums(x) for x in flat])

@@ -144,15 +144,22 @@ def stored(training: ScriptTraining, shards: Sequence[Shard]) -> list[Shard]:
     return without_ties(shards, training.state.ties())
 
 
-def describe(training: ScriptTraining, shards: Sequence[Shard]) -> bytes:
-    """All that another process has to know of ``shards`` and of what of the state is no tensor, as JSON."""
+def describe(training: ScriptTraining, shards: Sequence[Shard], rows: str = "") -> bytes:
+    """All that another process has to know of ``shards`` and of what of the state is no tensor, as JSON.
+
+    ``rows``: what ``rows_of`` has said of them, where it is known.
+    """
     body = {
-        "rows": rows_to_json(shard.row for shard in shards),
         "ties": training.state.ties(),
         "options": training.state.options(),
         "run": {**training.rank_state.to_json(), "carried": training.carried()},
     }
-    return json.dumps(body).encode()
+    return f'{{"rows": {rows or rows_of(shards)}, {json.dumps(body)[1:]}'.encode()
+
+
+def rows_of(shards: Sequence[Shard]) -> str:
+    """What ``shards`` are, without their values, as JSON."""
+    return json.dumps(rows_to_json(shard.row for shard in shards))
 
 
 def take(training: ScriptTraining, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
@@ -265,10 +272,13 @@ class Snapshots:
         self._sets: dict[int, list[SnapshotHandle]] = {}  # by generation
         self._own: Snapshot | None = None
         self._begun: int | None = None  # the generation that began the set of the own one
+        self._copied: Sequence[Shard] = ()  # into the last snapshot; let go before the ranks meet again
+        self._rows = ""
 
     def take_over(self, kept: Sequence[SnapshotHandle] | None) -> None:
         """A generation begins, for which the supervisor holds ``kept``."""
         self._own, self._begun, self._interval = None, None, SnapshotInterval()
+        self._copied, self._rows = (), ""
         sets: dict[int, list[SnapshotHandle]] = {}
         for one in kept or ():
             sets.setdefault(one.generation, []).append(one)
@@ -316,7 +326,12 @@ class Snapshots:
     def write(self, training: ScriptTraining) -> None:
         """Copy what this rank owns of the state."""
         group, own = training.state.group, stored(training, training.state.owned())
-        description, live = describe(training, own), [shard.tensor for shard in own]
+        if len(own) != len(self._copied) or any(
+            x is not y and x.row != y.row for x, y in zip(own, self._copied, strict=True)
+        ):
+            self._rows = rows_of(own)
+        self._copied = own
+        description, live = describe(training, own, self._rows), [shard.tensor for shard in own]
         self._own = self._own or self._left_by_another(group.size)
         if self._own is not None and self._own.fits(description, live):
             self._own.write(description, live, training.steps_done)

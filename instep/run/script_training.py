@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
 from instep.checkpoint.contract import require_same
+from instep.checkpoint.listed import modules
 from instep.checkpoint.manifest import Json, fingerprint
 from instep.checkpoint.registered import Registered
 from instep.checkpoint.state import TrainingState
@@ -300,7 +301,7 @@ class ScriptTraining:
         """Which parameters are trained, and which modules are in training mode, one digit for each."""
         flags = (
             [p.requires_grad for p in self.module.parameters()],
-            [m.training for m in self.module.modules()],
+            [m.training for m in modules(self.module)],
         )
         return ["".join("01"[flag] for flag in its) for its in flags]
 

@@ -17,7 +17,7 @@ import instep
 from instep.errors import PeerLost
 from instep.mesh.hang_report import AFTER, Problem
 from instep.mesh.launch import launch
-from instep.mesh.process_group import Group
+from instep.mesh.process_group import SHORT_BYTES, Group
 from instep.mesh.rank_process import RankFailed
 from tests.world import world
 
@@ -280,10 +280,11 @@ def test_a_killed_process_is_named_with_its_id(tmp_path):
 
 
 @world(2)
-def test_where_no_rank_has_any_bytes_only_their_lengths_are_exchanged(mesh):
+def test_what_is_short_comes_with_its_length_in_one_message(mesh):
     group = mesh.world.group
-    before = group.peers.flight.number
-    assert group.all_gather_bytes(b"", "a test") == [b"", b""]
-    assert group.peers.flight.number == before + 1
-    assert group.all_gather_bytes(b"x" * mesh.rank, "a test") == [b"", b"x"]
-    assert group.peers.flight.number == before + 3
+    for length, messages in ((0, 1), (1, 1), (SHORT_BYTES, 1), (SHORT_BYTES + 1, 2), (100_000, 2)):
+        before = group.peers.flight.number
+        mine = bytes(range(256)) * 400 if mesh.rank else b""
+        told = group.all_gather_bytes(mine[:length], "a test")
+        assert told == [b"", (bytes(range(256)) * 400)[:length]]
+        assert group.peers.flight.number == before + messages

@@ -168,14 +168,16 @@ def test_a_norm_that_is_not_finite_raises_on_demand_and_before_a_gradient_change
     torch.testing.assert_close(parameter.grad, theirs[0].grad, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_norm_of_many_tensors_is_that_of_the_blocks_of_each(dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     draw = torch.Generator().manual_seed(0)
     try:
-        sizes = [*range(0, 40), 96, 384, 1000, 1023, 2049, 4095, 4096, 4097, 9000]
+        sizes = [*range(40), 96, 384, 1000, 1023, 2049, 4095, 4096, 4097, 9000]
         gradients = [(torch.randn(n, generator=draw) * 10).to(dtype) for n in sizes]
         alone = [value for x in gradients for value in block_square_sums(x).tolist()]
         assert sorted(norm._square_sums(gradients)) == sorted(alone)
