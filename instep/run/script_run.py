@@ -44,7 +44,7 @@ from instep.run.settings import (
     ScriptSettings,
     TraceConfig,
 )
-from instep.run.toml import scalars
+from instep.run.toml import scalar, scalars
 
 
 class Run:
@@ -344,7 +344,7 @@ def _checked_config(config: Any) -> Any:
 def _contract(given: Mapping[str, Scalar] | None, config: Any) -> dict[str, Scalar]:
     """What of the script's settings the bits depend on."""
     if given is not None:
-        return dict(given)
+        return {name: scalar(f"contract: {name}", value) for name, value in given.items()}
     if config is not None:
         return dict(scalars(config))
     return {"script.arguments": shlex.join(script_command().arguments)}

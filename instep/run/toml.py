@@ -51,9 +51,9 @@ def scalars(topic: Any) -> dict[str, str | int | float | bool]:
     found: dict[str, str | int | float | bool] = {}
     for name, _, value in flatten(topic):
         if isinstance(value, tuple):
-            found |= {f"{name}.{i}": _scalar(name, item) for i, item in enumerate(value)}
+            found |= {f"{name}.{i}": scalar(name, item) for i, item in enumerate(value)}
         elif value is not None:
-            found[name] = _scalar(name, value)
+            found[name] = scalar(name, value)
     return found
 
 
@@ -95,7 +95,7 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _scalar(name: str, value: Any) -> str | int | float | bool:
+def scalar(name: str, value: Any) -> str | int | float | bool:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | int | float | bool):
