@@ -1,8 +1,8 @@
 """Failures of workers, when a run that keeps failing shall end, and how long a recovery took.
 
 A failure that comes back at the same place is not a machine's. What ends a run: five failures in a row
-without a step in between, or the same exception twice at the same step. Several workers that fail in one
-generation, in which one has pulled the others down, count once.
+without a step in between, the same exception twice at the same step, or on all ranks before any step is made.
+Several workers that fail in one generation, in which one has pulled the others down, count once.
 """
 
 from __future__ import annotations
@@ -71,12 +71,16 @@ class RetryLimit:
             self.in_a_row.clear()
         self.step = max(step, self.step)
 
-    def add(self, failure: Failure) -> None:
-        """``failure`` has happened.
+    def add(self, failure: Failure, num_ranks: int = 0) -> None:
+        """``failure`` has happened, in a generation of so many ranks.
 
         Raises:
             RunFailed: it was one too many.
         """
+        alike = {f.rank for f in self.like(failure)} | {failure.rank}
+        if failure.error and failure.step <= 0 and len(alike) == num_ranks > 1:
+            reason = f"all {num_ranks} ranks raised the same exception before a step was made:"
+            raise RunFailed(reason, [failure])
         again = [f for f in self.raised if failure.error and f.repeats(failure)]
         self.in_a_row.append(failure)
         self.raised += [failure] if failure.error else []
@@ -87,6 +91,10 @@ class RetryLimit:
             raise RunFailed(f"the same exception came {MAX_IN_A_ROW} times, step after step:", everywhere)
         if len({f.attempt for f in self.in_a_row}) >= MAX_IN_A_ROW:
             raise RunFailed(f"{MAX_IN_A_ROW} failures in a row, without a step in between:", self.in_a_row)
+
+    def like(self, failure: Failure) -> list[Failure]:
+        """The same exception, of other ranks of its generation."""
+        return [f for f in self.raised if (f.error, f.attempt) == (failure.error, failure.attempt)]
 
     def _everywhere(self, failure: Failure) -> list[Failure]:
         """Those of the same exception, each a few steps after the one before it.

@@ -276,13 +276,15 @@ class Supervisor:
     def _note(self, failure: Failure, detail: str, *, quiet: bool = False) -> None:
         """Write ``failure`` down, say it unless (``quiet``) another rank reports it, and count it."""
         if not quiet:
-            self.options.say("\n".join([str(failure), *([detail.rstrip()] if detail else [])]))
+            alike = self.retries.like(failure) if failure.error else []
+            lines = [f"{failure}, as rank {alike[0].rank}"] if alike else [str(failure), detail.rstrip()]
+            self.options.say("\n".join(filter(None, lines)))
         noticed_ns, fired_ns = time.monotonic_ns(), self.page.fired_ns
         injected = {"injected_ns": fired_ns} if fired_ns > self._noticed_ns else {}
         self.options.note({"event": "failure", "noticed_ns": noticed_ns, **injected, **failure.fields()})
         self._noticed_ns = noticed_ns
         self.retries.progressed(max(failure.step, self.pool.step))
-        self.retries.add(failure)
+        self.retries.add(failure, self.target)
 
     def _find_members(self) -> None:
         """Choose the workers of the next generation, and start those that are missing."""

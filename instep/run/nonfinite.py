@@ -37,7 +37,7 @@ UNSEEN = (
     "(checks.leaves_every) to watch the ranks"
 )
 RISEN = "The norms have risen to stay: lower the learning rate, or raise spike"
-FIX = "Lower the learning rate, or go on from an earlier checkpoint with these steps in skip_steps"
+FIX = "Lower the learning rate, or go on from an earlier checkpoint with skip_steps {}, counted from 0"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class NonFiniteSearch:
         if math.isfinite(norm):
             message += RISEN
         elif found is not None:
-            message += f"First of all, {found}. {FIX}"
+            skipped = range(training.steps_done - count + 1, training.steps_done + 1)
+            message += f"First of all, {found}. {FIX.format(', '.join(map(str, skipped)))}"
         else:
             message += UNSEEN.format(f", and that of {in_sum!r} is not any more" if in_sum else "")
         first = in_sum if found is None else found.first

@@ -173,3 +173,23 @@ def test_it_ends_the_run_exactly_when_five_generations_in_a_row_made_no_step(
                 limit.add(failure(generation))
             return
         add_all(limit, *(failure(generation, rank=rank) for rank in range(failures)))
+
+
+def raised_by(rank: int, *, attempt: int = 1, step: int = 0, error: str = "ValueError: no") -> Failure:
+    return failure(attempt, step, error, rank)
+
+
+def test_what_all_ranks_raise_before_a_step_is_made_ends_the_run_at_once() -> None:
+    limit = RetryLimit()
+    limit.add(raised_by(0), 2)
+    with pytest.raises(RunFailed, match="all 2 ranks raised the same exception before a step was made"):
+        limit.add(raised_by(1), 2)
+
+
+def test_what_ranks_raise_otherwise_or_later_is_tried_again() -> None:
+    for second in (raised_by(1, error="ValueError: another"), raised_by(1, step=4), raised_by(0)):
+        limit = RetryLimit()
+        limit.add(raised_by(0, step=second.step), 2)
+        limit.add(second, 2)
+    alone = RetryLimit()
+    alone.add(raised_by(0), 1)

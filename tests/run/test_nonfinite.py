@@ -20,7 +20,7 @@ from tests.run.placements import PLACEMENTS, Placed, run_of
 from tests.run.test_bad_steps import told
 from tests.world import world
 
-END = "Lower the learning rate, or go on from an earlier checkpoint with these steps in skip_steps"
+END = "Lower the learning rate, or go on from an earlier checkpoint with skip_steps {}, counted from 0"
 
 
 def test_what_is_found_reads_as_a_sentence() -> None:
@@ -86,7 +86,7 @@ def test_a_gradient_is_named_with_its_parameter_and_rank(mesh: Mesh, kind: str, 
     error = diverged(mesh, placed, loss=spoiled(placed, "2.weight", numbers, range(2, 6)))
     assert str(error) == (
         "step 3: gradient norm is nan; 2 steps in a row were skipped, and max_skipped is 1. First of all, "
-        f"the gradient of '2.weight' {where} is not finite. {END}"
+        f"the gradient of '2.weight' {where} is not finite. {END.format('2, 3')}"
     )
     assert (error.ranks, error.parameter) == ((rank,), "2.weight")
     assert [line.get("skipped", "") for line in ledger(tmp_path / "run")] == [
@@ -102,7 +102,7 @@ def test_replicas_in_threads_are_told_apart_by_their_micro_batches(tmp_path: Pat
         placed.train(2, loss=spoiled(placed, "0.bias", {2, 3}, range(1, 2)))
     assert str(caught.value) == (
         "step 1: gradient norm is nan; 1 step was skipped, and max_skipped is 0. First of all, the gradient "
-        f"of '0.bias' of micro-batch 2, which rank 0 computed, is not finite. {END}"
+        f"of '0.bias' of micro-batch 2, which rank 0 computed, is not finite. {END.format(1)}"
     )
     placed.run.close()
 
