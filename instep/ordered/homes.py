@@ -165,7 +165,7 @@ class Wrapped:
     are the ranks of ``group`` that have the optimizer's state; None means all. ``settled`` is called on all
     ranks when what they hold alike has been compared: what was written to it before is no edit of one alone.
     ``micro_batch()`` is the one of a declared step whose backward is under way in this thread; None if there
-    is none.
+    is none. ``reduction`` adds the gradients up over the ranks (``step/reduction.py``); None: nothing does.
 
     ``leave`` gives the group back and waits for no rank, whatever has happened. A step that is under way is
     given up: gradients are None, partial sums are gone, a declared step is open no longer. ``join`` takes
@@ -189,6 +189,7 @@ class Wrapped:
     settled: Callable[[], None] = field(default=lambda: None)
     fill: Callable[[], None] = field(default=lambda: None)
     micro_batch: Callable[[], int | None] = field(default=lambda: None)
+    reduction: Any = None
 
 
 @dataclass(frozen=True)

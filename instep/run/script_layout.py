@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
-from instep.ordered.homes import offered
+from instep.ordered.homes import Wrapped, offered
 from instep.ordered.tree import rank_major
 from instep.replicate.threads import ThreadedReplicas
 from instep.run.memory_formula import homes_of, stage_of
@@ -149,7 +149,8 @@ def _shares(training: ScriptTraining) -> list[int]:
     for model in training.registered.models.values():
         if isinstance(model, ThreadedReplicas):
             return list(map(len, rank_major(training.config.batch.num_micro_batches, model.num_replicas)))
-        found = getattr(model, "_reducer", None) or getattr(getattr(model, "sharding", None), "reducer", None)
-        if found is not None:
-            return [len(own) for own in found.assign(training.config.batch.num_micro_batches).leaves]
+        said = offered(model)
+        if isinstance(said, Wrapped) and said.reduction is not None:
+            plan = said.reduction.assign(training.config.batch.num_micro_batches)
+            return [len(own) for own in plan.leaves]
     return []

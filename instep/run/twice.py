@@ -35,13 +35,11 @@ from torch import nn
 
 from instep.errors import ReplicasDiffer
 from instep.mesh.rank_process import as_told
+from instep.ordered.homes import Wrapped, offered
 from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, together, way_out
 from instep.replicate.gradient_hashes import GradientHashes
-from instep.replicate.server import ParameterServer
-from instep.replicate.wrapper import DataParallel
 from instep.run.recovery import Copy
 from instep.run.script_step import StepWork
-from instep.shard.fully import FullySharded
 from instep.step.reduction import Reduction
 
 OPERATION = "the comparison of a step that was made twice"
@@ -284,15 +282,13 @@ def _listed(lines: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in [*lines[:SHOWN], *more])
 
 
-def _reductions(models: Mapping[str, nn.Module | ParameterServer]) -> Iterator[tuple[str, Reduction]]:
+def _reductions(models: Mapping[str, Any]) -> Iterator[tuple[str, Reduction]]:
     """What reduces gradients that can be hashed, one micro-batch after the other, by a name of its model."""
     for name, model in models.items():
-        if isinstance(model, DataParallel | ParameterServer):
-            yield name, model._reducer
-        elif isinstance(model, nn.Module):
-            for path, module in model.named_modules():
-                if isinstance(module, FullySharded):
-                    yield f"{name}.{path}".rstrip("."), module.sharding.reducer
+        # Of a model that is wrapped in parts, each part.
+        for path, part in model.named_modules() if isinstance(model, nn.Module) else [("", model)]:
+            if isinstance(said := offered(part), Wrapped) and said.reduction is not None:
+                yield f"{name}.{path}".rstrip("."), said.reduction
 
 
 def _said(seen: GradientHashes, names: Sequence[str]) -> dict[str, Any]:
