@@ -169,6 +169,7 @@ ONE_USER = {
     "instep/run/nonfinite.py",
     "instep/run/script_loop.py",
     "instep/run/status.py",
+    "instep/run/strangers.py",
     "instep/run/twice.py",
     "instep/shard/gather.py",
     "instep/shard/one_copy.py",

@@ -9,12 +9,10 @@ recover    of a lost rank: if no tensor was touched, the state is what it was, a
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -24,10 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from instep.checkpoint.registered import Registered, RegisteredState
+from instep.checkpoint.registered import RegisteredState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
 from instep.events import GLOBAL_LOSS, WAITS, Recorder
 from instep.mesh.device import generators
@@ -42,6 +39,7 @@ from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import Holds, Made
 from instep.run.saved_memory import Saved
 from instep.run.script_training import ScriptTraining
+from instep.run.strangers import Strangers
 from instep.step.reduction import Reduction
 
 WISHES = ("stop", "regroup", "copy")
@@ -98,14 +96,7 @@ class StepWork:
         self.phases = SpanPhases(training.heartbeat.enter)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
-        # Weak: an optimizer that a script makes for a moment is its own affair.
-        found = _others(training.registered)
-        if any(found):  # some may be dead, in a cycle
-            gc.collect()
-            found = _others(training.registered)
-        self._strangers, self._loaders, self._schedules = map(weakref.WeakSet, found)
-        self._positions = weakref.WeakKeyDictionary[Any, int]()
-        self._epochs = weakref.WeakKeyDictionary[Any, int]((x, x.last_epoch) for x in self._schedules)
+        self._strangers = Strangers(training.registered)
         self._thread = threading.get_ident()
         self.injector, self.search = FaultInjector(()), NonFiniteSearch(training)
         self._is_open = False
@@ -117,8 +108,6 @@ class StepWork:
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []  # of each update
         self._clips = Clips(Recorder())
-        for other in list(self._strangers):
-            training.registered.require_registered(other)
         self._hook = register_optimizer_step_pre_hook(self._before_update)
 
     def close(self) -> None:
@@ -161,12 +150,11 @@ class StepWork:
             self._watching.enter_context(self._saved.watch())
         self._inject()
         self._watching.enter_context(self.search.watched())  # past what was injected
-        self._require_schedules()
+        self._strangers.begin()
         training.timing.begin(training.steps_done)
         with training.mesh.recorder.span("begin", lane="host"):
             self._began = time.monotonic()
             self._logged, self._norms, self._judged = {}, [], False
-            self._positions.update((loader, loader.position) for loader in self._loaders)
             self._num_updates = training.registered.num_updates.total()
             self._holds = training.rank_state.holds
             if self.recovers:
@@ -192,8 +180,7 @@ class StepWork:
     def end(self, skipped: str | None) -> float:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
         training, made = self.training, self._logged
-        self._require_loaders()
-        self._require_schedules()
+        self._strangers.end(training.steps_done)
         if skipped is None:
             self._require_no_gradients()
         training.heartbeat.enter("loss")
@@ -296,28 +283,6 @@ class StepWork:
             return float(optimizer.param_groups[0].get("lr", math.nan))
         return math.nan
 
-    def _require_loaders(self) -> None:
-        """ValueError for a loader that has given samples, and would give them again after a rank is lost."""
-        moved = [(x.position, begun) for x, begun in self._positions.items() if x.position != begun]
-        if moved:
-            position, begun = moved[0]
-            raise ValueError(
-                f"step {self.training.steps_done} has read samples {begun} to {position - 1} of an "
-                "instep.Loader that is not registered: a rank that takes another's place would read from the "
-                "beginning, and so would a run that goes on: run.register(data=loader), by a name of its own"
-            )
-
-    def _require_schedules(self) -> None:
-        """ValueError for a schedule of a registered optimizer that has moved, and is not registered."""
-        for schedule, epoch in self._epochs.items():
-            if schedule.last_epoch != epoch:
-                kind = type(schedule).__name__
-                raise ValueError(
-                    f"{kind} moves the options of {self._optimizers[id(schedule.optimizer)]!r}, and is not "
-                    "registered: it would begin anew when a rank is replaced and when the run goes on: "
-                    "run.register(schedule=schedule), by a name of its own"
-                )
-
     def _require_no_gradients(self) -> None:
         """ValueError if the step has left gradients for the update of another: they are in no state."""
         registered = self.training.registered
@@ -341,7 +306,8 @@ class StepWork:
             return
         name = self._optimizers.get(id(optimizer))
         if name is None:
-            self._require_known(optimizer)
+            steps = self.training.state.steps
+            self._strangers.require_known(optimizer, () if steps is None else steps.locals)
             return
         training = self.training
         planned = training.health.planned(training.steps_done)
@@ -374,19 +340,6 @@ class StepWork:
             each.zero_grad()
         raise Declined(reason)
 
-    def _require_known(self, optimizer: Optimizer) -> None:
-        """ValueError for one that was there before the steps, and whose moments would be lost with a rank."""
-        registered = self.training.registered
-        registered.require_registered(optimizer)
-        steppers = () if self.training.state.steps is None else self.training.state.steps.locals
-        if optimizer in self._strangers and not any(optimizer is local for local in steppers):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            raise ValueError(
-                f"{type(optimizer).__name__} steps {len(parameters)} parameters, the first of shape "
-                f"{list(parameters[0].shape)}, and neither it nor their model is registered: they would be "
-                "lost with a rank: register both"
-            )
-
 
 def share(
     addends: Mapping[str, float], figures: Sequence[float], group: Group
@@ -403,30 +356,3 @@ def share(
     rows[group.rank] = torch.tensor(figures, dtype=torch.float64)
     group.all_reduce(told, "the exchange of figures")
     return dict(zip(names, told.tolist(), strict=False)), rows.tolist()
-
-
-def _others(registered: Registered) -> tuple[list[Optimizer], list[Any], list[LRScheduler]]:
-    """Optimizers, loaders and schedules of this process that are not registered, nor held by what is."""
-    carried = list(registered.others.values())
-    held = [x for each in carried for x in getattr(each, "__dict__", {}).values()]
-    held += [x for each in held if isinstance(each, list) for x in each]
-    known = set(map(id, [*registered.optimizers.values(), *carried, *held]))
-    # By the type alone: there are things that answer isinstance with code of their own.
-    everything = gc.get_objects()
-    optimizers, loaders, schedules = set[type](), set[type](), set[type]()
-    for kind in set(map(type, everything)):
-        if issubclass(kind, Optimizer):
-            optimizers.add(kind)
-        elif issubclass(kind, LRScheduler):
-            schedules.add(kind)
-        elif all(any(name in vars(base) for base in kind.__mro__) for name in ("advance", "position")):
-            loaders.add(kind)  # a `DataSource` of ``micro_batches`` that counts its samples
-    kinds = optimizers | loaders | schedules
-    found = [x for x in everything if type(x) in kinds and id(x) not in known]
-    others = [x for x in found if vars(x)]  # a wrapper's own optimizer is half made
-    own = set(map(id, registered.optimizers.values()))
-    return (
-        [x for x in others if "param_groups" in vars(x)],
-        [x for x in others if type(x) in loaders],
-        [x for x in others if type(x) in schedules and id(vars(x).get("optimizer")) in own],
-    )

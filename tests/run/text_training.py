@@ -62,7 +62,8 @@ class TextTraining:
         heartbeat.on_enter = self.injector.reach
         self.work = StepWork(training)
         self.work.injector = self.injector
-        self.work._loaders.clear()  # those of ranks that are threads of this process
+        for found in ("loaders", "_versions"):  # those of ranks that are threads of this process
+            getattr(self.work._strangers, found).clear()
         weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
         if mesh is None:
             training.keep()
