@@ -98,8 +98,8 @@ class Strangers:
                 del self._versions[model]
                 warnings.warn(
                     f"step {steps_done} has changed {type(model).__name__}, a model that is not registered: "
-                    "a rank that takes another's place has it as the script builds it, and so has a run that goes "
-                    "on: run.register(model=model), by a name of its own, if that is to be kept",
+                    "a rank that takes another's place has it as the script builds it, and so has a run that "
+                    "goes on: run.register(model=model), by a name of its own, if that is to be kept",
                     RuntimeWarning,
                     stacklevel=2,
                 )
