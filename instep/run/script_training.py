@@ -166,6 +166,7 @@ class ScriptTraining:
     def leave(self) -> None:
         """Give the groups back, without waiting for any rank."""
         divided = self.has_joined and (self.state.is_divided or self.state.goes_with_its_group)
+        self.seen = None  # who takes a lost rank's place has none, and hashes are gathered by all or by none
         self.registered.leave()
         self._is_wrapped = False
         self.rank_state.left(divided=divided)

@@ -53,6 +53,18 @@ def nothing_on_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert list(Path(directory).glob("instep-*")) == []
 
 
+def test_a_rank_that_takes_a_lost_ones_place_has_no_hashes_and_none_waits_for_them(
+    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Survivors gathered those of the step before, without it, until the deadline; twice ended the run."""
+    flags = (*recipe, "--ledger.leaves", "--timeout-s", 20, "-n", 2, "--run-dir", "run")
+    ended = train(*flags, *faults("kill:rank=1,step=2,phase=gather"), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "never came" not in ended.err
+    assert len(events(tmp_path / "run", "failure")) == 1
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
 def test_four_faults_in_one_run_do_not_move_a_bit(
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
