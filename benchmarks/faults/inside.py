@@ -26,7 +26,7 @@ import instep.run.script
 from benchmarks.faults.command import MOMENT
 from instep.cli.main import main
 from instep.run.recovery import Snapshots
-from instep.run.training import Training
+from instep.run.script_training import ScriptTraining
 from tests.checkpoint.no_pickle import forbid
 
 DAY_S = 86_400.0
@@ -96,7 +96,7 @@ def copies(value: str) -> None:
     block, real = int(value or 0), Snapshots.after_step
     lines: list[str] = []
 
-    def timed(self: Snapshots, training: Training, step_s: float) -> None:
+    def timed(self: Snapshots, training: ScriptTraining, step_s: float) -> None:
         step, began = training.steps_done, time.monotonic_ns()
         pause = bool(block) and step // block % 2 == 1
         copied = not pause and self._interval.due(step)

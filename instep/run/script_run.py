@@ -342,11 +342,12 @@ def _checked_config(config: Any) -> Any:
 
 
 def _contract(given: Mapping[str, Scalar] | None, config: Any) -> dict[str, Scalar]:
-    """What of the script's settings the bits depend on."""
+    """What of the script's settings the bits depend on; all of them can be written down."""
+    written = {} if config is None else scalars(config)
     if given is not None:
         return {name: scalar(f"contract: {name}", value) for name, value in given.items()}
     if config is not None:
-        return dict(scalars(config))
+        return dict(written)
     return {"script.arguments": shlex.join(script_command().arguments)}
 
 

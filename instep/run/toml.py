@@ -10,6 +10,8 @@ import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -50,7 +52,7 @@ def scalars(topic: Any) -> dict[str, str | int | float | bool]:
     """
     found: dict[str, str | int | float | bool] = {}
     for name, _, value in flatten(topic):
-        if isinstance(value, tuple):
+        if isinstance(value, tuple | list):
             found |= {f"{name}.{i}": scalar(name, item) for i, item in enumerate(value)}
         elif value is not None:
             found[name] = scalar(name, value)
@@ -88,7 +90,7 @@ def to_toml(config: Any) -> str:
     for full, _, value in flatten(config):
         if value is not None:
             topic, _, name = full.rpartition(".")
-            by_topic.setdefault(topic, []).append(f"{name} = {_literal(value)}")
+            by_topic.setdefault(topic, []).append(f"{name} = {_literal(full, value)}")
     lines = by_topic.pop("")
     for topic, settings in by_topic.items():
         lines += ["", f"[{topic}]", *settings]
@@ -96,10 +98,21 @@ def to_toml(config: Any) -> str:
 
 
 def scalar(name: str, value: Any) -> str | int | float | bool:
+    """``value`` as TOML and JSON have it: a number of numpy's as Python's, an enumeration's by its value.
+
+    Raises:
+        ValueError: it is none; the message begins with ``name``.
+    """
+    if isinstance(value, Enum):
+        value = value.value
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, str | int | float | bool):
+    if isinstance(value, bool):
         return value
+    for number, kind in ((Integral, int), (Real, float), (str, str)):  # numpy's are of these kinds
+        if isinstance(value, number):
+            plain: str | int | float = kind(value)
+            return plain
     raise ValueError(f"{name}: expected a number, a word or a path, or a tuple of them, got {value!r}")
 
 
@@ -156,12 +169,13 @@ def _words(kind: Any) -> str:
     return "str" if kind is Path else str(kind.__name__)
 
 
-def _literal(value: Any) -> str:
+def _literal(name: str, value: Any) -> str:
     """A scalar or a tuple of them as TOML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, str | Path):
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_literal(name, item) for item in value)}]"
+    plain = scalar(name, value)
+    if isinstance(plain, bool):
+        return str(plain).lower()
+    if isinstance(plain, str):
+        return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(plain)

@@ -1,16 +1,18 @@
 """What TOML gives back of settings, and in which words what means nothing is refused."""
 
+import enum
 import random
 import re
 import tomllib
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, merge
 from instep.replicate.strategies import STRATEGIES, WRAPPERS
-from instep.run.toml import load_toml, to_toml
+from instep.run.toml import load_toml, scalars, to_toml
 
 
 def changed(**topics: object) -> Config:
@@ -112,3 +114,26 @@ def test_a_file_that_is_no_text_is_refused_with_its_name(tmp_path):
 def test_whole_numbers_are_floats_where_floats_are_meant():
     assert changed(optim={"lr": 1}).optim == replace(text_config.default().optim, lr=1.0)
     assert isinstance(changed(optim={"lr": 1}).optim.lr, float)
+
+
+class Size(enum.Enum):
+    SMALL = "small"
+
+
+@dataclass(frozen=True)
+class Odd:
+    rates: list[float]
+    size: Size
+    width: np.int64
+    share: np.float32
+
+
+def test_lists_enumerations_and_numbers_of_numpy_are_plain_ones() -> None:
+    odd = Odd([0.5, 0.25], Size.SMALL, np.int64(8), np.float32(0.5))
+    assert scalars(odd) == {"rates.0": 0.5, "rates.1": 0.25, "size": "small", "width": 8, "share": 0.5}
+    assert tomllib.loads(to_toml(odd)) == {"rates": [0.5, 0.25], "size": "small", "width": 8, "share": 0.5}
+
+
+def test_what_is_no_setting_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"rates: expected a number, a word or a path, .* got \[1\]"):
+        scalars(replace(Odd([], Size.SMALL, np.int64(8), np.float32(0)), rates=[[1]]))
