@@ -105,14 +105,14 @@ def scalar(name: str, value: Any) -> str | int | float | bool:
     """
     if isinstance(value, Enum):
         value = value.value
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, bool):
         return value
-    for number, kind in ((Integral, int), (Real, float), (str, str)):  # numpy's are of these kinds
-        if isinstance(value, number):
-            plain: str | int | float = kind(value)
-            return plain
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, Integral):  # numpy's are, too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
     raise ValueError(f"{name}: expected a number, a word or a path, or a tuple of them, got {value!r}")
 
 
