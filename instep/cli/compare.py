@@ -70,7 +70,7 @@ def words(a: RecordedRun, b: RecordedRun, found: Comparison) -> Iterator[str]:
     if found.parting is None:
         yield f"the same bits in all {found.num_common} steps that both have{_longer(a, b)}"
     else:
-        yield from _parted(a, b, found.parting)
+        yield from _parted(a, b, found.parting, is_expected=bool(found.contract))
 
 
 def _history(run: RecordedRun) -> str:
@@ -101,7 +101,7 @@ def _changed(line: Fields) -> str:
     return f" ({_listed(known)})" if known else ""
 
 
-def _parted(a: RecordedRun, b: RecordedRun, parting: FirstDifference) -> Iterator[str]:
+def _parted(a: RecordedRun, b: RecordedRun, parting: FirstDifference, *, is_expected: bool) -> Iterator[str]:
     yield f"they part at step {parting.step}:"
     for name, (left, right) in parting.fields.items():
         yield f"   {name}: {f'{_value(left)} in A, {_value(right)} in B' if left else right}"
@@ -109,9 +109,21 @@ def _parted(a: RecordedRun, b: RecordedRun, parting: FirstDifference) -> Iterato
         yield f"   the whole state was last seen to be the same after step {parting.last_whole}"
     yield from _parameters(parting)
     if parting.cause is None:
-        yield from _how_to_learn_more(a, b, parting)
+        settings = "what differs between them, above" if is_expected else _accepted(a, b, parting.step)
+        yield from [f"cause: {settings}"] if settings else _how_to_learn_more(a, b, parting)
     else:
         yield from _cause(parting.cause, word(a.path, "--ledger.every"))
+
+
+def _accepted(a: RecordedRun, b: RecordedRun, parted: int) -> str:
+    """The last contract that one of the runs took on before step ``parted``; "" for none."""
+    found = [
+        (line["step"], f"{name} has gone on under another contract after step {line['step']}{_changed(line)}")
+        for name, run in (("A", a), ("B", b))
+        for line in run.accepted
+        if line["step"] < parted
+    ]
+    return max(found)[1] if found else ""
 
 
 def _value(text: str) -> str:

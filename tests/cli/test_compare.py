@@ -110,6 +110,16 @@ def test_other_settings_are_said_first(tmp_path, capsys):
     out = said(capsys, a, b, code=FAILED)
     expected = "these runs cannot be expected to have the same bits:\n   seed: 0 in A, 1 in B\n"
     assert expected in out and out.index(expected) < out.index("they part")
+    assert out.splitlines()[-1] == "cause: what differs between them, above"
+
+
+def test_a_contract_that_was_accepted_before_they_part_is_the_cause(runs, capsys):
+    with (runs[1] / LEDGER).open("a") as file:
+        ledger = LedgerWriter(lambda **fields: file.write(json.dumps(fields) + "\n"), TWO, every=0)
+        ledger.accepted(2, ["lr: 1 in the checkpoint, 2 now"])
+    out = said(capsys, *runs, code=FAILED)
+    told = "cause: B has gone on under another contract after step 2 (lr: 1 in the checkpoint, 2 now)"
+    assert out.splitlines()[-1] == told
 
 
 def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
