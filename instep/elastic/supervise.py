@@ -170,8 +170,16 @@ class Supervisor:
                 self._look()
             if self.forming:
                 self._begin_generation()
+        self._tell_of_missed_faults()
         self.pool.disband(self.members, GRACE_S)
         return self.code
+
+    def _tell_of_missed_faults(self) -> None:
+        """A run that was to be disturbed, and was not, has shown nothing."""
+        for number, fault in enumerate(self.options.faults):
+            happens_once = fault.kind != "nan" and fault.steps == 1
+            if happens_once and not self.page.fired(number):
+                self.options.say(f"--fault {fault} did not happen: the run did not come to it")
 
     def _receive(self, worker: Worker, message: Message) -> None:
         match message["say"]:

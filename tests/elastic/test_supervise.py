@@ -155,6 +155,13 @@ def test_a_rank_that_ends_is_replaced_and_the_survivor_stays(scene: Scene, fault
     assert scene.said[0].startswith(f"rank 1 (pid {first[1]}), after step 2 in exchange, {how}")
 
 
+def test_a_fault_that_no_rank_has_come_to_is_told_of(scene: Scene) -> None:
+    faults = ("kill:rank=7,step=1", "slow:rank=0,step=1,seconds=0.001", "nan:rank=0,step=1")
+    assert scene.run(faults=faults) == 0
+    missed = [line for line in scene.said if line.startswith("--fault ")]
+    assert missed == ["--fault kill:rank=7,step=1 did not happen: the run did not come to it"]
+
+
 def test_survivors_keep_their_ranks_and_a_newcomer_takes_the_empty_one(scene: Scene) -> None:
     assert scene.run(ranks=3, generations=3, faults=("kill:rank=0,step=1", "kill:rank=1,step=3")) == 0
     first, second, third = (scene.ranks(i) for i in (1, 2, 3))
