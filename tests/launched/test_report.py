@@ -47,7 +47,7 @@ def test_a_finished_run_is_accounted_for_rank_by_rank(recipe: tuple[str, ...], t
 def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...], tmp_path: Path) -> None:
     path, flags = tmp_path / "run", (*recipe, "--steps", LONG, "--checkpoint.every", 10)
     with started_warm("train", *flags, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
-        read_until(process, f"step 12/{LONG}")
+        read_until(process, f"step 21/{LONG}")  # the save of step 20 has waited for that of step 10
         pids = [process.pid, *(peer.pid for peer in workers(path))]
         for pid in pids:  # in the middle of something, until it has been looked at
             os.kill(pid, signal.SIGSTOP)
