@@ -16,9 +16,6 @@ from instep.mesh.launch_environment import detect
 from instep.mesh.rank_process import RankFailed
 
 PROGRAM = "instep run"
-# The process that ranks are forked from loads torch early, and what a script calls: a process that takes
-# another's place would else import for a second, while all others wait for it.
-PRELOADED = "instep.run.script", *dict.fromkeys(PUBLIC.values())
 OF_SCRIPTS = (InstepError, KeyboardInterrupt)  # which need no traceback; its author looks for all others
 DESCRIPTION = """\
 Run a training script of your own, which makes an instep.Run, on ranks of this host. When one dies another
@@ -121,10 +118,7 @@ def _is_of_script(error: BaseException) -> bool:
 def run_script(given: argparse.Namespace) -> int:
     """Run the script that was ``given``, as the words of the command say; its exit code."""
     _require_sane(given)
-    if detect(os.environ).source == "single":
-        from instep.mesh.launch import warm
-
-        warm(*PRELOADED)
+    preload()
     from instep.run.launch_script import launch_script
     from instep.run.script import ScriptCall
 
@@ -144,6 +138,18 @@ def run_script(given: argparse.Namespace) -> int:
     )
     ranks = given.ranks or len(os.sched_getaffinity(0))
     return launch_script(call, ranks=ranks, min_ranks=given.min_ranks)
+
+
+def preload(*modules: str) -> None:
+    """Have the process that ranks are forked from load torch, what a script calls, and ``modules``.
+
+    It does so while this one goes on. A process that takes another's place would else import for a second,
+    while all others wait for it.
+    """
+    if detect(os.environ).source == "single":
+        from instep.mesh.launch import warm
+
+        warm("instep.run.script", *dict.fromkeys(PUBLIC.values()), *modules)
 
 
 def _require_sane(given: argparse.Namespace) -> None:

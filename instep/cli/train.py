@@ -40,12 +40,8 @@ def main(args: Sequence[str]) -> int:
 
 def train(config: Config, ranks: int) -> int:
     """Train as ``config`` says, on new ranks or on those that a launcher has started; the exit code."""
-    # Here torch is imported, which --help and a mistyped flag do not wait for.
-    if detect(os.environ).source == "single":
-        from instep.mesh.launch import warm
-
-        # The process that ranks are forked from loads torch, and all else, while this one does.
-        warm(*run.PRELOADED, "instep.recipes.text")
+    run.preload("instep.recipes.text")
+    # From here on torch is imported, which --help and a mistyped flag do not wait for.
     from instep.elastic.faults import parse_all
     from instep.recipes import text
     from instep.run import launch_script, loggers

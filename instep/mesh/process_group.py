@@ -51,10 +51,8 @@ MAKING = "the making of a group"
 
 HANGING_UP = 2**31 - 1  # the tag of a message that no rank sends
 EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
-LENGTH_BYTES, SHORT_BYTES = (
-    8,
-    248,
-)  # of a message of which nothing is known yet: what is short comes with its length
+# Of a message of which nothing is known yet: what is short comes with its length.
+LENGTH_BYTES, SHORT_BYTES = 8, 248
 # Groups that owe an operation, and those of them that were let go, with what they owe until it has ended:
 # gloo's destructor waits for it.
 _owing: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from instep.checkpoint.manifest import Scalar
 from instep.run.toml import scalars
 
 
@@ -43,11 +44,9 @@ class ImagesConfig:
 
 
 # No bit of the weights depends on these.
-PLACEMENT = frozenset(
-    {"workers", "strategy", "shard_stage", "eval_every"}
-)  # no bit of the weights depends on these
+PLACEMENT = frozenset({"workers", "strategy", "shard_stage", "eval_every"})
 
 
-def numerical(config: ImagesConfig) -> dict[str, str | int | float | bool]:
+def numerical(config: ImagesConfig) -> dict[str, Scalar]:
     """The settings that the bits of the weights may depend on."""
-    return {name: value for name, value in scalars(config).items() if name not in PLACEMENT}
+    return scalars(config, without=PLACEMENT)

@@ -1,15 +1,7 @@
 """How much memory a GPT takes to train, by formula.
 
-Model states in float32 are a weight, a gradient and the optimizer's moments, of 4 bytes each: 16 bytes per
-parameter with AdamW, 12 with SGD and momentum, 8 with plain SGD. Source: S. Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054, section 3.1, without the halves.
-Its stages divide them among W ranks, here for AdamW:
-
-    stage 0    weight 4      gradient 4      moments 8          16
-    stage 1    4             4               8 / W              8 + 8 / W
-    stage 2    4             4 / W           8 / W              4 + 12 / W
-    stage 3    4 / W         4 / W           8 / W              16 / W, and the units that are gathered
-    one copy   4 / W of the host's, with stage 1 or 2
+Model states, and how the stages divide them, are those of ``run/memory_formula.py``, for float32 and the
+optimizers of the text recipe, before there is a model.
 
 Two units of stage 3 are gathered at a time, the one that computes and the next; and all that is in no block.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from instep.checkpoint.manifest import Scalar
 from instep.recipes.ranges import ABOVE_0, FROM_0, STAGES, UP_TO_1, Range, check_settings
 from instep.run.toml import scalars
 
@@ -100,11 +101,9 @@ def validate(config: PairsConfig) -> None:
 
 
 # No bit of the weights depends on these.
-PLACEMENT = frozenset(
-    {"shard_stage", "eval_every", "gradient_checkpointing"}
-)  # no bit of the weights depends on these
+PLACEMENT = frozenset({"shard_stage", "eval_every", "gradient_checkpointing"})
 
 
-def numerical(config: PairsConfig) -> dict[str, str | int | float | bool]:
+def numerical(config: PairsConfig) -> dict[str, Scalar]:
     """The settings that the bits of the weights may depend on."""
-    return {name: value for name, value in scalars(config).items() if name not in PLACEMENT}
+    return scalars(config, without=PLACEMENT)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from instep.checkpoint.manifest import Scalar
 from instep.models.config import GPTConfig, preset
 from instep.recipes.ranges import (
     ABOVE_0,
@@ -237,7 +238,7 @@ def validate(config: Config) -> None:
         )
 
 
-def numerical(config: Config) -> dict[str, str | int | float | bool]:
+def numerical(config: Config) -> dict[str, Scalar]:
     """The settings that the bits of the weights may depend on, by dotted name; nothing of placement.
 
     Two runs with the same answer, on the same data, builds and hardware kind, end with the same bits.

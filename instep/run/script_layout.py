@@ -71,8 +71,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, is_first: 
     lines = []
     if is_first:
         num = sum(p.numel() for p in training.module.parameters())
-        loader = _loader(registered)
-        name = None if loader is None else getattr(getattr(loader, "dataset", None), "name", None)
+        name = getattr(getattr(_loader(registered), "dataset", None), "name", None)
         names = ", ".join([*registered.models, *registered.optimizers, *registered.others])
         data = f"{name}; " if isinstance(name, str) and name else ""
         lines = [

@@ -29,7 +29,7 @@ from instep.run.claim import Wanted, claim_together
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.recovery import Checkpoints, Snapshots
-from instep.run.script import script_fields, script_path, started
+from instep.run.script import script_fields, script_path
 from instep.run.script_layout import introduction, layout_of, shard_axis
 from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining
@@ -156,19 +156,21 @@ class ScriptLoop(Iterator[RunStep]):
         settings = layout_of(registered, replace(run._settings, steps=self.num_steps), run._backend or "auto")
         channel = launch.channel if launch else None
         heartbeat = channel.heartbeat if channel else Heartbeat()
-        self.training = training = ScriptTraining(settings, registered, heartbeat)
         fields = _in_contract(run._contract, seed=settings.seed, steps=settings.steps)
-        training.describe_by(lambda: {**fields, **script_fields(script_path())})
-        training.evaluate_with(None if run._held_out_loss is None else self._held_out_loss)
-        training.script_config = run._config
-        if launch is not None and launch.call.main is not None:
-            training.command = "instep train"
+        self.training = training = ScriptTraining(
+            settings,
+            registered,
+            heartbeat,
+            script_config=run._config,
+            contract_of=lambda: {**fields, **script_fields(script_path())},
+            held_out_loss=None if run._held_out_loss is None else self._held_out_loss,
+            command="instep run" if launch is None or launch.call.main is None else "instep train",
+        )
         faults = parse_all(launch.call.fault) if launch else []
         self._injector = FaultInjector(faults, heartbeat.page, training.entries)
         self._injector.rank = -1 if channel else run.mesh.rank
         heartbeat.on_enter = self._injector.reach
-        self.work = StepWork(training, recovers=channel is not None)
-        self.work.injector = self._injector
+        self.work = StepWork(training, self._injector, recovers=channel is not None)
         self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:
             launch.loops.append(self)
@@ -300,8 +302,7 @@ class ScriptLoop(Iterator[RunStep]):
         try:
             path, resume = claim_together(wanted, place, group, self._claimed.append)
         except ValueError as error:
-            begun = started()
-            if self.run.mesh.rank or (begun is not None and begun.call.main is not None):
+            if self.run.mesh.rank or self.training.command != "instep run":
                 raise
             raise ValueError(f"{error}. These are words of `instep run`, under torchrun {TOO}") from None
         self.training.config = replace(settings, run_dir=path, resume=resume)

@@ -343,12 +343,10 @@ def _checked_config(config: Any) -> Any:
 
 def _contract(given: Mapping[str, Scalar] | None, config: Any) -> dict[str, Scalar]:
     """What of the script's settings the bits depend on; all of them can be written down."""
-    written = {} if config is None else scalars(config)
-    if given is not None:
-        return {name: scalar(f"contract: {name}", value) for name, value in given.items()}
+    own: dict[str, Scalar] = {"script.arguments": shlex.join(script_command().arguments)}
     if config is not None:
-        return dict(written)
-    return {"script.arguments": shlex.join(script_command().arguments)}
+        own = scalars(config)
+    return own if given is None else {name: scalar(f"contract: {name}", x) for name, x in given.items()}
 
 
 def _logs(tensorboard: bool, wandb: bool | str) -> LogsConfig:

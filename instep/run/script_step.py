@@ -91,14 +91,16 @@ class StepWork:
     ``recovers``: this process goes on when another rank is lost, and then has to know what it has touched.
     """
 
-    def __init__(self, training: ScriptTraining, *, recovers: bool = True) -> None:
+    def __init__(
+        self, training: ScriptTraining, injector: FaultInjector | None = None, *, recovers: bool = True
+    ) -> None:
         self.training, self.recovers = training, recovers
+        self.injector, self.search = injector or FaultInjector(()), NonFiniteSearch(training)
         self.phases = SpanPhases(training.heartbeat.enter)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
         self._strangers = Strangers(training.registered)
         self._thread = threading.get_ident()
-        self.injector, self.search = FaultInjector(()), NonFiniteSearch(training)
         self._is_open = False
         self._watching = ExitStack()
         self._saved: Saved | None = None

@@ -59,22 +59,31 @@ class ScriptTraining:
     group: Group
     timing: Timing
     _hash: SharedHash
-    command = "instep run"  # or that which calls the script's own function
     seen: GradientHashes | None = None  # of the last step, where they are asked for
-    script_config: Any = None  # the script's own settings, a dataclass
 
-    def __init__(self, settings: ScriptSettings, registered: Registered, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self,
+        settings: ScriptSettings,
+        registered: Registered,
+        heartbeat: Heartbeat,
+        *,
+        script_config: Any = None,
+        contract_of: Callable[[], Mapping[str, Any]] = dict,
+        held_out_loss: Callable[[], float] | None = None,
+        command: str = "instep run",
+    ) -> None:
+        """``script_config``: the script's own settings, a dataclass, if it has any; ``contract_of()`` are its
+        fields in the contract, and ``held_out_loss()`` is what ``evaluate`` asks; ``command`` started it."""
         self.registered = registered
-        self.config = settings
+        self.config, self.script_config, self.command = settings, script_config, command
         self.heartbeat = heartbeat
+        self._contract_of, self._held_out_loss = contract_of, held_out_loss
         self.rank_state = RankState()
         self.health = Health(settings.checks)
         self.generation = 1
         self._is_supervised = False  # by what was built, which is kept then
         self._is_wrapped = True  # over some mesh: first that which the script was built with
         self._built: Built | None = None
-        self._contract_of: Callable[[], Mapping[str, Any]] = dict
-        self._held_out_loss: Callable[[], float] | None = None
         self._activations: int | None = None
         self._has_counted = False  # what autograd keeps, in the first step that this process has made
 
@@ -352,14 +361,6 @@ class ScriptTraining:
 
     # The contract.
 
-    def describe_by(self, fields: Callable[[], Mapping[str, Any]]) -> None:
-        """``fields()`` are those of the script in the contract."""
-        self._contract_of = fields
-
-    def evaluate_with(self, held_out_loss: Callable[[], float] | None) -> None:
-        """``held_out_loss()`` is to be asked; None: nothing."""
-        self._held_out_loss = held_out_loss
-
     @cached_property
     def contract(self) -> dict[str, Any]:
         """All that the bits of this run may depend on, as it is when it is first asked for."""
@@ -388,8 +389,9 @@ class ScriptTraining:
 
     @property
     def contract_number(self) -> int:
-        """Another one for another ``contract``, or for another ``canary``."""
-        return contract_number(self.contract, self.canary)
+        """Above 0, and another one for another ``contract``, or for another ``canary``."""
+        known = f"{fingerprint(self.contract)} {self.canary}"
+        return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
 
     @cached_property
     def canary(self) -> str:
@@ -406,12 +408,6 @@ class ScriptTraining:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-
-def contract_number(contract: Mapping[str, Any], canary: str) -> int:
-    """A number above 0 that is another one for another ``contract``, or for another ``canary``."""
-    known = f"{fingerprint(contract)} {canary}"
-    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
 
 
 def _ignore(phase: str) -> None:

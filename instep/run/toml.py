@@ -8,13 +8,15 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from instep.checkpoint.manifest import Scalar
 
 CONFIG = "config.toml"  # in a run directory
 # What others call settings, where the letters are too far apart to tell.
@@ -44,14 +46,18 @@ def flatten(topic: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield name, hints[item.name], value
 
 
-def scalars(topic: Any) -> dict[str, str | int | float | bool]:
-    """Every setting below ``topic`` by its dotted name; of a tuple each item, and a path as its words.
+def scalars(topic: Any, without: Collection[str] = ()) -> dict[str, Scalar]:
+    """Every setting below ``topic`` by its dotted name, but for those ``without``.
+
+    Of a tuple each item, and a path as its words.
 
     Raises:
         ValueError: a setting is of a kind that TOML has no word for.
     """
-    found: dict[str, str | int | float | bool] = {}
+    found: dict[str, Scalar] = {}
     for name, _, value in flatten(topic):
+        if name in without:
+            continue
         if isinstance(value, tuple | list):
             found |= {f"{name}.{i}": scalar(name, item) for i, item in enumerate(value)}
         elif value is not None:
@@ -97,7 +103,7 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def scalar(name: str, value: Any) -> str | int | float | bool:
+def scalar(name: str, value: Any) -> Scalar:
     """``value`` as TOML and JSON have it: a number of numpy's as Python's, an enumeration's by its value.
 
     Raises:

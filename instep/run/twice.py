@@ -105,7 +105,7 @@ class Twice:
         if self._copy is None:
             return False
         self.stop()
-        names = {name: reduction.names for name, reduction in self._reductions().items()}
+        names = self._names()
         self._seen.append({name: _said(self.work.hashes[name], names[name]) for name in names})
         self._states.append(self.training.state_digests()[1])
         if self._goes_on():
@@ -131,7 +131,7 @@ class Twice:
         if made == 1 or 2 < made < planned:
             return True
         told = self._gather()
-        names = {name: reduction.names for name, reduction in self._reductions().items()}
+        names = self._names()
         doubts = _doubts(told, made, names)
         changed = {rank: its["changed"] for rank, its in told.items() if its["changed"]}
         if not doubts and not changed:
@@ -156,6 +156,10 @@ class Twice:
         group = self.training.mesh.world.group
         everyone = group.all_gather_bytes(mine, OPERATION, limit=LIMIT_BYTES)
         return {rank: json.loads(x) for rank, x in zip(group.ranks, everyone, strict=True)}
+
+    def _names(self) -> dict[str, Sequence[str]]:
+        """Of the parameters, by reduction."""
+        return {name: reduction.names for name, reduction in self._reductions().items()}
 
     def _reductions(self) -> dict[str, Reduction]:
         return dict(_reductions(self.training.registered.models))

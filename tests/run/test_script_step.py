@@ -26,7 +26,7 @@ from tests.world import world
 @pytest.fixture
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     """As of a supervised process, which survives the loss of another."""
-    monkeypatch.setattr(script_loop, "StepWork", lambda training, recovers: StepWork(training))
+    monkeypatch.setattr(script_loop, "StepWork", lambda training, injector, recovers: StepWork(training))
     run = instep.Run(tmp_path / "run")
     yield Loop(run)
     run.close()

@@ -54,14 +54,17 @@ class TextTraining:
         self.model, self.optimizer = distribute(self.module, config, mesh or world_of_one())
         registered = Registered({"model": self.model, "optimizer": self.optimizer, "data": self.data})
         settings = layout_of(registered, settings_of(config), config.parallel.backend)
-        self.training = training = ScriptTraining(settings, registered, heartbeat)
         module, text = self.module, self.text
-        training.describe_by(lambda: {**numerical(config), "data.sha256": text.train.sha256})
-        training.evaluate_with(lambda: held_out_loss(module, text.held_out, config, training.mesh))
+        self.training = training = ScriptTraining(
+            settings,
+            registered,
+            heartbeat,
+            contract_of=lambda: {**numerical(config), "data.sha256": text.train.sha256},
+            held_out_loss=lambda: held_out_loss(module, text.held_out, config, training.mesh),
+        )
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
         heartbeat.on_enter = self.injector.reach
-        self.work = StepWork(training)
-        self.work.injector = self.injector
+        self.work = StepWork(training, self.injector)
         for found in ("loaders", "_versions"):  # those of ranks that are threads of this process
             getattr(self.work._strangers, found).clear()
         weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
