@@ -157,6 +157,8 @@ ONE_USER = {
     "instep/data/rows.py",
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
+    "instep/ordered/by_messages.py",
+    "instep/ordered/by_sharing.py",
     "instep/recipes/images_config.py",
     "instep/recipes/pairs_config.py",
     "instep/replicate/bucketed.py",

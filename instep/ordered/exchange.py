@@ -13,7 +13,8 @@ No collective that does arithmetic takes part, so neither the backend's algorith
 can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots: (r + 1) S (W-1)/W; with
 one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
 the headers. Where ranks can reach into each other's buckets (backend "shm") nothing is sent: each adds its
-slices where they lie.
+slices where they lie. How slices travel is a ``Transport``'s, one class a file: ``by_sharing.py``,
+``by_messages.py``, ``by_collectives.py``.
 
 G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 """
@@ -24,18 +25,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from instep.comm import direct
-from instep.comm.messages import Messages
-from instep.comm.perform import perform
 from instep.errors import Desync, PeerLost
 from instep.events import Recorder
-from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
+from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.by_messages import ByMessages
+from instep.ordered.by_sharing import BySharing
 from instep.ordered.header import (
     Header,
     disagreement,
@@ -45,22 +45,49 @@ from instep.ordered.header import (
     whereabouts,
     words_of,
 )
+from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum, plan_sum
+
+
+class Transport(Protocol):
+    """How the slices of roots come to their owner, and the sums from there to all ranks of a group.
+
+    For each bucket ``meet``, in which ranks find out whether all have come for the same, then ``reduce``.
+    """
+
+    scratch: Scratch
+
+    def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
+        """The ``row`` (length,) int64 of every rank, in the CPU's memory: (W, length).
+
+        With the ``bucket`` that comes next, and its ``plan``, its roots may begin to travel along.
+        """
+
+    def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        """The ``home`` of ``bucket`` becomes the sum of all ranks' roots by ``plan``, times ``scale``."""
 
 
 class OrderedAllReduce:
     """Reduces buckets over ``group``, one after the other, always from the same thread.
 
-    Keeps one scratch buffer for what it receives: R/W of the largest bucket.
+    ``transport`` is by default what is fastest over the group's backend.
     """
 
-    def __init__(self, group: Group, recorder: Recorder, *, ordered: bool, max_parameters: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        recorder: Recorder,
+        *,
+        ordered: bool,
+        max_parameters: int,
+        transport: Transport | None = None,
+    ) -> None:
         self.group = group
         self.recorder = recorder
         self.ordered = ordered
         self.header_length = header_length(max_parameters)
+        self.transport = transport or fastest(group)
         self.offsets_ns = (0,) * group.size  # of the ranks' clocks to that of the first
-        self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.compare: Callable[[Sequence[Header]], None] | None = None  # is shown the headers of a reduction
         self.buffers: list[int] = []  # what the ranks said of theirs, with the last bucket
         self.fed: list[int] = []  # and of what their micro-batches were given
@@ -68,7 +95,7 @@ class OrderedAllReduce:
     @property
     def scratch(self) -> list[Tensor]:
         """The buffers that it keeps."""
-        return list(self._scratch.values())
+        return self.transport.scratch.buffers
 
     def run(self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]]) -> None:
         """Turn the ``counter.roots`` of ``bucket`` into the mean gradient in ``bucket.home``.
@@ -83,13 +110,14 @@ class OrderedAllReduce:
             ValueError: the weights of all ranks sum to zero.
         """
         name = f"the exchange of bucket {header.bucket}"
-        scale = mean_scale(self.meet(bucket, header, name))
+        plan = plan_sum(tuple(map(tuple, leaves)), header.num_leaves) if self.ordered else None
+        scale = mean_scale(self._meet(bucket, header, name, bucket, plan))
         span = self.recorder.span(
             "exchange", lane="communication", num_bytes=bucket.nbytes, bucket=header.bucket
         )
         with _losing_in(header), span:
-            if self.ordered:
-                self._ordered(bucket, header.num_leaves, leaves, scale, name)
+            if plan is not None:
+                self.transport.reduce(bucket, plan, scale, name)
             else:
                 self._unordered(bucket, scale, name)
 
@@ -99,11 +127,7 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost, ReplicasDiffer: as ``run``.
         """
-        begun_ns = time.monotonic_ns()
-        with _losing_in(header):
-            headers = self._agree(bucket, header, name)
-        self._record(headers, begun_ns)
-        return headers
+        return self._meet(bucket, header, name)
 
     def come_to(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
         """The ``words`` of every rank, at most ``NUM_WORDS``, once all have come to ``header.act``.
@@ -112,13 +136,13 @@ class OrderedAllReduce:
             Desync, PeerLost: as ``run``.
         """
         with _losing_in(header):
-            rows = self._tell(header, (), name, words)
+            rows = self.transport.meet(pack(header, (), self.header_length, words), name)
             self._require_agreement(unpack(rows, 0)[0], name)
         return words_of(rows, len(words))
 
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
-        self._tell(replace(header, left=1), (), name)
+        self.transport.meet(pack(replace(header, left=1), (), self.header_length), name)
 
     def _record(self, headers: Sequence[Header], begun_ns: int) -> None:
         """Since ``begun_ns`` this rank was in ``_agree``; until when was that for want of the last rank?"""
@@ -138,17 +162,23 @@ class OrderedAllReduce:
             put("wait", begun_ns, until_ns, self.group.ranks[last])
         put("agree", until_ns, agreed_ns)
 
-    def _tell(self, header: Header, flags: Sequence[bool], name: str, words: Sequence[int] = ()) -> Tensor:
-        """``header`` and ``flags``, or ``words``, of every rank, packed: (W, length) words."""
-        length = self.header_length
-        out = torch.empty(self.group.size * length, dtype=torch.int64, device="cpu")
-        self.group.all_gather(out, pack(header, flags, length, words), name)
-        return out.view(self.group.size, length)
+    def _meet(
+        self, bucket: Bundle, header: Header, name: str, sent: Bucket | None = None, plan: Sum | None = None
+    ) -> list[Header]:
+        begun_ns = time.monotonic_ns()
+        with _losing_in(header):
+            headers = self._agree(bucket, header, name, sent, plan)
+        self._record(headers, begun_ns)
+        return headers
 
-    def _agree(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
+    def _agree(
+        self, bucket: Bundle, header: Header, name: str, sent: Bucket | None, plan: Sum | None
+    ) -> list[Header]:
         slots = bucket.slots
         flags = [*(slot.present for slot in slots), *(slot.frozen for slot in slots)]
-        headers, by_rank = unpack(self._tell(header, flags, name), len(flags))
+        row = pack(header, flags, self.header_length)
+        rows = self.transport.meet(row, name, sent, plan)
+        headers, by_rank = unpack(rows, len(flags))
         self._require_agreement(headers, name)
         bucket.presence = [row[: len(slots)] for row in by_rank]
         bucket.frozen = [row[len(slots) :] for row in by_rank]
@@ -166,76 +196,6 @@ class OrderedAllReduce:
             raise Desync(str(problem))
         raise self.group.out_of_step(problem, name)
 
-    def _ordered(
-        self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str
-    ) -> None:
-        plan = plan_sum(tuple(map(tuple, leaves)), num_leaves)
-        if self._in_place(bucket, plan, scale, name):
-            return
-        values = self._slices(bucket, plan.counts, name)
-        for left, right in plan.adds:
-            torch.add(values[left], values[right], out=values[left])
-        root = values[plan.root]
-        if scale != 1.0:
-            root.mul_(scale)
-        if self.group.size > 1:
-            self._gather(bucket, root, name)
-
-    def _in_place(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> bool:
-        """The same sums, where every rank can reach into the buckets of the others; False where not.
-
-        A rank adds its slice of all ranks' roots, and writes the sum into all ranks' homes: nothing is sent.
-        """
-        shown = self.group.expose([*(root for _, root in bucket.counter.roots), bucket.home], name)
-        if shown is None:
-            return False
-        every_root = [root for tensors in shown for root in tensors[:-1]]
-        homes = [tensors[-1] for tensors in shown]
-        first, most = self.group.rank * bucket.slice_length, PIECE_BYTES // bucket.dtype.itemsize
-        for start in range(first, first + bucket.slice_length, most):
-            piece = slice(start, min(start + most, first + bucket.slice_length))
-            values = [root[piece] for root in every_root]
-            for left, right in plan.adds:
-                torch.add(values[left], values[right], out=values[left])
-            if scale != 1.0:
-                values[plan.root].mul_(scale)
-            for home in homes:
-                if home.data_ptr() != every_root[plan.root].data_ptr():
-                    home[piece].copy_(values[plan.root])
-        self.group.barrier(name)
-        return True
-
-    def _slices(self, bucket: Bucket, counts: Sequence[int], name: str) -> Sequence[Tensor]:
-        """This rank's slice of every root, by sender; ``counts[r]`` roots come from rank r."""
-        own_roots = [buffer for _, buffer in bucket.counter.roots]
-        size, length = self.group.size, bucket.slice_length
-        if size == 1:
-            return own_roots
-        received = self._receive(bucket, sum(counts) * length)
-        message = _by_owner(own_roots, size, length, bucket.home)
-        splits = [count * length for count in counts]
-        own_splits = [len(own_roots) * length] * size
-        if self._by_messages(bucket):
-            parts, out = message.split(own_splits), received.split(splits)
-            messages = Messages(self.group.pg, self.group.ranks)
-            self.group.run(lambda: direct.all_to_all(parts, messages, out), name)
-        else:
-            self.group.all_to_all(received, message, splits, own_splits, name)
-        return list(received.view(-1, length))
-
-    def _gather(self, bucket: Bucket, root: Tensor, name: str) -> None:
-        """Everybody's slice of the sum, into the home of ``bucket``."""
-        if self._by_messages(bucket):
-            parts = bucket.home.split(bucket.slice_length)
-            parts[self.group.rank].copy_(root)
-            messages = Messages(self.group.pg, self.group.ranks)
-            self.group.run(lambda: perform(direct.all_gather, parts, messages), name)
-        else:
-            self.group.all_gather(bucket.home, root, name)
-
-    def _by_messages(self, bucket: Bundle) -> bool:
-        return self.group.sends_best and bucket.device.type == "cpu"
-
     def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
         """The plain all-reduce, whose order is the backend's; here to be compared with."""
         if not bucket.counter.roots:
@@ -244,14 +204,12 @@ class OrderedAllReduce:
         if scale != 1.0:
             bucket.home.mul_(scale)
 
-    def _receive(self, bucket: Bundle, num_elements: int) -> Tensor:
-        kind = (bucket.device, bucket.dtype)
-        if kind not in self._scratch or self._scratch[kind].numel() < num_elements:
-            nbytes = num_elements * bucket.dtype.itemsize
-            self._scratch[kind] = allocate(nbytes, align_bytes(bucket.device), bucket.device).elements(
-                bucket.dtype
-            )
-        return self._scratch[kind][:num_elements]
+
+def fastest(group: Group) -> Transport:
+    """What is fastest over the backend of ``group``."""
+    if group.backend == "shm":
+        return BySharing(group, Scratch())
+    return (ByMessages if group.sends_best else ByCollectives)(group, Scratch())
 
 
 @contextmanager
@@ -275,12 +233,3 @@ def mean_scale(headers: Sequence[Header]) -> float:
     if weight == 0:
         raise ValueError("the weights of all micro-batches of the step sum to 0: there is nothing to average")
     return 1.0 / weight
-
-
-def _by_owner(own_roots: Sequence[Tensor], size: int, length: int, home: Tensor) -> Tensor:
-    """The roots as one message: first everything for rank 0, then for rank 1, ..."""
-    if len(own_roots) == 1:
-        return own_roots[0]  # W slices in a row already
-    if not own_roots:
-        return home[:0]
-    return torch.stack([root.view(size, length) for root in own_roots], dim=1).view(-1)

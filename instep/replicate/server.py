@@ -44,10 +44,13 @@ from instep.events import PARAMETER_UPDATE, Recorder, Span
 from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
+from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket
+from instep.ordered.by_collectives import ByCollectives
 from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.homes import Wrapped
-from instep.ordered.tree import plan_sum
+from instep.ordered.scratch import Scratch
+from instep.ordered.tree import Sum
 from instep.replicate.wrapper import DataParallel
 from instep.step.agreement import broadcast_values
 from instep.step.micro_batches import DataSource, MicroBatch
@@ -373,40 +376,57 @@ class ParameterServer:
 
 
 class ServerExchange(OrderedAllReduce):
-    """Half an all-reduce: the roots go to the server, which adds them. ``give`` brings the weights back.
+    """Half an all-reduce: the roots go to the server, which adds them. ``give`` brings the weights back."""
 
-    The server's scratch holds what all workers send, and later what they are sent: (W-1) S bytes.
-    """
+    transport: ToServer
 
     def __init__(self, parameters: Sequence[Tensor], group: Group, recorder: Recorder) -> None:
-        super().__init__(group, recorder, ordered=True, max_parameters=len(parameters))
+        super().__init__(
+            group,
+            recorder,
+            ordered=True,
+            max_parameters=len(parameters),
+            transport=ToServer(group, Scratch(), recorder),
+        )
         self.parameters = parameters
 
     def give(self, buckets: Sequence[Bucket]) -> None:
         """Overwrite the parameters of every rank with the server's. Collective."""
-        if self.group.size == 1:
-            return
-        num_workers, nothing = self.group.size - 1, [0] * self.group.size
-        for bucket in buckets:
-            pairs = [(slot, self.parameters[slot.position].detach()) for slot in bucket.slots]
-            name, length = f"the weights of bucket {bucket.index}", bucket.num_elements
-            if self.group.rank == SERVER:
-                message = self._receive(bucket, num_workers * length)
-                for slot, parameter in pairs:
-                    bucket.view(slot, message).copy_(parameter)
-                message.view(num_workers, length)[1:] = message[:length]
-                with self._span("send", message, bucket):
-                    self.group.all_to_all(message[:0], message, nothing, [0] + [length] * num_workers, name)
-            else:
-                message = self._receive(bucket, length)
-                with self._span("receive", message, bucket):
-                    self.group.all_to_all(message, message[:0], [length, *nothing[1:]], nothing, name)
-                for slot, parameter in pairs:
-                    parameter.copy_(bucket.view(slot, message))
+        if self.group.size > 1:
+            for bucket in buckets:
+                self.transport.give(bucket, self.parameters)
 
-    def _ordered(
-        self, bucket: Bucket, num_leaves: int, leaves: Sequence[Sequence[int]], scale: float, name: str
-    ) -> None:
+
+class ToServer(ByCollectives):
+    """A ``Transport`` that leaves the sums with the server, and brings them no further.
+
+    The server's scratch holds what all workers send, and later what they are sent: (W-1) S bytes.
+    """
+
+    def __init__(self, group: Group, scratch: Scratch, recorder: Recorder) -> None:
+        super().__init__(group, scratch)
+        self.recorder = recorder
+
+    def give(self, bucket: Bucket, parameters: Sequence[Tensor]) -> None:
+        """Overwrite those of ``parameters`` that travel in ``bucket`` with the server's."""
+        num_workers, nothing = self.group.size - 1, [0] * self.group.size
+        pairs = [(slot, parameters[slot.position].detach()) for slot in bucket.slots]
+        name, length = f"the weights of bucket {bucket.index}", bucket.num_elements
+        if self.group.rank == SERVER:
+            message = self.scratch.take(num_workers * length, bucket.dtype, bucket.device)
+            for slot, parameter in pairs:
+                bucket.view(slot, message).copy_(parameter)
+            message.view(num_workers, length)[1:] = message[:length]
+            with self._span("send", message, bucket):
+                self.group.all_to_all(message[:0], message, nothing, [0] + [length] * num_workers, name)
+        else:
+            message = self.scratch.take(length, bucket.dtype, bucket.device)
+            with self._span("receive", message, bucket):
+                self.group.all_to_all(message, message[:0], [length, *nothing[1:]], nothing, name)
+            for slot, parameter in pairs:
+                parameter.copy_(bucket.view(slot, message))
+
+    def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         own_roots = [buffer for _, buffer in bucket.counter.roots]
         if self.group.rank != SERVER:
             message = own_roots[0] if len(own_roots) == 1 else torch.cat([bucket.home[:0], *own_roots])
@@ -414,26 +434,20 @@ class ServerExchange(OrderedAllReduce):
             with self._span("send", message, bucket):
                 self.group.all_to_all(message[:0], message, nothing, [message.numel(), *nothing[1:]], name)
             return
-        plan = plan_sum(tuple(map(tuple, leaves)), num_leaves)
         values = [*own_roots, *self._from_workers(bucket, plan.counts[1:], name)]
         with self.recorder.span("aggregate", lane="communication", bucket=bucket.index):
-            for left, right in plan.adds:
-                torch.add(values[left], values[right], out=values[left])
-            # The sum is where leaf 0 was: in the bucket's home, unless leaf 0 is a worker's.
-            if values[plan.root].data_ptr() != bucket.home.data_ptr():
-                bucket.home.copy_(values[plan.root])
-            if scale != 1.0:
-                bucket.home.mul_(scale)
+            add_up(values, plan, scale, [bucket.home])
 
     def _from_workers(self, bucket: Bucket, counts: Sequence[int], name: str) -> Sequence[Tensor]:
         """The roots of all workers, in their order; ``counts[r - 1]`` come from rank r."""
         if self.group.size == 1:
             return []
-        received = self._receive(bucket, sum(counts) * bucket.num_elements)
+        length = bucket.num_elements
+        received = self.scratch.take(sum(counts) * length, bucket.dtype, bucket.device)
         with self._span("receive", received, bucket):
-            splits = [0] + [count * bucket.num_elements for count in counts]
+            splits = [0] + [count * length for count in counts]
             self.group.all_to_all(received, received[:0], splits, [0] * self.group.size, name)
-        return list(received.view(-1, bucket.num_elements))
+        return list(received.view(-1, length))
 
     def _span(self, name: str, message: Tensor, bucket: Bucket) -> Span:
         return self.recorder.span(name, lane="communication", num_bytes=message.nbytes, bucket=bucket.index)

@@ -37,7 +37,7 @@ from instep.ordered.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.ordered.exchange import OrderedAllReduce, mean_scale
 from instep.ordered.header import Header
 from instep.ordered.homes import ParameterShard
-from instep.ordered.tree import Node
+from instep.ordered.tree import Node, plan_sum
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
@@ -287,7 +287,8 @@ class ReduceScatter(OrderedAllReduce):
         name: str,
     ) -> None:
         """The mean over all shard groups, from the roots that each has of this slice."""
-        across._ordered(bucket.to_exchange(turn.nodes, num_leaves), num_leaves, by_group, scale, name)
+        plan = plan_sum(tuple(map(tuple, by_group)), num_leaves)
+        across.transport.reduce(bucket.to_exchange(turn.nodes, num_leaves), plan, scale, name)
         if bucket.reduced is not bucket.kept[0]:
             bucket.reduced.copy_(bucket.kept[0])
         bucket.num_kept = 1
@@ -297,7 +298,7 @@ class ReduceScatter(OrderedAllReduce):
         group, length = self._shard_group, bucket.slice_length
         size, rank = group.size, group.rank
         staged = self.staging.buffer(number, bucket)
-        received = self._receive(bucket, len(turn.senders) * length)
+        received = self.transport.scratch.take(len(turn.senders) * length, bucket.dtype, bucket.device)
         splits = [length if r in turn.senders else 0 for r in range(size)]
         own_splits = [length if rank in turn.senders else 0] * size
         message = staged[: sum(own_splits)]

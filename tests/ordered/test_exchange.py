@@ -121,7 +121,7 @@ def reduces_where_buckets_lie(mesh, leaves: Leaves, num_private: int):
     exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
     exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
     assert content(bucket).numpy().tobytes() == one_process(gradients, num_leaves).tobytes()
-    assert bool(exchange._scratch) is (num_private > 0)
+    assert bool(exchange.scratch) is (num_private > 0)
 
 
 @world(3)

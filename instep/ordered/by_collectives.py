@@ -1,0 +1,60 @@
+"""Slices travel by the backend's own all-to-all and all-gather: over nccl, and where nothing better is known.
+
+With one rank nothing travels, and the sum is made where its roots lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from instep.mesh.process_group import Group
+from instep.ordered.add_up import add_up
+from instep.ordered.buckets import Bucket
+from instep.ordered.scratch import Scratch
+from instep.ordered.tree import Sum
+
+
+class ByCollectives:
+    """A ``Transport`` (``ordered/exchange.py``) that any backend can be.
+
+    ``scratch`` is for what it receives: R/W of the largest bucket.
+    """
+
+    def __init__(self, group: Group, scratch: Scratch) -> None:
+        self.group = group
+        self.scratch = scratch
+
+    def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
+        """The ``row`` (length,) of every rank: (W, length)."""
+        out = torch.empty(self.group.size * len(row), dtype=row.dtype, device=row.device)
+        self.group.all_gather(out, row, name)
+        return out.view(self.group.size, len(row))
+
+    def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        """The sum of all ranks' roots, times ``scale``, into the ``home`` of ``bucket``."""
+        own_roots = [root for _, root in bucket.counter.roots]
+        size, length = self.group.size, bucket.slice_length
+        if size == 1:
+            add_up(own_roots, plan, scale, [own_roots[plan.root]])
+            return
+        received = self.scratch.take(sum(plan.counts) * length, bucket.dtype, bucket.device)
+        splits = [count * length for count in plan.counts]
+        own_splits = [len(own_roots) * length] * size
+        self.group.all_to_all(
+            received, by_owner(own_roots, size, length, bucket.home), splits, own_splits, name
+        )
+        values = list(received.view(-1, length))
+        add_up(values, plan, scale, [values[plan.root]])
+        self.group.all_gather(bucket.home, values[plan.root], name)
+
+
+def by_owner(own_roots: Sequence[Tensor], size: int, length: int, home: Tensor) -> Tensor:
+    """The roots as one message: first everything for rank 0, then for rank 1, ..."""
+    if len(own_roots) == 1:
+        return own_roots[0]  # W slices in a row already
+    if not own_roots:
+        return home[:0]
+    return torch.stack([root.view(size, length) for root in own_roots], dim=1).view(-1)
