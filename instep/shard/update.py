@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from instep.events import PARAMETER_UPDATE, Recorder
 from instep.shard import checks
@@ -148,8 +148,9 @@ def _rounded_alike(local: Optimizer) -> Iterator[None]:
 
 def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Groups) -> None:
     """``local`` steps the pieces of ``shards``, with the options that ``groups`` have now."""
-    for group, own in zip(groups, local.param_groups, strict=True):
-        own.update(group_options(group))
+    taken = [_taken_from_first(local, group) for group in groups]
+    for group, own, alike in zip(groups, local.param_groups, taken, strict=True):
+        own.update({**group_options(group), **alike})
     try:
         shards.collect()
         shards.set_gradients()
@@ -157,5 +158,21 @@ def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Groups) ->
             local.step()
     finally:
         shards.drop_gradients()
-    for group, own in zip(groups, local.param_groups, strict=True):
-        group.update(group_options(own))  # some count or adapt there
+    for group, own, alike in zip(groups, local.param_groups, taken, strict=True):
+        now = group_options(own)  # some count or adapt there
+        group.update({key: value for key, value in now.items() if key not in alike})
+
+
+def _taken_from_first(local: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Options that torch takes from the first parameter that is stepped: of all, not of a rank's pieces.
+
+    Adafactor's first eps, unless it was given, is that of the first parameter's dtype, for the whole group;
+    in its foreach form, of the first of the dtypes into which torch sorts them.
+    """
+    stepped = [p for p in group["params"] if p.grad is not None]
+    if not isinstance(local, Adafactor) or group["eps"][0] is not None or not stepped:
+        return {}
+    dtype = stepped[0].dtype
+    if group["foreach"] or (group["foreach"] is None and stepped[0].is_cuda):
+        dtype = next(iter(local._group_tensors_by_device_and_dtype([stepped])))[1]
+    return {"eps": (torch.finfo(dtype).eps, group["eps"][1])}
