@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 STAMP := $(VENV)/installed
+NATIVE := $(VENV)/native
 ARGS ?=
 
 # Some machines tell Python to keep no bytecode: every process of the tests, of which there are hundreds, would compile
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: env train test slow check bench faults
 
-env: $(STAMP)
+env: $(STAMP) $(NATIVE)
 
 # torch comes first and pinned: resolved together with the rest, another build of it may be downloaded too.
 # hatchling comes before instep, so that building instep downloads nothing of its own.
@@ -29,6 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) hatchling
 	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Beside its source, by whatever compiler there is; without one a line says so, and Python does it.
+$(NATIVE): instep/native/core.c instep/native/build.py $(STAMP)
+	$(BIN)/python -m instep.native.build
 	@touch $@
 
 train: env

@@ -20,7 +20,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the bottom up; folders of one row do not know each other. "" is the package itself, its public names.
 ROWS = (
-    ("errors", "regular_files"),
+    ("errors", "regular_files", "native"),
     ("ring_buffer",),
     ("events",),
     ("memory", "work"),
@@ -47,6 +47,8 @@ PURE = (
     "instep.events",
     "instep.regular_files",
     "instep.ring_buffer",
+    "instep.native.build",
+    "instep.native.library",
     "instep.mesh.axes",
     "instep.mesh.rank_process",
     "instep.mesh.launch_environment",
@@ -114,7 +116,12 @@ ANYWHERE = {
     r"\b(TODO|FIXME|XXX|HACK)\b": "an open end belongs into an issue",
 }
 BELOW_RUN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
-ENVIRONMENT_READERS = {"instep/mesh/launch.py", "instep/mesh/rank_process.py", "instep/mesh/join.py"}
+ENVIRONMENT_READERS = {
+    "instep/mesh/launch.py",
+    "instep/mesh/rank_process.py",
+    "instep/mesh/join.py",
+    "instep/native/build.py",  # a command, not a part: CC says which compiler
+}
 ENVIRONMENT_WRITERS = {
     "instep/cli/main.py",  # takes out what a notebook has put there
     "instep/mesh/rank_process.py",

@@ -35,6 +35,7 @@ from instep.mesh.hang_report import running_frames
 from instep.mesh.mesh import Mesh, build
 from instep.mesh.process_group import MakeGroup, backend_timeout
 from instep.mesh.rank_process import ErrorRecord, Exit, root_cause
+from instep.native.library import core
 from instep.shm import connect
 from tests.pool import Job, run_in_pool
 
@@ -72,7 +73,7 @@ def world(
             if by == "thread":
                 _Threads(size, backend, timeout_s, axes).run(body, params, deadline_s)
             else:
-                job = Job(body.__module__, body.__qualname__, params, axes, timeout_s)
+                job = Job(body.__module__, body.__qualname__, params, axes, timeout_s, core() is not None)
                 run_in_pool(size, backend, job, deadline_s)
 
         test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]

@@ -32,11 +32,13 @@ from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.rank_process import RankFailed
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
+from instep.native import build
+from instep.native.library import absence
 from instep.ordered.keys import derive, initialize
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shm import segment
-from instep.shm.futex import available
+from instep.shm.futex import why_not
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 DONE, FAILED = 0, 1
@@ -196,15 +198,25 @@ def _gpu(machine: Machine) -> Finding:
 def _shm(machine: Machine) -> Finding:
     problem = shm_problem()
     if problem:
-        fix = "use Linux on x86-64, and let the container call memfd_create and read its own /proc"
+        fix = (
+            "use Linux on x86-64, or on aarch64 with the native core, and let the container call "
+            "memfd_create and read its own /proc"
+        )
         return Finding("shared memory", f"{problem}: ranks would use gloo, which is slower", WARNING, fix)
     return Finding("shared memory", "works: ranks of this host exchange gradients through it")
 
 
+def _native(machine: Machine) -> Finding:
+    """No warning where there is none: the bits are the same, and so is all that works."""
+    if reason := absence():
+        return Finding("native core", f"not there ({reason}): the same in Python, slower", OK, build.HOW_TO)
+    return Finding("native core", "compiled: ranks of this host wait and add without the interpreter")
+
+
 def shm_problem() -> str:
     """Why the backend shm would not work on this host, or ""."""
-    if not available():
-        return f"it needs Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    if reason := why_not():
+        return reason
     try:
         memory = segment.create(4096)
         segment.attach(os.getpid(), memory.fd)
@@ -396,6 +408,7 @@ CHECKS: dict[str, Callable[[Machine], Finding]] = {
     "launcher": _launcher,
     "backend": _backend,
     "shared memory": _shm,
+    "native core": _native,
     "/dev/shm": _dev_shm,
     "open files": _open_files,
     "network": _network,

@@ -1,6 +1,7 @@
 """Sums of roots: slices that lie side by side, added in the order of the sum tree.
 
-The order is the plan's, elementwise, so neither the length of a piece nor who adds it has a say in the bits.
+The order is the plan's, elementwise, so neither the length of a piece nor who adds it has a say in the bits:
+the native core makes them in one pass over memory, and where there is none torch's functions make the same.
 """
 
 from __future__ import annotations
@@ -11,15 +12,45 @@ import torch
 from torch import Tensor
 
 from instep.memory import PIECE_BYTES
+from instep.native.library import AS_IT_IS, TIMES, Core, core
 from instep.ordered.tree import Sum
+
+_NATIVE = (torch.float32, torch.float64)
 
 
 def add_up(values: Sequence[Tensor], plan: Sum, scale: float, homes: Sequence[Tensor]) -> None:
     """Each of ``homes`` becomes the sum of ``values`` in the order of ``plan``, times ``scale``.
 
     All are flat, of one dtype and one length; a home may be one of the values, which may all be overwritten.
-    Piece by piece, so that partial sums stay in the cache.
     """
+    native = core()
+    if native is None or not _in_native(native, values, plan, scale, homes):
+        _in_pieces(values, plan, scale, homes)
+
+
+def _in_native(
+    native: Core, values: Sequence[Tensor], plan: Sum, scale: float, homes: Sequence[Tensor]
+) -> bool:
+    first = values[0]
+    if first.dtype not in _NATIVE or not all(_in_a_row(x) for x in (*values, *homes)):
+        return False
+    return native.add_up(
+        [value.data_ptr() for value in values],
+        plan.adds,
+        plan.root,
+        [home.data_ptr() for home in homes],
+        len(first),
+        first.dtype.itemsize,
+        finish=(AS_IT_IS, 1.0) if scale == 1.0 else (TIMES, scale),
+    )
+
+
+def _in_a_row(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.is_contiguous()
+
+
+def _in_pieces(values: Sequence[Tensor], plan: Sum, scale: float, homes: Sequence[Tensor]) -> None:
+    """Piece by piece, so that partial sums stay in the cache."""
     root = values[plan.root]
     others = [home for home in homes if home.data_ptr() != root.data_ptr()]
     most = PIECE_BYTES // root.dtype.itemsize

@@ -1,12 +1,14 @@
 """The segment of a group: the shared memory in which its ranks meet, made by its first rank, mapped by all.
 
-    | title | a block per rank                           | a word per pair | two halves per rank     |
-            | posted | state | peer | reason | label |  | channel s -> d  | half 0 | half 1 | half 0 |
-            | two slots | row                           |
+    | title    | a block per rank                           | a word per pair | two halves per rank     |
+    | done     | posted | state | peer | reason | label |  | channel s -> d  | half 0 | half 1 | half 0 |
+    | sleepers | two slots | row                           |
 
 A block is written by its rank alone, and so are its halves. *posted* counts the rounds that the rank has come
 to; slot and half number k % 2 belong to round k. Every word that others wait for has a cache line of its own.
 Halves are only address space until a rank writes to them.
+
+Where all ranks have the same native core, they wait with it: on *done* and *sleepers* (``native/core.c``).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from instep.errors import PeerLost
 from instep.mesh.peers import RECORD_BYTES, Peer
+from instep.native.library import Core, GroupView, core
 from instep.shm import segment
 from instep.shm.call import SLOT_BYTES
 from instep.shm.segment import Mapping
@@ -25,12 +28,15 @@ from instep.shm.segment import Mapping
 PAGE = 4096
 LINE = 64
 WORD = 8
-TITLE = b"instep group segment, version 1 "
+TITLE = b"instep group segment, version 2 "
 TOKEN_BYTES = 16
 HALF_BYTES = 2 << 20
 
 HERE, LEFT, FAILED = 0, 1, 2  # a rank's state
 _POSTED, _STATE, _FREED, _NUMBER, _PEER = 0, LINE, LINE + WORD, LINE + 2 * WORD, 2 * LINE
+_CORE = LINE + 3 * WORD  # of which source this rank's native core is; 0: it has none
+_DONE, _SLEEPERS = LINE, 2 * LINE  # beside the title
+_STAMP_DIGITS = 15  # in hexadecimal, as many as a word can hold
 _REASON = _PEER + RECORD_BYTES
 _REASON_BYTES = 1024
 _LABEL, _LABEL_BYTES = 1792, 128
@@ -44,7 +50,8 @@ class GroupSegment:
 
     ``posted[r]`` is the number of the word that counts the rounds of rank r. ``error`` is what this rank
     failed with; after that nothing of the group works any more. A child process that inherits the segment is
-    no member: what it does to it has no effect.
+    no member: what it does to it has no effect. ``core`` waits in its rounds, once ``settle`` has found that
+    all ranks have it.
     """
 
     def __init__(self, mapping: Mapping, rank: int, size: int) -> None:
@@ -60,6 +67,19 @@ class GroupSegment:
         self.posted = [(block + _POSTED) // WORD for block in self._blocks]
         self._slots = [(block + _SLOTS, block + _SLOTS + _SLOT_STRIDE) for block in self._blocks]
         self._halves: dict[torch.dtype, list[list[Tensor]]] = {}
+        self.core: Core | None = None
+        self._own_core = core()
+        base = self.words.address
+        self.view = GroupView(
+            size=size,
+            rank=rank,
+            blocks=base + PAGE,
+            block_bytes=PAGE,
+            done=base + _DONE,
+            sleepers=base + _SLEEPERS,
+            halves=base + segment_bytes(size) - nbytes,
+            half_bytes=HALF_BYTES,
+        )
 
     @staticmethod
     def create(size: int, token: bytes) -> tuple[GroupSegment, int]:
@@ -111,6 +131,7 @@ class GroupSegment:
         self._write(self._blocks[self.rank] + _REASON, data)
         self.words.post((self._blocks[self.rank] + _STATE) // WORD, state)  # after the reason
         self.words.wake(self.posted[self.rank])
+        self.words.wake(_DONE // WORD)
         for other in range(self.size):
             self.words.wake(self.channel_word(self.rank, other))
 
@@ -133,8 +154,17 @@ class GroupSegment:
         self.words.post(word, self.words[word] + 1)
 
     def introduce(self, peer: Peer) -> None:
-        """Write down who this rank is."""
+        """Write down who this rank is, and which core it has."""
         self._write(self._blocks[self.rank] + _PEER, peer.to_bytes())
+        self.words[(self._blocks[self.rank] + _CORE) // WORD] = _number_of(self._own_core)
+
+    def settle(self) -> None:
+        """All ranks have introduced themselves: where all have the same core, it waits in the group's rounds.
+
+        Those without one always wake, and are waited for in another way: a group has one way, or the other.
+        """
+        cores = {self.words[(block + _CORE) // WORD] for block in self._blocks}
+        self.core = self._own_core if cores == {_number_of(self._own_core)} else None
 
     def peer(self, rank: int) -> Peer:
         """Who ``rank`` said it is."""
@@ -181,6 +211,10 @@ class GroupSegment:
 
     def _read(self, offset: int, length: int) -> bytes:
         return bytes(self._bytes[offset : offset + length])
+
+
+def _number_of(native: Core | None) -> int:
+    return int(native.stamp[:_STAMP_DIGITS], 16) if native is not None else 0
 
 
 def segment_bytes(size: int) -> int:

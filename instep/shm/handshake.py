@@ -28,7 +28,7 @@ from instep.mesh.peers import Peer, is_alive, own_peer
 from instep.mesh.questions import Questions, patience_s
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
-from instep.shm.futex import available
+from instep.shm.futex import NEEDED, available
 from instep.shm.group_segment import TOKEN_BYTES, GroupSegment
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
         return Rendezvous(None, (), printable(verdict["problem"]))
     shared.introduce(me)
     _all_ranks(store, shared, 1, ranks, timeout_s)
+    shared.settle()
     table = tuple(shared.peer(other) for other in range(len(ranks)))
     strangers = [peer.rank for peer in table if is_alive(peer) is not True]
     shared.name(f"{BLIND} {strangers[0]}" if strangers else "the rendezvous")
@@ -120,7 +121,7 @@ def _open(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> tu
         where = json.loads(store.get(SEGMENT))
     try:
         if not available():
-            raise OSError("it needs Linux on x86-64")
+            raise OSError(NEEDED)
         if rank == 0:
             shared, fd = GroupSegment.create(len(ranks), secrets.token_bytes(TOKEN_BYTES))
             store.set(SEGMENT, json.dumps({"pid": own_peer(0).pid, "fd": fd}))

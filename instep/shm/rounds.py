@@ -32,6 +32,8 @@ from instep.shm.group_segment import HERE, LEFT, GroupSegment
 # Longer than two awake ranks need for a round (2 us), shorter than it takes to fall asleep and wake (17 us).
 SPIN_S = 15e-6
 NOTES_S = 1.0  # for ranks that are all there
+SLICE_S = 0.02  # asleep in the native core, before liveness and deadlines are looked after
+_NS = 1_000_000_000
 
 
 class Rounds:
@@ -56,6 +58,7 @@ class Rounds:
         self.flight = self.peers.flight
         self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
         self._spin_s = SPIN_S if shared.size <= num_cores else 0.0
+        shared.view.spin_ns = int(self._spin_s * _NS)
         # Each begins with its neighbour, so that not all sleep on one word.
         self._others = [(shared.rank + i) % shared.size for i in range(1, shared.size)]
 
@@ -71,13 +74,28 @@ class Rounds:
         """Come to the next round and wait for all others; ``label`` names the operation in errors."""
         shared, words = self.shared, self.shared.words
         self.number += 1
+        if shared.core is not None:
+            if shared.core.come(shared.view, self.number) and shared.core.meet(
+                shared.view, self.number, self.slice_ns(timeout_s)
+            ):
+                self.await_all(label, timeout_s)
+            return
         words.post(shared.posted[self.rank], self.number)
         for other in self._others:
             if not words.spin(shared.posted[other], self.number, self._spin_s):
-                awaited = {other: shared.posted[other] for other in self._others}
-                arrival = Arrival(shared, self.peers, words, awaited, self.number, label)
-                self.peers.wait(arrival, label, missing=arrival.missing, timeout_s=timeout_s)
+                self.await_all(label, timeout_s)
                 return
+
+    def slice_ns(self, timeout_s: float | None) -> int:
+        """How long the native core may sleep, which looks after nothing."""
+        return int(min(SLICE_S, self.peers.timeout_s if timeout_s is None else timeout_s) * _NS)
+
+    def await_all(self, label: str, timeout_s: float | None = None, number: int | None = None) -> None:
+        """Wait until all others have come to round ``number``, by default to the one that this rank is in."""
+        target = self.number if number is None else number
+        awaited = {other: self.shared.posted[other] for other in self._others}
+        arrival = Arrival(self.shared, self.peers, self.shared.words, awaited, target, label)
+        self.peers.wait(arrival, label, missing=arrival.missing, timeout_s=timeout_s)
 
     def agree(
         self, call: Call, label: str, location: Location = NOWHERE, timeout_s: float | None = None
@@ -156,8 +174,16 @@ class Arrival:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
-            self._words.sleep(self._awaited[missing[0]], self._target, left_s)
+            self._sleep(missing[0], left_s)
         return True
+
+    def _sleep(self, rank: int, seconds: float) -> None:
+        """Until the word of ``rank`` changes, or for other reasons."""
+        word, core = self._awaited[rank], self._shared.core
+        if core is not None and word == self._shared.posted[rank] and self._words is self._shared.words:
+            core.meet(self._shared.view, self._target, int(seconds * _NS))
+        else:
+            self._words.sleep(word, self._target, seconds)
 
 
 def gone(shared: GroupSegment, peers: Peers, rank: int, label: str) -> PeerLost:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from instep.mesh.memory_file import MemoryFile
-from instep.shm.futex import Words
+from instep.shm.futex import Words, words_at
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mapping:
 
     def words(self) -> Words:
         """All of it as 64-bit words."""
-        return Words(memoryview(self.memory), self.tensor(0, 1).data_ptr())
+        return words_at(memoryview(self.memory), self.tensor(0, 1).data_ptr())
 
 
 def create(nbytes: int) -> Mapping:

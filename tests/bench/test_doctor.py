@@ -23,6 +23,8 @@ from instep.bench.doctor import (
     memory_limit,
 )
 from instep.mesh.rank_process import Exit, RankFailed
+from instep.native.library import core, switched_off
+from instep.shm import futex
 
 MEMINFO = "MemTotal:       8388608 kB\nMemFree:   1 kB\nMemAvailable:   {} kB\n"
 
@@ -83,11 +85,19 @@ def test_the_launcher_is_found_and_half_an_environment_is_an_error(machine):
 
 
 def test_without_shared_memory_the_backend_is_gloo_and_says_why(machine, monkeypatch):
-    monkeypatch.setattr(doctor, "available", lambda: False)
+    monkeypatch.setattr(futex, "available", lambda: False)
     found = the("shared memory", machine)
     assert found.level == WARNING and "needs Linux on x86-64" in found.text
     if not torch.cuda.is_available():
         assert the("backend", machine).text.startswith("gloo, because shared memory does not work")
+
+
+def test_the_native_core_is_there_or_the_doctor_says_how_to_get_it(machine):
+    with switched_off():
+        found = the("native core", machine)
+        assert found.level == OK and "the same in Python" in found.text and "native.build" in found.fix
+    if core() is not None:
+        assert the("native core", machine).text.startswith("compiled")
 
 
 def test_no_memory_for_files_in_memory_is_noticed(machine, monkeypatch):

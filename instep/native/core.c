@@ -1,0 +1,328 @@
+/* The native core of shared memory: ranks meet, and numbers are added, without the interpreter.
+ *
+ * Optional: everything in here has a twin in Python that gives the same bits, and is used where there is no
+ * compiled core. So arithmetic is elementwise, in the order that is asked for, and compiled without contraction
+ * and without fast math: however wide the vectors are, no bit differs.
+ *
+ * Ranks meet in words of shared memory, each on a cache line of its own:
+ *
+ *     posted[r]   written by rank r alone, only grows: r has come to so many rounds
+ *     done        the last complete round, as its last rank found it; what ranks sleep on
+ *     sleepers    how many sleep, or are about to
+ *
+ *     to come:    posted[r] = n; read all posted; if all are there: done = n; if sleepers: wake them
+ *     to sleep:   sleepers + 1; read done and all posted; if not all are there: sleep while done is unchanged
+ *
+ * All of these are sequentially consistent, so they have one order. Of the ranks of a round the last to post
+ * reads that all are there. Who was counted as a sleeper before it asks is woken; who is counted later reads,
+ * after that, that all are there. So a wake costs a system call only where a rank sleeps, and none is missed.
+ * Data that a rank wrote before it posted is there for those who read its post.
+ *
+ * Nothing in here waits for long: after a slice it returns to Python, which looks after signals, deadlines and
+ * the lives of the other ranks, and calls again.
+ */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef INSTEP_STAMP
+#define INSTEP_STAMP "none"
+#endif
+#define API __attribute__((visibility("default")))
+/* One body compiled for several vector units, chosen when the library is loaded. */
+#if defined(__x86_64__) && !defined(INSTEP_ONE_TARGET)
+#define CLONES static __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES static __attribute__((noinline))
+#endif
+
+enum { MOST_RANKS = 64, LINE = 64, BLOCK_BYTES = 8192, BLOCKS_BYTES = 24576, LEAST_BLOCK_BYTES = 1024 };
+enum { THERE = 0, MISSING = 1, DIFFERENT = 2, SHARED = 3, FAILED = -1 };
+enum { FLOAT32 = 0, FLOAT64 = 1 };
+enum { ADD = 0, MULTIPLY = 1 };
+enum { AS_IT_IS = 0, TIMES = 1, DIVIDED = 2 };
+
+API const char *instep_stamp(void) { return INSTEP_STAMP; }
+
+/* ---- words ---------------------------------------------------------------------------------------------- */
+
+#define LOAD(word) __atomic_load_n((word), __ATOMIC_SEQ_CST)
+#define STORE(word, value) (void)__atomic_exchange_n((word), (value), __ATOMIC_SEQ_CST)
+
+static void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static uint32_t *low_half(int64_t *word) {
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    return (uint32_t *)word + 1;
+#else
+    return (uint32_t *)word;
+#endif
+}
+
+static void wake_all(int64_t *word) {
+    int before = errno;
+    syscall(SYS_futex, low_half(word), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    errno = before;
+}
+
+/* Sleep while the low half of the word is that of value, for so long at most; 0, or why not. */
+static int sleep_on(int64_t *word, int64_t value, int64_t ns) {
+    struct timespec limit = {ns / 1000000000, ns % 1000000000};
+    int before = errno, found;
+    long failed = syscall(SYS_futex, low_half(word), FUTEX_WAIT, (uint32_t)value, &limit, NULL, 0);
+    found = failed ? errno : 0;
+    errno = before;
+    return found;
+}
+
+API int64_t instep_load(int64_t *word) { return LOAD(word); }
+
+API void instep_store(int64_t *word, int64_t value) { STORE(word, value); }
+
+API void instep_wake(int64_t *word) { wake_all(word); }
+
+API void instep_post(int64_t *word, int64_t value) {
+    STORE(word, value);
+    wake_all(word);
+}
+
+API int instep_spin(int64_t *word, int64_t target, int64_t ns) {
+    int64_t until = 0;
+    for (uint64_t turn = 0; LOAD(word) < target; turn++) {
+        if (turn % 64 == 0) {
+            int64_t now = now_ns();
+            if (until == 0) until = now + ns;
+            if (now >= until) return 0;
+        }
+        relax();
+    }
+    return 1;
+}
+
+API void instep_sleep(int64_t *word, int64_t target, int64_t ns) {
+    int64_t value = LOAD(word);
+    if (value < target && ns > 0) sleep_on(word, value, ns);
+}
+
+/* ---- rounds --------------------------------------------------------------------------------------------- */
+
+/* A group's shared words and halves, as rank sees them; of a block the first line is posted, the next state. */
+struct group {
+    int64_t size, rank;
+    uint8_t *blocks;
+    int64_t block_bytes;
+    int64_t *done, *sleepers;
+    uint8_t *halves; /* two per rank */
+    int64_t half_bytes;
+    int64_t spin_ns;
+};
+
+static int64_t *posted(const struct group *g, int64_t rank) {
+    return (int64_t *)(g->blocks + rank * g->block_bytes);
+}
+
+static int complete(const struct group *g, int64_t target) {
+    for (int64_t i = 1; i < g->size; i++) {
+        int64_t rank = g->rank + i < g->size ? g->rank + i : g->rank + i - g->size;
+        if (LOAD(posted(g, rank)) < target) return 0;
+    }
+    return 1;
+}
+
+/* Whether a rank that has not come has said that it will not. */
+static int deserted(const struct group *g, int64_t target) {
+    for (int64_t rank = 0; rank < g->size; rank++)
+        if (LOAD(posted(g, rank)) < target && LOAD(posted(g, rank) + LINE / 8) != 0) return 1;
+    return 0;
+}
+
+static void post_round(const struct group *g, int64_t number) {
+    if (LOAD(posted(g, g->rank)) >= number) return; /* called again after a slice */
+    STORE(posted(g, g->rank), number);
+    if (!complete(g, number)) return;
+    STORE(g->done, number);
+    if (LOAD(g->sleepers) > 0) wake_all(g->done);
+}
+
+static int await_round(const struct group *g, int64_t number, int64_t sleep_ns) {
+    int64_t until = 0;
+    if (complete(g, number)) return THERE;
+    if (g->spin_ns > 0) {
+        until = now_ns() + g->spin_ns;
+        for (uint64_t turn = 1;; turn++) {
+            relax();
+            if (complete(g, number)) return THERE;
+            if (turn % 16 == 0 && now_ns() >= until) break;
+        }
+    }
+    until = now_ns() + sleep_ns;
+    for (int64_t left_ns = sleep_ns; left_ns > 0; left_ns = until - now_ns()) {
+        __atomic_fetch_add(g->sleepers, 1, __ATOMIC_SEQ_CST);
+        int64_t before = LOAD(g->done);
+        int there = complete(g, number), why = EAGAIN;
+        if (!there && !deserted(g, number)) why = sleep_on(g->done, before, left_ns);
+        __atomic_fetch_sub(g->sleepers, 1, __ATOMIC_SEQ_CST);
+        if (there || complete(g, number)) return THERE;
+        if (deserted(g, number) || (why != EAGAIN && LOAD(g->done) == before)) return MISSING;
+    }
+    return MISSING;
+}
+
+/* Come to round number; THERE if all others have. */
+API int instep_come(const struct group *g, int64_t number) {
+    post_round(g, number);
+    return complete(g, number) ? THERE : MISSING;
+}
+
+/* Come to round number and wait for all others, asleep for one slice at most: THERE, or MISSING. */
+API int instep_meet(const struct group *g, int64_t number, int64_t sleep_ns) {
+    post_round(g, number);
+    return await_round(g, number, sleep_ns);
+}
+
+/* ---- arithmetic ----------------------------------------------------------------------------------------- */
+
+#define KERNELS(real, name)                                                                                  \
+    CLONES void instep_add_##name(real *restrict to, const real *a, const real *b, int64_t n) {             \
+        for (int64_t i = 0; i < n; i++) to[i] = a[i] + b[i];                                                \
+    }                                                                                                       \
+    CLONES void instep_add_to_##name(real *restrict to, const real *restrict b, int64_t n) {                \
+        for (int64_t i = 0; i < n; i++) to[i] = to[i] + b[i];                                               \
+    }                                                                                                       \
+    CLONES void instep_multiply_##name(real *restrict to, const real *a, const real *b, int64_t n) {        \
+        for (int64_t i = 0; i < n; i++) to[i] = a[i] * b[i];                                                \
+    }                                                                                                       \
+    CLONES void instep_multiply_to_##name(real *restrict to, const real *restrict b, int64_t n) {           \
+        for (int64_t i = 0; i < n; i++) to[i] = to[i] * b[i];                                               \
+    }                                                                                                       \
+    CLONES void instep_times_to_##name(real *to, real factor, int64_t n) {                                  \
+        for (int64_t i = 0; i < n; i++) to[i] = to[i] * factor;                                             \
+    }                                                                                                       \
+    CLONES void instep_divide_##name(real *to, real divisor, int64_t n) {                                   \
+        for (int64_t i = 0; i < n; i++) to[i] = to[i] / divisor;                                            \
+    }
+
+KERNELS(float, f32)
+KERNELS(double, f64)
+
+/* to = a o b; to is neither. */
+static void combine(int64_t type, int64_t how, void *to, const void *a, const void *b, int64_t n) {
+    if (type == FLOAT32 && how == ADD) instep_add_f32(to, a, b, n);
+    else if (type == FLOAT32) instep_multiply_f32(to, a, b, n);
+    else if (how == ADD) instep_add_f64(to, a, b, n);
+    else instep_multiply_f64(to, a, b, n);
+}
+
+/* to = to o b */
+static void combine_to(int64_t type, int64_t how, void *to, const void *b, int64_t n) {
+    if (type == FLOAT32 && how == ADD) instep_add_to_f32(to, b, n);
+    else if (type == FLOAT32) instep_multiply_to_f32(to, b, n);
+    else if (how == ADD) instep_add_to_f64(to, b, n);
+    else instep_multiply_to_f64(to, b, n);
+}
+
+static void finish(int64_t type, int64_t how, double number, void *to, int64_t n) {
+    if (how == TIMES && type == FLOAT32) instep_times_to_f32(to, (float)number, n);
+    else if (how == TIMES) instep_times_to_f64(to, number, n);
+    else if (how == DIVIDED && type == FLOAT32) instep_divide_f32(to, (float)number, n);
+    else if (how == DIVIDED) instep_divide_f64(to, number, n);
+}
+
+/* values of length elements each, combined pair by pair: value left becomes left o right, in this order. What
+ * value root is then, finished, goes to all homes. A home may be one of the values, whose memory is changed in
+ * no other way. */
+struct sum {
+    int64_t type, how, finish;
+    double number;
+    int64_t length;
+    int64_t num_values;
+    const void *const *values;
+    int64_t num_pairs;
+    const int32_t (*pairs)[2];
+    int64_t root;
+    int64_t num_homes;
+    void *const *homes;
+};
+
+/* Which small block holds a value, after its first pair; blocks of values that are used up are used again. */
+static int64_t place_blocks(const struct sum *s, int32_t *block, int32_t *spare, int32_t *chosen) {
+    int64_t num_blocks = 0, num_spare = 0;
+    for (int64_t i = 0; i < s->num_values; i++) block[i] = -1;
+    for (int64_t k = 0; k < s->num_pairs; k++) {
+        int32_t left = s->pairs[k][0], right = s->pairs[k][1];
+        if (left < 0 || right < 0 || left >= s->num_values || right >= s->num_values || left == right) return -1;
+        if (block[left] < 0) block[left] = num_spare ? spare[--num_spare] : (int32_t)num_blocks++;
+        if (block[right] >= 0) spare[num_spare++] = block[right];
+        chosen[k] = block[left];
+    }
+    return num_blocks;
+}
+
+static void one_block(const struct sum *s, int64_t start, int64_t n, const void **at, uint8_t *blocks,
+                      int64_t block_bytes, const int32_t *chosen) {
+    int64_t item = s->type == FLOAT32 ? 4 : 8;
+    for (int64_t i = 0; i < s->num_values; i++) at[i] = (const uint8_t *)s->values[i] + start * item;
+    for (int64_t k = 0; k < s->num_pairs; k++) {
+        int32_t left = s->pairs[k][0], right = s->pairs[k][1];
+        uint8_t *to = blocks + chosen[k] * block_bytes;
+        if (at[left] == to) combine_to(s->type, s->how, to, at[right], n);
+        else combine(s->type, s->how, to, at[left], at[right], n);
+        at[left] = to;
+    }
+    const void *total = at[s->root];
+    if (s->finish != AS_IT_IS) {
+        if (s->num_pairs == 0) {
+            memcpy(blocks, total, n * item);
+            total = blocks;
+        }
+        finish(s->type, s->finish, s->number, (void *)total, n);
+    }
+    for (int64_t h = 0; h < s->num_homes; h++) {
+        uint8_t *home = (uint8_t *)s->homes[h] + start * item;
+        if (home != total) memcpy(home, total, n * item);
+    }
+}
+
+/* One pass over memory. 0, or FAILED: there is no room for the notes, or the sum makes no sense. */
+API int instep_add_up(const struct sum *s) {
+    int64_t most = s->num_values + s->num_pairs + 1, item = s->type == FLOAT32 ? 4 : 8;
+    if (s->num_values < 1 || s->root < 0 || s->root >= s->num_values) return FAILED;
+    int32_t *notes = malloc((size_t)(3 * most) * sizeof *notes);
+    const void **at = malloc((size_t)s->num_values * sizeof *at);
+    uint8_t *blocks = NULL;
+    int64_t num_blocks = notes && at ? place_blocks(s, notes, notes + most, notes + 2 * most) : -1;
+    if (num_blocks >= 0) {
+        int64_t room = num_blocks ? num_blocks : 1, bytes = BLOCKS_BYTES / room / LINE * LINE;
+        bytes = bytes > BLOCK_BYTES ? BLOCK_BYTES : bytes < LEAST_BLOCK_BYTES ? LEAST_BLOCK_BYTES : bytes;
+        if (posix_memalign((void **)&blocks, LINE, (size_t)(room * bytes)) != 0) blocks = NULL;
+        for (int64_t start = 0, n = bytes / item; blocks && start < s->length; start += n)
+            one_block(s, start, s->length - start < n ? s->length - start : n, at, blocks, bytes,
+                      notes + 2 * most);
+    }
+    free(notes);
+    free(at);
+    int failed = blocks == NULL;
+    free(blocks);
+    return failed ? FAILED : 0;
+}

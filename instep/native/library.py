@@ -1,0 +1,172 @@
+"""The compiled core as Python calls it, or None where there is none that fits.
+
+``ctypes`` drops the interpreter's lock around a call, so other threads of the rank go on while it waits or
+adds. Calls that take less than handing over the lock would (a load, a wake) keep it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+from instep.native import build
+
+THERE, MISSING = 0, 1
+ADD, MULTIPLY = 0, 1
+AS_IT_IS, TIMES, DIVIDED = 0, 1, 2
+_TYPES = {4: 0, 8: 1}  # of floats, by their bytes
+# Up to here a sum takes less than a thread may wait for the interpreter's lock.
+_SHORT_BYTES = 32 << 10
+Pairs = tuple[tuple[int, int], ...]
+
+
+class GroupView(ctypes.Structure):
+    """``struct group`` of ``core.c``: where a group's words and halves lie in this process."""
+
+    _fields_ = (
+        ("size", c_int64),
+        ("rank", c_int64),
+        ("blocks", c_void_p),
+        ("block_bytes", c_int64),
+        ("done", c_void_p),
+        ("sleepers", c_void_p),
+        ("halves", c_void_p),
+        ("half_bytes", c_int64),
+        ("spin_ns", c_int64),
+    )
+
+
+class _SumView(ctypes.Structure):
+    """``struct sum`` of ``core.c``."""
+
+    _fields_ = (
+        ("type", c_int64),
+        ("how", c_int64),
+        ("finish", c_int64),
+        ("number", c_double),
+        ("length", c_int64),
+        ("num_values", c_int64),
+        ("values", c_void_p),
+        ("num_pairs", c_int64),
+        ("pairs", c_void_p),
+        ("root", c_int64),
+        ("num_homes", c_int64),
+        ("homes", c_void_p),
+    )
+
+
+class Core:
+    """The functions of a compiled core; addresses are those of this process."""
+
+    def __init__(self, path: Path) -> None:
+        waiting, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        short.instep_stamp.restype = ctypes.c_char_p
+        self.stamp: str = short.instep_stamp().decode()
+        word_and_number = (c_void_p, c_int64)
+        self.load = _typed(short.instep_load, (c_void_p,), c_int64)
+        self.store = _typed(short.instep_store, word_and_number, None)
+        self.post = _typed(short.instep_post, word_and_number, None)
+        self.wake = _typed(short.instep_wake, (c_void_p,), None)
+        self.spin = _typed(waiting.instep_spin, (c_void_p, c_int64, c_int64), c_int)
+        self.sleep = _typed(waiting.instep_sleep, (c_void_p, c_int64, c_int64), None)
+        round_of = (POINTER(GroupView), c_int64, c_int64)
+        self.come = _typed(short.instep_come, round_of[:2], c_int)
+        self.meet = _typed(waiting.instep_meet, round_of, c_int)
+        self._add_up = _typed(waiting.instep_add_up, (POINTER(_SumView),), c_int)
+        self._add_up_short = _typed(short.instep_add_up, (POINTER(_SumView),), c_int)
+
+    def add_up(
+        self,
+        values: Sequence[int],
+        pairs: Pairs,
+        root: int,
+        homes: Sequence[int],
+        length: int,
+        itemsize: int,
+        how: int = ADD,
+        finish: tuple[int, float] = (AS_IT_IS, 1.0),
+    ) -> bool:
+        """What ``core.c`` does with a ``struct sum``; False if it could not, and nothing was written.
+
+        ``values`` and ``homes`` are addresses of ``length`` floats of ``itemsize`` bytes.
+        """
+        # The arrays live until the call is over.
+        from_, to = (c_void_p * len(values))(*values), (c_void_p * len(homes))(*homes)
+        steps = _flat(pairs)
+        view = _SumView(
+            _TYPES[itemsize],
+            how,
+            *finish,
+            length,
+            len(values),
+            ctypes.addressof(from_),
+            len(pairs),
+            ctypes.addressof(steps),
+            root,
+            len(homes),
+            ctypes.addressof(to),
+        )
+        is_short = length * itemsize * len(values) <= _SHORT_BYTES
+        failed: int = (self._add_up_short if is_short else self._add_up)(byref(view))
+        return not failed
+
+
+@lru_cache(maxsize=256)
+def _flat(pairs: Pairs) -> ctypes.Array[c_int32]:
+    return (c_int32 * (2 * len(pairs)))(*(position for pair in pairs for position in pair))
+
+
+def _typed(function: ctypes._NamedFuncPointer, arguments: Sequence[type], result: type | None):  # type: ignore[no-untyped-def]
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+class _Known:
+    """What this process knows of its core: looked for once, and whether it is to be used."""
+
+    looked = False
+    found: Core | None = None
+    wanted = True
+    why = ""
+
+
+def core() -> Core | None:
+    """The compiled core, or None where Python is to do it: no library, one of other source, or not wanted."""
+    if not _Known.looked:
+        _Known.found, _Known.why = load(build.LIBRARY)
+        _Known.looked = True
+    return _Known.found if _Known.wanted else None
+
+
+def absence() -> str:
+    """Why ``core`` is None, or ""."""
+    if core() is not None:
+        return ""
+    return _Known.why if _Known.found is None else "it was switched off"
+
+
+def load(path: Path) -> tuple[Core | None, str]:
+    """The core in ``path``, or None and why there is none."""
+    if not path.exists():
+        return None, "it was not compiled"
+    try:
+        found = Core(path)
+    except (OSError, AttributeError) as error:
+        return None, f"it cannot be loaded: {error}"
+    if found.stamp != build.stamp():
+        return None, "it was compiled from other source"
+    return found, ""
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """Python does it all in the block, for groups that are made in it too: to compare the two."""
+    before, _Known.wanted = _Known.wanted, False
+    try:
+        yield
+    finally:
+        _Known.wanted = before

@@ -1,0 +1,147 @@
+"""A core is used only if it was compiled from the source beside it; without one Python does the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.native import build, library
+from instep.native.build import BuildFailed
+from instep.ordered.add_up import add_up
+from instep.ordered.tree import plan_sum
+from instep.shm import futex, group_segment, segment
+from tests.shm import calls
+from tests.shm.calls import group_of
+from tests.world import world
+
+needs_compiler = pytest.mark.skipif(library.core() is None, reason="there is no compiled native core")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where a library would lie, for a process that has not looked yet."""
+    monkeypatch.setattr(library._Known, "looked", False)
+    monkeypatch.setattr(library._Known, "found", None)
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "core.so")
+    return tmp_path / "core.so"
+
+
+def sums_as_python() -> bool:
+    values = [torch.full((5,), x) for x in (1.0, 2.0)]
+    home = torch.empty(5)
+    add_up(values, plan_sum(((0,), (1,)), 2), 0.5, [home])
+    return home.tolist() == [1.5] * 5
+
+
+def test_without_a_library_python_does_it(fresh):
+    assert library.core() is None and library.absence() == "it was not compiled"
+    assert sums_as_python()
+
+
+def test_a_file_that_is_no_library_is_not_used(fresh):
+    fresh.write_bytes(b"no library")
+    assert library.core() is None and library.absence().startswith("it cannot be loaded")
+    assert sums_as_python()
+
+
+@needs_compiler
+def test_a_library_of_other_source_is_not_used(fresh, monkeypatch):
+    build.build(fresh)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O2"))
+    assert library.core() is None and library.absence() == "it was compiled from other source"
+    assert sums_as_python()
+
+
+@needs_compiler
+def test_a_library_of_this_source_is_used_unless_it_is_switched_off(fresh):
+    build.build(fresh)
+    assert library.core() is not None and library.absence() == ""
+    with library.switched_off():
+        assert library.core() is None and library.absence() == "it was switched off"
+        assert sums_as_python()
+    assert library.core() is not None
+
+
+def test_without_a_compiler_building_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildFailed, match="no C compiler"):
+        build.build(tmp_path / "core.so", {})
+    with pytest.raises(BuildFailed, match="nowhere"):
+        build.build(tmp_path / "core.so", {"CC": "/nowhere/cc -O1"})
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    with pytest.raises(BuildFailed, match="x86_64 or aarch64, not linux on riscv64"):
+        build.build(tmp_path / "core.so", {})
+
+
+@needs_compiler
+def test_a_compiler_that_knows_one_target_only_is_enough(tmp_path):
+    """As some that have no ifunc."""
+    script = tmp_path / "cc"
+    script.write_text(
+        '#!/bin/sh\ncase "$*" in *ONE_TARGET*) exec cc "$@";; esac\necho "error: x" >&2; exit 1\n'
+    )
+    script.chmod(0o755)
+    assert "ONE_TARGET" in build.build(tmp_path / "core.so", {"CC": str(script)})
+    assert library.load(tmp_path / "core.so")[0] is not None
+
+
+def test_the_command_is_no_failure_without_a_compiler(tmp_path):
+    copy = tmp_path / "build.py"
+    copy.write_bytes(Path(build.__file__).read_bytes())
+    (tmp_path / "core.c").write_bytes(build.SOURCE.read_bytes())
+    ended = subprocess.run(
+        [sys.executable, copy], env={"CC": "/nowhere/cc"}, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.startswith("native core: not compiled") and ended.stdout.count("\n") == 1
+    assert "ziglang" in ended.stdout
+
+
+def test_shared_memory_on_aarch64_needs_the_core(monkeypatch):
+    monkeypatch.setattr(futex.platform, "machine", lambda: "aarch64")
+    with library.switched_off():
+        assert not futex.available() and "where it was switched off" in futex.why_not()
+    assert futex.available() == (library.core() is not None)
+    monkeypatch.setattr(futex.platform, "machine", lambda: "riscv64")
+    with library.switched_off():
+        assert "this is Linux on riscv64" in futex.why_not()
+
+
+@needs_compiler
+def test_words_of_a_processor_that_reorders_are_those_of_the_core(monkeypatch):
+    monkeypatch.setattr(futex.platform, "machine", lambda: "aarch64")
+    words = segment.create(4096).words()
+    assert isinstance(words, futex.OrderedWords)
+    words.post(3, -(2**62))
+    words[4] = 7
+    assert (words[3], words[4]) == (-(2**62), 7)
+    assert words.spin(4, 7, 10) and not words.spin(4, 8, 0.001)
+    words.sleep(4, 8, 0.001)
+
+
+@needs_compiler
+def test_a_group_in_which_one_rank_has_no_core_waits_without_it(monkeypatch):
+    native = library.core()
+
+    def of_rank() -> library.Core | None:
+        return None if threading.current_thread().name == "rank 1" else native
+
+    monkeypatch.setattr(group_segment, "core", of_rank)
+    world(3, backend="shm")(waits_without)()
+    monkeypatch.setattr(group_segment, "core", lambda: native)
+    world(3, backend="shm")(waits_with)()
+
+
+def waits_without(mesh):
+    assert group_of(mesh)._rounds.shared.core is None
+    calls.barrier(group_of(mesh)).wait()
+
+
+def waits_with(mesh):
+    assert group_of(mesh)._rounds.shared.core is not None
+    calls.barrier(group_of(mesh)).wait()
