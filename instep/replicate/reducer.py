@@ -50,6 +50,7 @@ class Reducer(Reduction):
         named = list(zip(self.names, self.parameters, strict=True))
         self._watch_over(lambda: named, [range(group.size)])
         self.comm_hook: CommHook | None = None
+        self._awaits = False  # backward has ended: what leaves now is waited for at once
         # Backward computes gradients in about the reverse of the order in which layers were registered.
         self._make_buckets(list(reversed(range(len(self.names)))))
 
@@ -64,6 +65,7 @@ class Reducer(Reduction):
         for bucket in self.buckets:
             bucket.begin(plan.num_leaves, self.gradients.num_attached(bucket))
         self.strategy.begin(self.buckets)
+        self._awaits = False
 
     def finish(self) -> None:
         """All leaves of this rank are closed: wait for the exchanges, and set every ``.grad``.
@@ -78,6 +80,7 @@ class Reducer(Reduction):
                 bucket.ready_ns = 0
                 self._ready(bucket)
         with self.recorder.span(GRADIENT_SYNC, lane="host"):
+            self._awaits = True
             self.strategy.finish()
             if self.comm_hook is not None:
                 self.comm_hook.finish(self.group)
@@ -183,7 +186,8 @@ class Reducer(Reduction):
             with self.stream.after(computed):
                 self.exchange.run(bucket, header, plan.leaves)
 
-        return self.lane.submit(name, run)
+        # In this thread where it waits anyway: to hand over, and back, takes a turn of the interpreter each.
+        return (self.lane.run if self._awaits else self.lane.submit)(name, run)
 
     def _hook(self, hook: CommHook, bucket: Bucket, header: Header, name: str) -> Work:
         """Let ``hook`` begin with ``bucket``, once all ranks have come to it."""
@@ -191,7 +195,7 @@ class Reducer(Reduction):
         def meet() -> None:
             self.exchange.meet(bucket, header, name)
 
-        met = self.lane.submit(name, meet)
+        met = self.lane.run(name, meet)
         met.wait()
         hook.start(bucket, self.parameters, is_last=bucket is self.buckets[-1])
         return met
@@ -203,11 +207,8 @@ class Reducer(Reduction):
         order = torch.tensor(
             self._seen + [i for i in self._order if i not in seen], dtype=torch.int64, device="cpu"
         )
-        work = self.lane.submit(
-            "the broadcast of the bucket order",
-            lambda: self.group.broadcast(order, "the broadcast of the bucket order"),
-        )
-        work.wait()
+        name = "the broadcast of the bucket order"
+        self.lane.run(name, lambda: self.group.broadcast(order, name)).wait()
         if order.tolist() != self._order:
             self._next_order = order.tolist()
 

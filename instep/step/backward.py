@@ -266,7 +266,7 @@ class Backward:
         said = self.reducer.exchange.buffers
         if shared is not None and shared.differ(said):
             with self.reducer.recorder.span(BUFFERS, lane="host"):
-                self.reducer.lane.submit(BROADCAST, lambda: shared.exchange(said)).wait()
+                self.reducer.lane.run(BROADCAST, lambda: shared.exchange(said)).wait()
 
     def _mark(self) -> Mark:
         micro_batch = self.declared.micro_batch
