@@ -14,12 +14,12 @@ Where it waits for other ranks, the thread that trains records a span with one o
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -119,14 +119,6 @@ class DeviceMarks(Protocol):
     def settled(self) -> list[tuple[Any, int, int]]: ...  # what, start_ns, end_ns: once each, when it is over
 
 
-class _Thread(threading.local):
-    """What a recorder knows of the calling thread: its own lane, if it is one of several that compute."""
-
-    def __init__(self) -> None:
-        self.lane: str | None = None
-        self.open: set[tuple[str, str]] = set()
-
-
 class Recorder:
     """A rank's last ``capacity`` events, in memory or, from ``keep_in`` on, in a file.
 
@@ -142,9 +134,10 @@ class Recorder:
         self.watch: Callable[[str, bool], None] | None = None  # told when a span begins (True) and ends
         self._capacity = capacity
         self._ring = RingBuffer(capacity)
-        self._thread = _Thread()
-        self._open: set[tuple[str, str]] = set()  # on threads without a lane of their own
+        self._lanes: dict[int, str] = {}  # by thread, of those that have one of their own
+        self._open: set[tuple[Any, ...]] = set()  # spans: lane, name and, with a lane of its own, the thread
         self._begun_ns = 0  # the step
+        self._begun_at = 0  # how many records there were then
         self.optimizer_steps = 0
         self._worked = False  # since the last of them
 
@@ -155,16 +148,22 @@ class Recorder:
             OSError: the file cannot be made.
         """
         self._ring = RingBuffer(capacity, path, {**head, "rank": self.rank})
+        self._begun_at = self._ring.newest
 
     def keep_in_memory(self) -> None:
         """The file, if there is one, keeps what it has; later events go into private memory."""
         self._ring = RingBuffer(self._capacity)
+        self._begun_at = 0
 
     def span(
         self, name: str, *, lane: str, num_bytes: int = 0, leaf: int = -1, bucket: int = -1, peer: int = -1
     ) -> Span:
         """Record what the block takes, also when it raises."""
-        return Span(self, name, lane, num_bytes, leaf, bucket, peer)
+        # Filled here: the call of an ``__init__`` takes as long as the clock is read twice.
+        span = _new_span(Span)
+        span.recorder, span.name, span.lane = self, name, lane
+        span.bytes, span.leaf, span.bucket, span.peer = num_bytes, leaf, bucket, peer
+        return span
 
     def put(
         self,
@@ -179,14 +178,15 @@ class Recorder:
         peer: int = -1,
     ) -> None:
         """Record something that has ended."""
-        lane = self._thread.lane or lane
+        if self._lanes:
+            lane = self._lanes.get(get_ident(), lane)
         self._ring.put(name, lane, start_ns, end_ns, num_bytes, self.step, leaf, bucket, peer)
 
     def begin_step(self, step: int) -> None:
         """From now on it is ``step``; the one before has ended, if it had begun."""
         now = time.monotonic_ns()
         self.end_step(now)
-        self.step, self._begun_ns = step, now
+        self.step, self._begun_ns, self._begun_at = step, now, self._ring.newest
 
     def ensure_step(self) -> None:
         """A step is under way: if none has begun, and nothing else says when one does, it begins here."""
@@ -227,8 +227,16 @@ class Recorder:
     def so_far(self) -> list[Event]:
         """The events of the open step, as if it ended now."""
         self.settle()
-        step = Event(self.rank, "host", STEP, self._begun_ns, time.monotonic_ns(), step=self.step)
-        return [*self.of_step(self.step), step] if self._begun_ns else []
+        if not self._begun_ns:
+            return []
+        names, rank, step = self._ring.names, self.rank, self.step
+        found = [
+            _new_event(Event, (rank, names[lane], names[name], start, end, size, step, leaf, bucket, peer))
+            for _, start, end, size, of, leaf, bucket, peer, name, lane in self._ring.since(self._begun_at)
+            if of == step
+        ]
+        found.append(Event(rank, "host", STEP, self._begun_ns, time.monotonic_ns(), step=step))
+        return found
 
     def last_steps(self, count: int) -> list[Event]:
         """The events of the last ``count`` steps that have ended, and since, in the order of their ends."""
@@ -248,11 +256,15 @@ class Recorder:
     @contextmanager
     def as_lane(self, lane: str) -> Iterator[None]:
         """In the block, whatever this thread records is on ``lane``."""
-        before, self._thread.lane = self._thread.lane, lane
+        thread = get_ident()
+        before, self._lanes[thread] = self._lanes.get(thread), lane
         try:
             yield
         finally:
-            self._thread.lane = before
+            if before is None:
+                del self._lanes[thread]
+            else:
+                self._lanes[thread] = before
 
     def settle(self) -> None:
         """Record what the device has done since the last time."""
@@ -268,68 +280,88 @@ class Recorder:
 
 
 class Span:
-    """A block that is timed; see ``Recorder.span``."""
+    """A block that is timed; see ``Recorder.span``.
 
-    __slots__ = ("bucket", "bytes", "lane", "leaf", "name", "peer", "recorder", "start_ns", "token")
+    What it does is written out, and not called: between two spans the processor's caches are computation's,
+    and then each further call takes as long as a record.
+    """
 
-    def __init__(
-        self, recorder: Recorder, name: str, lane: str, num_bytes: int, leaf: int, bucket: int, peer: int
-    ) -> None:
-        self.recorder, self.name, self.lane = recorder, name, lane
-        self.bytes, self.leaf, self.bucket, self.peer = num_bytes, leaf, bucket, peer
+    __slots__ = (
+        "bucket",
+        "bytes",
+        "key",
+        "lane",
+        "leaf",
+        "name",
+        "on_lane",
+        "peer",
+        "recorder",
+        "start_ns",
+        "token",
+    )
+    recorder: Recorder
+    name: str
+    lane: str
+    bytes: int
+    leaf: int
+    bucket: int
+    peer: int
+    key: tuple[Any, ...]
+    on_lane: str
+    start_ns: int
+    token: Any
 
     def __enter__(self) -> Span:
-        spans = self._open()
-        if (self.lane, self.name) in spans:
+        recorder, name, lane = self.recorder, self.name, self.lane
+        self.on_lane, self.key = lane, (lane, name)
+        if recorder._lanes and (own := recorder._lanes.get(thread := get_ident())) is not None:
+            self.on_lane, self.key = own, (lane, name, thread)
+        if self.key in recorder._open:
             self.start_ns = 0
             return self
-        if self.lane != "communication":  # where several threads may do the same at once
-            spans.add((self.lane, self.name))
-        marks = self.recorder.marks
-        self.token = marks.begin() if marks is not None and self.lane == "compute" else None
+        if lane != "communication":  # where several threads may do the same at once
+            recorder._open.add(self.key)
+        marks = recorder.marks
+        self.token = marks.begin() if marks is not None and lane == "compute" else None
         self.start_ns = time.monotonic_ns()
         # After the start was noted: who is told may take time, as a fault does that is slow in a phase.
-        if self.recorder.watch is not None:
-            self.recorder.watch(self.name, True)
+        if recorder.watch is not None:
+            recorder.watch(name, True)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
     ) -> None:
-        self.end()
+        start_ns = self.start_ns
+        if not start_ns:
+            return
+        end_ns, recorder, name, lane = time.monotonic_ns(), self.recorder, self.name, self.on_lane
+        recorder._open.discard(self.key)
+        if recorder.watch is not None:
+            recorder.watch(name, False)
+        if self.token is not None and recorder.marks is not None:
+            recorder.marks.end(self.token, (name, self.lane, recorder.step, self.leaf))
+            lane = "host" if lane == self.lane else lane  # where it was issued
+        recorder._ring.put(
+            name, lane, start_ns, end_ns, self.bytes, recorder.step, self.leaf, self.bucket, self.peer
+        )
 
     begin = __enter__
 
     def end(self) -> None:
         """What has begun is over."""
-        if not self.start_ns:
-            return
-        end_ns, recorder, lane = time.monotonic_ns(), self.recorder, self.lane
-        self._open().discard((self.lane, self.name))
-        if recorder.watch is not None:
-            recorder.watch(self.name, False)
-        if self.token is not None and recorder.marks is not None:
-            recorder.marks.end(self.token, (self.name, lane, recorder.step, self.leaf))
-            lane = "host"  # where it was issued
-        recorder._ring.put(
-            self.name,
-            recorder._thread.lane or lane,
-            self.start_ns,
-            end_ns,
-            self.bytes,
-            recorder.step,
-            self.leaf,
-            self.bucket,
-            self.peer,
-        )
+        self.__exit__()
 
     def cancel(self) -> None:
         """It will not end, and leaves no event."""
         if self.start_ns:
-            self._open().discard((self.lane, self.name))
+            self.recorder._open.discard(self.key)
             if self.recorder.watch is not None:
                 self.recorder.watch(self.name, False)
 
-    def _open(self) -> set[tuple[str, str]]:
-        thread = self.recorder._thread
-        return self.recorder._open if thread.lane is None else thread.open
+
+_new_span = object.__new__
+_new_event = tuple.__new__

@@ -29,6 +29,7 @@ FIRST = HEAD_BYTES + NAMES_BYTES
 OTHER = "other"  # every name after the names' part is full
 FIELDS = ("number", "start_ns", "end_ns", "bytes", "step", "leaf", "bucket", "peer", "name", "lane")
 RECORD = struct.Struct("<4q4i2H4x")
+_WRITTEN = struct.Struct("<4q4iI4x")  # the same bytes, with name and lane as one number
 _LENGTH = struct.Struct("<H")
 
 Record = tuple[int, int, int, int, int, int, int, int, int, int]  # FIELDS
@@ -51,6 +52,7 @@ class RingBuffer:
         self.capacity = capacity
         self._lock = threading.Lock()
         self._names: dict[str, int] = {}
+        self._kinds: dict[tuple[str, str], int] = {}  # the numbers of a name and a lane, as one
         self._names_end = HEAD_BYTES
         num_bytes = FIRST + capacity * RECORD.size
         head = {**(head or {}), "capacity": capacity}
@@ -90,14 +92,13 @@ class RingBuffer:
         peer: int,
     ) -> None:
         """Write one record over the oldest."""
-        names = self._names
-        name_number = names[name] if name in names else self._add(name)
-        lane_number = names[lane] if lane in names else self._add(lane)
+        kind = self._kinds.get((name, lane))
+        if kind is None:
+            kind = self._kinds[name, lane] = self.number(name) | self.number(lane) << 16
         number = next(self._numbers)
-        place = FIRST + (number - 1) % self.capacity * RECORD.size
-        RECORD.pack_into(
+        _WRITTEN.pack_into(
             self._memory,
-            place,
+            FIRST + (number - 1) % self.capacity * RECORD.size,
             number,
             start_ns,
             end_ns,
@@ -106,10 +107,27 @@ class RingBuffer:
             leaf,
             bucket,
             peer,
-            name_number,
-            lane_number,
+            kind,
         )
-        self.newest = max(number, self.newest)
+        if number > self.newest:  # of two threads the second may come first
+            self.newest = number
+
+    def since(self, count: int) -> list[Record]:
+        """The records after number ``count``, as far as they are kept, from the oldest on; other threads may
+        go on writing."""
+        newest = self.newest
+        first = max(count, newest - self.capacity)
+        begin, end = first % self.capacity, newest % self.capacity
+        if newest <= first:
+            return []
+        rows = self._rows(begin, end) if begin < end else self._rows(begin) + self._rows(0, end)
+        return [row for number, row in enumerate(rows, first + 1) if row[0] == number]
+
+    def _rows(self, begin: int, end: int | None = None) -> list[Record]:
+        """What is in the places from ``begin`` to ``end`` (exclusive), by default the last."""
+        end = self.capacity if end is None else end
+        size = RECORD.size
+        return [*RECORD.iter_unpack(self._memory[FIRST + begin * size : FIRST + end * size])]
 
     def backwards(self) -> Iterator[Record]:
         """The records from the newest to the oldest; other threads may go on writing."""

@@ -161,6 +161,34 @@ def test_a_duration_is_in_seconds():
     assert Event(0, "host", "save", 1_000_000_000, 3_500_000_000).duration_s == 2.5
 
 
+def test_the_open_step_has_the_events_that_are_its_own_from_its_begin_on():
+    recorder = Recorder(capacity=4)
+    for step, name in ((1, "before"), (2, "given up"), (2, "again")):
+        recorder.drop_step()
+        recorder.begin_step(step)
+        recorder.span(name, lane="compute").begin().end()
+    late = recorder.span("late", lane="host").begin()
+    recorder.step = 1  # another thread ends what was of the step before
+    late.end()
+    recorder.step = 2
+    assert names(recorder.so_far()) == ["again", STEP]
+    for i in range(5):
+        recorder.span(f"{i}", lane="host").begin().end()
+    assert names(recorder.so_far()) == ["1", "2", "3", "4", STEP]
+
+
+def test_a_step_goes_on_in_another_ring_with_what_is_recorded_there(tmp_path):
+    for step in (3, 3):
+        recorder = Recorder()
+        recorder.begin_step(step)
+        recorder.span("in memory", lane="host").begin().end()
+        recorder.keep_in(tmp_path / "ring", 8, {"boot": "this"})  # which has those of the first time
+        recorder.span("in the file", lane="host").begin().end()
+        assert names(recorder.so_far()) == ["in the file", STEP]
+    recorder.keep_in_memory()
+    assert names(recorder.so_far()) == [STEP]
+
+
 class Device:
     """A device that has done what it was given when ``done`` says so."""
 

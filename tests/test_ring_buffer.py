@@ -38,12 +38,23 @@ def test_the_newest_come_first_and_the_oldest_go(path):
     assert (ring.names[name], ring.names[lane]) == ("forward", "compute")
 
 
+def test_what_came_since_a_count_comes_oldest_first_as_far_as_it_is_kept(path):
+    ring = RingBuffer(4, path, HEAD)
+    assert ring.since(0) == []
+    for step in range(11):
+        put(ring, step)
+        kept = [*ring.backwards()][::-1]
+        for count in range(step + 2):
+            assert ring.since(count) == [record for record in kept if record[0] > count]
+
+
 def test_a_place_that_holds_another_number_is_left_out(path):
     ring = RingBuffer(4, path, HEAD)
     for step in range(6):
         put(ring, step)
     RECORD.pack_into(ring._memory, FIRST + RECORD.size, *[0] * 10)  # that of number 6, the newest
     assert steps(ring) == [4, 3, 2]
+    assert [record[4] for record in ring.since(0)] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("written", [0, 1, 3, 4, 5, 7, 8, 9, 11])

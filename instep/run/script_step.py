@@ -47,7 +47,7 @@ WISHES = ("stop", "regroup", "copy")
 WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
 SERVERS_WORD = "what the server knows of the step"
 OWN = "script"  # the phase of what is no span
-PHASES = {"data": "data", "forward": "forward", "backward": "backward", "update": "update"}
+PHASES = {name: name for name in ("data", "forward", "backward", "update")} | dict.fromkeys(WAITS, "exchange")
 
 
 class SpanPhases:
@@ -65,7 +65,7 @@ class SpanPhases:
 
     def watch(self, name: str, begins: bool) -> None:
         """A span begins, or ends; of other threads, and of other names, nothing is told."""
-        phase = "exchange" if name in WAITS else PHASES.get(name)
+        phase = PHASES.get(name)
         if phase is None or not self._open or threading.get_ident() != self._thread:
             return
         if self._open[0] != OWN and phase != "exchange":

@@ -10,10 +10,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from instep.events import STEP, Event, Recorder, Timeline
-from instep.timeline.breakdown import Parts, RankBreakdown, breakdown, parts, slowdown
+from instep.timeline.breakdown import RankBreakdown, Sums, breakdown, parts, slowdown, sums
 from instep.timeline.straggler import OwnTimes, SlowRank, find_slow_rank
 
 NUM_OWN = len(OwnTimes(0, 0, 0, 0.0, 0.0, 0.0, 0.0).to_list())
@@ -28,17 +27,15 @@ class Timing:
     def __init__(self, recorder: Recorder, num_ranks: int) -> None:
         self.recorder = recorder
         self.own = [0.0] * NUM_OWN  # of the step before; zeros before there is one
-        self._made: Parts | None = None  # of the open step, until what follows it
+        self._made: Sums | None = None  # of the open step, until what follows it
         self._num_ranks = num_ranks
-        self._heard: deque[OwnTimes] = deque(maxlen=REMEMBERED * num_ranks)
+        self._heard: deque[Sequence[float]] = deque(maxlen=REMEMBERED * num_ranks)
         recorder.by_optimizer = False
 
     def begin(self, step: int) -> None:
         """A step begins, and the one before has ended."""
         if self._made is not None:
-            own = OwnTimes.of(self._made)
-            after_s = (time.monotonic_ns() - self._made.end_ns) / 1e9
-            self.own = replace(own, host=own.host + after_s, wall=own.wall + after_s).to_list()
+            self.own = OwnTimes.of_sums(self._made, time.monotonic_ns() - self._made.end_ns).to_list()
             self._made = None
         self.recorder.begin_step(step)
 
@@ -48,18 +45,19 @@ class Timing:
 
     def heard(self, told: Sequence[Sequence[float]]) -> None:
         """The ``own`` figures of every rank; those of a rank without a step yet are zeros."""
-        self._heard += [OwnTimes.from_list([*figures]) for figures in told if any(figures)]
+        self._heard += [figures for figures in told if any(figures)]
 
     def waits(self) -> tuple[float, float]:
         """The step is made, but for what follows it, which is host code: the seconds of it in which messages
         travelled, and in which another rank was not ready."""
         with self.recorder.span("timing", lane="host"):
-            self._made = parts(self.recorder.so_far())
-            return (0.0, 0.0) if self._made is None else (self._made.exposed_s, self._made.waiting_s)
+            self._made = made = sums(self.recorder.so_far())
+            return (0.0, 0.0) if made is None else (made.exposed / 1e9, made.waiting / 1e9)
 
     def slow(self, steps: int = LOOKED_AT) -> SlowRank | None:
         """The rank that holds the others up, as far as the last ``steps`` tell."""
-        return find_slow_rank(list(self._heard)[-steps * self._num_ranks :])
+        last = [*self._heard][-steps * self._num_ranks :]
+        return find_slow_rank([OwnTimes.from_list([*figures]) for figures in last])
 
     def breakdown(self, since: int = 0) -> RankBreakdown:
         """This rank's last steps, from ``since`` on; without any, figures of no step."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import sqrt
 from statistics import median, quantiles
 
-from instep.timeline.breakdown import Parts
+from instep.timeline.breakdown import Parts, Sums
 
 PHASES = COMPUTE, DATA, HOST = "its own compute", "its data", "its host code"
 LEAST_STEPS = 5
@@ -40,6 +40,19 @@ class OwnTimes:
             parts.data,
             parts.host_s + parts.unattributed,
             parts.wall,
+        )
+
+    @classmethod
+    def of_sums(cls, sums: Sums, after_ns: int) -> OwnTimes:
+        """Of a step that went on for ``after_ns`` after its ``sums`` were taken, with host code."""
+        return cls(
+            sums.rank,
+            sums.step,
+            sums.micro_batches,
+            sums.compute / 1e9,
+            sums.data / 1e9,
+            (sums.rest + after_ns) / 1e9,
+            (sums.end_ns - sums.start_ns + after_ns) / 1e9,
         )
 
     def to_list(self) -> list[float]:

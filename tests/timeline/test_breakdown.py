@@ -20,6 +20,7 @@ from instep.timeline.breakdown import (
     breakdown,
     parts,
     slowdown,
+    sums,
 )
 from tests.timeline.drawings import MS, draw, expected
 
@@ -278,6 +279,21 @@ def test_no_part_is_negative_and_they_sum_to_the_wall_to_the_nanosecond(events: 
     assert min(all_ns(found)) >= 0
     assert sum(all_ns(found)) == 1000 == ns(found.wall)
     assert 0 <= ns(found.hidden) <= 1000 - ns(found.exposed_s) - ns(found.waiting_s)
+
+
+@given(st.one_of(any_events(), nested_events))
+def test_the_sums_of_a_step_are_those_of_its_parts(events: list[Event]) -> None:
+    found, summed = parts(events), sums(events)
+    assert found is not None and summed is not None
+    figures = (found.compute, found.exposed_s, found.waiting_s, found.data, found.update)
+    assert [summed.compute, summed.exposed, summed.waiting, summed.data, summed.update] == [*map(ns, figures)]
+    assert summed.rest == ns(found.host_s + found.unattributed)
+    assert (summed.rank, summed.step, summed.micro_batches) == (found.rank, found.step, found.micro_batches)
+    assert (summed.start_ns, summed.end_ns) == (found.start_ns, found.end_ns)
+
+
+def test_a_step_that_has_not_ended_has_no_sums() -> None:
+    assert sums([Event(0, "compute", "forward", 0, 5)]) is None
 
 
 @given(any_events(), st.permutations(range(26)))
