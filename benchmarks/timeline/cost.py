@@ -1,6 +1,6 @@
 """What recording costs: steps of the default recipe with and without it, by turns, in the same ranks.
 
-python benchmarks/timeline/cost.py                some two minutes; writes cost.json and the README's table
+python benchmarks/timeline/cost.py                some five minutes; writes cost.json and the README's table
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from instep.timeline import trace_files
 from tests.run.text_training import TextTraining
 
 HERE = Path(__file__).parent
-RANKS, PAIRS, WARM_UP = 2, 200, 10
+RANKS, PAIRS, WARM_UP = 2, 500, 10
 STRATEGIES = ("bucketed", "naive")
 
 

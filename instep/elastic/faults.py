@@ -130,7 +130,7 @@ def parse_all(specs: Sequence[str]) -> tuple[Fault, ...]:
 
 
 class FaultInjector:
-    """The faults of one worker; ``reach`` is called at each phase.
+    """The faults of one worker; ``reach`` is called at each phase, where there are faults.
 
     ``rank`` is set whenever the worker gets another; ``entries()`` are the named tensors of its state.
     """
@@ -146,6 +146,11 @@ class FaultInjector:
         self._page = page
         self._entries = entries
         self._fired: set[tuple[int, int]] = set()
+
+    @property
+    def on_enter(self) -> Callable[[str, int], None] | None:
+        """What is to be called at each phase, if anything is."""
+        return self.reach if self._faults else None
 
     def reach(self, phase: str, step: int) -> None:
         """The worker enters ``phase`` with ``step`` steps done."""

@@ -169,7 +169,7 @@ class ScriptLoop(Iterator[RunStep]):
         faults = parse_all(launch.call.fault) if launch else []
         self._injector = FaultInjector(faults, heartbeat.page, training.entries)
         self._injector.rank = -1 if channel else run.mesh.rank
-        heartbeat.on_enter = self._injector.reach
+        heartbeat.on_enter = self._injector.on_enter
         self.work = StepWork(training, self._injector, recovers=channel is not None)
         self.twice = Twice(self.work, settings.checks.leaves_every)
         if launch is not None:

@@ -63,7 +63,7 @@ class TextTraining:
             held_out_loss=lambda: held_out_loss(module, text.held_out, config, training.mesh),
         )
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
-        heartbeat.on_enter = self.injector.reach
+        heartbeat.on_enter = self.injector.on_enter
         self.work = StepWork(training, self.injector)
         for found in ("loaders", "_versions"):  # those of ranks that are threads of this process
             getattr(self.work._strangers, found).clear()
