@@ -32,10 +32,10 @@ from instep.bench.variants import (
     WIRE,
     Variant,
     choose,
+    new_model,
 )
 from instep.bench.workloads import Workload
 from instep.bench.worlds import over_link
-from instep.models.transformer import GPT
 from instep.replicate.strategies import STRATEGIES
 from instep.timeline.predict import LinkModel
 
@@ -105,7 +105,7 @@ def measure(chosen: Workload, num_hosts: int, strategies: Sequence[str], samples
 def bucket_bytes(one: Variant, chosen: Workload) -> list[int]:
     """The sizes of the messages that ``one`` cuts its gradients into, in the order in which they leave."""
     with torch.device("meta"):
-        parameters = list(GPT(chosen.config).parameters())
+        parameters = list(new_model(chosen.model).parameters())
     caps = [one.bucket_mb] if one.bucket_mb else [BUCKET_MB]
     if one == DDP:
         caps = [DDP_FIRST_MB, BUCKET_MB]

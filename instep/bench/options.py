@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from instep.bench.hosts import RATE
-from instep.bench.workloads import WORKLOADS, Workload
+from instep.bench.workloads import MLPS, VOCAB, WORKLOADS, Workload
 from instep.models.config import PRESETS
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -106,7 +106,7 @@ class ModelOptions(OutputFiles):
     said."""
     context: Annotated[int | None, tyro.conf.arg(aliases=["--tokens"], metavar="N")] = None
     """Tokens of a window; 128, or 64 for bucket sizes, if nothing is said."""
-    vocab: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    vocab: Annotated[int, tyro.conf.arg(metavar="N")] = VOCAB
     """Size of the vocabulary: 256 for bytes; that of GPT-2 is 50257."""
     backend: Backend | None = None
     """What the ranks talk through; with nccl the models are on GPUs, one for each rank. If nothing is said,
@@ -128,13 +128,17 @@ class ModelOptions(OutputFiles):
                 f"--backend {self.backend} with --link: hosts share no memory, and here no GPU: pass "
                 "--backend gloo"
             )
+        self.check_model()
+
+    def check_model(self) -> None:
+        """``ValueError`` for a model that cannot be made."""
         _ = self.workload("link").config
 
     def workload(self, name: str) -> Workload:
         """The workload called ``name``, and what these options say of it.
 
         Raises:
-            ValueError: no preset of that name; no number of parameters, or too few.
+            ValueError: no number of parameters.
         """
         said: dict[str, Any] = {"batch": self.batch, "tokens": self.context}
         if self.params:
@@ -188,6 +192,8 @@ class WholeStepOptions(ModelOptions):
 class StepsOptions(WholeStepOptions):
     """Time of a training step by strategy."""
 
+    preset: Annotated[str, tyro.conf.arg(metavar="|".join((*PRESETS, *MLPS)))] = ""
+    """Layers, width and heads of a published GPT; or an MLP, of which each rank has 32 vectors."""
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
     setting: Literal["communication", "compute", "both"] = "both"
@@ -195,11 +201,12 @@ class StepsOptions(WholeStepOptions):
     it in their place."""
     strategies: Words = ()
     """Strategies to compare, measured alternately; if none is named, all but those that shard: stage1,
-    stage2, stage3, stage1-one-copy and stage2-one-copy. The word sharded names these five."""
+    stage2, stage3, stage1-one-copy and stage2-one-copy. The word sharded names these five, declared the
+    declared steps of flat and bucketed."""
     samples: int = 20
     """Steps of each strategy that are timed."""
     memory: bool = True
-    """Measure the peak memory of each strategy too, in ranks of its own."""
+    """Measure the peak memory of each strategy too, in ranks of its own; not of an MLP."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
@@ -210,9 +217,24 @@ class StepsOptions(WholeStepOptions):
                 "one"
             )
 
+    def check_model(self) -> None:
+        """``ValueError`` for a model that cannot be made, or of which something is said that it has not."""
+        if self.preset not in MLPS:
+            super().check_model()
+        elif self.context is not None or self.vocab != VOCAB:
+            raise ValueError(
+                f"--preset {self.preset} with --context or --vocab: an MLP has vectors, no tokens"
+            )
+
+    def workload(self, name: str) -> Workload:
+        """The workload called ``name``, or that of the MLP, and what these options say of it."""
+        return super().workload(self.preset if self.preset in MLPS else name)
+
     @property
     def settings(self) -> tuple[str, ...]:
         """The workloads to measure on one host, by name."""
+        if self.preset in MLPS:
+            return (self.preset,)
         if self.batch is not None:
             return ("given",)
         return ("communication", "compute") if self.setting == "both" else (self.setting,)

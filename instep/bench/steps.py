@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from instep.bench.tables import Ratio, Row, cell, markdown, paired_ratio, quanti
 from instep.bench.variants import (
     ALONE,
     DDP,
+    DECLARED_VARIANTS,
     HOST_VARIANTS,
     LATENCY,
     NONE,
@@ -33,7 +34,8 @@ WEIGHTS_AND_GRADIENTS = 2  # what all variants share, and what the one that step
 NOT_STEPS = {WIRE.name, LATENCY.name}
 # What the table on stdout leaves to the files.
 FILES_ONLY = (
-    *("setting", "q25(ms)", "q75(ms)", "x DDP q25", "x DDP q75"),
+    *("setting", "q25(ms)", "q75(ms)", "exposed q25(ms)", "exposed q75(ms)", "x DDP q25", "x DDP q75"),
+    *("x none", "x none q25", "x none q75", "gap closed q25(%)", "gap closed q75(%)"),
     *("parameters(MB)", "gradients(MB)", "optimizer(MB)", "buffers(MB)", "scratch(MB)"),
     *("gathered(MB)", "activations(MB)"),
 )
@@ -53,6 +55,11 @@ class HostResults:
     rows: list[dict[str, Any]]
     notes: list[str]
     samples: dict[str, list[float]]  # milliseconds per step, by variant
+
+    @property
+    def declared(self) -> list[dict[str, Any]]:
+        """A row per declared step: how many times as long it takes as the same in the plain loop."""
+        return declared_rows(self.samples)
 
     def as_json(self) -> dict[str, Any]:
         return {"setting": asdict(self.workload), "rows": self.rows, "notes": self.notes, "ms": self.samples}
@@ -76,7 +83,8 @@ def run(options: StepsOptions) -> None:
 
 def measure(chosen: Workload, options: StepsOptions) -> HostResults:
     """All variants of one host on one workload."""
-    variants = choose(HOST_VARIANTS, split_words(options.strategies), SHARDED_VARIANTS)
+    more = (*SHARDED_VARIANTS, *DECLARED_VARIANTS)
+    variants = choose(HOST_VARIANTS, split_words(options.strategies), more)
     if options.backend is not None:
         variants = over(options.backend, variants)
     require_room(chosen, variants, options.ranks, options.backend)
@@ -89,7 +97,8 @@ def measure(chosen: Workload, options: StepsOptions) -> HostResults:
     backend = options.backend or "gloo"
     results = StepResults(on_ranks(measure_steps, task, ranks=options.ranks, backend=backend))
     there = [one for one in variants if one.name in results.names]
-    peaks = {one.name: _peak(one, chosen, options) for one in there if one != ALONE} if options.memory else {}
+    counted = there if options.memory and not chosen.mlp else []
+    peaks = {one.name: _peak(one, chosen, options) for one in counted if one != ALONE}
     rows = [{"setting": chosen.name, **results.row(one), **peaks.get(one.name, {})} for one in there]
     samples = {name: [step * 1e3 for step in results.steps(name)] for name in results.names}
     said = [memory(peaks[NONE.name])] if NONE.name in peaks else []
@@ -139,13 +148,14 @@ class StepResults:
         """How many times as long a step of ``name`` takes as one of ``other``."""
         return paired_ratio(self.steps(name), self.steps(other))
 
-    def gap_closed(self, name: str) -> float | None:
-        """The share of what DDP takes more than the baseline that ``name`` does not take."""
+    def gap_closed(self, name: str) -> Ratio | None:
+        """The share of what DDP takes more than the baseline, in the median, that ``name`` does not take."""
         gap = statistics.median(self.exposed(self.ddp))
         if gap <= 0:
             return None
         pairs = zip(self.steps(self.ddp), self.steps(name), strict=True)
-        return statistics.median([ddp - step for ddp, step in pairs]) / gap
+        closed = [(ddp - step) / gap for ddp, step in pairs]
+        return Ratio(statistics.median(closed), quantile(closed, 0.25), quantile(closed, 0.75))
 
     def busy_s(self, name: str) -> float | None:
         """None where nothing is recorded: torch tells nothing of DDP that could be set beside it."""
@@ -175,7 +185,8 @@ class StepResults:
         steps, exposed = self.steps(one.name), self.exposed(one.name)
         figures = quantiles(steps)
         waited = statistics.median(exposed)
-        ratio = self.against(one.name, self.ddp)
+        ratio, none = self.against(one.name, self.ddp), self.against(one.name, NONE.name)
+        closed = None if one in (NONE, ALONE) else self.gap_closed(one.name)
         busy = self.busy_s(one.name)
         compared = one not in (NONE, ALONE)
         return {
@@ -188,25 +199,43 @@ class StepResults:
             "p99(ms)": figures.p99 * MS,
             "busy(%)": None if busy is None else 100 * busy / figures.median,
             "exposed(ms)": waited * MS if compared else None,
+            "exposed q25(ms)": quantile(exposed, 0.25) * MS if compared else None,
+            "exposed q75(ms)": quantile(exposed, 0.75) * MS if compared else None,
             "exposed(%)": 100 * waited / figures.median if compared else None,
             "efficiency(%)": self._efficiency(one.name),
-            "x DDP": ratio.median,
-            "x DDP q25": ratio.low,
-            "x DDP q75": ratio.high,
-            "gap closed(%)": self._gap(one) if compared else None,
+            **spread("x none", none),
+            **spread("x DDP", ratio),
+            **spread("gap closed", closed, "(%)", 100),
         }
-
-    def _gap(self, one: Variant) -> float | None:
-        closed = self.gap_closed(one.name)
-        return None if closed is None else 100 * closed
 
     def _efficiency(self, name: str) -> float | None:
         return 100 * self.against(ALONE.name, name).median if ALONE.name in self.names else None
 
 
+def declared_rows(steps: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """A row per declared step, by the times of ``steps``: how many times as long as one of the plain loop."""
+    rows = []
+    for one in DECLARED_VARIANTS:
+        plain = replace(one, declared=False)
+        if one.name in steps and plain.name in steps:
+            ratio = paired_ratio(steps[one.name], steps[plain.name])
+            rows.append({"strategy": one.strategy, "over": one.backend, **spread("x undeclared", ratio)})
+    return rows
+
+
+def spread(name: str, found: Ratio | None, unit: str = "", scale: float = 1.0) -> dict[str, float | None]:
+    """The columns of a ratio: its median, its quartiles."""
+    values = [None] * 3 if found is None else [scale * value for value in found]
+    return dict(zip((f"{name}{unit}", f"{name} q25{unit}", f"{name} q75{unit}"), values, strict=True))
+
+
 def notes(results: StepResults) -> list[str]:
     """The figures that are no column."""
-    lines = []
+    lines = [
+        f"{row['strategy']} over {row['over']}, declared: {with_quartiles(row, 'x undeclared', digits=3)} "
+        "times a step that is not"
+        for row in declared_rows({name: results.steps(name) for name in results.names})
+    ]
     for backend in filter(None, PANELS):
         loose, ordered = f"unordered-{backend}", f"bucketed-{backend}"
         if loose in results.names and ordered in results.names:
@@ -250,11 +279,21 @@ def table(found: HostResults) -> None:
 
 
 def short(row: Row) -> dict[str, Any]:
-    """A row for people: the quartiles of the ratio beside it, the rest of the spread in the files."""
-    ratio = f"{row['x DDP']:.2f} ({row['x DDP q25']:.2f} to {row['x DDP q75']:.2f})"
-    return {
-        name: ratio if name == "x DDP" else value for name, value in row.items() if name not in FILES_ONLY
+    """A row for people: the quartiles of ratios beside them, the rest of the spread in the files."""
+    said = {
+        "x DDP": with_quartiles(row, "x DDP"),
+        "gap closed(%)": with_quartiles(row, "gap closed", "(%)", 0),
     }
+    return {name: said.get(name, value) for name, value in row.items() if name not in FILES_ONLY}
+
+
+def with_quartiles(row: Row, name: str, unit: str = "", digits: int = 2) -> str | None:
+    """One of the columns of ``spread`` as people read it: 0.95 (0.93 to 0.97); None where there is none."""
+    found = [row[f"{name}{part}{unit}"] for part in ("", " q25", " q75")]
+    if None in found:
+        return None
+    middle, low, high = (f"{value:.{digits}f}" for value in found)
+    return f"{middle} ({low} to {high})"
 
 
 def report(found: Mapping[str, Any]) -> str:

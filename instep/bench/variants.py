@@ -9,6 +9,8 @@
     stage2 stage3                  ``fully_shard``: the gradients too, the weights too
     ...-one-copy                   the ranks of a host have the same memory of the weights
     DDP                            torch's ``DistributedDataParallel``, as it comes
+    ...-declared                   the same in a declared step, of a micro-batch per rank
+    DDP-gloo-float16               the same with torch's hook, which has gradients travel in that format
     none                           as many processes at once, and no synchronisation: the baseline
     alone                          rank 0 steps, the others wait: what one rank could do with the machine
     one                            the same, with the batches of all ranks, one after the other
@@ -38,11 +40,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from instep.bench.thread_clock import ThreadClock
-from instep.bench.workloads import Workload
+from instep.bench.workloads import MLPConfig, Workload
 from instep.bench.worlds import World
 from instep.events import Recorder
 from instep.models.config import GPTConfig
@@ -58,6 +61,7 @@ from instep.shm.futex import available
 from instep.step.micro_batches import MicroBatch
 
 BUCKET_MB = 25.0
+DDP_HOOKS = {"float16": fp16_compress_hook}  # that of bfloat16 refuses CPUs
 NUM_LATENCIES = 10
 SEED = 0  # of the weights of all variants
 
@@ -68,7 +72,10 @@ class SharedModel:
     def __init__(self, world: World, workload: Workload) -> None:
         torch.manual_seed(0)
         self.world, self.workload = world, workload
-        batches = torch.randint(workload.vocab, (world.size, workload.batch, workload.tokens + 1))
+        if workload.mlp:  # what goes in, and what should come out
+            batches = torch.randn(world.size, workload.batch, 2 * workload.mlp.width)
+        else:
+            batches = torch.randint(workload.vocab, (world.size, workload.batch, workload.tokens + 1))
         self.batch = batches[world.rank].to(world.device)
         self.batches = batches.flatten(0, 1)
 
@@ -81,7 +88,7 @@ class SharedModel:
     @cached_property
     def module(self) -> nn.Module:
         """The weights that variants share, made when the first of them needs some."""
-        return full_model(self.workload.config).to(self.world.device)
+        return full_model(self.workload.model).to(self.world.device)
 
     @property
     def optimizer(self) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -94,12 +101,14 @@ class SharedModel:
         """The module with parameters of its own over the shared storage."""
         parameters = {id(p): nn.Parameter(p.detach()) for p in self.module.parameters()}
         module = copy.deepcopy(self.module, parameters)
-        assert isinstance(module, GPT)
-        module.config = replace(module.config, checkpoint=checkpoint)
+        if isinstance(module, GPT):
+            module.config = replace(module.config, checkpoint=checkpoint)
         return module
 
     def loss(self, model: Callable[[Tensor], Tensor], batch: Tensor, *, autocast: str = "off") -> Tensor:
-        """Mean cross-entropy of the next byte."""
+        """Mean cross-entropy of the next byte; of an MLP the mean squared error."""
+        if (mlp := self.workload.mlp) is not None:
+            return F.mse_loss(model(batch[:, : mlp.width]), batch[:, mlp.width :])
         with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=autocast == "bf16"):
             logits = model(batch[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -139,6 +148,9 @@ class TrainingLoop:
         loss = self.shared.loss(self.model, self.batch, autocast=self.autocast)
         self.forward_s = time.perf_counter() - began
         loss.backward()
+        self._update()
+
+    def _update(self) -> None:
         self._times = [time.perf_counter()]
         self.optimizer.step()
         self._now()
@@ -160,8 +172,21 @@ class AccumulationLoop(TrainingLoop):
         W = self.shared.world.size
         for batch in self.batch.chunk(W):
             (self.shared.loss(self.model, batch) / W).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._update()
+
+
+class DeclaredLoop(TrainingLoop):
+    """The loop of a declared step: each rank has the micro-batch that is its batch in the other loops."""
+
+    def __init__(self, shared: SharedModel, model: DataParallel) -> None:
+        super().__init__(shared, model)
+        self.declare = model.micro_batches
+        self.batches = shared.batches.to(shared.world.device).chunk(shared.world.size)
+
+    def step(self) -> None:
+        for micro_batch in self.declare(len(self.batches)):
+            self.shared.loss(self.model, self.batches[micro_batch.index]).backward()
+        self._update()
 
 
 class DeclaredThreadsLoop(TrainingLoop):
@@ -179,8 +204,7 @@ class DeclaredThreadsLoop(TrainingLoop):
             self.shared.loss(model, batches[micro_batch.index]).backward()
 
         self.replicas.micro_batches(W, body)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._update()
 
 
 class ServerLoop:
@@ -260,11 +284,26 @@ def replicas_of(shared: SharedModel) -> ThreadedReplicas:
     return ThreadedReplicas(shared.copy(), shared.world.size, recorder=clock, alone=True)
 
 
-def full_model(config: GPTConfig) -> nn.Module:
-    """A model with the first values, which are the same for all variants."""
-    module = GPT(config)
-    initialize(module, SEED)
-    return module
+def new_model(config: GPTConfig | MLPConfig) -> nn.Module:
+    """A model with whatever values torch gives it."""
+    if isinstance(config, GPTConfig):
+        return GPT(config)
+    layers = [nn.Linear(config.width, config.width) for _ in range(config.layers)]
+    between = [nn.ReLU() for _ in layers[1:]]
+    return nn.Sequential(
+        *(module for pair in zip(layers, between, strict=False) for module in pair), layers[-1]
+    )
+
+
+def full_model(config: GPTConfig | MLPConfig) -> nn.Module:
+    """A model with the first values, which are the same for all variants, and on all ranks."""
+    if isinstance(config, GPTConfig):
+        module: nn.Module = GPT(config)
+        initialize(module, SEED)
+        return module
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return new_model(config)
 
 
 def sharded_model(
@@ -299,13 +338,18 @@ class Variant:
     bucket_mb: float | None = None  # where it is not the default
     checkpoint: bool = False  # blocks are computed again in backward
     autocast: str = "off"
+    declared: bool = False  # the loop declares its step
+    format: str = ""  # of what travels, where it is not the gradients' own
 
     @property
     def name(self) -> str:
         size = "" if self.bucket_mb is None else f"{self.bucket_mb:g}MB"
         again = "checkpoint" if self.checkpoint else ""
         dtype = "" if self.autocast == "off" else self.autocast
-        return "-".join(filter(None, (self.strategy, size, self.backend, again, dtype)))
+        declared = "declared" if self.declared else ""
+        return "-".join(
+            filter(None, (self.strategy, size, self.backend, again, dtype, declared, self.format))
+        )
 
     @property
     def kind(self) -> ShardStage:
@@ -315,6 +359,8 @@ class Variant:
     @property
     def words(self) -> set[str]:
         """By which it can be chosen."""
+        if self.declared or self.format:
+            return {self.name, self.format or "declared"}
         return {self.strategy, self.name, *(["sharded"] if self.kind.stage else [])}
 
     @property
@@ -322,8 +368,10 @@ class Variant:
         """The strategy, and what is not the default about it."""
         if self.kind.stage:
             return self.kind.label
-        size = "" if self.bucket_mb is None else f" {self.bucket_mb:g} MB"
-        return ("bucketed unordered" if self.strategy == "unordered" else self.strategy) + size
+        size = "" if self.bucket_mb is None else f"{self.bucket_mb:g} MB"
+        strategy = "bucketed unordered" if self.strategy == "unordered" else self.strategy
+        declared = "declared" if self.declared else ""
+        return " ".join(filter(None, (strategy, size, declared, self.format)))
 
     def copies(self, ranks: int) -> int:
         """How many times the bytes of the weights a rank keeps for it, but for moments: buckets, weights."""
@@ -363,6 +411,8 @@ class Variant:
         if self.backend == "shm" and not available():
             raise Unavailable("this platform has no backend shm")
         if self.kind.stage:
+            if shared.workload.mlp:
+                raise Unavailable("a model that is divided among ranks has to be a GPT")
             kind, options = shared.optimizer
             group = world.group(self.backend)
             model, optimizer = sharded_model(
@@ -371,14 +421,21 @@ class Variant:
             self._require_shm(model, world)
             return TrainingLoop(shared, model, optimizer=optimizer)
         module = self._wrap(shared.copy(checkpoint=self.checkpoint), world)
+        if self.declared:
+            assert isinstance(module, DataParallel)
+            return DeclaredLoop(shared, module)
         return TrainingLoop(shared, module, autocast=self.autocast)
 
     def _wrap(self, module: nn.Module, world: World) -> nn.Module:
         group = world.group(self.backend)
         if self.strategy == "DDP":
-            return nn.parallel.DistributedDataParallel(
+            ddp = nn.parallel.DistributedDataParallel(
                 module, process_group=group, init_sync=False, bucket_cap_mb=self.bucket_mb
             )
+            if self.format:
+                ddp.register_comm_hook(group, DDP_HOOKS[self.format])
+            return ddp
+        nodes: dict[str, Any] = {"nodes": self.format} if self.format else {}
         model = DataParallel(
             module,
             process_group=group,
@@ -386,6 +443,7 @@ class Variant:
             ordered=self.strategy != "unordered",
             bucket_cap_mb=self.bucket_mb or BUCKET_MB,
             init_sync=False,
+            **nodes,
         )
         self._require_shm(model, world)
         return model
@@ -426,6 +484,12 @@ WORKER_VARIANTS = (
 SHARDED_VARIANTS = (
     *(Variant(strategy, "gloo") for strategy, kind in SHARD_STAGES.items() if not kind.one_copy),
     *(Variant(strategy, "shm") for strategy in SHARD_STAGES),
+)
+# On one host, if they are asked for.
+DECLARED_VARIANTS = tuple(
+    Variant(strategy, backend, declared=True)
+    for backend in ("gloo", "shm")
+    for strategy in ("flat", "bucketed")
 )
 # Over a link. The smaller buckets are near the best size, S sqrt(latency / backward).
 LINK_VARIANTS = (

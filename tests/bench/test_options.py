@@ -12,6 +12,7 @@ from instep.bench.options import (
     sizes_of,
     split_words,
 )
+from instep.bench.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,13 @@ def test_a_workload_is_what_the_options_say_of_it():
     assert (chosen.batch, chosen.tokens, chosen.optimizer) == (32, 64, "adamw")
 
 
+def test_an_mlp_has_a_batch_of_its_own_unless_one_is_given():
+    [name] = StepsOptions(preset="mlp-0.53M").settings
+    assert StepsOptions(preset="mlp-0.53M").workload(name) == WORKLOADS["mlp-0.53M"]
+    assert StepsOptions(preset="mlp-0.53M", batch=8).workload(name).batch == 8
+    StepsOptions(preset="mlp-0.53M", batch=8).check()
+
+
 def test_what_nothing_is_said_of_is_as_it_was():
     assert StepsOptions().settings == ("communication", "compute")
     assert StepsOptions().workload("compute").batch == 8
@@ -73,6 +81,8 @@ def test_what_nothing_is_said_of_is_as_it_was():
         (StepsOptions(preset="tiny"), "expected a size among small, medium, large, xl, 2.7B, got 'tiny'"),
         (StepsOptions(preset="xl", params="5M"), "both say how large the model is"),
         (StepsOptions(batch=4, setting="compute"), "both say how much a rank computes"),
+        (StepsOptions(preset="mlp-8.4M", context=8), "an MLP has vectors, no tokens"),
+        (BucketsOptions(preset="mlp-8.4M"), "expected a size among small, .* got 'mlp-8.4M'"),
         (BucketsOptions(context=0), "expected --context of at least 1, got 0"),
         (BucketsOptions(backend="shm", link=True), "hosts share no memory, and here no GPU"),
         (ScalingOptions(ranks=(2, 2)), "expected at least two numbers of ranks"),

@@ -5,11 +5,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from instep.bench.steps_rank import measure_steps
+from instep.bench import workloads
+from instep.bench.steps_rank import DROPPED, measure_steps
 from instep.bench.variants import (
     ALONE,
     DDP,
     DECLARED_THREADS,
+    DECLARED_VARIANTS,
     HOST_VARIANTS,
     LATENCY,
     LINK_VARIANTS,
@@ -20,11 +22,12 @@ from instep.bench.variants import (
     WIRE,
     WORKER_VARIANTS,
     SharedModel,
+    TrainingLoop,
     Variant,
     choose,
     over,
 )
-from instep.bench.workloads import Workload
+from instep.bench.workloads import MLPConfig, Workload
 from instep.bench.worlds import World
 from instep.shm.futex import available
 from tests.world import world
@@ -106,6 +109,31 @@ def test_every_variant_steps_and_no_weight_differs_from_before(mesh):
         assert 0 < found[name]["busy_s"][0] < found[name]["step_s"][0]
 
 
+@world(2, by="process")
+def test_a_declared_step_has_the_gradients_of_the_plain_loop(mesh):
+    """The mean over as many micro-batches as there are ranks, of the batches that the ranks have anyway."""
+    shared = SharedModel(World(), TINY)
+    for one in DECLARED_VARIANTS if available() else DECLARED_VARIANTS[:2]:
+        declared, plain = one.start(shared), replace(one, declared=False).start(shared)
+        for loop in (declared, plain):
+            loop.optimizer.zero_grad = lambda: None
+            loop.step()
+        pairs = zip(declared.model.parameters(), plain.model.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+@world(2, by="process")
+def test_a_turn_of_a_small_model_is_several_steps_after_one_that_is_not_timed(mesh, monkeypatch):
+    monkeypatch.setitem(workloads.MLPS, "mlp-tiny", MLPConfig(layers=2, width=4))
+    tiny = Workload("mlp-tiny", 0, batch=2, what="tiny", preset="mlp-tiny", steps=3)
+    made = []
+    monkeypatch.setattr(TrainingLoop, "_update", lambda self: made.append(self))
+    task = {"workload": asdict(tiny), "variants": [asdict(NONE)], "samples": 2}
+    found = measure_steps(World(), task)
+    assert len(made) == (DROPPED + 2) * (3 + 1)
+    assert [len(values) for values in found[NONE.name].values()] == [2] * len(found[NONE.name])
+
+
 def test_what_the_others_are_held_against_always_takes_part():
     assert set(choose(HOST_VARIANTS, ["naive"])) == {
         NONE,
@@ -124,8 +152,14 @@ def test_what_the_others_are_held_against_always_takes_part():
 
 
 def test_nobody_has_the_name_of_another():
-    for variants in ((*HOST_VARIANTS, *SHARDED_VARIANTS), LINK_VARIANTS, WORKER_VARIANTS):
+    for variants in ((*HOST_VARIANTS, *SHARDED_VARIANTS, *DECLARED_VARIANTS), LINK_VARIANTS, WORKER_VARIANTS):
         assert len({one.name for one in variants}) == len(variants)
+
+
+def test_declared_steps_take_part_only_if_they_are_asked_for():
+    chosen = choose(HOST_VARIANTS, ["bucketed", "bucketed-gloo-declared"], DECLARED_VARIANTS)
+    assert [one.name for one in chosen if one.declared] == ["bucketed-gloo-declared"]
+    assert set(DECLARED_VARIANTS) < set(choose(HOST_VARIANTS, ["declared"], DECLARED_VARIANTS))
 
 
 def test_a_strategy_that_nobody_knows_is_refused_with_those_that_are_known():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from instep.bench.workloads import WORKLOADS, Workload, gpt_of_size, workload
+from instep.bench.variants import full_model
+from instep.bench.workloads import MLPS, WORKLOADS, Workload, gpt_of_size, workload
 from instep.models.config import num_parameters
 
 
@@ -56,6 +57,15 @@ def test_a_rank_has_what_it_keeps_and_the_activations_of_its_batch():
     one, two = (Workload("a", 200_000, batch=batch, what="a") for batch in (1, 2))
     assert one.rank_bytes(3) - one.rank_bytes(2) == one.gradient_bytes
     assert two.rank_bytes(0) == 2 * one.rank_bytes(0) > 0
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_an_mlp_has_the_size_that_it_is_called_by(name):
+    chosen = WORKLOADS[name]
+    made = sum(p.numel() for p in full_model(chosen.model).parameters())
+    assert made == chosen.num_parameters == chosen.gradient_bytes / 4
+    assert f"mlp-{made / 1e6:.2g}M" == chosen.name == name
+    assert chosen.text == f"an MLP of {made / 1e6:.2g} M parameters, 32 vectors per rank"
 
 
 def test_the_published_settings_have_seventy_million_parameters():

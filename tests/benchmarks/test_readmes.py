@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     ("folder", "name"),
     [
         *(("steps", name) for name in ("communication table", "compute table", "environment")),
+        *(("small_steps", name) for name in ("small steps table", "declared table", "environment")),
         *(("timeline", name) for name in ("parts table", "account table", "cost table", "environment")),
         ("fuzz", "fuzz"),
         ("broadcast", "broadcast"),

@@ -1,0 +1,121 @@
+"""Steps of a millisecond: what an exchange costs beside its bytes. Measures, and writes table and chart anew.
+
+python benchmarks/small_steps/run.py                           some five minutes; writes into this folder
+python benchmarks/small_steps/run.py --samples 5 --out DIR     a trial, which leaves this folder alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.bench.charts import bars
+from instep.bench.options import StepsOptions
+from instep.bench.steps import PANELS, HostResults, measure, with_quartiles
+from instep.bench.tables import Row, environment, markdown, prepare, write_between, write_csv, write_json
+from instep.bench.workloads import MLPS
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/small_steps/run.py"
+# By the model, the rounds: a step of the last takes a hundred times as long as one of the first.
+ROUNDS = {"mlp-0.02M": 200, "mlp-0.53M": 200, "mlp-8.4M": 100}
+STRATEGIES = ("DDP", "flat", "bucketed", "unordered", "declared")
+ALONE = "alone"
+DECLARED = " declared"
+
+
+def main() -> int:
+    wanted = arguments()
+    began = time.monotonic()
+    found = [measure_one(preset, wanted.ranks, wanted.samples or rounds) for preset, rounds in ROUNDS.items()]
+    rows = [row for one in found for row in one.rows if row["strategy"] != ALONE]
+    print(markdown(table(rows)), markdown(declared(found)), sep="\n\n")
+    write(found, rows, wanted.out, (time.monotonic() - began) / 60, wanted.ranks)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", "--ranks", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=0, help="rounds of each model; 100 or 200 by default")
+    parser.add_argument("--out", type=Path, default=HERE)
+    return parser.parse_args()
+
+
+def measure_one(preset: str, ranks: int, rounds: int) -> HostResults:
+    """All contestants on one model, in one pair of processes."""
+    options = StepsOptions(preset=preset, ranks=ranks, samples=rounds, strategies=STRATEGIES, memory=False)
+    return measure(options.workload(preset), options)
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows for people: medians, and quartiles beside them."""
+    return [
+        {
+            "parameters": f"{MLPS[row['setting']].num_parameters / 1e6:.2g} M",
+            "strategy": row["strategy"],
+            "over": row["over"],
+            "step(ms)": row["step(ms)"],
+            "q25(ms)": row["q25(ms)"],
+            "q75(ms)": row["q75(ms)"],
+            "x none": with_quartiles(row, "x none"),
+            "more than none(ms)": with_quartiles(row, "exposed", "(ms)"),
+            "x DDP over gloo": with_quartiles(row, "x DDP"),
+        }
+        for row in rows
+    ]
+
+
+def declared(found: Sequence[HostResults]) -> list[dict[str, Any]]:
+    """A row per strategy and backend: how many times as long as one that is not a declared step takes."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in found:
+        for row in one.declared:
+            mine = rows.setdefault(
+                (row["strategy"], row["over"]), {"strategy": row["strategy"], "over": row["over"]}
+            )
+            mine[one.workload.model_text] = with_quartiles(row, "x undeclared", digits=3)
+    return list(rows.values())
+
+
+def write(
+    found: Sequence[HostResults], rows: Sequence[Row], folder: Path, minutes: float, ranks: int
+) -> None:
+    """Results, tables and chart into ``folder``, and a README with them."""
+    prepare(folder, HERE)
+    payload = {"ranks": ranks, "settings": [one.as_json() for one in found]}
+    write_json(folder / "results.json", payload, command=COMMAND)
+    write_csv(folder / "results.csv", rows)
+    texts = {one.workload.name: one.workload.text for one in found}
+    shown = [
+        {**row, "panel": f"{texts[row['setting']]}; {PANELS[row['over']]}"}
+        for row in rows
+        if row["over"] and not row["strategy"].endswith(DECLARED)
+    ]
+    bars(
+        shown,
+        folder / "chart.svg",
+        title=f"A short training step on {ranks} ranks of one host",
+        subtitle="over that of no synchronisation in the same round; median and quartiles of the ratios",
+        label="strategy", value="x none", low="x none q25", high="x none q75", unit="x", group="panel",
+        reference=1.0, reference_text="no synchronisation",
+    )  # fmt: skip
+    write_between(folder / "README.md", "small steps table", markdown(table(rows)))
+    write_between(folder / "README.md", "declared table", markdown(declared(found)))
+    made = environment(COMMAND)
+    write_between(
+        folder / "README.md",
+        "environment",
+        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
+        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
