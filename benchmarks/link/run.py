@@ -1,6 +1,6 @@
 """Strategies over 1 Gbit/s, and a parameter server with more and more hosts: measures and writes all anew.
 
-python benchmarks/link/run.py                               some twenty minutes; writes into this folder
+python benchmarks/link/run.py                               some ten minutes; writes into this folder
 python benchmarks/link/run.py --params 1M --samples 3 --out DIR      a trial, which leaves this folder alone
 
 Needs Linux, root and iproute2.

@@ -10,8 +10,8 @@ on another machine, and the kernel's token bucket lets through as many bytes per
     host 2   eth0 10.77.0.3 ──── port2 ┘
 
 A bridge is a switch: two pairs of hosts do not disturb each other, and a host that talks to all has one link
-for it. What this is not: the hosts share their cores and their memory. It needs Linux, root, ``ip`` and
-``tc``.
+for it. Each host has a name of its own, too, by which ranks tell who shares one with them. What this is not:
+the hosts share their cores and their memory. It needs Linux, root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ LEAST_BURST = 4096  # a packet that is not cut up has to fit
 # How long a packet may queue: longer than TCP needs to keep the link busy.
 QUEUE = "50ms"
 KILL_S = 10.0
+NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 UNIT_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 _numbers = itertools.count()
@@ -58,10 +59,12 @@ class Host:
     ) -> subprocess.Popen[Any]:
         """``subprocess.Popen(args)`` on this host; ``env`` is added to this process's environment.
 
-        The process is killed when the host goes, and, where ``setpriv`` is there, when this process does.
+        The process is killed when the host goes, and, where ``setpriv`` is there, when this process does;
+        where ``unshare`` is there, it sees the host's own name.
         """
         bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-        command = ["ip", "netns", "exec", self.name, *bound, *map(str, args)]
+        named = ["unshare", "--uts", "sh", "-c", NAMED, self.name] if shutil.which("unshare") else []
+        command = ["ip", "netns", "exec", self.name, *bound, *named, *map(str, args)]
         process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **options)
         self.processes.append(process)
         return process
@@ -69,7 +72,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """The hosts of one ``network``, and the variables by which one rank on each finds the others."""
+    """The hosts of one ``network``, and the variables by which ranks on them find each other."""
 
     hosts: list[Host]
     bytes_per_s: float
@@ -78,22 +81,25 @@ class Network:
     def __iter__(self) -> Iterator[Host]:
         return iter(self.hosts)
 
-    def environments(self) -> list[dict[str, str]]:
-        """What torchrun would set for one rank per host, and gloo's interface; a new world at each call.
+    def environments(self, per_host: int = 1) -> list[dict[str, str]]:
+        """What torchrun would set for ``per_host`` ranks on each host, by rank, those of a host in a row.
 
+        And gloo's interface. A new world at each call.
         No other process is in the namespace of rank 0, so every port of it is free that was not given before.
         """
         port = next(self.ports)
+        world_size = per_host * len(self.hosts)
         world = {
-            "WORLD_SIZE": len(self.hosts),
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": per_host,
             "MASTER_ADDR": self.hosts[0].address,
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
         texts = {name: str(value) for name, value in world.items()}
-        return [{**texts, "RANK": str(rank)} for rank in range(len(self.hosts))]
+        return [
+            {**texts, "RANK": str(rank), "LOCAL_RANK": str(rank % per_host)} for rank in range(world_size)
+        ]
 
 
 def obstacle() -> str | None:

@@ -150,8 +150,8 @@ def on_ranks(body: Body, task: Mapping[str, Any], *, ranks: int, backend: str = 
         return [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(ranks)]
 
 
-def on_hosts(body: Body, task: Mapping[str, Any], *, network: Network) -> list[Any]:
-    """What ``body(world, task)`` returned on each host of ``network``, with one rank per host, by rank.
+def on_hosts(body: Body, task: Mapping[str, Any], *, network: Network, per_host: int = 1) -> list[Any]:
+    """What ``body(world, task)`` returned on each of ``per_host`` ranks of each host of ``network``, by rank.
 
     Raises:
         RuntimeError: a rank failed; the others end with the network.
@@ -162,9 +162,10 @@ def on_hosts(body: Body, task: Mapping[str, Any], *, network: Network) -> list[A
         (folder / "task").write_text(json.dumps(task))
         ranks = {}  # pidfd -> rank, process
         try:
-            for rank, (host, env) in enumerate(zip(network, network.environments(), strict=True)):
+            for rank, env in enumerate(network.environments(per_host)):
                 name = f"{body.__module__}:{body.__qualname__}"
                 command = [sys.executable, "-m", __name__, name, folder / "task", folder]
+                host = network.hosts[rank // per_host]
                 process = host.popen(command, env={**env, "PYTHONPATH": path})
                 ranks[os.pidfd_open(process.pid)] = rank, process
             while ranks:
@@ -173,14 +174,17 @@ def on_hosts(body: Body, task: Mapping[str, Any], *, network: Network) -> list[A
                     rank, process = ranks.pop(ended)
                     os.close(ended)
                     if code := process.wait():
-                        raise RuntimeError(f"the rank on host {rank} ended with code {code}")
+                        raise RuntimeError(f"rank {rank}, on host {rank // per_host}, ended with code {code}")
         finally:
             for pidfd in ranks:
                 os.close(pidfd)
-        return [json.loads((folder / str(rank)).read_text()) for rank in range(len(network.hosts))]
+        num_ranks = per_host * len(network.hosts)
+        return [json.loads((folder / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
-def over_link(body: Body, task: Mapping[str, Any], *, hosts: int, rate: str = RATE) -> list[Any]:
+def over_link(
+    body: Body, task: Mapping[str, Any], *, hosts: int, rate: str = RATE, per_host: int = 1
+) -> list[Any]:
     """``on_hosts``, on ``hosts`` hosts with ``rate`` between them.
 
     Raises:
@@ -191,7 +195,7 @@ def over_link(body: Body, task: Mapping[str, Any], *, hosts: int, rate: str = RA
         raise ValueError(f"a link has two ends, got {hosts} rank: pass -n 2 or more")
     require_hosts()
     with network(hosts, rate=rate) as made:
-        return on_hosts(body, task, network=made)
+        return on_hosts(body, task, network=made, per_host=per_host)
 
 
 def require_memory(rank_bytes: float, *, ranks: int, backend: str = "gloo", fix: str) -> None:

@@ -23,7 +23,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("advice", name) for name in ("gains table", "lines table", "environment")),
         *(("shard", f"{name} table") for name in ("update", "weights", "memory", "fits")),
         *(("memory_savers", name) for name in ("memory table", "loss table", "environment")),
-        *(("link", name) for name in ("link table", "hosts table", "environment")),
+        *(
+            ("link", name)
+            for name in ("link table", "hosts table", "formats table", "sweep table", "environment")
+        ),
         *(("buckets", f"{place} table") for place in ("gloo", "shm", "link")),
         *(("scaling", name) for name in ("scaling table", "environment")),
         ("data_parallel", "workers table"),
