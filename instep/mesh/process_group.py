@@ -341,12 +341,16 @@ class Group:
             options = self._begin(dist.BarrierOptions(), operation, nothing)
             self._wait(self.pg.barrier(options), nothing, operation)
 
+    def give_up(self) -> None:
+        """End the wait that is under way, from another thread: it raises, and so does what follows."""
+        self.peers.given_up = True
+
     def close(self) -> None:
         """End the group: what is under way gives up, and what follows is that of a world of one.
 
         Returns within a slice of a wait, whatever has become of the others.
         """
-        self.peers.given_up = True
+        self.give_up()
         if self._lane is not None:
             self._lane.close(wait=False)
         if self._shared is not None:

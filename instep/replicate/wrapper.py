@@ -595,6 +595,6 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
 def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
     for hook in hooks:
         hook.remove()
-    group.peers.given_up = True  # a program that ends after an error must not wait for its peers
+    group.give_up()  # a program that ends after an error must not wait for its peers
     lane.close()
     group.close()

@@ -392,7 +392,7 @@ def _release(hooks: list[Any], lane: Lane, groups: Sequence[Group]) -> None:
     for hook in hooks:
         hook.remove()
     for group in groups:
-        group.peers.given_up = True  # a program that ends after an error must not wait for its peers
+        group.give_up()  # a program that ends after an error must not wait for its peers
     lane.close()
     for group in groups:
         group.close()

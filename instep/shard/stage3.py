@@ -508,7 +508,7 @@ def _let_go(hooks: list[Any], lane: Lane, source: ShardSource, gather_group: Gro
     """As ``_release``, in whatever thread collects garbage, which must not wait for other ranks."""
     for hook in hooks:
         hook.remove()
-    gather_group.peers.given_up = True
+    gather_group.give_up()
     farewell = partial(_release, [], lane, source, gather_group)
     threading.Thread(target=farewell, name="instep farewell", daemon=True).start()
 
@@ -516,7 +516,7 @@ def _let_go(hooks: list[Any], lane: Lane, source: ShardSource, gather_group: Gro
 def _release(hooks: list[Any], lane: Lane, source: ShardSource, gather_group: Group) -> None:
     for hook in hooks:
         hook.remove()
-    gather_group.peers.given_up = True
+    gather_group.give_up()
     lane.close()
     source.close()
     gather_group.close()
