@@ -17,16 +17,17 @@ after a wait has become long; an ordinary step writes nothing.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, StatusRow
 from instep.mesh.questions import PATIENCE_S, Questions
@@ -182,5 +183,25 @@ class StatusStore:
             lambda: StatusRow.from_bytes(store.get(key)) if store.check([key]) else None
         )
 
-    def _key(self, rank: int) -> str:
-        return f"instep/status/{self._name}/{rank}"
+    def tell_lost(self, ranks: Sequence[int], *, dead: bool) -> None:
+        """Let all ranks read which are lost: what is told first counts, and deaths, which are seen."""
+        if self._store is not None:
+            store, key, value = self._store, self._key("lost"), json.dumps({"ranks": [*ranks], "dead": dead})
+            self.questions.ask(lambda: store.set(key, value) if dead else store.compare_set(key, "", value))
+
+    def lost(self) -> tuple[list[int], bool]:
+        """The ranks that are lost, as the others have told, and whether they are dead."""
+        if self._store is None:
+            return [], False
+        store, key = self._store, self._key("lost")
+
+        def read() -> tuple[list[int], bool]:
+            found: dict[str, Any] = {"ranks": [], "dead": False}
+            if store.check([key]):
+                found = json.loads(store.get(key))
+            return [int(rank) for rank in found["ranks"]], found["dead"] is True
+
+        return self.questions.ask(read) or ([], False)
+
+    def _key(self, what: int | str) -> str:
+        return f"instep/status/{self._name}/{what}"

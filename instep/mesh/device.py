@@ -140,6 +140,15 @@ def _plugin(name: str, store: dist.Store, rank: int, ranks: Sequence[int], timeo
     return dist.Backend._plugins[name.upper()].creator_fn(options, None)
 
 
+def share_memory(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """A process group in shared memory over ``ranks``, of which this is number ``rank``, or None."""
+    shm = importlib.import_module(OURS["shm"])
+    found: dist.ProcessGroup | None = shm.share(store, rank, ranks, timeout)
+    return found
+
+
 def generators(device: torch.device) -> list[torch.Generator]:
     """The generators that a forward on ``device`` may draw from."""
     own = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []

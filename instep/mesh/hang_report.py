@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,6 +162,7 @@ class FlightRecorder:
         self._home = threading.get_ident()  # the thread whose program is the rank's
         self._recent: deque[tuple[int, str, object, int, int]] = deque(maxlen=NUM_RECENT + 1)
         self._status = BEFORE
+        self._is_whole = False  # an operation that has parts is under way
         self._ended_ns = 0
         self._waits: dict[int, tuple[str, int]] = {}  # by thread
 
@@ -168,8 +170,23 @@ class FlightRecorder:
         """The program of the rank runs in this thread, and not in the one that has met its peers."""
         self._home = threading.get_ident()
 
+    @contextmanager
+    def as_one(self, operation: str) -> Iterator[None]:
+        """What this thread begins in the block, not the same on all ranks, is a part of one ``operation``."""
+        self.begin(operation)
+        self._is_whole = True
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._is_whole = False
+            self.end(failed=failed)
+
     def begin(self, operation: str, what: object = "") -> None:
         """This thread begins an operation; ``what`` is described by ``str``, or is (dtype, shape)."""
+        if self._is_whole:
+            return
         self.number += 1
         entry = self.number, operation, what, time.monotonic_ns(), threading.get_ident()
         self._recent.append(entry)
@@ -177,6 +194,8 @@ class FlightRecorder:
 
     def end(self, *, failed: bool = False) -> None:
         """The operation that was begun last is over."""
+        if self._is_whole:
+            return
         self._status = FAILED if failed else AFTER
         self._ended_ns = time.monotonic_ns()
 

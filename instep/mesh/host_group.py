@@ -1,4 +1,4 @@
-"""A group that spans hosts with several ranks on each: which rank is where, and the ranks of one host together.
+"""A group that spans hosts with several ranks on each: who is where, and the ranks of one host together.
 
 Between two ranks of a host a byte costs a copy in memory, between two hosts its share of a link. A group that
 sends from every rank to every other does not know the difference, and where a host has L ranks its link
@@ -14,7 +14,7 @@ memory that they can share. Else ``near`` is None, on every rank, and the group 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import StatusRow
 from instep.mesh.peers import Peer
 from instep.mesh.process_group import Group, backend_timeout, rendezvous
+from instep.mesh.questions import patience_s
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -76,28 +77,37 @@ class HostGroup(Group):
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
-        """The block is one operation of all ranks, on ``near`` and by ``send_across``.
+        """The block, on ``near`` and by ``run``, is one operation of all ranks.
 
-        Errors name the rank that is lost, wherever it is: where a rank dies, those of its host see it, and
-        tell the others by the store.
+        Errors name the rank that is lost, wherever it is: a rank that dies, or leaves, is noticed on its own
+        host first, whose ranks tell the others by the store.
         """
-        assert self._flight is not None and self.near is not None and self.near.pg is not None
-        self._flight.begin(name)
-        near = self.near.pg
+        assert self.near is not None and self.near.pg is not None
+        near, near_peers = self.near.pg, self.near.peers
         try:
-            yield
-        except BaseException as error:
-            self._flight.end(failed=True)
+            with self.peers.flight.as_one(name):
+                yield
+        except PeerLost as error:
+            found = self._explained(error, near_peers.dead(), name)
             near.abort()  # the ranks of this host would wait for this one
-            if isinstance(error, PeerLost) and (dead := self.peers.told()) and set(dead) != {*error.ranks}:
-                names = ", ".join(f"rank {rank}" for rank in dead)
-                raise PeerLost(f"{names} died: {error}", ranks=dead, operation=name) from None
+            raise found from None
+        except BaseException:
+            near.abort()
             raise
-        self._flight.end()
 
-    def send_across(self, function: Callable[[], object], operation: str) -> None:
-        """Call ``function``, which exchanges messages with ranks of other hosts; as ``run``, in a block."""
-        self._await_in_lane(function, operation)
+    def _explained(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
+        """``error``, or one that names the ranks that it follows from; the others are told of these."""
+        told = self.peers.status_store
+        if not dead and error.ranks:
+            told.tell_lost(error.ranks, dead=False)
+        if dead:
+            told.tell_lost(dead, dead=True)
+        ranks, are_dead = (dead, True) if dead else told.lost()
+        if not ranks or ranks == [*error.ranks]:
+            return error
+        names = ", ".join(f"rank {rank}" for rank in ranks)
+        why = f"{names} {'died' if are_dead else 'did not come or has left'}: {error}"
+        return PeerLost(why, ranks=ranks, operation=name)
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory that the ranks of this host can ``expose`` to each other, where they share any."""
@@ -127,12 +137,14 @@ class HostGroup(Group):
         found = self.all_gather_bytes(bytes([pg is not None]), MEETING)
         if pg is None or not all(map(any, found)):
             return
-        self.near = Group(pg, ranks, self.global_rank, self.timeout_s)
+        # A rank that waits for one that waits for another host is not to blame it before that has said why.
+        patient_s = self.timeout_s + patience_s(self.timeout_s)
+        self.near = Group(pg, ranks, self.global_rank, patient_s)
         self.near.peers.status_store = _ToldOn(self.near.peers.status_store, self)
 
 
 class _ToldOn(StatusStore):
-    """The notice board of the ranks of a host, which tells those of other hosts what they wait for as well."""
+    """The notice board of the ranks of a host, which tells those of other hosts too what they wait for."""
 
     def __init__(self, near: StatusStore, group: Group) -> None:
         super().__init__()
@@ -143,7 +155,5 @@ class _ToldOn(StatusStore):
         self._peers.status_store.post(self._peers.flight.row())
 
     def read(self, rank: int) -> StatusRow | None:
+        """What the notice board of this host has of ``rank``."""
         return self._near.read(rank)
-
-    def tell_dead(self, ranks: Sequence[int]) -> None:
-        self._peers.status_store.tell_dead(ranks)

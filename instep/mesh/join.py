@@ -23,6 +23,7 @@ from instep.mesh.axes import resolve
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.device_mesh import batch_group
 from instep.mesh.hang_report import words_of
+from instep.mesh.host_group import HostGroup
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
 from instep.mesh.process_group import (
@@ -360,8 +361,11 @@ def find_ranks(
     timeout_s: float | None = None,
     *,
     what: str = WRAPPING,
+    by_host: bool = False,
 ) -> tuple[Group, Recorder]:
     """A new group over the ranks that ``process_group`` means, and where to record what they do.
+
+    ``by_host``: a ``HostGroup``, in which the ranks of a host share memory.
 
     A mesh means its ``dp`` axis, and ``shard`` with it if there is one; torch's ``DeviceMesh`` its one dim,
     or the one with such a name. None means the registered mesh, else
@@ -374,7 +378,7 @@ def find_ranks(
             has an axis that nothing would use.
     """
     try:
-        return _find(process_group, timeout_s)
+        return _find(process_group, timeout_s, by_host)
     except (dist.DistError, PeerLost) as error:  # the former from a maker of others
         raise PeerLost(
             f"{what} makes a group of its ranks, and one of them never came: do it on every rank, as often "
@@ -414,24 +418,25 @@ def ranks_meant(process_group: Mesh | DeviceMesh | ProcessGroup | None) -> Mesh 
 
 
 def _find(
-    process_group: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float | None
+    process_group: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float | None, by_host: bool
 ) -> tuple[Group, Recorder]:
     meant = ranks_meant(process_group)
     if isinstance(meant, Mesh):
         axis = meant.whole if meant.is_view else meant.data
-        return axis.duplicate(), meant.recorder
+        return axis.duplicate(by_host=by_host), meant.recorder
     timeout_s = timeout_s or TIMEOUT_S
     if meant is None:
         return Group(None, [0], 0, timeout_s), Recorder(0)
-    return _duplicate(meant, timeout_s), Recorder(dist.get_rank())
+    return _duplicate(meant, timeout_s, by_host), Recorder(dist.get_rank())
 
 
-def _duplicate(pg: ProcessGroup, timeout_s: float) -> Group:
+def _duplicate(pg: ProcessGroup, timeout_s: float, by_host: bool) -> Group:
     ranks, rank = dist.get_process_group_ranks(pg), dist.get_rank()
     if len(ranks) == 1:
         return Group(None, ranks, rank, timeout_s)
     store = default_store()
     made = from_store(store, rank, timeout_s, pg)("duplicate", ranks)
-    return Group(
-        made, ranks, rank, timeout_s, StatusStore(store, f"duplicate/{'-'.join(map(str, ranks))}", rank)
-    )
+    status_store = StatusStore(store, f"duplicate/{'-'.join(map(str, ranks))}", rank)
+    if by_host:
+        return HostGroup(made, ranks, rank, timeout_s, status_store, store)
+    return Group(made, ranks, rank, timeout_s, status_store)

@@ -21,6 +21,7 @@ from instep.events import Recorder
 from instep.mesh.axes import DATA_AXES, Axes, resolve
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.device_mesh import batch_group, place_in, require_used
+from instep.mesh.host_group import HostGroup
 from instep.mesh.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
 if TYPE_CHECKING:
@@ -72,15 +73,18 @@ class Axis:
             destroy(self._pg)
         self._pg = None
 
-    def duplicate(self) -> Group:
-        """A new group over the same ranks, for one user in one thread. Collective over the axis."""
+    def duplicate(self, *, by_host: bool = False) -> Group:
+        """A new group over the same ranks, for one user in one thread. Collective over the axis.
+
+        ``by_host``: a ``HostGroup``.
+        """
         self._num_duplicates += 1
         name = f"{self.name}/instep/{self._num_duplicates}"
-        return self._wrap(None if self.size == 1 else self._own(name, self.ranks), name)
-
-    def _wrap(self, pg: ProcessGroup | None, name: str) -> Group:
         rank = self.ranks[self.rank]
+        pg = None if self.size == 1 else self._own(name, self.ranks)
         status_store = StatusStore(self._store, f"{name}/{'-'.join(map(str, self.ranks))}", rank)
+        if by_host:
+            return HostGroup(pg, self.ranks, rank, self.timeout_s, status_store, self._store)
         return Group(pg, self.ranks, rank, self.timeout_s, status_store)
 
 

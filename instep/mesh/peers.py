@@ -142,6 +142,11 @@ class Peers:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
         return _gone(self._seen())
 
+    def _told_dead(self) -> list[int]:
+        """Global ranks that those of their host have found dead, as they have told in the store."""
+        lost, dead = self.status_store.lost() if len(self._near) < len(self.table) else ([], False)
+        return lost if dead else []
+
     def _seen(self) -> dict[int, str]:
         """The kernel's letter for the state of each rank of this host; "" of one that is gone."""
         seen = {peer.rank: (look(peer.pid), peer) for peer in self._near}
@@ -260,6 +265,8 @@ class Peers:
         """The error to raise; ``error`` is what the backend said, None if it said nothing."""
         where = f"rank {self.me.rank} waited {waited_s:.1f} s in {operation}"
         if dead:
+            if len(self._near) < len(self.table):
+                self.status_store.tell_lost(dead, dead=True)
             names = _listed([describe(peer) for peer in self.table if peer.rank in dead], ", ")
             return PeerLost(
                 f"{names} died: {where}. If it raised, the cause stands in its own traceback; if it ended "
@@ -326,9 +333,9 @@ class Peers:
         return row.number > mine or (row.number == mine and row.operation == operation)
 
     def confirm(self) -> list[int]:
-        """Dead ranks, giving a peer that has just hung up a moment to be gone."""
+        """Dead ranks, giving a peer that has just hung up a moment to be gone, or to be told of."""
         until = time.monotonic() + CONFIRM_S
-        while not (dead := self.dead()) and time.monotonic() < until:
+        while not (dead := self.dead() or self._told_dead()) and time.monotonic() < until:
             time.sleep(0.01)
         return dead
 

@@ -14,7 +14,7 @@ can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots
 one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
 the headers. Where ranks can reach into each other's buckets (backend "shm") nothing is sent: each adds its
 slices where they lie. How slices travel is a ``Transport``'s, one class a file: ``by_sharing.py``,
-``by_messages.py``, ``by_collectives.py``.
+``by_messages.py``, ``by_collectives.py``, ``by_hosts.py``.
 
 G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 """
@@ -31,9 +31,11 @@ from torch import Tensor
 
 from instep.errors import Desync, PeerLost
 from instep.events import Recorder
+from instep.mesh.host_group import HostGroup
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
 from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.by_hosts import ByHosts
 from instep.ordered.by_messages import ByMessages
 from instep.ordered.by_sharing import BySharing
 from instep.ordered.header import (
@@ -206,9 +208,11 @@ class OrderedAllReduce:
 
 
 def fastest(group: Group) -> Transport:
-    """What is fastest over the backend of ``group``."""
+    """What is fastest over the backend of ``group``, and over its hosts."""
     if group.backend == "shm":
         return BySharing(group, Scratch())
+    if isinstance(group, HostGroup) and group.near is not None:
+        return ByHosts(group, Scratch())
     return (ByMessages if group.sends_best else ByCollectives)(group, Scratch())
 
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Node = tuple[int, int]
 T = TypeVar("T")
@@ -105,6 +105,47 @@ def plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
     nodes = [node for own in by_rank for node in own]
     counts = tuple(len(own) for own in by_rank)
     return Sum(counts, tuple(adds(nodes, num_leaves)), nodes.index(min(nodes)))
+
+
+class Subtree(NamedTuple):
+    """The roots of one host, by their place among all of that host's, that add up to one node of the tree."""
+
+    members: tuple[int, ...]
+    plan: Sum
+
+
+@lru_cache(maxsize=64)
+def by_host(plan: Sum, num_local: int) -> tuple[tuple[tuple[Subtree, ...], ...], Sum]:
+    """``plan`` in two stages, where each host has ``num_local`` ranks in a row.
+
+    First every host adds what its ranks' roots make among themselves: host h the subtrees in ``[0][h]``,
+    whose sums are the host's roots. Then those, numbered through host by host, by the ``Sum`` in ``[1]``.
+    """
+    host_of = [rank // num_local for rank, count in enumerate(plan.counts) for _ in range(count)]
+    firsts = [host_of.index(host) if host in host_of else 0 for host in range(len(plan.counts) // num_local)]
+    members: dict[int, list[int]] = {i: [i] for i in range(len(host_of))}
+    within: dict[int, list[tuple[int, int]]] = {i: [] for i in members}
+    across: list[tuple[int, int]] = []
+    travels: set[int] = set()  # what has been added to another host's
+    for left, right in plan.adds:
+        if host_of[left] == host_of[right] and not travels & {left, right}:
+            members[left] += members.pop(right)
+            within[left] += [*within.pop(right), (left, right)]
+        else:
+            travels.add(left)
+            across.append((left, right))
+    numbers = {i: number for number, i in enumerate(sorted(members))}  # of the hosts' roots
+    subtrees: list[list[Subtree]] = [[] for _ in firsts]
+    for i in numbers:
+        places = {member: place for place, member in enumerate(members[i])}
+        adds = tuple((places[left], places[right]) for left, right in within[i])
+        first = firsts[host_of[i]]
+        subtrees[host_of[i]].append(
+            Subtree(tuple(member - first for member in places), Sum((len(places),), adds, places[i]))
+        )
+    counts = tuple(map(len, subtrees))
+    adds = tuple((numbers[left], numbers[right]) for left, right in across)
+    return tuple(map(tuple, subtrees)), Sum(counts, adds, numbers[plan.root])
 
 
 def round_major(num_leaves: int, num_ranks: int) -> list[list[int]]:

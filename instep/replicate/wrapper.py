@@ -187,7 +187,7 @@ class DataParallel(WrappedOnce, OwnNames):
         considered: Callable[[], object] = lambda: None,
     ) -> None:
         """Take part in ``process_group``: hooks, reducer, keys; if ``considered`` raises, only to tell it."""
-        self.group, self.recorder = find_ranks(process_group, timeout_s)
+        self.group, self.recorder = find_ranks(process_group, timeout_s, by_host=True)
         try:
             registry, self._reducer = self._compare(considered)
         except BaseException:

@@ -8,8 +8,8 @@ with the native core), the group is one of gloo, and rank 0 says so once.
 """
 
 from instep.shm.backend import ShmGroup
-from instep.shm.handshake import connect, register
+from instep.shm.handshake import connect, register, share
 
-__all__ = ["ShmGroup", "connect", "register"]
+__all__ = ["ShmGroup", "connect", "register", "share"]
 
 register()

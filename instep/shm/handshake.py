@@ -57,12 +57,21 @@ def connect(
     """
     ranks = list(ranks or range(size))
     met = meet(dist.PrefixStore(NAME, store), rank, ranks, timeout.total_seconds())
-    if met.shared is not None:
-        return ShmGroup(met.shared, met.table, timeout, met.flight)
+    if (shared := _group(met, timeout)) is not None:
+        return shared
     if rank == 0 and met.reason not in _warned_reasons:
         _warned_reasons.add(met.reason)
         warnings.warn(f"backend shm: ranks {ranks} use gloo instead, because {met.reason}", stacklevel=2)
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+
+
+def share(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> ShmGroup | None:
+    """As ``connect``, for whom a group without shared memory is of no use: None then, and no warning."""
+    return _group(meet(dist.PrefixStore(NAME, store), rank, ranks, timeout.total_seconds()), timeout)
+
+
+def _group(met: Rendezvous, timeout: timedelta) -> ShmGroup | None:
+    return None if met.shared is None else ShmGroup(met.shared, met.table, timeout, met.flight)
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:

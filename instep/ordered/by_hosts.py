@@ -1,0 +1,123 @@
+"""Slices travel once per host: its ranks add in shared memory, and share the sending of what they get.
+
+Where L ranks of a host each send to all ranks of the others, a byte of the gradient leaves the host L times.
+But the tree says which adds are of leaves of one host, and those need no link. Two hosts, two ranks each,
+one leaf a rank (a slice for each place on a host, a part of it for each host):
+
+     host 0   rank 0: a   rank 1: b         host 1   rank 2: c   rank 3: d
+                 \\         /                           \\         /
+                   a + b                                 c + d            where the buckets lie, by slices
+     slice 0:  rank 0 adds  | part 0 | part 1 |      slice 0:  rank 2 adds  | part 0 | part 1 |
+     slice 1:  rank 1 adds  | part 0 | part 1 |      slice 1:  rank 3 adds  | part 0 | part 1 |
+                                   |_________________________________^            to the same place on
+                                          ^__________________________|              the other host
+     (a + b) + (c + d), times the scale: part 0 on host 0, part 1 on host 1
+     each sends its part to the same place on the other host, and writes the slice into the buckets of its own
+
+A host sends 2 S (H-1)/H bytes of a bucket of S bytes if its leaves make one root, whatever L is, and
+(r + 1) S (H-1)/H if they make r; by messages it would be L times as much where W is large. Headers too: the
+ranks of a host collect theirs in shared memory, and one message to each other host has them all.
+
+H: hosts. L: ranks on each; W = H L. Rank h L + i is at place i on host h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from instep.comm.messages import Messages
+from instep.mesh.host_group import HostGroup
+from instep.ordered.add_up import add_up
+from instep.ordered.buckets import Bucket
+from instep.ordered.by_messages import ByMessages
+from instep.ordered.scratch import Scratch
+from instep.ordered.tree import Sum, by_host
+
+SPEAKER = 0  # the place on each host whose rank sends the headers of all
+
+
+class ByHosts(ByMessages):
+    """A ``Transport`` of buckets that the ranks of each host have mapped; of others, by messages."""
+
+    group: HostGroup
+
+    def __init__(self, group: HostGroup, scratch: Scratch) -> None:
+        super().__init__(group, scratch)
+        assert group.near is not None
+        self.near = group.near
+        self._others = [(group.host + k) % group.num_hosts for k in range(1, group.num_hosts)]
+
+    def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
+        group, near = self.group, self.near
+        rows = torch.empty(group.num_hosts, near.size * len(row), dtype=row.dtype, device=row.device)
+        own = rows[group.host]
+        with group.operation(name):
+            near.all_gather(own, row, name)
+            if group.place == SPEAKER:
+                self._across([[own]] * len(self._others), [[rows[host]] for host in self._others], name)
+            near.broadcast(rows, name, root=SPEAKER)
+        return rows.view(group.size, len(row))
+
+    def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        if bucket.device.type != "cpu":
+            super().reduce(bucket, plan, scale, name)
+            return
+        group, near = self.group, self.near
+        subtrees, across = by_host(plan, group.num_local)
+        with group.operation(name):
+            shown = near.expose([*(root for _, root in bucket.counter.roots), bucket.home], name)
+            assert shown is not None, "buckets are allocated by their group"
+            length = bucket.slice_length * group.num_hosts  # of a slice, of which every host owns a part
+            own = slice(group.place * length, (group.place + 1) * length)
+            values = [root[own] for tensors in shown for root in tensors[:-1]]
+            homes = [tensors[-1][own].split(bucket.slice_length) for tensors in shown]
+            roots = []
+            for subtree in subtrees[group.host]:
+                members = [values[member] for member in subtree.members]
+                roots.append(members[subtree.plan.root])
+                if subtree.plan.adds:
+                    add_up(members, subtree.plan, 1.0, [roots[-1]])
+            parts = [root.split(bucket.slice_length) for root in roots]
+            terms = self._collect(bucket, parts, across.counts, name)
+            add_up(terms, across, scale, [home[group.host] for home in homes])
+            self._give(homes, name)
+            near.barrier(name)
+
+    def _collect(
+        self, bucket: Bucket, parts: Sequence[Sequence[Tensor]], counts: Sequence[int], name: str
+    ) -> list[Tensor]:
+        """This host's part of the roots of all hosts; ``parts[k][h]`` is host h's of root k of this host."""
+        here, length = self.group.host, bucket.slice_length
+        num_received = sum(counts) - counts[here]
+        scratch = self.scratch.take(num_received * length, bucket.dtype, bucket.device).view(-1, length)
+        received = iter(scratch)
+        terms = [[next(received) for _ in range(count)] if host != here else [part[here] for part in parts]
+                 for host, count in enumerate(counts)]  # fmt: skip
+        self._across(
+            [[part[host] for part in parts] for host in self._others],
+            [terms[host] for host in self._others],
+            name,
+        )
+        return [term for of_host in terms for term in of_host]
+
+    def _give(self, homes: Sequence[Sequence[Tensor]], name: str) -> None:
+        """This host's part of the sum to all hosts, and theirs into the ``homes`` of all its ranks."""
+        here, mine = self.group.host, homes[self.group.place]
+        self._across([[mine[here]]] * len(self._others), [[mine[host]] for host in self._others], name)
+        for home in homes:
+            if home is not mine:
+                for host in self._others:
+                    home[host].copy_(mine[host])
+
+    def _across(
+        self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], name: str
+    ) -> None:
+        """To this rank's place on each of the other hosts, and from there: all that a link carries."""
+        at = [self.group.at(host) for host in self._others]
+        sends = [(x, rank) for xs, rank in zip(sent, at, strict=True) for x in xs]
+        receives = [(x, rank) for xs, rank in zip(received, at, strict=True) for x in xs]
+        messages = Messages(self.group.pg, self.group.ranks)
+        self.group.run(lambda: messages.together(sends, receives), name)

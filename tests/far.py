@@ -1,0 +1,42 @@
+"""Ranks of this machine that take each other for ranks of several hosts, and share memory as if they were.
+
+Only the name of a rank's host is made up: who is told that a rank is elsewhere looks at no process of it, and
+sends it messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from instep.mesh import process_group
+from instep.mesh.host_group import HostGroup
+from instep.mesh.mesh import Mesh
+from instep.mesh.peers import Peer, own_peer
+
+
+@contextmanager
+def hosts(*of_rank: int) -> Iterator[None]:
+    """Groups that are made in the block, in whatever thread, have rank r on host number ``of_rank[r]``."""
+
+    def elsewhere(rank: int, *flight: Any) -> Peer:
+        return replace(own_peer(rank, *flight), host=f"host {of_rank[rank]}")
+
+    with mock.patch.object(process_group, "own_peer", elsewhere):
+        yield
+
+
+def evenly(num_hosts: int, num_local: int) -> list[int]:
+    """The host of each rank."""
+    return [host for host in range(num_hosts) for _ in range(num_local)]
+
+
+def host_group(mesh: Mesh) -> HostGroup:
+    """The group of all ranks, by host; the mesh closes it."""
+    group = mesh.world.duplicate(by_host=True)
+    assert isinstance(group, HostGroup)
+    mesh.on_close.append(group.close)
+    return group
