@@ -183,25 +183,36 @@ class StatusStore:
             lambda: StatusRow.from_bytes(store.get(key)) if store.check([key]) else None
         )
 
-    def tell_lost(self, ranks: Sequence[int], *, dead: bool) -> None:
-        """Let all ranks read which are lost: what is told first counts, and deaths, which are seen."""
-        if self._store is not None:
-            store, key, value = self._store, self._key("lost"), json.dumps({"ranks": [*ranks], "dead": dead})
-            self.questions.ask(lambda: store.set(key, value) if dead else store.compare_set(key, "", value))
+    def tell_lost(self, ranks: Sequence[int], *, dead: bool) -> tuple[list[int], bool]:
+        """Let all ranks read which are lost, and read it: what is told first counts, unless it saw no death.
+
+        Other ranks end because of the first one.
+        """
+        store, key, mine = self._store, self._key("lost"), ([*ranks], dead)
+        if store is None:
+            return mine
+
+        def tell() -> tuple[list[int], bool]:
+            before = _read_lost(store, key)
+            if before[1] or (before[0] and not dead) or not ranks:
+                return before
+            store.set(key, json.dumps({"ranks": mine[0], "dead": dead}))
+            return mine
+
+        return self.questions.ask(tell) or mine
 
     def lost(self) -> tuple[list[int], bool]:
         """The ranks that are lost, as the others have told, and whether they are dead."""
-        if self._store is None:
-            return [], False
         store, key = self._store, self._key("lost")
-
-        def read() -> tuple[list[int], bool]:
-            found: dict[str, Any] = {"ranks": [], "dead": False}
-            if store.check([key]):
-                found = json.loads(store.get(key))
-            return [int(rank) for rank in found["ranks"]], found["dead"] is True
-
-        return self.questions.ask(read) or ([], False)
+        found = None if store is None else self.questions.ask(lambda: _read_lost(store, key))
+        return found or ([], False)
 
     def _key(self, what: int | str) -> str:
         return f"instep/status/{self._name}/{what}"
+
+
+def _read_lost(store: Store, key: str) -> tuple[list[int], bool]:
+    found: dict[str, Any] = {"ranks": [], "dead": False}
+    if store.check([key]):
+        found = json.loads(store.get(key))
+    return [int(rank) for rank in found["ranks"]], found["dead"] is True

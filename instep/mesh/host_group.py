@@ -97,17 +97,14 @@ class HostGroup(Group):
 
     def _explained(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
         """``error``, or one that names the ranks that it follows from; the others are told of these."""
-        told = self.peers.status_store
-        if not dead and error.ranks:
-            told.tell_lost(error.ranks, dead=False)
-        if dead:
-            told.tell_lost(dead, dead=True)
-        ranks, are_dead = (dead, True) if dead else told.lost()
+        ranks, are_dead = self.peers.status_store.tell_lost(dead or error.ranks, dead=bool(dead))
         if not ranks or ranks == [*error.ranks]:
             return error
         names = ", ".join(f"rank {rank}" for rank in ranks)
-        why = f"{names} {'died' if are_dead else 'did not come or has left'}: {error}"
-        return PeerLost(why, ranks=ranks, operation=name)
+        what = "died" if are_dead else "did not come, or left"
+        return PeerLost(
+            f"{names} {what}. What rank {self.global_rank} saw of it: {error}", ranks=ranks, operation=name
+        )
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory that the ranks of this host can ``expose`` to each other, where they share any."""

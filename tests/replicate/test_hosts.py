@@ -1,0 +1,139 @@
+"""Data-parallel ranks on several hosts, several on each: the bits of one, and who is lost is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.errors import Desync, PeerLost
+from instep.mesh.join import init
+from instep.mesh.launch import RankFailed, launch
+from instep.mesh.mesh import Mesh
+from instep.ordered.by_hosts import ByHosts
+from instep.ordered.by_messages import ByMessages
+from instep.replicate.strategies import STRATEGIES
+from instep.replicate.wrapper import DataParallel
+from tests.far import evenly, hosts
+from tests.parity import Training, assert_bits_of_one, filled, world_of_one
+from tests.replicate.nets import OTHER, PLAIN, Dense, mean_square
+from tests.replicate.replicas import assert_backwards, failing_at, square
+from tests.world import world
+
+TINY_MB = 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (2, 3), (3, 2)])
+def test_every_strategy_gives_the_bits_of_one(num_hosts, num_local, strategy):
+    with hosts(*evenly(num_hosts, num_local)):
+        world(num_hosts * num_local)(every_number_of_leaves_gives_the_bits_of_one)(strategy=strategy)
+
+
+def every_number_of_leaves_gives_the_bits_of_one(mesh: Mesh, strategy: str) -> None:
+    for num_leaves in (1, 7, 12):
+        training = Training(Dense, mean_square, num_leaves, clip=0.1, num_steps=2)
+        assert_bits_of_one(mesh, training, strategy=strategy, bucket_cap_mb=TINY_MB)
+
+
+@pytest.mark.parametrize("name", PLAIN | OTHER)
+def test_every_model_gives_the_bits_of_one(name):
+    with hosts(*evenly(2, 2)):
+        world(4)(gives_the_bits_of_one)(name=name)
+
+
+def gives_the_bits_of_one(mesh: Mesh, name: str) -> None:
+    assert_bits_of_one(mesh, (PLAIN | OTHER)[name], bucket_cap_mb=TINY_MB)
+
+
+def test_plain_loops_and_steps_that_are_given_up_go_on():
+    with hosts(*evenly(2, 2)):
+        world(4)(goes_on_after_a_step_that_was_given_up)()
+
+
+def goes_on_after_a_step_that_was_given_up(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    assert isinstance(model._reducer.exchange.transport, ByHosts)
+    assert_backwards(mesh, model, times=2)
+    if mesh.rank == 3:
+        weight = model.module.layers[0].weight
+        with failing_at(weight, ArithmeticError), pytest.raises(ArithmeticError):
+            square(model, mesh.rank).backward()
+        model.zero_grad()
+        square(model, mesh.rank)  # gives the step up
+    else:
+        with pytest.raises(Desync, match="rank 3 left step 0"):
+            square(model, mesh.rank).backward()
+    model.zero_grad()
+    assert_backwards(mesh, model, times=2)
+    model.close()
+
+
+def test_a_group_is_made_anew_of_the_hosts_that_there_are_then():
+    """A model that is bound again sees other hosts, or one rank alone."""
+    world(4)(binds_again)()
+
+
+def binds_again(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    assert type(model._reducer.exchange.transport) is ByMessages
+    assert_backwards(mesh, model)
+    mesh.world.group.barrier("the test")
+    with hosts(*evenly(2, 2)):
+        mesh.world.group.barrier("the test")
+        model.rebind(mesh)
+        assert isinstance(model._reducer.exchange.transport, ByHosts)
+        assert_backwards(mesh, model)
+        mesh.world.group.barrier("the test")
+    model.rebind(world_of_one())
+    assert_backwards(world_of_one(), model)
+
+
+def lose_one_of_four(path: str, lost: int, declared: bool) -> None:
+    """Rank ``lost`` dies in its second backward, when the others are in an exchange already."""
+    with hosts(*evenly(2, 2)):
+        mesh = init(backend="gloo", timeout_s=30)
+        model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
+    assert isinstance(model._reducer.exchange.transport, ByHosts)
+    run = declared_step if declared else undeclared_step
+    run(model, mesh.rank)
+    model.zero_grad()
+    if mesh.rank == lost:
+
+        def note_and_die(gradient: torch.Tensor) -> None:
+            Path(path, "died").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        model.module.layers[0].weight.register_hook(note_and_die)
+    try:
+        run(model, mesh.rank)
+    except PeerLost as error:
+        report = {"text": str(error), "ranks": error.ranks, "at": time.monotonic()}
+        Path(path, f"report {mesh.rank}").write_text(json.dumps(report))
+
+
+def undeclared_step(model: DataParallel, rank: int) -> None:
+    square(model, rank).backward()
+
+
+def declared_step(model: DataParallel, rank: int) -> None:
+    for micro_batch in model.micro_batches(8):
+        mean_square(model, micro_batch, 0)
+
+
+@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_rank_that_dies_is_named_on_every_host(tmp_path: Path, lost: int, declared: bool) -> None:
+    with pytest.raises(RankFailed, match=rf"rank {lost} of 4 .* was killed by SIGKILL"):
+        launch(lose_one_of_four, (str(tmp_path), lost, declared), ranks=4, grace_s=30)
+    died = float((tmp_path / "died").read_text())
+    for rank in {*range(4)} - {lost}:
+        report = json.loads((tmp_path / f"report {rank}").read_text())
+        assert report["ranks"] == [lost], report
+        assert f"rank {lost}" in report["text"] and "died" in report["text"], report
+        assert report["at"] - died < 15  # half the deadline
