@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import pytest
 from instep.bench.hosts import Network, network, obstacle
 from instep.mesh.launch import launch
 
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 why_not = cache(obstacle)
 
 
@@ -34,12 +35,12 @@ def two_hosts(rate: str = "1gbit") -> Iterator[Network]:
         yield made
 
 
-def on_each(lab: Network, target: Callable[[], object]) -> list[Any]:
-    """What ``target`` returns on each host, by way of JSON; each is a fork of a process that holds torch."""
-    names = [host.name for host in lab]
+def on_each(lab: Network, target: Callable[[], object], per_host: int = 1) -> list[Any]:
+    """What ``target`` returns on each rank of each host, by way of JSON; ranks are forks that hold torch."""
+    names = [host.name for host in lab for _ in range(per_host)]
     with tempfile.TemporaryDirectory() as folder:
-        launch(_on_host, (names, lab.environments(), target, folder), ranks=len(names))
-        return [json.loads(Path(folder, name).read_text()) for name in names]
+        launch(_on_host, (names, lab.environments(per_host), target, folder), ranks=len(names))
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(len(names))]
 
 
 def _on_host(
@@ -49,11 +50,13 @@ def _on_host(
     enter(names[at])
     del os.environ["INSTEP_STORE"]  # a file of this machine, which two hosts would not have
     os.environ.update(environments[at])
-    Path(folder, names[at]).write_text(json.dumps(target()))
+    Path(folder, str(at)).write_text(json.dumps(target()))
 
 
 def enter(host: str) -> None:
-    """Be on a host from here on, as by ``ip netns exec``."""
+    """Be on a host from here on, as by ``ip netns exec``, and see its name."""
+    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{host}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
             raise OSError(ctypes.get_errno(), f"cannot enter {host}")
+    socket.sethostname(host)

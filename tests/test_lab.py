@@ -10,6 +10,7 @@ from torch import nn
 
 import instep
 from instep.bench.hosts import INTERFACE, network
+from instep.ordered.by_hosts import ByHosts
 from instep.ordered.hash import state_entries, state_sha256
 from tests.lab import on_each, two_hosts
 
@@ -39,11 +40,16 @@ for _ in range({NUM_TRIES}):
 """
 
 
-def train() -> dict[str, object]:
+def train_much() -> dict[str, object]:
+    """``train`` with gradients of megabytes, beside which what else is sent is little."""
+    return train(width=4096)
+
+
+def train(width: int = 128) -> dict[str, object]:
     """One declared step in whatever world this process is in: the hash, and the bytes sent meanwhile."""
     mesh = instep.init(timeout_s=PATIENCE_S)
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16))
+    module = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 16))
     model = instep.DataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x = torch.randn(G, 8, 64)
@@ -51,9 +57,10 @@ def train() -> dict[str, object]:
     for leaf in model.micro_batches(G):
         model(x[leaf.index]).square().mean().backward()
     optimizer.step()
-    sent = sent_bytes() - before
+    model.group.barrier("the count of what is sent")
+    sent, by_host = sent_bytes() - before, isinstance(model._reducer.exchange.transport, ByHosts)
     mesh.close()
-    return {"sha256": state_sha256(state_entries(module, optimizer), 1), "sent": sent}
+    return {"sha256": state_sha256(state_entries(module, optimizer), 1), "sent": sent, "by_host": by_host}
 
 
 def sent_bytes() -> int:
@@ -78,6 +85,17 @@ def test_two_ranks_on_two_hosts_give_the_bits_of_one():
     assert [report["sha256"] for report in reports] == [train()["sha256"]] * 2
     gradients = 4 * (64 * 128 + 128 + 128 * 16 + 16)
     assert all(gradients < report["sent"] < 2 * gradients for report in reports)
+
+
+def test_two_ranks_on_each_of_two_hosts_send_as_much_between_them_as_one_on_each():
+    """And give the bits of one; over the link goes what a host sends, gradients and all else of a step."""
+    with two_hosts() as lab:
+        alone = on_each(lab, train_much)
+        shared = on_each(lab, train_much, per_host=2)
+    assert {report["sha256"] for report in alone + shared} == {train_much()["sha256"]}
+    assert [report["by_host"] for report in shared] == [True] * 4
+    ratios = [both["sent"] / one["sent"] for both, one in zip(shared[::2], alone, strict=True)]
+    assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
 
 
 def test_a_link_carries_nine_tenths_of_its_rate_and_no_more_than_that():
