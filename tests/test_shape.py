@@ -164,7 +164,7 @@ ONE_USER = {
     "instep/data/rows.py",
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
-    "instep/ordered/by_messages.py",
+    "instep/ordered/by_hosts.py",
     "instep/ordered/by_sharing.py",
     "instep/recipes/images_config.py",
     "instep/recipes/pairs_config.py",

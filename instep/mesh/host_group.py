@@ -71,6 +71,12 @@ class HostGroup(Group):
         if store is not None and self.backend == "gloo" and self.num_local > 1 and self.num_hosts > 1:
             self._meet_near(store)
 
+    @property
+    def _way(self) -> str:
+        if self.near is None:
+            return super()._way
+        return f" on {self.num_hosts} hosts, over {self.near.backend} on each and {self.backend} between them"
+
     def at(self, host: int) -> int:
         """The group rank that has this one's place on ``host``."""
         return host * self.num_local + self.place

@@ -285,6 +285,14 @@ class Group:
         self.peers.timeout_s = timeout_s
         self.peers.flight.belongs_here()
 
+    def __repr__(self) -> str:
+        return f"<group of {self.size} rank{'s' * (self.size != 1)}{self._way}; this is rank {self.rank}>"
+
+    @property
+    def _way(self) -> str:
+        """Over what they exchange, in words."""
+        return f" over {self.backend}" if self.size > 1 else ""
+
     @property
     def global_rank(self) -> int:
         return self.ranks[self.rank]

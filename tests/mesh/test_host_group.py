@@ -45,6 +45,8 @@ def shares_memory_on_its_host(mesh: Mesh, num_hosts: int, num_local: int) -> Non
     assert (group.num_hosts, group.num_local) == (num_hosts, num_local)
     assert (group.host, group.place) == divmod(mesh.rank, num_local)
     assert group.near.ranks == tuple(range(group.host * num_local, (group.host + 1) * num_local))
+    on_each = f"on {num_hosts} hosts, over shm on each and gloo between them"
+    assert repr(group) == f"<group of {mesh.world_size} ranks {on_each}; this is rank {mesh.rank}>"
     mine = group.allocate(8, 64, torch.device("cpu")).elements(torch.int64).fill_(mesh.rank)
     shown = group.near.expose([mine], "the test")
     assert shown is not None and [int(of_rank[0]) for of_rank in shown] == list(group.near.ranks)
@@ -71,5 +73,6 @@ def test_ranks_share_nothing_where_those_of_one_host_cannot(monkeypatch):
 def shares_nothing(mesh: Mesh) -> None:
     group = host_group(mesh)
     assert group.near is None
+    assert repr(group) == f"<group of {mesh.world_size} ranks over gloo; this is rank {mesh.rank}>"
     group.barrier("the test")
     assert group.allocate(8, 64, torch.device("cpu")).fd is None
