@@ -1,4 +1,4 @@
-"""Sums of roots: slices that lie side by side, added in the order of the sum tree.
+"""Sums of roots: slices side by side, added in the order of the sum tree, in the format of its nodes.
 
 The order is the plan's, elementwise, so neither the length of a piece nor who adds it has a say in the bits:
 the native core makes them in one pass over memory, and where there is none torch's functions make the same.
@@ -13,19 +13,28 @@ from torch import Tensor
 
 from instep.memory import PIECE_BYTES
 from instep.native.library import AS_IT_IS, TIMES, Core, core
+from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import Sum
 
 _NATIVE = (torch.float32, torch.float64)
 
 
-def add_up(values: Sequence[Tensor], plan: Sum, scale: float, homes: Sequence[Tensor]) -> None:
+def add_up(
+    values: Sequence[Tensor],
+    plan: Sum,
+    scale: float,
+    homes: Sequence[Tensor],
+    nodes: BucketNodes,
+    first: int = 0,
+) -> None:
     """Each of ``homes`` becomes the sum of ``values`` in the order of ``plan``, times ``scale``.
 
     All are flat, of one dtype and one length; a home may be one of the values, which may all be overwritten.
+    They are elements ``first`` and following of a bucket with ``nodes``.
     """
-    native = core()
+    native = None if nodes.rounds else core()
     if native is None or not _in_native(native, values, plan, scale, homes):
-        _in_pieces(values, plan, scale, homes)
+        _in_pieces(values, plan, scale, homes, nodes, first)
 
 
 def _in_native(
@@ -49,16 +58,44 @@ def _in_a_row(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.is_contiguous()
 
 
-def _in_pieces(values: Sequence[Tensor], plan: Sum, scale: float, homes: Sequence[Tensor]) -> None:
+def _in_pieces(
+    values: Sequence[Tensor],
+    plan: Sum,
+    scale: float,
+    homes: Sequence[Tensor],
+    nodes: BucketNodes,
+    first: int,
+) -> None:
     """Piece by piece, so that partial sums stay in the cache."""
     root = values[plan.root]
     others = [home for home in homes if home.data_ptr() != root.data_ptr()]
     most = PIECE_BYTES // root.dtype.itemsize
     for start in range(0, len(root), most):
         terms = [value[start : start + most] for value in values]
-        for left, right in plan.adds:
-            torch.add(terms[left], terms[right], out=terms[left])
+        for (left, right), node in zip(plan.adds, plan.sums, strict=True):
+            nodes.add(terms[left], terms[right], node, first + start)
         if scale != 1.0:
             terms[plan.root].mul_(scale)
         for home in others:
             home[start : start + most].copy_(terms[plan.root])
+
+
+def add_up_to_send(
+    values: Sequence[Tensor],
+    plan: Sum,
+    scale: float,
+    nodes: BucketNodes,
+    first: int = 0,
+    slot: Tensor | None = None,
+) -> Tensor:
+    """The sum of ``values``, a slice, as it travels to all: in ``slot``, if there is one.
+
+    What is rounded travels before it is scaled; ``nodes.decode_mean`` does the rest.
+    """
+    root = values[plan.root]
+    if nodes.rounds:
+        add_up(values, plan, 1.0, [root], nodes, first)
+        return nodes.encode(root, first, slot)
+    slot = root if slot is None else slot
+    add_up(values, plan, scale, [slot], nodes, first)
+    return slot

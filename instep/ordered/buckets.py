@@ -26,8 +26,11 @@ import torch
 from torch import Tensor
 
 from instep.memory import Segment, align_bytes, allocate
-from instep.mesh.axes import round_up, slice_length
+from instep.mesh.axes import slice_length
+from instep.ordered.blocks import place
 from instep.ordered.hook import weakly
+from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat
+from instep.ordered.rounding import Stretch
 from instep.ordered.tree import Node, are_siblings
 
 
@@ -36,12 +39,21 @@ class TreeAccumulator:
 
     A step begins with ``reset``. Each leaf is written into the buffer that ``open`` returns, then
     ``push``ed. At the end ``roots`` are the maximal subtrees of what was pushed. The leftmost partial sum
-    always lies in ``home``, the bucket's own memory: where one root is all, nothing has to be copied.
+    always lies in ``home``, the bucket's own memory: where one root is all, nothing has to be copied. Leaves
+    and sums are in the format of ``nodes``.
     """
 
-    def __init__(self, home: Tensor, spare: Callable[[], Tensor], *, ordered: bool = True) -> None:
+    def __init__(
+        self,
+        home: Tensor,
+        spare: Callable[[], Tensor],
+        *,
+        ordered: bool = True,
+        nodes: BucketNodes | None = None,
+    ) -> None:
         self.home = home
         self.ordered = ordered
+        self._nodes = nodes or BucketNodes(len(home), 1, home.dtype)
         self._spare = spare
         self.spares: list[Tensor] = []
         self.reset(0)
@@ -63,11 +75,12 @@ class TreeAccumulator:
 
     def push(self, leaf: int, buffer: Tensor) -> None:
         """Leaf number ``leaf`` is whole in ``buffer``, which came from ``open``."""
+        self._nodes.round(buffer, (leaf, leaf + 1))
         self.roots.append(((leaf, leaf + 1), buffer))
         while len(self.roots) > 1 and self._merge_now():
             (_, hi), right = self.roots.pop()
             (lo, _), left = self.roots[-1]
-            torch.add(left, right, out=left)
+            self._nodes.add(left, right, (lo, hi))
             self._free.append(right)
             self.roots[-1] = ((lo, hi), left)
 
@@ -153,8 +166,13 @@ class Bundle:
     pending: int = field(default=0, init=False)
     is_open: bool = field(default=False, init=False)  # the open leaf has not been taken over
     ready_ns: int = field(default=0, init=False)  # when the last gradient came, of the open leaf
+    nodes: BucketNodes = field(init=False, repr=False)
     presence: list[list[bool]] = field(default_factory=list, init=False)  # by rank, after an exchange
     frozen: list[list[bool]] = field(default_factory=list, init=False)  # as ``presence``
+
+    def begin_nodes(self, *key: int) -> None:
+        """A reduction begins, whose nodes are rounded by random numbers of ``key``."""
+        self.nodes.begin(*key)
 
     @property
     def num_elements(self) -> int:
@@ -173,6 +191,11 @@ class Bundle:
         """The slot of ``buffer`` for the parameter at ``position``, as one of ``views``."""
         return self.views(buffer)[self._numbers[position]]
 
+    @property
+    def extents(self) -> list[Stretch]:
+        """Which parameter lies where."""
+        return [Stretch(slot.position, slot.offset, slot.length) for slot in self.slots]
+
     @cached_property
     def _numbers(self) -> dict[int, int]:
         return {slot.position: k for k, slot in enumerate(self.slots)}
@@ -190,16 +213,22 @@ class Bucket(Bundle):
     num_ranks: int
     ordered: bool = True
     allocate: Allocate = allocate
+    nodes_format: NodeFormat = IN_FLOAT32
+    parts: Sequence[Stretch] | None = None  # which parameters lie where, if not those of ``slots``
     leaf: Tensor | None = field(default=None, init=False)
     launched: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         granule = align_bytes(self.device) // self.dtype.itemsize
-        last = self.slots[-1]
-        self.slice_length = slice_length(last.offset + last.length, self.num_ranks, granule)
+        end = max(slot.offset + slot.length for slot in self.slots)
+        multiple = max(granule, self.nodes_format.block(self.dtype))
+        self.slice_length = slice_length(end, self.num_ranks, multiple)
+        parts = self.extents if self.parts is None else self.parts
+        self.nodes = self.nodes_format.of_bucket(
+            parts, self.slice_length, self.num_ranks, self.dtype, self.device
+        )
         self._views: dict[int, list[Tensor]] = {}
-        self.counter = TreeAccumulator(self._buffer(), weakly(self._buffer), ordered=self.ordered)
-        self._idle_references = self._references()
+        self._make_counter()
 
     @property
     def num_elements(self) -> int:
@@ -233,12 +262,17 @@ class Bucket(Bundle):
         """
         if self._references() > self._idle_references + num_attached:
             self._views.clear()
-            self.counter = TreeAccumulator(self._buffer(), weakly(self._buffer), ordered=self.ordered)
-            self._idle_references = self._references()
+            self._make_counter()
         self.counter.reset(num_leaves)
         self.launched = False
         for slot in self.slots:
             slot.present = False
+
+    def _make_counter(self) -> None:
+        self.counter = TreeAccumulator(
+            self._buffer(), weakly(self._buffer), ordered=self.ordered, nodes=self.nodes
+        )
+        self._idle_references = self._references()
 
     def _buffer(self) -> Tensor:
         segment = self.allocate(self.nbytes, align_bytes(self.device), self.device)
@@ -258,6 +292,7 @@ def make_buckets(
     *,
     ordered: bool,
     allocate: Allocate = allocate,
+    nodes: NodeFormat = IN_FLOAT32,
 ) -> list[Bucket]:
     """Buckets for ``groups`` of positions in ``parameters``, every parameter on an aligned address.
 
@@ -268,12 +303,12 @@ def make_buckets(
         first = parameters[group[0]]
         dtype, device = wire_dtype(first.dtype), first.device
         granule = align_bytes(device) // dtype.itemsize
-        slots, offset = [], 0
-        for position in group:
-            parameter = parameters[position]
-            slots.append(
-                Slot(position, offset, num_real(parameter), parameter.shape, parameter.dtype.is_complex)
-            )
-            offset = round_up(offset + num_real(parameter), granule)
-        buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered, allocate))
+        members = [parameters[position] for position in group]
+        lengths = [num_real(parameter) for parameter in members]
+        offsets, _ = place(lengths, granule, block=max(granule, nodes.block(dtype)))
+        slots = [
+            Slot(position, offset, length, parameter.shape, parameter.dtype.is_complex)
+            for position, offset, length, parameter in zip(group, offsets, lengths, members, strict=True)
+        ]
+        buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered, allocate, nodes))
     return buckets

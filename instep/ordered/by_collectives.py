@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from instep.mesh.process_group import Group
-from instep.ordered.add_up import add_up
+from instep.ordered.add_up import add_up, add_up_to_send
 from instep.ordered.buckets import Bucket
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
@@ -36,25 +36,27 @@ class ByCollectives:
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         """The sum of all ranks' roots, times ``scale``, into the ``home`` of ``bucket``."""
         own_roots = [root for _, root in bucket.counter.roots]
-        size, length = self.group.size, bucket.slice_length
+        nodes, size = bucket.nodes, self.group.size
         if size == 1:
-            add_up(own_roots, plan, scale, [own_roots[plan.root]])
+            add_up(own_roots, plan, scale, [own_roots[plan.root]], nodes)
             return
-        received = self.scratch.take(sum(plan.counts) * length, bucket.dtype, bucket.device)
+        length, first = nodes.wire_length, self.group.rank * bucket.slice_length
+        received = self.scratch.take(sum(plan.counts) * length, nodes.wire_dtype, bucket.device)
         splits = [count * length for count in plan.counts]
         own_splits = [len(own_roots) * length] * size
-        self.group.all_to_all(
-            received, by_owner(own_roots, size, length, bucket.home), splits, own_splits, name
-        )
-        values = list(received.view(-1, length))
-        add_up(values, plan, scale, [values[plan.root]])
-        self.group.all_gather(bucket.home, values[plan.root], name)
+        sent = by_owner([nodes.encode(root) for root in own_roots], size, received[:0])
+        self.group.all_to_all(received, sent, splits, own_splits, name)
+        values = [nodes.decode(row, first) for row in received.view(-1, length)]
+        own = add_up_to_send(values, plan, scale, nodes, first)
+        gathered = nodes.gathered(bucket.home, self.scratch)
+        self.group.all_gather(gathered, own, name)
+        nodes.decode_mean(gathered, scale, bucket.home)
 
 
-def by_owner(own_roots: Sequence[Tensor], size: int, length: int, home: Tensor) -> Tensor:
-    """The roots as one message: first everything for rank 0, then for rank 1, ..."""
-    if len(own_roots) == 1:
-        return own_roots[0]  # W slices in a row already
-    if not own_roots:
-        return home[:0]
-    return torch.stack([root.view(size, length) for root in own_roots], dim=1).view(-1)
+def by_owner(roots: Sequence[Tensor], size: int, nothing: Tensor) -> Tensor:
+    """The roots, as they travel, as one message: first everything for rank 0, then for rank 1, ..."""
+    if len(roots) == 1:
+        return roots[0]  # W slices in a row already
+    if not roots:
+        return nothing
+    return torch.stack([root.view(size, -1) for root in roots], dim=1).view(-1)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from instep.comm.messages import Messages
 from instep.mesh.host_group import HostGroup
-from instep.ordered.add_up import add_up
+from instep.ordered.add_up import add_up, add_up_to_send
 from instep.ordered.buckets import Bucket
 from instep.ordered.by_messages import ByMessages
 from instep.ordered.scratch import Scratch
@@ -65,52 +65,61 @@ class ByHosts(ByMessages):
         if bucket.device.type != "cpu":
             super().reduce(bucket, plan, scale, name)
             return
-        group, near = self.group, self.near
+        group, near, nodes = self.group, self.near, bucket.nodes
         subtrees, across = by_host(plan, group.num_local)
         with group.operation(name):
             shown = near.expose([*(root for _, root in bucket.counter.roots), bucket.home], name)
             assert shown is not None, "buckets are allocated by their group"
             length = bucket.slice_length * group.num_hosts  # of a slice, of which every host owns a part
-            own = slice(group.place * length, (group.place + 1) * length)
+            first = group.place * length
+            own = slice(first, first + length)
             values = [root[own] for tensors in shown for root in tensors[:-1]]
-            homes = [tensors[-1][own].split(bucket.slice_length) for tensors in shown]
             roots = []
             for subtree in subtrees[group.host]:
                 members = [values[member] for member in subtree.members]
                 roots.append(members[subtree.plan.root])
                 if subtree.plan.adds:
-                    add_up(members, subtree.plan, 1.0, [roots[-1]])
+                    add_up(members, subtree.plan, 1.0, [roots[-1]], nodes, first)
             parts = [root.split(bucket.slice_length) for root in roots]
             terms = self._collect(bucket, parts, across.counts, name)
-            add_up(terms, across, scale, [home[group.host] for home in homes])
-            self._give(homes, name)
+            home = shown[group.place][-1][own]
+            self._give(bucket, terms, across, scale, home, name)
+            for tensors in shown[: group.place] + shown[group.place + 1 :]:
+                tensors[-1][own].copy_(home)
             near.barrier(name)
 
     def _collect(
         self, bucket: Bucket, parts: Sequence[Sequence[Tensor]], counts: Sequence[int], name: str
     ) -> list[Tensor]:
         """This host's part of the roots of all hosts; ``parts[k][h]`` is host h's of root k of this host."""
-        here, length = self.group.host, bucket.slice_length
+        nodes, here = bucket.nodes, self.group.host
         num_received = sum(counts) - counts[here]
-        scratch = self.scratch.take(num_received * length, bucket.dtype, bucket.device).view(-1, length)
-        received = iter(scratch)
-        terms = [[next(received) for _ in range(count)] if host != here else [part[here] for part in parts]
-                 for host, count in enumerate(counts)]  # fmt: skip
-        self._across(
-            [[part[host] for part in parts] for host in self._others],
-            [terms[host] for host in self._others],
-            name,
-        )
-        return [term for of_host in terms for term in of_host]
+        rows = self.scratch.take(num_received * nodes.wire_length, nodes.wire_dtype, bucket.device)
+        received = iter(rows.view(-1, nodes.wire_length))
+        came = {host: [next(received) for _ in range(counts[host])] for host in self._others}
+        sent = [
+            [nodes.encode(part[host], self._first(bucket, host)) for part in parts] for host in self._others
+        ]
+        self._across(sent, list(came.values()), name)
+        own_first = self._first(bucket, here)
+        terms = {host: [nodes.decode(row, own_first) for row in its] for host, its in came.items()}
+        terms[here] = [part[here] for part in parts]
+        return [term for host in sorted(terms) for term in terms[host]]
 
-    def _give(self, homes: Sequence[Sequence[Tensor]], name: str) -> None:
-        """This host's part of the sum to all hosts, and theirs into the ``homes`` of all its ranks."""
-        here, mine = self.group.host, homes[self.group.place]
-        self._across([[mine[here]]] * len(self._others), [[mine[host]] for host in self._others], name)
-        for home in homes:
-            if home is not mine:
-                for host in self._others:
-                    home[host].copy_(mine[host])
+    def _give(
+        self, bucket: Bucket, terms: Sequence[Tensor], across: Sum, scale: float, home: Tensor, name: str
+    ) -> None:
+        """This host's part of the sum of ``terms`` to all hosts; and theirs, all into ``home``, a slice."""
+        nodes, here = bucket.nodes, self.group.host
+        gathered = nodes.gathered(home, self.scratch)
+        rows = gathered.split(nodes.wire_length)
+        add_up_to_send(terms, across, scale, nodes, self._first(bucket, here), rows[here])
+        self._across([[rows[here]]] * len(self._others), [[rows[host]] for host in self._others], name)
+        nodes.decode_mean(gathered, scale, home, self._first(bucket, 0))
+
+    def _first(self, bucket: Bucket, host: int) -> int:
+        """The first element of the part of this place's slice that ``host`` owns."""
+        return (self.group.place * self.group.num_hosts + host) * bucket.slice_length
 
     def _across(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], name: str

@@ -22,5 +22,5 @@ class BySharing(ByCollectives):
         first = self.group.rank * bucket.slice_length
         own = slice(first, first + bucket.slice_length)
         values = [root[own] for tensors in shown for root in tensors[:-1]]
-        add_up(values, plan, scale, [tensors[-1][own] for tensors in shown])
+        add_up(values, plan, scale, [tensors[-1][own] for tensors in shown], bucket.nodes, first)
         self.group.barrier(name)

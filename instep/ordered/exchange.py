@@ -115,7 +115,7 @@ class OrderedAllReduce:
         plan = plan_sum(tuple(map(tuple, leaves)), header.num_leaves) if self.ordered else None
         scale = mean_scale(self._meet(bucket, header, name, bucket, plan))
         span = self.recorder.span(
-            "exchange", lane="communication", num_bytes=bucket.nbytes, bucket=header.bucket
+            "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
         )
         with _losing_in(header), span:
             if plan is not None:

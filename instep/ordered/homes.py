@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
+from instep.ordered.node_format import IN_FLOAT32
 from instep.ordered.shards import elements
 
 
@@ -166,6 +167,7 @@ class Wrapped:
     ranks when what they hold alike has been compared: what was written to it before is no edit of one alone.
     ``micro_batch()`` is the one of a declared step whose backward is under way in this thread; None if there
     is none. ``reduction`` adds the gradients up over the ranks (``step/reduction.py``); None: nothing does.
+    ``nodes`` says in words what the sums of gradients are rounded to.
 
     ``leave`` gives the group back and waits for no rank, whatever has happened. A step that is under way is
     given up: gradients are None, partial sums are gone, a declared step is open no longer. ``join`` takes
@@ -190,6 +192,7 @@ class Wrapped:
     fill: Callable[[], None] = field(default=lambda: None)
     micro_batch: Callable[[], int | None] = field(default=lambda: None)
     reduction: Any = None
+    nodes: str = str(IN_FLOAT32)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ G: number of leaves. W: number of ranks. A node is a half-open range (lo, hi).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -90,11 +90,13 @@ def adds(nodes: Sequence[Node], num_leaves: int) -> list[tuple[int, int]]:
 class Sum:
     """How the ranks' roots become the root of the tree; roots are numbered through, rank by rank.
 
-    ``counts[r]`` roots are rank r's; ``adds`` are those of ``adds``; the sum ends up in number ``root``.
+    ``counts[r]`` roots are rank r's; ``adds`` are those of ``adds``, and ``sums[k]`` is the node that number
+    k of them makes; the sum ends up in number ``root``.
     """
 
     counts: tuple[int, ...]
     adds: tuple[tuple[int, int], ...]
+    sums: tuple[Node, ...]
     root: int
 
 
@@ -104,7 +106,17 @@ def plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
     by_rank = [roots(own, num_leaves) for own in leaves]
     nodes = [node for own in by_rank for node in own]
     counts = tuple(len(own) for own in by_rank)
-    return Sum(counts, tuple(adds(nodes, num_leaves)), nodes.index(min(nodes)))
+    return sum_of(nodes, counts, num_leaves)
+
+
+def sum_of(nodes: Sequence[Node], counts: Sequence[int], num_leaves: int) -> Sum:
+    """The sum of roots that are the values of ``nodes``."""
+    values, sums = list(nodes), []
+    plan = adds(nodes, num_leaves)
+    for left, right in plan:
+        values[left] = values[left][0], values[right][1]
+        sums.append(values[left])
+    return Sum(tuple(counts), tuple(plan), tuple(sums), nodes.index(min(nodes)))
 
 
 class Subtree(NamedTuple):
@@ -124,28 +136,40 @@ def by_host(plan: Sum, num_local: int) -> tuple[tuple[tuple[Subtree, ...], ...],
     host_of = [rank // num_local for rank, count in enumerate(plan.counts) for _ in range(count)]
     firsts = [host_of.index(host) if host in host_of else 0 for host in range(len(plan.counts) // num_local)]
     members: dict[int, list[int]] = {i: [i] for i in range(len(host_of))}
-    within: dict[int, list[tuple[int, int]]] = {i: [] for i in members}
-    across: list[tuple[int, int]] = []
+    within: dict[int, list[tuple[int, int, Node]]] = {i: [] for i in members}
+    across: list[tuple[int, int, Node]] = []
     travels: set[int] = set()  # what has been added to another host's
-    for left, right in plan.adds:
+    for (left, right), node in zip(plan.adds, plan.sums, strict=True):
         if host_of[left] == host_of[right] and not travels & {left, right}:
             members[left] += members.pop(right)
-            within[left] += [*within.pop(right), (left, right)]
+            within[left] += [*within.pop(right), (left, right, node)]
         else:
             travels.add(left)
-            across.append((left, right))
+            across.append((left, right, node))
     numbers = {i: number for number, i in enumerate(sorted(members))}  # of the hosts' roots
     subtrees: list[list[Subtree]] = [[] for _ in firsts]
     for i in numbers:
         places = {member: place for place, member in enumerate(members[i])}
-        adds = tuple((places[left], places[right]) for left, right in within[i])
         first = firsts[host_of[i]]
         subtrees[host_of[i]].append(
-            Subtree(tuple(member - first for member in places), Sum((len(places),), adds, places[i]))
+            Subtree(
+                tuple(member - first for member in places),
+                _renumbered((len(places),), within[i], places, i),
+            )
         )
-    counts = tuple(map(len, subtrees))
-    adds = tuple((numbers[left], numbers[right]) for left, right in across)
-    return tuple(map(tuple, subtrees)), Sum(counts, adds, numbers[plan.root])
+    return tuple(map(tuple, subtrees)), _renumbered(tuple(map(len, subtrees)), across, numbers, plan.root)
+
+
+def _renumbered(
+    counts: tuple[int, ...], added: Sequence[tuple[int, int, Node]], numbers: Mapping[int, int], root: int
+) -> Sum:
+    """The sum of (left, right, node), whose values have other ``numbers`` now."""
+    return Sum(
+        counts,
+        tuple((numbers[left], numbers[right]) for left, right, _ in added),
+        tuple(node for _, _, node in added),
+        numbers[root],
+    )
 
 
 def round_major(num_leaves: int, num_ranks: int) -> list[list[int]]:

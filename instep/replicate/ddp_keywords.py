@@ -48,11 +48,24 @@ def require_no_group(**arguments: Any) -> None:
             )
 
 
-def second_place(device_ids: Any, process_group: Any) -> tuple[Any, Any]:
-    """Both, where a mesh in the place of the first, ``DataParallel(module, mesh)``, means the second."""
+def second_place(device_ids: Any, process_group: Any, device_mesh: Any) -> tuple[Any, Any]:
+    """The first two, but a mesh in the place of the first, ``DataParallel(module, mesh)``, means the second.
+
+    Raises:
+        ValueError: there are two that the ranks could be of.
+    """
+    if device_mesh is not None and process_group is not None:
+        raise ValueError("pass process_group or device_mesh, not both")
     if isinstance(device_ids, Mesh) and process_group is None:
         return None, device_ids
     return device_ids, process_group
+
+
+def allowed(find_unused_parameters: bool | None, keywords: Mapping[str, Any]) -> bool | None:
+    """``find_unused_parameters``, or True where another of ``keywords`` allows it."""
+    return (
+        True if keywords.get("static_graph") and find_unused_parameters is False else find_unused_parameters
+    )
 
 
 def consume(keywords: Mapping[str, Any]) -> str:

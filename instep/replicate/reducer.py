@@ -99,10 +99,18 @@ class Reducer(Reduction):
         if self._next_order is not None:
             self._make_buckets(self._next_order)
 
-    def reduce_by(self, hook: CommHook) -> None:
-        """From now on ``hook`` reduces, and what ranks hold is not compared any more."""
+    def reduce_by(self, hook: CommHook) -> CommHook:
+        """From now on ``hook`` reduces, and what ranks hold is not compared any more.
+
+        Raises:
+            ValueError: nodes of the sum tree are to be rounded.
+        """
+        if self.options.nodes.rounds:
+            nodes = self.options.nodes.nodes
+            raise ValueError(f"a communication hook with nodes={nodes!r}, and it makes none: leave one out")
         self.comm_hook = hook
         self.watch = ReplicaWatch(self.group, list, ())
+        return hook
 
     def leave(self) -> None:
         """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
@@ -139,6 +147,7 @@ class Reducer(Reduction):
             self.group.size,
             ordered=self.options.ordered,
             allocate=self.group.allocate,
+            nodes=self.options.nodes,
         )
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
 

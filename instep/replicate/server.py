@@ -90,6 +90,7 @@ class ParameterServer:
         optimizer: over parameters of ``module``. Only the server's is used; a worker may pass None.
         process_group: as in ``DataParallel``.
         init_sync, find_unused_parameters, broadcast_buffers, seed, timeout_s: as in ``DataParallel``.
+        nodes, rounding: as in ``DataParallel``. The weights that the server sends are not rounded.
 
     Raises:
         ValueError: the ranks hold different models, or the optimizer has parameters that ``module`` has not.
@@ -115,6 +116,8 @@ class ParameterServer:
         init_sync: bool | str = True,
         find_unused_parameters: bool | None = None,
         broadcast_buffers: bool = True,
+        nodes: str = "float32",
+        rounding: str = "nearest",
         seed: int = 0,
         timeout_s: float | None = None,
     ) -> None:
@@ -125,6 +128,8 @@ class ParameterServer:
             init_sync=init_sync,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
+            nodes=nodes,
+            rounding=rounding,
             seed=seed,
             timeout_s=timeout_s,
         )
@@ -427,27 +432,29 @@ class ToServer(ByCollectives):
                 parameter.copy_(bucket.view(slot, message))
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
-        own_roots = [buffer for _, buffer in bucket.counter.roots]
+        own_roots, nodes = [buffer for _, buffer in bucket.counter.roots], bucket.nodes
         if self.group.rank != SERVER:
-            message = own_roots[0] if len(own_roots) == 1 else torch.cat([bucket.home[:0], *own_roots])
+            sent = [nodes.encode(root) for root in own_roots]
+            message = sent[0] if len(sent) == 1 else torch.cat([bucket.home[:0].to(nodes.wire_dtype), *sent])
             nothing = [0] * self.group.size
             with self._span("send", message, bucket):
                 self.group.all_to_all(message[:0], message, nothing, [message.numel(), *nothing[1:]], name)
             return
         values = [*own_roots, *self._from_workers(bucket, plan.counts[1:], name)]
         with self.recorder.span("aggregate", lane="communication", bucket=bucket.index):
-            add_up(values, plan, scale, [bucket.home])
+            add_up(values, plan, scale, [bucket.home], nodes)
 
     def _from_workers(self, bucket: Bucket, counts: Sequence[int], name: str) -> Sequence[Tensor]:
         """The roots of all workers, in their order; ``counts[r - 1]`` come from rank r."""
         if self.group.size == 1:
             return []
-        length = bucket.num_elements
-        received = self.scratch.take(sum(counts) * length, bucket.dtype, bucket.device)
+        nodes = bucket.nodes
+        length = nodes.num_slices * nodes.wire_length
+        received = self.scratch.take(sum(counts) * length, nodes.wire_dtype, bucket.device)
         with self._span("receive", received, bucket):
             splits = [0] + [count * length for count in counts]
             self.group.all_to_all(received, received[:0], splits, [0] * self.group.size, name)
-        return list(received.view(-1, length))
+        return [nodes.decode(row) for row in received.view(-1, length)]
 
     def _span(self, name: str, message: Tensor, bucket: Bucket) -> Span:
         return self.recorder.span(name, lane="communication", num_bytes=message.nbytes, bucket=bucket.index)

@@ -33,6 +33,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 from itertools import repeat
 from typing import Any, TypeVar
@@ -46,12 +47,14 @@ from instep.events import Recorder
 from instep.mesh.device import generators
 from instep.mesh.join import require_one_rank
 from instep.mesh.process_group import alone as group_of_one
+from instep.ordered.add_up import add_up
 from instep.ordered.alignment import align
 from instep.ordered.buckets import make_buckets
 from instep.ordered.generators import generators_of, global_generators, same_state, state_of
 from instep.ordered.homes import Wrapped
+from instep.ordered.node_format import NodeFormat
 from instep.ordered.running import Changes, apply
-from instep.ordered.tree import adds, rank_major
+from instep.ordered.tree import adds, rank_major, sum_of
 from instep.replicate.flat import Flat
 from instep.replicate.own_names import OwnNames
 from instep.replicate.replica import Replica, handed_to_replicas, received_micro_batch
@@ -98,6 +101,8 @@ class ThreadedReplicas(OwnNames):
             "replicas" while they compute, and "aggregate".
         alone: whether it is meant that this process trains by itself where it is one of several ranks, with
             which it exchanges nothing.
+        nodes, rounding: as in ``DataParallel``, of declared steps; for the same bits: nothing travels here.
+        seed: keys what is rounded at random.
 
     Raises:
         ValueError: at once, if ``num_replicas`` is no positive int, if this process is one of several ranks
@@ -123,6 +128,9 @@ class ThreadedReplicas(OwnNames):
         *,
         recorder: Recorder | None = None,
         alone: bool = False,
+        nodes: str = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         if not alone:
             require_one_rank("ThreadedReplicas")
@@ -133,6 +141,8 @@ class ThreadedReplicas(OwnNames):
             require_read_only(module)
         align([*module.parameters(), *module.buffers()])
         self.num_replicas = num_replicas
+        self.next_step = 0
+        self._nodes = NodeFormat(nodes, rounding, seed)
         self.step_mode: str | None = None
         self.recorder = recorder or Recorder()
         self._pool = ThreadPool(num_replicas, self.recorder)
@@ -146,7 +156,9 @@ class ThreadedReplicas(OwnNames):
         with without_random_numbers(self.module, self._device):
             return batch.forward()
 
-    def micro_batches(self, num_micro_batches: int | DataSource, body: Body[T]) -> list[T]:
+    def micro_batches(
+        self, num_micro_batches: int | DataSource, body: Body[T], *, step: int | None = None
+    ) -> list[T]:
         """Declare a step of ``num_micro_batches`` micro-batches, and make it: R of them at a time.
 
         Afterwards every ``.grad`` is the sum over the micro-batches divided by the sum of their weights.
@@ -156,6 +168,7 @@ class ThreadedReplicas(OwnNames):
                 ``instep.Loader``: ``micro_batch.data`` of all is read beforehand.
             body: ``body(model, micro_batch)`` is what stands in the loop over ``DataParallel.micro_batches``,
                 called in the thread of the replica that has the micro-batch, with that one as ``model``.
+            step: what random numbers are keyed by; by default the declared steps so far.
 
         Returns:
             What ``body`` has returned, by micro-batch.
@@ -179,19 +192,20 @@ class ThreadedReplicas(OwnNames):
         count, source = count_and_source(num_micro_batches)
         self.step_mode = "declared"
         if self.threaded_step is None:
-            self.threaded_step = ThreadedStep(self.module, self.num_replicas)
-        step = self.threaded_step
+            self.threaded_step = ThreadedStep(self.module, self.num_replicas, self._nodes)
+        step, threaded = self.next_step if step is None else step, self.threaded_step
         data = repeat((None, 1), count) if source is None else source.read(range(count))
-        step.begin([MicroBatch(i, count, weight, x) for i, (x, weight) in enumerate(data)])
-        functions = [partial(step.compute, r, body) for r in range(self.num_replicas)]
-        handed = handed_to_replicas(step.parameters, step.strays)
+        threaded.begin([MicroBatch(i, count, weight, x) for i, (x, weight) in enumerate(data)], step)
+        functions = [partial(threaded.compute, r, body) for r in range(self.num_replicas)]
+        handed = handed_to_replicas(threaded.parameters, threaded.strays)
         try:
             with without_random_numbers(self.module, self._device), handed:
                 results = self._pool.run("micro-batches", functions, ThreadSettings(self._device))
         finally:
-            step.micro_batches = ()  # and their data
+            threaded.micro_batches = ()  # and their data
         with self._pool.recorder.span("aggregate", lane="compute"):
-            step.reduce()
+            threaded.reduce()
+        self.next_step = step + 1
         if source is not None:
             source.advance()
         found = {index: value for part in results for index, value in part.items()}
@@ -211,7 +225,8 @@ class ThreadedReplicas(OwnNames):
                 *(x for bucket in first for x in bucket.spares),
                 *(x for own in others for bucket in own for x in (bucket.home, *bucket.spares)),
             ],
-            counter=None,
+            counter=self,
+            nodes=str(self._nodes),
             leave=self.module.zero_grad,
             join=lambda mesh: None,  # no mesh is of use to replicas in one process
             micro_batch=received_micro_batch,
@@ -227,7 +242,9 @@ class ThreadedReplicas(OwnNames):
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThreadedReplicas:
-        return ThreadedReplicas(copy.deepcopy(self.module, memo), self.num_replicas)
+        nodes, rounding, seed = astuple(self._nodes)
+        module = copy.deepcopy(self.module, memo)
+        return ThreadedReplicas(module, self.num_replicas, nodes=nodes, rounding=rounding, seed=seed)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -242,7 +259,7 @@ class ThreadedStep:
     in each replica's thread, then ``reduce``, which sets every ``.grad``.
     """
 
-    def __init__(self, module: nn.Module, num_replicas: int) -> None:
+    def __init__(self, module: nn.Module, num_replicas: int, nodes: NodeFormat) -> None:
         self.module = module
         align([*module.parameters(), *module.buffers()])  # they may be others than when it was wrapped
         self.registry = ParameterRegistry(module)
@@ -250,10 +267,12 @@ class ThreadedStep:
         self.names = [name for name, _ in self.registry.trainable]
         self.parameters: list[Tensor] = [parameter for _, parameter in self.registry.trainable]
         groups = Flat.group(self.parameters, range(len(self.parameters)), 25)
-        self.buckets = [make_buckets(self.parameters, groups, 1, ordered=True) for _ in range(num_replicas)]
+        self.buckets = [
+            make_buckets(self.parameters, groups, 1, ordered=True, nodes=nodes) for _ in range(num_replicas)
+        ]
 
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """A step of ``micro_batches`` begins.
+    def begin(self, micro_batches: Sequence[MicroBatch], step: int) -> None:
+        """A step of ``micro_batches`` begins, whose random numbers are keyed by ``step``.
 
         Raises:
             ValueError: a gradient is left from before, or a parameter is new or has a hook that cannot run.
@@ -281,6 +300,7 @@ class ThreadedStep:
         for buckets in self.buckets:
             for bucket in buckets:
                 bucket.begin(self.num_micro_batches, 0)
+                bucket.begin_nodes(1, step, 0)
 
     def compute(self, r: int, body: Body[T]) -> dict[int, T]:
         """Forward and backward of the micro-batches of replica ``r``; what ``body`` returns for each."""
@@ -324,12 +344,9 @@ class ThreadedStep:
         gradients = Gradients(self.names, self.parameters, self.sparse)
         for same in zip(*self.buckets, strict=True):
             nodes, values = zip(*[root for bucket in same for root in bucket.counter.roots], strict=True)
-            # Replica 0 has leaf 0, and so the sum ends in the home of its bucket.
-            for left, right in adds(nodes, self.num_micro_batches):
-                torch.add(values[left], values[right], out=values[left])
-            home = same[0]
-            if weight != 1:
-                home.home.mul_(1.0 / weight)
+            plan = sum_of(nodes, [len(bucket.counter.roots) for bucket in same], self.num_micro_batches)
+            home = same[0]  # of replica 0, which has leaf 0
+            add_up(values, plan, 1.0 / weight, [home.home], home.nodes)
             for k, (slot, view) in enumerate(zip(home.slots, home.views(home.home), strict=True)):
                 if any(bucket.slots[k].present for bucket in same):
                     gradients.attach(slot, view, whole=True)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +24,9 @@ from instep.ordered.alignment import align
 from instep.ordered.buckets import Caps
 from instep.ordered.homes import Wrapped
 from instep.ordered.keys import LeafKeys
+from instep.ordered.node_format import NodeFormat
 from instep.replicate.comm_hook import CommHook, Hook, check
-from instep.replicate.ddp_keywords import consume, require_no_group, second_place, shared_options
+from instep.replicate.ddp_keywords import allowed, consume, require_no_group, second_place, shared_options
 from instep.replicate.own_names import OwnNames
 from instep.replicate.reducer import Reducer, sparse_positions
 from instep.replicate.strategies import find
@@ -83,6 +83,9 @@ class DataParallel(WrappedOnce, OwnNames):
         strategy: "naive", "flat", "overlap" or "bucketed"; the same bits, at another speed.
         bucket_cap_mb: bucket size in MiB; a number, one per bucket, or a callable on the parameters' sizes.
         ordered: sum in the fixed order of the sum tree. False is the backend's plain all-reduce.
+        nodes: format of every sum in the tree: "float32", "bfloat16" or "int8" travel as 4, 2 or 1 byte per
+            element. The gradients change, and not with the number of ranks; see docs/strategies.md.
+        rounding: of smaller nodes: "nearest", or "stochastic", which is right on average, keyed by ``seed``.
         check_replicas: in each exchange ranks compare a sample of their weights, and which were changed by
             something else than an optimizer's step, at no message; see ``step/replica_watch.py``.
         init_sync: True takes rank 0's parameters and buffers, "verify" raises if values differ, False does
@@ -133,6 +136,8 @@ class DataParallel(WrappedOnce, OwnNames):
         *,
         strategy: str = "bucketed",
         ordered: bool = True,
+        nodes: str = "float32",
+        rounding: str = "nearest",
         check_replicas: bool = True,
         seed: int = 0,
         timeout_s: float | None = None,
@@ -142,13 +147,9 @@ class DataParallel(WrappedOnce, OwnNames):
         **others: Any,
     ) -> None:
         super().__init__(module)
-        device_ids, process_group = second_place(device_ids, process_group)
+        device_ids, process_group = second_place(device_ids, process_group, device_mesh)
         before_group = {"device_ids": device_ids, "output_device": output_device, "dim": dim}
         require_no_group(**before_group, broadcast_buffers=broadcast_buffers, init_sync=init_sync)
-        if device_mesh is not None and process_group is not None:
-            raise ValueError("pass process_group or device_mesh, not both")
-        if others.get("static_graph") and find_unused_parameters is False:
-            find_unused_parameters = True
         caps = next((caps for caps in (bucket_cap_mb_list, bucket_cap_mb) if caps is not None), 25)
         self._arguments: dict[str, Any] = {
             "process_group": process_group,
@@ -157,16 +158,18 @@ class DataParallel(WrappedOnce, OwnNames):
             "strategy": strategy,
             "bucket_cap_mb": caps,
             "ordered": ordered,
+            "nodes": nodes,
+            "rounding": rounding,
             "check_replicas": check_replicas,
-            "find_unused_parameters": find_unused_parameters,
+            "find_unused_parameters": allowed(find_unused_parameters, others),
             "broadcast_buffers": broadcast_buffers,
             "forward_sync_buffers": forward_sync_buffers,
             "seed": seed,
             "timeout_s": timeout_s,
         }
+        self._seed, self.next_step = seed, 0
         considered = attempt(lambda: self._consider(others | before_group))
         self._broadcast_buffers = False not in (broadcast_buffers, forward_sync_buffers)
-        self._seed, self.next_step = seed, 0
         self._bind(self._process_group, timeout_s, considered)
         if (warning := considered()) and self.group.rank == 0:
             warnings.warn(warning, stacklevel=2)
@@ -216,9 +219,10 @@ class DataParallel(WrappedOnce, OwnNames):
         given = self._arguments
         if given["init_sync"] not in (True, False, "verify"):
             raise ValueError(f"init_sync={given['init_sync']!r}: expected True, False or 'verify'")
-        unused = given["find_unused_parameters"]
+        nodes = NodeFormat(given["nodes"], given["rounding"], self._seed)
+        unused, checks = given["find_unused_parameters"], given["check_replicas"]
         self._options = ReductionOptions(
-            find(given["strategy"]), given["bucket_cap_mb"], given["ordered"], unused, given["check_replicas"]
+            find(given["strategy"]), given["bucket_cap_mb"], given["ordered"], unused, checks, nodes
         )
         return consume(others)
 
@@ -438,7 +442,7 @@ class DataParallel(WrappedOnce, OwnNames):
                 ``bucket.buffer()``, flat, which is the gradient to go on with: the mean, not the sum.
 
         Raises:
-            TypeError, ValueError: it is no such hook.
+            TypeError, ValueError: it is no such hook, or ``nodes`` are to be rounded, and it makes none.
             RuntimeError: there is one already, or the wrapper is closed.
 
         Example:
@@ -453,8 +457,7 @@ class DataParallel(WrappedOnce, OwnNames):
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook can only be called once: this model has a hook already")
         self._check_open()
-        self._comm_hook = CommHook(state, hook)
-        self._reducer.reduce_by(self._comm_hook)
+        self._comm_hook = self._reducer.reduce_by(CommHook(state, hook))
 
     def _set_static_graph(self) -> None:
         """As ``static_graph=True``, which it has to come as early as; torch's DDP has it, too."""
@@ -505,7 +508,7 @@ class DataParallel(WrappedOnce, OwnNames):
             strategy=self._arguments["strategy"],
             seed=self._seed,
             copy=self.group.rank,
-            pieces=[GradientPiece(i, _all_of, partial(_gradient_of, p)) for i, p in enumerate(parameters)],
+            pieces=[GradientPiece.whole(i, p) for i, p in enumerate(parameters)],
             values=[Value(name, 0, p) for name, p in self.module.named_parameters()],
         )
         return verify(subject, self._process_group, batch, loss, rtol)
@@ -553,6 +556,7 @@ class DataParallel(WrappedOnce, OwnNames):
                 *reducer.exchange.scratch,
             ],
             counter=self,
+            nodes=str(self._options.nodes),
             leave=self._leave,
             join=self._join,
             settled=lambda: reducer.watch.settled(),
@@ -582,14 +586,6 @@ class DataParallel(WrappedOnce, OwnNames):
     def _check_open(self) -> None:
         if not self._unbind.alive:
             raise RuntimeError("this DataParallel is closed: wrap the module again, or rebind() this one")
-
-
-def _all_of(x: Tensor) -> Tensor:
-    return x
-
-
-def _gradient_of(parameter: Tensor) -> Tensor | None:
-    return parameter.grad
 
 
 def _release(hooks: list[Any], lane: Lane, group: Group) -> None:

@@ -230,6 +230,7 @@ class FullySharded(WrappedOnce):
             gradients=lambda: [bucket.reduced for bucket in sharding.reducer.buckets],
             scratch=lambda: sharding.reducer.scratch,
             counter=sharding,
+            nodes=str(sharding.options.node_format),
             leave=sharding.leave,
             join=sharding.join,
             settled=lambda: sharding.reducer.watch.settled(),
@@ -301,6 +302,8 @@ def fully_shard(
     broadcast_buffers: bool = True,
     seed: int = 0,
     overlap: bool = True,
+    nodes: str = "float32",
+    rounding: str = "nearest",
     device: torch.device | None = None,
     timeout_s: float | None = None,
 ) -> M:
@@ -313,14 +316,13 @@ def fully_shard(
         process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1 each shard group has the module
             in slices, and only their reduced gradients travel between shard groups, once per step.
         stage: 2 or 3.
-        compute_dtype: of weights and gradients in forward and backward, and of floating inputs of the module
-            and its units, which are cast; the weights that the optimizer steps stay float32, and are in
-            slices in stage 2 too, where they are gathered once per backward.
+        compute_dtype: of weights and gradients in forward and backward; floating inputs of the module and its
+            units are cast. What the optimizer steps stays float32, in slices, gathered once per backward.
         reshard_after_forward: False keeps gathered weights until their gradients have come. Stage 3.
         units: submodules whose parameters are gathered and reduced together; by default every entry of an
             outermost ``ModuleList`` or ``Sequential``, and all the rest.
         one_copy: ranks that share a host have the weights once. Stage 2, backend "shm".
-        init_sync, find_unused_parameters, broadcast_buffers, seed: as for ``DataParallel``.
+        init_sync, find_unused_parameters, broadcast_buffers, seed, nodes, rounding: as for ``DataParallel``.
         overlap: False, where a parameter gets several gradients in one micro-batch, sends them at its end.
         device: where parameters on the meta device shall live; by default the CPU.
         timeout_s: deadline of every wait in seconds, where no mesh brings one.
@@ -340,13 +342,12 @@ def fully_shard(
     def consider() -> ShardingOptions:  # what this rank may refuse before it knows of the others
         require_unwrapped(module)
         _require_plain(module)
-        rest = (one_copy, init_sync, find_unused_parameters, seed, overlap)
+        rest = (one_copy, init_sync, find_unused_parameters, seed, overlap, nodes, rounding)
         return ShardingOptions(stage, compute_dtype, reshard_after_forward, *rest)
 
     local = LocalOptions(units, device, timeout_s)
     sharding = Sharding(module, process_group, consider, local, broadcast_buffers=broadcast_buffers)
-    _become_sharded(module, sharding)
-    return module
+    return _become_sharded(module, sharding)
 
 
 def shardings(module: nn.Module) -> Iterator[Sharding]:
@@ -387,11 +388,12 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     return whole
 
 
-def _become_sharded(module: nn.Module, sharding: Sharding) -> None:
+def _become_sharded(module: M, sharding: Sharding) -> M:
     """Its class is one beside its own. A ``verify`` of its own it keeps, as it would in a wrapper."""
     added = FullySharded if hasattr(module, "verify") else Verifiable
     module.__dict__[KEY] = sharding
     module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (added, sharding.kind), {})
+    return module
 
 
 def _require_plain(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from instep.mesh.axes import round_up, slice_length
-from instep.ordered.blocks import BLOCK_ELEMENTS
+from instep.ordered.blocks import BLOCK_ELEMENTS, place
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def cut(lengths: Sequence[int], num_ranks: int, granule: int, whole: Collection[
     large parameter and for every rank, and for small ones as much again as they are and a granule each. One
     that must not be cut makes the slices as long as itself, and moves to an edge that it would cross.
     """
-    offsets, end = _placed(lengths, granule)
+    offsets, end = place(lengths, granule)
     longest = max((lengths[i] for i in whole), default=1)
     length = slice_length(max(end, longest * num_ranks), num_ranks, BLOCK_ELEMENTS)
     while whole:
-        offsets, end = _placed(lengths, granule, whole, length)
+        offsets, end = place(lengths, granule, whole, length)
         if end <= length * num_ranks:
             break
         length = round_up(length + length // 32 + 1, BLOCK_ELEMENTS)
@@ -111,35 +111,10 @@ def keep_whole(
         rank = loads.index(min(loads)) if lengths[i] else 0
         members[rank].append(i)
         loads[rank] += lengths[i]
-    placed = [_placed([lengths[i] for i in sorted(own)], granule) for own in members]
+    placed = [place([lengths[i] for i in sorted(own)], granule) for own in members]
     length = slice_length(max(end for _, end in placed), 1, BLOCK_ELEMENTS)
     offsets = [0] * len(lengths)
     for rank, own in enumerate(members):
         for i, offset in zip(sorted(own), placed[rank][0], strict=True):
             offsets[i] = rank * length + offset if lengths[i] else 0
     return FlatLayout(tuple(lengths), tuple(offsets), length, num_ranks)
-
-
-def _placed(
-    lengths: Sequence[int], granule: int, whole: Collection[int] = (), edges: int = 0
-) -> tuple[list[int], int]:
-    """Where each parameter begins, and where there are none any more; those of ``whole`` lie between two
-    multiples of ``edges``."""
-    offsets, end = [], 0
-    room, room_end = 0, 0  # what is left of one block, for small parameters
-    for i, length in enumerate(lengths):
-        begin = round_up(room, granule)
-        if length >= BLOCK_ELEMENTS:
-            if i in whole and end // edges != (end + length - 1) // edges:
-                end = round_up(end, edges)
-            begin, last = end, end + length
-            end = round_up(last, BLOCK_ELEMENTS)
-            if end - last > room_end - room:
-                room, room_end = last, end
-        elif length:
-            if begin + length > room_end:
-                begin, room_end = end, end + BLOCK_ELEMENTS
-                end = room_end
-            room = begin + length
-        offsets.append(begin if length else 0)
-    return offsets, end

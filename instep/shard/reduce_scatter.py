@@ -37,6 +37,8 @@ from instep.ordered.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.ordered.exchange import OrderedAllReduce, mean_scale
 from instep.ordered.header import Header
 from instep.ordered.homes import ParameterShard
+from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat
+from instep.ordered.rounding import Stretch
 from instep.ordered.tree import Node, plan_sum
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.round_plan import Round
@@ -97,12 +99,17 @@ class SlicedBucket(Bundle):
     rank: int
     value_dtype: torch.dtype
     replicate_group: Group | None = None  # None where there is one shard group
+    nodes_format: NodeFormat = IN_FLOAT32
     num_kept: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         layout = self.space.layout
         self._factor = 2 if self.value_dtype.is_complex else 1
         self.slice_length = layout.slice_length * self._factor
+        self.nodes = self.nodes_format.of_bucket(
+            self.extents, self.slice_length, layout.num_ranks, self.dtype, self.device
+        )
+        self.unrounded = BucketNodes(self.slice_length, layout.num_ranks, self.dtype)
         self._across = None if self.replicate_group is None else self._make_across(self.replicate_group)
         self._memory: list[Tensor] = []
         self.kept: list[Tensor] = []
@@ -124,7 +131,12 @@ class SlicedBucket(Bundle):
 
     @staticmethod
     def of(
-        space: Divided, index: int, positions: Sequence[int], rank: int, replicate_group: Group | None = None
+        space: Divided,
+        index: int,
+        positions: Sequence[int],
+        rank: int,
+        replicate_group: Group | None = None,
+        nodes: NodeFormat = IN_FLOAT32,
     ) -> SlicedBucket:
         """A bucket for ``space``, whose parameters have these ``positions`` in the module."""
         value_dtype = space.dtype
@@ -135,8 +147,18 @@ class SlicedBucket(Bundle):
         ]
         device = space.parameters[0].device
         return SlicedBucket(
-            index, slots, wire_dtype(value_dtype), device, space, rank, value_dtype, replicate_group
+            index, slots, wire_dtype(value_dtype), device, space, rank, value_dtype, replicate_group, nodes
         )
+
+    def begin_nodes(self, *key: int) -> None:
+        super().begin_nodes(*key)
+        if self._across is not None:
+            self._across.begin_nodes(*key)
+
+    @property
+    def first(self) -> int:
+        """Of this rank's slice, its first element in the bucket."""
+        return self.rank * self.slice_length
 
     @property
     def num_elements(self) -> int:
@@ -153,7 +175,7 @@ class SlicedBucket(Bundle):
 
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's slice of a whole ``buffer``."""
-        return buffer[self.rank * self.slice_length : (self.rank + 1) * self.slice_length]
+        return buffer[self.first : self.first + self.slice_length]
 
     def range_of(self, held: ParameterShard) -> slice:
         """Where the piece lies in the slice, in real elements."""
@@ -191,7 +213,17 @@ class SlicedBucket(Bundle):
             self.device,
             replicate_group.size,
             allocate=replicate_group.allocate,
+            nodes_format=self.nodes_format,
+            parts=[part for x in self.extents if (part := self._part_of(x)) is not None],
         )
+
+    def _part_of(self, x: Stretch) -> Stretch | None:
+        """What of ``x`` is in this rank's slice, and where in it."""
+        begin = max(x.offset, self.first)
+        end = min(x.offset + x.length, self.first + self.slice_length)
+        if begin >= end:
+            return None
+        return Stretch(x.parameter, begin - self.first, end - begin, begin - x.offset)
 
     def _allocate(self) -> Tensor:
         """Memory for a slice, of which some more is needed where it is cut for the exchange of replicas."""
@@ -248,10 +280,11 @@ class ReduceScatter(OrderedAllReduce):
         headers = self.meet(bucket, header, name)
         scale = mean_scale(headers) if is_last else None
         with self.recorder.span(
-            "exchange", lane="communication", num_bytes=bucket.nbytes, bucket=header.bucket
+            "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
         ):
             if turn.senders:
-                self._take(bucket, number, turn, None if self._across else scale, carried, name)
+                whole = not header.num_carried
+                self._take(bucket, number, turn, None if self._across else scale, carried, name, whole=whole)
             if self._across is not None and scale is not None:
                 self._add_replicas(self._across, bucket, header.num_leaves, turn, by_group, scale, name)
 
@@ -263,15 +296,23 @@ class ReduceScatter(OrderedAllReduce):
         scale: float | None,
         carried: Sequence[slice],
         name: str,
+        *,
+        whole: bool,
     ) -> None:
-        """Add this rank's slice of the micro-batches of its shard group."""
+        """Add this rank's slice of the micro-batches of its shard group.
+
+        They are leaves if ``whole``; else what was carried is still to be added, and they are rounded after.
+        """
         shown = self.staging.by_rank(number, bucket)
         if shown is None:
-            values = self._receive_slices(bucket, number, turn, name)
+            values = self._receive_slices(bucket, number, turn, name, as_leaves=whole)
         else:
             values = [bucket.own(shown[sender]) for sender in turn.senders]
         for part in carried:
             _add_before(bucket.reduced[part], [value[part] for value in values])
+        if shown is not None or not whole:
+            for value, leaf in zip(values, turn.leaves, strict=True):
+                bucket.nodes.round(value, (leaf, leaf + 1), bucket.first)
         _add_up(bucket, values, turn, scale)
         if shown is not None:
             self._shard_group.barrier(name)
@@ -293,15 +334,19 @@ class ReduceScatter(OrderedAllReduce):
             bucket.reduced.copy_(bucket.kept[0])
         bucket.num_kept = 1
 
-    def _receive_slices(self, bucket: SlicedBucket, number: int, turn: Round, name: str) -> list[Tensor]:
-        """This rank's slice of every sender's micro-batch, by message."""
-        group, length = self._shard_group, bucket.slice_length
-        size, rank = group.size, group.rank
-        staged = self.staging.buffer(number, bucket)
-        received = self.transport.scratch.take(len(turn.senders) * length, bucket.dtype, bucket.device)
+    def _receive_slices(
+        self, bucket: SlicedBucket, number: int, turn: Round, name: str, *, as_leaves: bool
+    ) -> list[Tensor]:
+        """This rank's slice of every sender's micro-batch, by message, in the format of nodes or as it is."""
+        group, nodes = self._shard_group, bucket.nodes if as_leaves else bucket.unrounded
+        size, rank, length = group.size, group.rank, nodes.wire_length
+        received = self.transport.scratch.take(len(turn.senders) * length, nodes.wire_dtype, bucket.device)
         splits = [length if r in turn.senders else 0 for r in range(size)]
-        own_splits = [length if rank in turn.senders else 0] * size
-        message = staged[: sum(own_splits)]
+        own_splits, message = [0] * size, received[:0]
+        if rank in turn.senders:
+            staged, leaf = self.staging.buffer(number, bucket), turn.leaves[turn.senders.index(rank)]
+            nodes.round(staged, (leaf, leaf + 1))
+            own_splits, message = [length] * size, nodes.encode(staged)
         if group.sends_best and bucket.device.type == "cpu":
             parts, out = message.split(own_splits), received.split(splits)
             messages = Messages(group.pg, group.ranks)
@@ -309,7 +354,7 @@ class ReduceScatter(OrderedAllReduce):
         else:
             group.all_to_all(received, message, splits, own_splits, name)
         parts_of = received.split(splits)
-        return [parts_of[sender] for sender in turn.senders]
+        return [nodes.decode(parts_of[sender], bucket.first) for sender in turn.senders]
 
 
 def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: float | None) -> None:
@@ -330,8 +375,10 @@ def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: 
     for start in range(0, bucket.slice_length, most):
         piece = slice(start, min(start + most, bucket.slice_length))
         terms = [x[piece] for x in sums]
-        for (left, right), target in zip(turn.adds, targets, strict=True):
-            terms[left] = torch.add(terms[left], terms[right], out=target[piece])
+        for (left, right), node, target in zip(turn.adds, turn.sums, targets, strict=True):
+            terms[left] = bucket.nodes.add(
+                terms[left], terms[right], node, bucket.first + start, out=target[piece]
+            )
         for value, home in homes.items():
             if scale is not None and scale != 1.0:
                 torch.mul(terms[value], scale, out=home[piece])

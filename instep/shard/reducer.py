@@ -28,6 +28,7 @@ from instep.ordered.buckets import Bundle, Caps
 from instep.ordered.header import NORM, UNSCALE
 from instep.ordered.homes import DividedOptimizer, ParameterShard
 from instep.ordered.hook import weakly
+from instep.ordered.node_format import IN_FLOAT32, NodeFormat
 from instep.ordered.norm import block_square_sums
 from instep.ordered.placeholder import placeholder, was_written
 from instep.shard import checks
@@ -80,10 +81,10 @@ class SliceReducer(Reduction):
         *,
         unused: bool | None = None,
         overlap: bool = True,
+        nodes: NodeFormat = IN_FLOAT32,
     ) -> None:
-        super().__init__(
-            names, parameters, ranks.whole, recorder, ReductionOptions(InUnitOrder, unused=unused)
-        )
+        options = ReductionOptions(InUnitOrder, unused=unused, nodes=nodes)
+        super().__init__(names, parameters, ranks.whole, recorder, options)
         self.ranks = ranks
         self._overlaps = overlap
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
@@ -312,8 +313,8 @@ class SliceReducer(Reduction):
         """One per space: those of the last layers first, whose gradients come first; the root's last."""
         positions = [[self._position[id(p)] for p in space.parameters] for space in self.spaces]
         order = sorted(range(len(self.spaces)), key=lambda k: -min(positions[k]))
-        rank, replicas = self.ranks.shard_group.rank, self.ranks.replicate_group
-        return [SlicedBucket.of(self.spaces[k], i, positions[k], rank, replicas) for i, k in enumerate(order)]
+        how = self.ranks.shard_group.rank, self.ranks.replicate_group, self.options.nodes
+        return [SlicedBucket.of(self.spaces[k], i, positions[k], *how) for i, k in enumerate(order)]
 
     def _pieces(self, placeholders: Iterable[Tensor]) -> Iterator[Tensor]:
         """This rank's pieces of the gradients that ``placeholders`` stand for."""

@@ -32,13 +32,15 @@ from instep.ordered.tree import Node, are_siblings, rank_major, rotated, round_m
 class Round:
     """What the owner does in one round. Values are the kept sums in order, then the round's leaves.
 
-    ``senders`` are the ranks that have a leaf, in the order of their leaves. Value i becomes value i + value
-    j for all (i, j) of ``adds``, in this order. Then ``kept[d]`` is the value that is kept as number d, and
-    ``nodes[d]`` what it sums up.
+    ``senders`` are the ranks that have a leaf, in the order of their ``leaves``. Value i becomes value i +
+    value j for all (i, j) of ``adds``, in this order; ``sums`` are the nodes that these make. Then
+    ``kept[d]`` is the value that is kept as number d, and ``nodes[d]`` what it sums up.
     """
 
     senders: tuple[int, ...]
+    leaves: tuple[int, ...]
     adds: tuple[tuple[int, int], ...]
+    sums: tuple[Node, ...]
     kept: tuple[int, ...]
     nodes: tuple[Node, ...]
 
@@ -87,13 +89,14 @@ def plan_rounds(
 
 def _plan(nodes: Sequence[Node], leaves: range, num_leaves: int, senders: tuple[int, ...]) -> Round:
     stack = list(zip(nodes, range(len(nodes)), strict=True))
-    adds = []
+    adds, sums = [], []
     for k, leaf in enumerate(leaves):
         stack.append(((leaf, leaf + 1), len(nodes) + k))
         while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], num_leaves):
             (_, hi), right = stack.pop()
             (lo, _), left = stack[-1]
             adds.append((left, right))
+            sums.append((lo, hi))
             stack[-1] = ((lo, hi), left)
     kept, values = [value for _, value in stack], [node for node, _ in stack]
-    return Round(senders, tuple(adds), tuple(kept), tuple(values))
+    return Round(senders, tuple(leaves), tuple(adds), tuple(sums), tuple(kept), tuple(values))

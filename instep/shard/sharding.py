@@ -24,6 +24,7 @@ from instep.ordered.alignment import align
 from instep.ordered.header import MEET
 from instep.ordered.hook import Hook, weakly
 from instep.ordered.keys import LeafKeys
+from instep.ordered.node_format import NodeFormat
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
 from instep.shard.layout import cut
@@ -64,8 +65,11 @@ class ShardingOptions:
     find_unused_parameters: bool | None = None
     seed: int = 0
     overlap: bool = True
+    nodes: str = "float32"
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
+        _ = self.node_format  # which refuses what there is not
         if self.stage not in (2, 3):
             raise ValueError(
                 f"stage={self.stage!r}: expected 2 (gradients in slices) or 3 (weights too); for stage 1, "
@@ -80,6 +84,11 @@ class ShardingOptions:
             )
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype: expected one of floating point, got {self.compute_dtype}")
+
+    @property
+    def node_format(self) -> NodeFormat:
+        """Of the sum tree."""
+        return NodeFormat(self.nodes, self.rounding, self.seed)
 
     @property
     def in_slices(self) -> bool:
@@ -320,6 +329,7 @@ class Sharding:
             self.recorder,
             unused=self.options.find_unused_parameters,
             overlap=self.options.overlap,
+            nodes=self.options.node_format,
         )
         self.reducer.exchange.offsets_ns = offsets_ns
         if self.stage3 is not None:
@@ -367,6 +377,12 @@ def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> Param
             )
         if p.grad is not None:
             raise ValueError(f"parameter {name!r} has a gradient: call zero_grad() before fully_shard")
+        if options.node_format.minds_order and not homes.in_order(p.shape, homes.dense_strides(p)):
+            raise ValueError(
+                f"parameter {name!r} lies in another order of memory (channels_last, transposed), and with "
+                f"nodes={options.nodes!r}, rounding={options.rounding!r} its gradient is rounded in order "
+                "of its elements: make it contiguous, or use bfloat16 and nearest, or DataParallel"
+            )
         if p.is_meta and not options.in_slices:
             raise ValueError(
                 f"parameter {name!r} is on the meta device, and stage 2 has all weights on every rank: "

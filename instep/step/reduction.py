@@ -33,6 +33,7 @@ from instep.ordered.buckets import Bucket, Bundle, Caps
 from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import COMPARE, VERSION, Header
 from instep.ordered.hook import weakly
+from instep.ordered.node_format import IN_FLOAT32, NodeFormat
 from instep.ordered.tree import rank_major, rotated
 from instep.step.gradients import Gradients
 from instep.step.replica_watch import Replica, ReplicaWatch
@@ -76,6 +77,14 @@ class ReductionOptions:
     ordered: bool = True
     unused: bool | None = None  # parameters without a gradient: True allows, None warns, False raises
     check_replicas: bool = True  # whether ranks compare what they hold alike
+    nodes: NodeFormat = IN_FLOAT32
+
+    def __post_init__(self) -> None:
+        if self.nodes.rounds and not self.ordered:
+            raise ValueError(
+                f"nodes={self.nodes.nodes!r} with ordered=False, where the backend adds, and no tree: leave "
+                "one of them out"
+            )
 
 
 class Afterwards(Protocol):
@@ -256,6 +265,10 @@ class Reduction(ABC):
         self.afterwards, self.num_running, self.buffers = None, 0, 0
         self.exchange.buffers, self.exchange.fed = [], []
         self._weight = weight
+        # What nodes are rounded at random by: a declared step that is made again has to have the same bits.
+        key = (1, plan.step, 0) if plan.declared else (0, self.steps, self.exchanges)
+        for bucket in self.bundles:
+            bucket.begin_nodes(*key)
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
         """Gradients that arrive from now on belong to ``leaf``; ``last``: of this rank in this reduction."""

@@ -27,6 +27,11 @@ class GradientPiece(NamedTuple):
     of: Callable[[Tensor], Tensor]
     gradient: Callable[[], Tensor | None]
 
+    @staticmethod
+    def whole(position: int, parameter: Tensor) -> GradientPiece:
+        """All of the gradient of ``parameter``."""
+        return GradientPiece(position, lambda x: x, lambda: parameter.grad)
+
 
 class Value(NamedTuple):
     """A parameter or buffer as it counts between steps, or the piece from element ``first`` that is here."""

@@ -228,7 +228,10 @@ class Trial:
         )
 
     def _tolerance(self, i: int) -> float:
-        return TOLERANCES.get(self.parameters[i].dtype, TOLERANCE) if self.rtol is None else self.rtol
+        if self.rtol is not None:
+            return self.rtol
+        own = TOLERANCES.get(self.parameters[i].dtype, TOLERANCE)
+        return max(own, self.reducer.options.nodes.tolerance)
 
     def _compared(
         self, ours: Ours, means: list[Mean], references: list[Reference]

@@ -13,6 +13,7 @@ import torch
 from instep.native import build, library
 from instep.native.build import BuildFailed
 from instep.ordered.add_up import add_up
+from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import plan_sum
 from instep.shm import futex, group_segment, segment
 from tests.shm import calls
@@ -34,7 +35,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def sums_as_python() -> bool:
     values = [torch.full((5,), x) for x in (1.0, 2.0)]
     home = torch.empty(5)
-    add_up(values, plan_sum(((0,), (1,)), 2), 0.5, [home])
+    add_up(values, plan_sum(((0,), (1,)), 2), 0.5, [home], BucketNodes(1, 1, torch.float32))
     return home.tolist() == [1.5] * 5
 
 

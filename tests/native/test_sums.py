@@ -10,6 +10,7 @@ from torch import Tensor
 
 from instep.native.library import ADD, DIVIDED, MULTIPLY, core, switched_off
 from instep.ordered.add_up import add_up
+from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import Sum, plan_sum, rank_major, round_major
 
 pytestmark = pytest.mark.skipif(core() is None, reason="there is no compiled native core")
@@ -31,6 +32,8 @@ SPECIAL = (
     1e-308,
     2.0**24,
 )
+TWO = Sum((1, 1), ((0, 1),), ((0, 2),), 0)
+PLAIN = BucketNodes(1, 1, torch.float32)
 SCALES = (1.0, 0.5, 1 / 3, 1 / 7, 3.0)
 
 
@@ -55,10 +58,10 @@ def both_ways(values: list[Tensor], plan: Sum, scale: float, homes: tuple[int, .
     with switched_off():
         expected = [value.clone() for value in values]
         apart = torch.empty_like(values[0])
-        add_up(expected, plan, scale, [*(expected[i] for i in homes), apart])
+        add_up(expected, plan, scale, [*(expected[i] for i in homes), apart], PLAIN)
     found = [value.clone() for value in values]
     home = torch.empty_like(apart)
-    add_up(found, plan, scale, [*(found[i] for i in homes), home])
+    add_up(found, plan, scale, [*(found[i] for i in homes), home], PLAIN)
     assert torch.equal(bits(home), bits(apart))
     for i, value in enumerate(values):
         assert torch.equal(bits(found[i]), bits(apart if i in homes else value))
@@ -91,21 +94,21 @@ def test_what_is_no_number_keeps_its_bits_as_far_as_torch_keeps_them():
     for place in (0, 1):
         values = [torch.ones(200), torch.ones(200)]
         values[place][::3] = payloads.repeat(17)[:67]
-        both_ways(values, Sum((1, 1), ((0, 1),), 0), 1.0, (0, 1))
-        both_ways(values, Sum((1, 1), ((0, 1),), 0), 0.25, ())
-    both_ways(
-        [torch.full((9,), float("inf")), torch.full((9,), float("-inf"))], Sum((2,), ((0, 1),), 0), 1.0, ()
-    )
+        both_ways(values, TWO, 1.0, (0, 1))
+        both_ways(values, TWO, 0.25, ())
+    both_ways([torch.full((9,), float("inf")), torch.full((9,), float("-inf"))], TWO, 1.0, ())
 
 
 def test_other_dtypes_and_strides_are_left_to_python():
-    plan = Sum((1, 1), ((0, 1),), 0)
+    plan = TWO
     for dtype in (torch.bfloat16, torch.float16, torch.complex64):
         home = torch.empty(7, dtype=dtype)
-        add_up([torch.full((7,), 1.5, dtype=dtype), torch.full((7,), 2.0, dtype=dtype)], plan, 1.0, [home])
+        add_up(
+            [torch.full((7,), 1.5, dtype=dtype), torch.full((7,), 2.0, dtype=dtype)], plan, 1.0, [home], PLAIN
+        )
         assert home.tolist() == [3.5] * 7
     home = torch.zeros(14)
-    add_up([torch.ones(7), torch.ones(7)], plan, 1.0, [home[::2]])
+    add_up([torch.ones(7), torch.ones(7)], plan, 1.0, [home[::2]], PLAIN)
     assert home.tolist() == [2.0, 0.0] * 7
 
 
@@ -136,4 +139,5 @@ def test_a_sum_of_a_thousand_values_has_the_bits_of_python():
     plan = plan_sum(tuple((leaf,) for leaf in range(1000)), 1000)
     both_ways([numbers(300, torch.float32, seed, 0) for seed in range(1000)], plan, 1e-3, (0, 999))
     level_order = tuple((i, i + step) for step in (1, 2, 4, 8) for i in range(0, 16, 2 * step))
-    both_ways([numbers(5000, torch.float32, s, 0) for s in range(16)], Sum((16,), level_order, 0), 1.0, (3,))
+    by_levels = Sum((16,), level_order, ((0, 16),) * len(level_order), 0)
+    both_ways([numbers(5000, torch.float32, s, 0) for s in range(16)], by_levels, 1.0, (3,))
