@@ -326,3 +326,162 @@ API int instep_add_up(const struct sum *s) {
     free(blocks);
     return failed ? FAILED : 0;
 }
+
+/* ---- all-reduce of ordinary memory ---------------------------------------------------------------------- */
+
+/* to = values[0] o values[1] o ..., finished, in homes as well; block by block, so partial sums stay in the
+ * first-level cache. to may be one of the values, and NULL; values may be homes. */
+static void fold(int64_t type, int64_t how, int64_t last, double number, const uint8_t *const *values,
+                 int64_t count, uint8_t *const *homes, int64_t num_homes, int64_t nbytes) {
+    _Alignas(LINE) uint8_t block[BLOCK_BYTES];
+    int64_t item = type == FLOAT32 ? 4 : 8;
+    for (int64_t start = 0; start < nbytes; start += BLOCK_BYTES) {
+        int64_t bytes = nbytes - start < BLOCK_BYTES ? nbytes - start : BLOCK_BYTES, n = bytes / item;
+        combine(type, how, block, values[0] + start, values[1] + start, n);
+        for (int64_t i = 2; i < count; i++) combine_to(type, how, block, values[i] + start, n);
+        finish(type, last, number, block, n);
+        for (int64_t h = 0; h < num_homes; h++) memcpy(homes[h] + start, block, bytes);
+    }
+}
+
+/* An all-reduce under way. Piece k of x goes through slot k % 4, of which there are two in each half; the ranks
+ * tell each other what they are about to do in words beside their posts, as in every first round.
+ *
+ * At once: a rank copies its piece in, posts, and adds what all have copied. It copies piece k + 1 before it
+ * waits for piece k, so that a rank that is a little late holds up none.
+ * By slices: it copies its piece in without its own slice of it, adds that slice of all ranks, and takes the
+ * other slices from those who added them; in one round are the numbers of piece k and the sums of piece k - 1.
+ *
+ * A slot is written to again four pieces later. By then all have posted a round to which they came after they
+ * had read it. After the last piece the last two slots may still be read, so they have to lie in the half that
+ * the next operation does not begin with: there is one piece, or an even number, and a round may be left out. */
+struct reduction {
+    const struct group *group;
+    int64_t type, how, finish;
+    double number;
+    int64_t root; /* -1: the result is for all */
+    uint8_t *x;
+    int64_t nbytes;
+    int64_t by_slices, slot_bytes;
+    int64_t compare; /* whether the first round is that of the call, at: */
+    int64_t calls, call_stride, call_bytes, location_bytes;
+    int64_t rounds; /* so far; in the end with those of this operation */
+    /* Progress, 0 at the beginning; pieces < 0: over. */
+    int64_t pieces, piece_bytes, slice_bytes, at, stage;
+};
+
+enum { BEGIN = 0, WAITING = 1, OVER = 2 };
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static uint8_t *slot(const struct reduction *r, int64_t rank, int64_t piece) {
+    const struct group *g = r->group;
+    int64_t half = (r->rounds + 1 + (piece % 4) / 2) & 1;
+    return g->halves + (2 * rank + half) * g->half_bytes + (piece % 2) * r->slot_bytes;
+}
+
+/* Bytes of slice (of a piece, by slices) or of all of a piece. */
+static int64_t span(const struct reduction *r, int64_t piece, int64_t slice, uint8_t **from) {
+    int64_t end = least((piece + 1) * r->piece_bytes, r->nbytes), start = piece * r->piece_bytes;
+    if (r->by_slices) {
+        start += slice * r->slice_bytes;
+        end = least(start + r->slice_bytes, end);
+    }
+    *from = r->x + start;
+    return end > start ? end - start : 0;
+}
+
+static void copy_in(const struct reduction *r, int64_t piece) {
+    uint8_t *from, *to = slot(r, r->group->rank, piece);
+    for (int64_t slice = 0; slice < (r->by_slices ? r->group->size : 1); slice++) {
+        if (r->by_slices && slice == r->group->rank) continue;
+        int64_t bytes = span(r, piece, slice, &from);
+        if (bytes) memcpy(to + slice * r->slice_bytes, from, bytes);
+    }
+}
+
+static void sum_piece(const struct reduction *r, int64_t piece) {
+    const struct group *g = r->group;
+    const uint8_t *values[MOST_RANKS];
+    uint8_t *own, *homes[2];
+    int64_t bytes = span(r, piece, g->rank, &own), num_homes = 0;
+    int wanted = r->root < 0 || r->root == g->rank;
+    if (bytes == 0 || (!wanted && !r->by_slices)) return;
+    for (int64_t rank = 0; rank < g->size; rank++)
+        values[rank] = rank == g->rank ? own : slot(r, rank, piece) + (r->by_slices ? g->rank * r->slice_bytes : 0);
+    if (r->by_slices) homes[num_homes++] = slot(r, g->rank, piece) + g->size * r->slice_bytes;
+    if (wanted) homes[num_homes++] = own;
+    if (g->size > 1) fold(r->type, r->how, r->finish, r->number, values, g->size, homes, num_homes, bytes);
+}
+
+static void copy_out(const struct reduction *r, int64_t piece) {
+    const struct group *g = r->group;
+    uint8_t *to;
+    if (r->root >= 0 && r->root != g->rank) return;
+    for (int64_t i = 1; i < g->size; i++) {
+        int64_t rank = (g->rank + i) % g->size, bytes = span(r, piece, rank, &to);
+        if (bytes) memcpy(to, slot(r, rank, piece) + g->size * r->slice_bytes, bytes);
+    }
+}
+
+static int agreed(const struct reduction *r) {
+    const struct group *g = r->group;
+    const uint8_t *first = g->blocks + r->calls + ((r->rounds + 1) & 1) * r->call_stride;
+    int differ = 0, shared = 0;
+    for (int64_t rank = 0; rank < g->size; rank++) {
+        const uint8_t *mine = first + g->rank * g->block_bytes, *theirs = first + rank * g->block_bytes;
+        differ |= memcmp(mine, theirs, r->call_bytes) != 0;
+        shared |= memcmp(mine + r->call_bytes, theirs + r->call_bytes, r->location_bytes) != 0;
+    }
+    return differ ? DIFFERENT : shared ? SHARED : THERE;
+}
+
+static void plan_pieces(struct reduction *r) {
+    int64_t most = r->slot_bytes / LINE * LINE;
+    if (r->by_slices) {
+        r->slice_bytes = r->slot_bytes / (r->group->size + 1) / LINE * LINE;
+        most = r->slice_bytes * r->group->size;
+    }
+    r->pieces = r->nbytes > most ? (r->nbytes + 2 * most - 1) / (2 * most) * 2 : 1;
+    int64_t whole = (r->nbytes + r->pieces - 1) / r->pieces, unit = r->by_slices ? LINE * r->group->size : LINE;
+    r->piece_bytes = (whole + unit - 1) / unit * unit;
+    if (r->by_slices) r->slice_bytes = r->piece_bytes / r->group->size;
+}
+
+/* Go on with it as far as the others have come: THERE when it is over; MISSING: call again when all have come
+ * to round rounds + at + 1; DIFFERENT or SHARED: nothing was done but the first round. */
+API int instep_all_reduce(struct reduction *r, int64_t sleep_ns) {
+    const struct group *g = r->group;
+    int found;
+    if (r->stage == BEGIN) {
+        if (g->size > MOST_RANKS) return FAILED;
+        plan_pieces(r);
+        copy_in(r, 0);
+        post_round(g, r->rounds + 1);
+        if (!r->by_slices && r->pieces > 1) copy_in(r, 1);
+        r->stage = WAITING;
+    }
+    int64_t num_rounds = r->by_slices ? r->pieces + 1 : r->pieces;
+    for (; r->at < num_rounds; r->at++) {
+        if (await_round(g, r->rounds + r->at + 1, sleep_ns) == MISSING) return MISSING;
+        if (r->at == 0 && r->compare && (found = agreed(r)) != THERE) {
+            r->rounds += 1;
+            return found;
+        }
+        if (r->by_slices) {
+            if (r->at < r->pieces) sum_piece(r, r->at);
+            if (r->at + 1 < r->pieces) copy_in(r, r->at + 1);
+            if (r->at < r->pieces) post_round(g, r->rounds + r->at + 2);
+            if (r->at > 0) copy_out(r, r->at - 1);
+        } else {
+            if (r->at + 1 < r->pieces) post_round(g, r->rounds + r->at + 2);
+            sum_piece(r, r->at);
+            if (r->at + 2 < r->pieces) copy_in(r, r->at + 2);
+        }
+    }
+    int64_t last_half = (r->rounds + 1 + ((r->pieces - 1) % 4) / 2) & 1;
+    r->rounds += num_rounds;
+    if ((r->rounds & 1) != last_half) r->rounds += 1;
+    r->stage = OVER;
+    return THERE;
+}

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from instep.native import build
 
-THERE, MISSING = 0, 1
+THERE, MISSING, DIFFERENT, SHARED = 0, 1, 2, 3
+MOST_RANKS = 64  # of an all-reduce
 ADD, MULTIPLY = 0, 1
 AS_IT_IS, TIMES, DIVIDED = 0, 1, 2
-_TYPES = {4: 0, 8: 1}  # of floats, by their bytes
+TYPES = {4: 0, 8: 1}  # of floats, by their bytes
 # Up to here a sum takes less than a thread may wait for the interpreter's lock.
 _SHORT_BYTES = 32 << 10
 Pairs = tuple[tuple[int, int], ...]
@@ -59,6 +60,34 @@ class _SumView(ctypes.Structure):
     )
 
 
+class ReductionView(ctypes.Structure):
+    """``struct reduction`` of ``core.c``: an all-reduce under way."""
+
+    _fields_ = (
+        ("group", POINTER(GroupView)),
+        ("type", c_int64),
+        ("how", c_int64),
+        ("finish", c_int64),
+        ("number", c_double),
+        ("root", c_int64),
+        ("x", c_void_p),
+        ("nbytes", c_int64),
+        ("by_slices", c_int64),
+        ("slot_bytes", c_int64),
+        ("compare", c_int64),
+        ("calls", c_int64),
+        ("call_stride", c_int64),
+        ("call_bytes", c_int64),
+        ("location_bytes", c_int64),
+        ("rounds", c_int64),
+        ("pieces", c_int64),
+        ("piece_bytes", c_int64),
+        ("slice_bytes", c_int64),
+        ("at", c_int64),
+        ("stage", c_int64),
+    )
+
+
 class Core:
     """The functions of a compiled core; addresses are those of this process."""
 
@@ -76,6 +105,7 @@ class Core:
         round_of = (POINTER(GroupView), c_int64, c_int64)
         self.come = _typed(short.instep_come, round_of[:2], c_int)
         self.meet = _typed(waiting.instep_meet, round_of, c_int)
+        self.all_reduce = _typed(waiting.instep_all_reduce, (POINTER(ReductionView), c_int64), c_int)
         self._add_up = _typed(waiting.instep_add_up, (POINTER(_SumView),), c_int)
         self._add_up_short = _typed(short.instep_add_up, (POINTER(_SumView),), c_int)
 
@@ -98,7 +128,7 @@ class Core:
         from_, to = (c_void_p * len(values))(*values), (c_void_p * len(homes))(*homes)
         steps = _flat(pairs)
         view = _SumView(
-            _TYPES[itemsize],
+            TYPES[itemsize],
             how,
             *finish,
             length,

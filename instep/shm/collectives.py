@@ -32,6 +32,7 @@ from torch import Tensor
 
 from instep.errors import Desync
 from instep.memory import PIECE_BYTES
+from instep.native.library import ADD, AS_IT_IS, DIVIDED, MOST_RANKS, MULTIPLY, TYPES, Core, core
 from instep.shm.arguments import dtype_name, flat_bytes
 from instep.shm.call import LOCATION_BYTES, NOWHERE, Call, Location
 from instep.shm.group_segment import HALF_BYTES, LINE, WORD
@@ -40,6 +41,10 @@ from instep.shm.rounds import Rounds, reaching
 
 # Up to here every rank adds everything: one round, where slices take two.
 AT_ONCE_BYTES = 32 << 10
+# Of pieces that the native core makes.
+AT_ONCE_SLOT_BYTES, SLICES_SLOT_BYTES = 512 << 10, 1 << 20
+NATIVE = {"sum": ADD, "avg": ADD, "product": MULTIPLY}
+NATIVE_DTYPES = (torch.float32, torch.float64)
 
 
 class Operation:
@@ -158,13 +163,35 @@ def reduce_scatter(op: Operation, out: Tensor, xs: Sequence[Tensor], reduction: 
 
 def all_reduce(op: Operation, x: Tensor, reduction: str, root: int | None = None) -> None:
     """``x`` (n,) becomes the sum over the ranks; with a ``root``, there alone."""
+    native = op.rounds.shared.core
     at_once = op.rounds.size <= 2 or x.numel() * x.dtype.itemsize <= AT_ONCE_BYTES
+    if native is not None and _is_native(x, reduction) and op.rounds.size <= MOST_RANKS:
+        _reduce_natively(native, op, x, reduction, root, at_once)
+        return
     reduce = _reduce_at_once if at_once else _reduce_by_slices
     begins = not op.locations
     # A rank whose tensor lies in shared memory came to the first round without data. It has the others begin
     # again, all of whom see where each tensor lies.
     if not reduce(op, x, reduction, root, begins):
         reduce(op, x, reduction, root, False)
+
+
+def _reduce_natively(
+    native: Core, op: Operation, x: Tensor, reduction: str, root: int | None, at_once: bool
+) -> None:
+    """The same in smaller pieces, whose rounds and sums are made in C."""
+    rounds = op.rounds
+    for compare in (not op.locations, False):
+        view = rounds.shared.reduction(rounds.number)
+        view.type, view.how = TYPES[x.dtype.itemsize], NATIVE[reduction]
+        view.finish, view.number = _finish(reduction, rounds.size)
+        view.root = -1 if root is None else root
+        view.x, view.nbytes = x.data_ptr(), x.numel() * x.dtype.itemsize
+        view.by_slices = not at_once
+        view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
+        view.compare = compare
+        if rounds.reduce(view, native, op.call, op.label, op.timeout_s):
+            return
 
 
 def _reduce_at_once(op: Operation, x: Tensor, reduction: str, root: int | None, begins: bool) -> bool:
@@ -244,22 +271,49 @@ def all_reduce_in_place(op: Operation, heap: Heap, dtype: torch.dtype, reduction
     """The tensors at ``op.locations`` become their sum; the ranks have met once already."""
     rank, size = op.rounds.rank, op.rounds.size
     tensors = [_reach(op, heap, r, [place], dtype)[0] for r, place in enumerate(op.locations)]
-    for piece in own_pieces(tensors[0].numel(), dtype.itemsize, rank, size):
-        parts = [x[piece] for x in tensors]
-        combine(parts, reduction, parts[0])
-        for other in parts[1:]:
-            other.copy_(parts[0])
+    own = own_slice(tensors[0].numel(), dtype.itemsize, rank, size)
+    if not _combined_natively([x[own] for x in tensors], reduction):
+        for start, end in pieces(own.stop - own.start, PIECE_BYTES // dtype.itemsize):
+            parts = [x[own.start + start : own.start + end] for x in tensors]
+            combine(parts, reduction, parts[0])
+            for other in parts[1:]:
+                other.copy_(parts[0])
     op.meet()
 
 
-def own_pieces(num_elements: int, itemsize: int, rank: int, size: int) -> Iterator[slice]:
-    """The slice of ``rank``, in pieces: all slices together are everything, and share no cache line."""
+def _combined_natively(parts: Sequence[Tensor], reduction: str) -> bool:
+    """All ``parts`` (n,) become their combination, in one pass over memory; False: not by the native core."""
+    native, first = core(), parts[0]
+    if native is None or not _is_native(first, reduction) or len(parts) == 1:
+        return False
+    addresses = [part.data_ptr() for part in parts]
+    return native.add_up(
+        addresses,
+        tuple((0, rank) for rank in range(1, len(parts))),
+        0,
+        addresses,
+        len(first),
+        first.dtype.itemsize,
+        NATIVE[reduction],
+        _finish(reduction, len(parts)),
+    )
+
+
+def _is_native(x: Tensor, reduction: str) -> bool:
+    """Minima and maxima of numbers that are none have other bits in torch's vectors than beside them."""
+    return x.dtype in NATIVE_DTYPES and reduction in NATIVE
+
+
+def _finish(reduction: str, size: int) -> tuple[int, float]:
+    return (DIVIDED, float(size)) if reduction == "avg" else (AS_IT_IS, 1.0)
+
+
+def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
+    """The slice of ``rank``: all slices together are everything, and share no cache line."""
     lines = -(-num_elements * itemsize // LINE)
     length = -(-lines // size) * LINE // itemsize
     start = min(rank * length, num_elements)
-    own = min(length, num_elements - start)
-    for begin, end in pieces(own, PIECE_BYTES // itemsize):
-        yield slice(start + begin, start + end)
+    return slice(start, min(start + length, num_elements))
 
 
 def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:

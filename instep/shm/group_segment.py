@@ -14,15 +14,16 @@ Where all ranks have the same native core, they wait with it: on *done* and *sle
 from __future__ import annotations
 
 import os
+from ctypes import pointer
 
 import torch
 from torch import Tensor
 
 from instep.errors import PeerLost
 from instep.mesh.peers import RECORD_BYTES, Peer
-from instep.native.library import Core, GroupView, core
+from instep.native.library import Core, GroupView, ReductionView, core
 from instep.shm import segment
-from instep.shm.call import SLOT_BYTES
+from instep.shm.call import CALL_BYTES, LOCATION_BYTES, SLOT_BYTES
 from instep.shm.segment import Mapping
 
 PAGE = 4096
@@ -201,6 +202,17 @@ class GroupSegment:
         """The slot of ``rank``, to be read after it has posted the round."""
         start = self._slots[rank][round_number & 1]
         return bytes(self._bytes[start : start + SLOT_BYTES])
+
+    def reduction(self, rounds: int) -> ReductionView:
+        """An all-reduce by the core after so many ``rounds``, whose first compares what is in the slots."""
+        return ReductionView(
+            group=pointer(self.view),
+            rounds=rounds,
+            calls=_SLOTS,
+            call_stride=_SLOT_STRIDE,
+            call_bytes=CALL_BYTES,
+            location_bytes=LOCATION_BYTES,
+        )
 
     def channel_word(self, source: int, destination: int) -> int:
         """Number of the word in which ``source`` publishes its channel to ``destination``; then its inode."""

@@ -25,6 +25,7 @@ from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
 from instep.mesh.peers import Peer, Peers, describe
 from instep.mesh.rank_process import as_told
+from instep.native.library import DIFFERENT, MISSING, THERE, Core, ReductionView
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
 from instep.shm.group_segment import HERE, LEFT, GroupSegment
@@ -105,10 +106,38 @@ class Rounds:
         Raises:
             Desync: the calls differ; raised on every rank alike.
         """
+        self._announce(call, label, location)
+        self.meet(label, timeout_s)
+        return self._compare(label)
+
+    def reduce(
+        self, reduction: ReductionView, core: Core, call: Call, label: str, timeout_s: float | None = None
+    ) -> bool:
+        """An all-reduce by the native core, from its first round on unless it is not to ``compare``.
+
+        False: only the calls were compared, because a rank has its tensor in shared memory.
+
+        Raises:
+            Desync: as ``agree``.
+        """
+        if reduction.compare:
+            self._announce(call, label, NOWHERE)
+        sleep_ns = self.slice_ns(timeout_s)
+        while (found := core.all_reduce(reduction, sleep_ns)) == MISSING:
+            self.await_all(label, timeout_s, reduction.rounds + reduction.at + 1)
+        self.number = reduction.rounds
+        if found == DIFFERENT:
+            self._compare(label)
+        return bool(found == THERE)
+
+    def _announce(self, call: Call, label: str, location: Location) -> None:
+        """Write down what this rank is about to do."""
         self.flight.begin(label, call)
         self.shared.name(label, self.flight.number)
         self.shared.write_slot(self.number + 1, call.to_bytes() + location.to_bytes())
-        self.meet(label, timeout_s)
+
+    def _compare(self, label: str) -> list[Location]:
+        """What all have announced in the round that has just been met, which must be the same call."""
         slots = [self.shared.slot(rank, self.number) for rank in range(self.size)]
         mine = slots[self.rank][:CALL_BYTES]
         if any(slot[:CALL_BYTES] != mine for slot in slots):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.shm.collectives import combine, own_pieces, pieces, reduction_name
+from instep.shm.collectives import combine, own_slice, pieces, reduction_name
 from tests.shm.numbers import FLOATS, REDUCTIONS, defined, op, reduced, same_bits, values
 
 DTYPES = (*FLOATS, torch.int8, torch.int64)
@@ -77,12 +77,6 @@ def test_pieces_are_everything_in_order_and_none_is_too_long(length, most):
 
 @given(st.integers(0, 300_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 9))
 def test_the_slices_of_all_ranks_are_everything_once_and_share_no_line(count, itemsize, size):
-    found = [
-        piece
-        for rank in range(size)
-        for piece in own_pieces(count, itemsize, rank, size)
-        if piece.start < piece.stop
-    ]
-    edges = [piece.start for piece in found] + [count]
-    assert [piece.stop for piece in found] == edges[1:] and edges[0] == 0
-    assert all(start * itemsize % 64 == 0 for start in edges[:-1])
+    found = [own_slice(count, itemsize, rank, size) for rank in range(size)]
+    assert [found[0].start, *(one.stop for one in found)] == [0, *(one.start for one in found[1:]), count]
+    assert all(one.start * itemsize % 64 == 0 for one in found if one.start < one.stop)
