@@ -192,7 +192,7 @@ class Bundle:
         return self.views(buffer)[self._numbers[position]]
 
     @property
-    def extents(self) -> list[Stretch]:
+    def stretches(self) -> list[Stretch]:
         """Which parameter lies where."""
         return [Stretch(slot.position, slot.offset, slot.length) for slot in self.slots]
 
@@ -223,7 +223,7 @@ class Bucket(Bundle):
         end = max(slot.offset + slot.length for slot in self.slots)
         multiple = max(granule, self.nodes_format.block(self.dtype))
         self.slice_length = slice_length(end, self.num_ranks, multiple)
-        parts = self.extents if self.parts is None else self.parts
+        parts = self.stretches if self.parts is None else self.parts
         self.nodes = self.nodes_format.of_bucket(
             parts, self.slice_length, self.num_ranks, self.dtype, self.device
         )

@@ -80,6 +80,9 @@ class BucketNodes:
     def begin(self, *key: int) -> None:
         """A reduction begins, whose random numbers are keyed by ``key``."""
 
+    def clear(self, x: Tensor) -> None:
+        """What lies in ``x``, a whole bucket, between the parameters, must not count: a leaf comes."""
+
     def round(self, x: Tensor, node: Node, first: int = 0) -> None:
         """``x``, elements ``first`` and following of the bucket, becomes the value of ``node``."""
 
@@ -205,19 +208,24 @@ class Int8Nodes(RoundedNodes):
         num_slices: int,
         dtype: torch.dtype,
         rounding: Rounding,
-        extents: Sequence[Stretch],
+        stretches: Sequence[Stretch],
         device: torch.device,
     ) -> None:
         super().__init__(slice_length, num_slices, dtype, rounding)
         with torch.inference_mode(False):  # it outlives what it is made in
-            self._block_of = _block_of(extents, slice_length * num_slices).to(device)  # by granule
+            self._block_of = _block_of(stretches, slice_length * num_slices).to(device)  # by granule
         edges = [int(x) for x in self._block_of[:: slice_length // GRANULE]] + [int(self._block_of[-1]) + 1]
         most = max(after - before for before, after in pairwise(edges))
         self._wire_length = slice_length + round_up(most * SCALE_BYTES, GRANULE)
 
+        self._gaps = _gaps(stretches, slice_length * num_slices)
+
     @property
     def wire_dtype(self) -> torch.dtype:
         return torch.uint8
+
+    def clear(self, x: Tensor) -> None:
+        torch._foreach_zero_([x[begin:end] for begin, end in self._gaps])
 
     @property
     def wire_length(self) -> int:
@@ -312,7 +320,7 @@ class NodeFormat:
 
     def of_bucket(
         self,
-        extents: Sequence[Stretch],
+        stretches: Sequence[Stretch],
         slice_length: int,
         num_slices: int,
         dtype: torch.dtype,
@@ -323,10 +331,10 @@ class NodeFormat:
             return BucketNodes(slice_length, num_slices, dtype)
         rounding: Rounding = ToNearest()
         if self.rounding == "stochastic":
-            rounding = Stochastic(self.seed, extents, slice_length * num_slices, device)
+            rounding = Stochastic(self.seed, stretches, slice_length * num_slices, device)
         if self.nodes == "bfloat16":
             return BFloat16Nodes(slice_length, num_slices, dtype, rounding)
-        return Int8Nodes(slice_length, num_slices, dtype, rounding, extents, device)
+        return Int8Nodes(slice_length, num_slices, dtype, rounding, stretches, device)
 
 
 IN_FLOAT32 = NodeFormat()
@@ -348,13 +356,20 @@ def _smallest_scale(largest: Tensor) -> Tensor:
     return found.masked_fill_(exponent == LARGEST_EXPONENT, NAN).view(torch.float32)
 
 
-def _block_of(extents: Sequence[Stretch], num_elements: int) -> Tensor:
+def _gaps(stretches: Sequence[Stretch], num_elements: int) -> list[tuple[int, int]]:
+    """Where nothing of a parameter lies: from, to."""
+    taken = sorted((x.offset, x.offset + x.length) for x in stretches if x.length)
+    ends, begins = [0, *(end for _, end in taken)], [*(begin for begin, _ in taken), num_elements]
+    return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
+
+def _block_of(stretches: Sequence[Stretch], num_elements: int) -> Tensor:
     """The number of the block that each granule is of, (num_elements / 16,); padding is of the one before.
 
     Where a canonical block begins, and nothing of a parameter lies across it, there is one of padding.
     """
     begins = set(range(0, num_elements, BLOCK_ELEMENTS))
-    for x in extents:
+    for x in stretches:
         for begin in range(x.offset, x.offset + x.length, BLOCK_ELEMENTS):
             begins.add(begin)
             inside = round_up(begin + 1, BLOCK_ELEMENTS)

@@ -71,14 +71,14 @@ class ToNearest:
 class Stochastic:
     """To the lower or the upper neighbour, in proportion; what has no neighbours nearer than itself stays.
 
-    ``extents`` lie in a bucket of ``num_elements`` on ``device``. The proportions are exact to 2**-16 of a
+    ``stretches`` lie in a bucket of ``num_elements`` on ``device``. The proportions are exact to 2**-16 of a
     step of bfloat16, and to 2**-24 of one of integers.
     """
 
     def __init__(
-        self, seed: int, extents: Sequence[Stretch], num_elements: int, device: torch.device
+        self, seed: int, stretches: Sequence[Stretch], num_elements: int, device: torch.device
     ) -> None:
-        self.seed, self.extents, self.num_elements, self.device = seed, extents, num_elements, device
+        self.seed, self.stretches, self.num_elements, self.device = seed, stretches, num_elements, device
         self._key: tuple[int, ...] = ()
 
     def begin(self, *key: int) -> None:
@@ -119,7 +119,7 @@ class Stochastic:
         """Of each granule of the bucket, (num_elements / 16,)."""
         with torch.inference_mode(False):
             found = torch.zeros(self.num_elements // GRANULE, dtype=torch.int32, device="cpu")
-            for x in self.extents:
+            for x in self.stretches:
                 first, begin, count = x.first // GRANULE, x.offset // GRANULE, -(-x.length // GRANULE)
                 numbers = torch.arange(first, first + count, device="cpu").to(torch.int32)
                 of_parameter = _mix(torch.tensor([x.parameter + 1], dtype=torch.int32, device="cpu"))

@@ -107,7 +107,7 @@ class SlicedBucket(Bundle):
         self._factor = 2 if self.value_dtype.is_complex else 1
         self.slice_length = layout.slice_length * self._factor
         self.nodes = self.nodes_format.of_bucket(
-            self.extents, self.slice_length, layout.num_ranks, self.dtype, self.device
+            self.stretches, self.slice_length, layout.num_ranks, self.dtype, self.device
         )
         self.unrounded = BucketNodes(self.slice_length, layout.num_ranks, self.dtype)
         self._across = None if self.replicate_group is None else self._make_across(self.replicate_group)
@@ -214,7 +214,7 @@ class SlicedBucket(Bundle):
             replicate_group.size,
             allocate=replicate_group.allocate,
             nodes_format=self.nodes_format,
-            parts=[part for x in self.extents if (part := self._part_of(x)) is not None],
+            parts=[part for x in self.stretches if (part := self._part_of(x)) is not None],
         )
 
     def _part_of(self, x: Stretch) -> Stretch | None:

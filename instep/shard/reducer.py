@@ -363,6 +363,7 @@ class SliceReducer(Reduction):
         carried = self._carry(bucket)
         buffer = staging.buffer(number, bucket)
         self.gradients.land(bucket, buffer)
+        bucket.nodes.clear(buffer)  # other units have been there
         if self.observer is not None:
             self.observer(self._staged_leaf, bucket, buffer)
         self.gradients.take(bucket)

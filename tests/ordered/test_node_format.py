@@ -134,10 +134,10 @@ def test_stochastic_rounding_is_right_on_average_and_to_nearest_is_not(name: str
 
 def test_random_bits_of_neighbours_nodes_and_parameters_have_nothing_in_common() -> None:
     n = 1 << 16
-    extents = [Stretch(0, 0, n // 2), Stretch(1, n // 2, n // 2)]
+    stretches = [Stretch(0, 0, n // 2), Stretch(1, n // 2, n // 2)]
     drawn_at = {}
     for step, node in ((0, (0, 1)), (0, (1, 2)), (0, (0, 2)), (1, (0, 1))):
-        source = Stochastic(0, extents, n, torch.device("cpu"))
+        source = Stochastic(0, stretches, n, torch.device("cpu"))
         source.begin(1, step, 0)
         drawn_at[step, node] = (source.random_bits(n, node, 0).double() / 2**32).numpy()
     for x in drawn_at.values():
