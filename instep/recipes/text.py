@@ -57,7 +57,8 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
 def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model over all ranks, and its optimizer: all that strategies and stages differ in."""
     layout, (kind, settings) = config.parallel, optimizer_class(config.optim)
-    options: dict[str, Any] = {"find_unused_parameters": False, "seed": config.seed}
+    rounded = {"nodes": layout.nodes, "rounding": layout.rounding, "seed": config.seed}
+    options: dict[str, Any] = {"find_unused_parameters": False, **rounded}
     model: Any = net
     if layout.shard_stage >= 2:
         options |= {"one_copy": layout.one_copy, "device": mesh.device}
@@ -65,7 +66,7 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
         if layout.shard_stage == 3:
             model.materialise(seed=config.seed)  # each rank its part; where ranks have not met, in run.steps
     elif layout.strategy == "threads":
-        model = instep.ThreadedReplicas(net, local_ranks(config, len(os.sched_getaffinity(0))))
+        model = instep.ThreadedReplicas(net, local_ranks(config, len(os.sched_getaffinity(0))), **rounded)
     elif layout.strategy != "server":
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb, "ordered": layout.ordered}
         model = instep.DataParallel(net, process_group=mesh, init_sync=False, **options)

@@ -70,6 +70,8 @@ NUMERICAL_NAMES = (
     "steps",
     "autocast",
     "parallel.ordered",
+    "parallel.nodes",
+    "parallel.rounding",
     "parallel.threads",
     "checks.spike",
     "checks.skip_steps",
@@ -134,7 +136,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks share a step. Only ordered and threads may change the bits."""
+    """How the ranks share a step. Only ordered, nodes, rounding and threads may change the bits."""
 
     strategy: Literal["naive", "flat", "overlap", "bucketed", "server", "threads"] = "bucketed"
     """How gradients get from the micro-batches to every rank. With server, rank 0 gets them and sends new
@@ -143,6 +145,11 @@ class ParallelConfig:
     """Size of a bucket of the bucketed strategy, in 2**20 bytes."""
     ordered: bool = True
     """Add in the order of the fixed tree; off: the backend's all-reduce, in whatever order it adds."""
+    nodes: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What every sum of the fixed tree is rounded to, and travels in: 4, 2 or 1 byte per weight. The same bits
+    on any ranks, others than in float32."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How smaller nodes are rounded; stochastic is right on average, by random bits that are keyed."""
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
     """What carries messages; auto takes nccl where every rank has a GPU, else shm where all ranks share a
     host, else gloo."""
@@ -298,10 +305,25 @@ def _check(config: Config) -> None:
             f"parallel.ordered false with parallel.strategy {config.parallel.strategy}, which always adds in "
             "the order of the tree: leave it on, or use another strategy"
         )
+    _check_nodes(config.parallel)
     _check_sharding(config)
     if config.ranks:
         check_ranks(config, config.ranks)
         check_rows(config.ranks, config.parallel.shard_ranks)
+
+
+def _check_nodes(parallel: ParallelConfig) -> None:
+    """Raise ``ValueError`` for a format of tree nodes that has no effect, or no tree."""
+    if parallel.nodes == "float32" and parallel.rounding != "nearest":
+        raise ValueError(
+            f"parallel.rounding {parallel.rounding} with parallel.nodes float32, which are not rounded any "
+            "further: set parallel.nodes bfloat16 or int8, or leave the rounding out"
+        )
+    if parallel.nodes != "float32" and not parallel.ordered:
+        raise ValueError(
+            f"parallel.nodes {parallel.nodes} with parallel.ordered false, where the backend adds, and no "
+            "tree: leave one of them out"
+        )
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:

@@ -28,7 +28,7 @@ from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.hash import Entry, Sampled, SharedHash, bare
-from instep.ordered.homes import offered
+from instep.ordered.homes import Wrapped, offered
 from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
@@ -367,6 +367,7 @@ class ScriptTraining:
         fields = dict(self._contract_of())
         fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
         fields |= self._data_fields()
+        fields |= self._node_fields()
         optimizers = self.registered.optimizers
         for name, optimizer in optimizers.items():
             divided = offered(optimizer)
@@ -376,6 +377,16 @@ class ScriptTraining:
         return contract.describe(
             config=fields, threads=torch.get_num_threads(), device=str(self._device), module=self.module
         )
+
+    def _node_fields(self) -> dict[str, str]:
+        """What each wrapper rounds sums of gradients to, where it does."""
+        wrapped = {name: offered(model) for name, model in self.registered.models.items()}
+        plain = Wrapped.nodes
+        return {
+            f"nodes.{name}": x.nodes
+            for name, x in wrapped.items()
+            if isinstance(x, Wrapped) and x.nodes != plain
+        }
 
     def _data_fields(self) -> dict[str, str]:
         """The hash of each loader's samples, where its data set knows it."""
