@@ -204,8 +204,10 @@ class StatusStore:
     def lost(self) -> tuple[list[int], bool]:
         """The ranks that are lost, as the others have told, and whether they are dead."""
         store, key = self._store, self._key("lost")
-        found = None if store is None else self.questions.ask(lambda: _read_lost(store, key))
-        return found or ([], False)
+        if store is None or (found := self.questions.ask(lambda: _read_lost(store, key))) is None:
+            self._store = None  # it is gone, and writes to stderr at each question
+            return [], False
+        return found
 
     def _key(self, what: int | str) -> str:
         return f"instep/status/{self._name}/{what}"

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from instep.errors import PeerLost
 from instep.memory import Segment
@@ -27,7 +28,7 @@ from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import StatusRow
 from instep.mesh.peers import Peer
-from instep.mesh.process_group import Group, backend_timeout, rendezvous
+from instep.mesh.process_group import Group, backend_timeout, hang_up, rendezvous
 from instep.mesh.questions import patience_s
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class HostGroup(Group):
     ) -> None:
         super().__init__(pg, ranks, rank, timeout_s, status_store)
         self.near: Group | None = None
+        self.unreached: Sequence[int] = ()  # global ranks to which a message did not get, in this operation
+        self._boards: list[Tensor] = []  # of each rank of this host: who is lost, 1 by rank, and if by death
         self.num_local = num_on_each_host(self.peers.table) or 1
         self.host, self.place = divmod(self.rank, self.num_local)
         self.num_hosts = self.size // self.num_local
@@ -85,25 +88,38 @@ class HostGroup(Group):
     def operation(self, name: str) -> Iterator[None]:
         """The block, on ``near`` and by ``run``, is one operation of all ranks.
 
-        Errors name the rank that is lost, wherever it is: a rank that dies, or leaves, is noticed on its own
-        host first, whose ranks tell the others by the store.
+        Errors name the rank that is lost, wherever it is. A rank that dies, or leaves, is missed on its own
+        host first, and at its place on the others; they tell those of their host in memory, and all in the
+        store, which may be lost itself.
         """
         assert self.near is not None and self.near.pg is not None
         near, near_peers = self.near.pg, self.near.peers
+        self.unreached = ()
         try:
             with self.peers.flight.as_one(name):
                 yield
         except PeerLost as error:
-            found = self._explained(error, near_peers.dead(), name)
-            near.abort()  # the ranks of this host would wait for this one
-            raise found from None
+            explained = self._explained(error, near_peers.dead(), name)
+            self._let_go(near)
+            raise explained from None
         except BaseException:
-            near.abort()
+            self._let_go(near)
             raise
+
+    def _let_go(self, near: ProcessGroup) -> None:
+        """End the waits for this rank, here and elsewhere, of those who do not wait for the lost one."""
+        near.abort()
+        if self.pg is not None:
+            hang_up(self.pg)
 
     def _explained(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
         """``error``, or one that names the ranks that it follows from; the others are told of these."""
-        ranks, are_dead = self.peers.status_store.tell_lost(dead or error.ranks, dead=bool(dead))
+        lost = self._told_near() or (dead or [*error.ranks] or [*self.unreached], bool(dead))
+        ranks, are_dead = self.peers.status_store.tell_lost(lost[0], dead=lost[1])
+        own = self._boards[self.place]
+        own[-1] = are_dead
+        for rank in ranks:
+            own[self.ranks.index(rank)] = 1
         if not ranks or ranks == [*error.ranks]:
             return error
         names = ", ".join(f"rank {rank}" for rank in ranks)
@@ -111,6 +127,16 @@ class HostGroup(Group):
         return PeerLost(
             f"{names} {what}. What rank {self.global_rank} saw of it: {error}", ranks=ranks, operation=name
         )
+
+    def _told_near(self) -> tuple[list[int], bool] | None:
+        """The ranks that another rank of this host found lost, before this one did, and whether they died."""
+        for board in self._boards:
+            *lost, are_dead = board.tolist()
+            if any(lost):
+                return [
+                    rank for rank, is_lost in zip(self.ranks, lost, strict=True) if is_lost
+                ], are_dead == 1
+        return None
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory that the ranks of this host can ``expose`` to each other, where they share any."""
@@ -144,6 +170,10 @@ class HostGroup(Group):
         patient_s = self.timeout_s + patience_s(self.timeout_s)
         self.near = Group(pg, ranks, self.global_rank, patient_s)
         self.near.peers.status_store = _ToldOn(self.near.peers.status_store, self)
+        own = self.allocate(self.size + 1, 1, torch.device("cpu")).tensor
+        boards = self.near.expose([own], MEETING)
+        assert boards is not None
+        self._boards = [board for (board,) in boards]
 
 
 class _ToldOn(StatusStore):

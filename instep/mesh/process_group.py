@@ -207,12 +207,12 @@ def registered_groups(
 def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
     """Let a group of ``from_store`` go; ``pending``, which the group still owes, ends with an error."""
     if pending:
-        _hang_up(pg)
+        hang_up(pg)
     _lost.append((pg, pending))
     _sweep()
 
 
-def _hang_up(pg: ProcessGroup) -> None:
+def hang_up(pg: ProcessGroup) -> None:
     """Close the connections of gloo: all that waits for one of them fails then, which its abort does not do.
 
     A message that is given up takes the connections to all ranks along ("Application timeout caused pair

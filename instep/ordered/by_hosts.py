@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.messages import Messages
+from instep.errors import PeerLost
 from instep.mesh.host_group import HostGroup
 from instep.ordered.add_up import add_up, add_up_to_send
 from instep.ordered.buckets import Bucket
@@ -129,4 +130,12 @@ class ByHosts(ByMessages):
         sends = [(x, rank) for xs, rank in zip(sent, at, strict=True) for x in xs]
         receives = [(x, rank) for xs, rank in zip(received, at, strict=True) for x in xs]
         messages = Messages(self.group.pg, self.group.ranks)
-        self.group.run(lambda: messages.together(sends, receives), name)
+
+        def exchange() -> None:
+            try:
+                messages.together(sends, receives)
+            except PeerLost as lost:
+                self.group.unreached = lost.ranks
+                raise
+
+        self.group.run(exchange, name)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from instep.ordered.by_messages import ByMessages
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.far import evenly, hosts
+from tests.lab import on_each, two_hosts
 from tests.parity import Training, assert_bits_of_one, filled, world_of_one
 from tests.replicate.nets import OTHER, PLAIN, Dense, mean_square
 from tests.replicate.replicas import assert_backwards, failing_at, square
@@ -95,10 +98,14 @@ def binds_again(mesh: Mesh) -> None:
 
 
 def lose_one_of_four(path: str, lost: int, declared: bool) -> None:
-    """Rank ``lost`` dies in its second backward, when the others are in an exchange already."""
     with hosts(*evenly(2, 2)):
-        mesh = init(backend="gloo", timeout_s=30)
-        model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
+        lose_one(path, lost, declared)
+
+
+def lose_one(path: str, lost: int, declared: bool = True) -> None:
+    """Rank ``lost`` dies in its second backward, when the others are in an exchange already."""
+    mesh = init(backend="gloo", timeout_s=30)
+    model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
     assert isinstance(model._reducer.exchange.transport, ByHosts)
     run = declared_step if declared else undeclared_step
     run(model, mesh.rank)
@@ -115,6 +122,9 @@ def lose_one_of_four(path: str, lost: int, declared: bool) -> None:
     except PeerLost as error:
         report = {"text": str(error), "ranks": error.ranks, "at": time.monotonic()}
         Path(path, f"report {mesh.rank}").write_text(json.dumps(report))
+        until = time.monotonic() + 30  # to end would tell the others, too, and rank 0 has the store
+        while len(list(Path(path).glob("report *"))) < 3 and time.monotonic() < until:
+            threading.Event().wait(0.01)
 
 
 def undeclared_step(model: DataParallel, rank: int) -> None:
@@ -131,9 +141,22 @@ def declared_step(model: DataParallel, rank: int) -> None:
 def test_a_rank_that_dies_is_named_on_every_host(tmp_path: Path, lost: int, declared: bool) -> None:
     with pytest.raises(RankFailed, match=rf"rank {lost} of 4 .* was killed by SIGKILL"):
         launch(lose_one_of_four, (str(tmp_path), lost, declared), ranks=4, grace_s=30)
-    died = float((tmp_path / "died").read_text())
+    assert_all_name(lost, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", range(4))
+def test_a_rank_that_dies_is_named_on_the_other_side_of_a_link(tmp_path: Path, lost: int) -> None:
+    """Also if it held the store, in which the ranks of its host would tell those of the other one."""
+    with two_hosts() as lab, pytest.raises(RankFailed, match=rf"rank {lost} of 4 .* was killed by SIGKILL"):
+        on_each(lab, partial(lose_one, str(tmp_path), lost), per_host=2)
+    assert_all_name(lost, tmp_path)
+
+
+def assert_all_name(lost: int, path: Path) -> None:
+    died = float((path / "died").read_text())
     for rank in {*range(4)} - {lost}:
-        report = json.loads((tmp_path / f"report {rank}").read_text())
+        report = json.loads((path / f"report {rank}").read_text())
         assert report["ranks"] == [lost], report
-        assert f"rank {lost}" in report["text"] and "died" in report["text"], report
+        assert f"rank {lost}" in report["text"], report
         assert report["at"] - died < 15  # half the deadline
