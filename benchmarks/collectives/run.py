@@ -1,8 +1,9 @@
 """All-reduce against message size, number of ranks and way to do it, with table and chart.
 
 python benchmarks/collectives/run.py            writes results.json, results.csv, chart.svg, chart.png and the
-                                                tables in README.md beside it; about twenty minutes
+                                                tables in README.md beside it; some ten minutes
 python benchmarks/collectives/run.py --quick    the same of small messages, in a minute, to see that it works
+python benchmarks/collectives/run.py --samples 3 --out DIR      a trial, which leaves this folder alone
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,20 @@ from instep.bench.tables import Row
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 COMMAND = "python benchmarks/collectives/run.py"
-# The largest messages on two ranks alone: elsewhere they take long and show nothing new.
 WAYS = {"shm": "of ordinary tensors", "shm-in-place": "in place, in shared buckets"}
+# The largest messages by few ways on few ranks: by others they take long and show nothing new.
+SIZES = ("1KB", "10KB", "100KB", "1MB", "10MB", "100MB")
+LARGEST = ("1GB",)
+COMPARED = ("gloo", *WAYS)
 FULL = [
-    CollectivesOptions(ranks=(2,), full=True, samples=20, budget_s=30),
-    CollectivesOptions(ranks=(4,), samples=20, budget_s=60),
-    CollectivesOptions(ranks=(3, 6), samples=20, budget_s=15),
+    CollectivesOptions(ranks=(2,), sizes=SIZES, samples=20, budget_s=30),
+    CollectivesOptions(ranks=(2,), sizes=LARGEST, backends=COMPARED, samples=20, budget_s=120),
+    CollectivesOptions(ranks=(4,), sizes=SIZES, samples=20, budget_s=60),
+    CollectivesOptions(ranks=(4,), sizes=LARGEST, backends=COMPARED, samples=20, budget_s=120),
+    CollectivesOptions(ranks=(3, 6), sizes=SIZES, samples=20, budget_s=15),
 ]
 IN_CHART = (2, 4)
-QUICK = {"ranks": (2,), "sizes": ("1KB,64KB,1MB",), "samples": 5}
+QUICK = [CollectivesOptions(ranks=(2,), sizes=("1KB,64KB,1MB",), samples=5)]
 
 
 def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
@@ -106,19 +113,26 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--samples", type=int, default=0, help="of each, in the place of 20")
+    parser.add_argument("--out", type=Path, default=HERE)
+    wanted = parser.parse_args()
     began = time.monotonic()
-    options = [CollectivesOptions(**QUICK)] if quick else FULL  # type: ignore[arg-type]
-    command = COMMAND + (" --quick" if quick else "")
+    options = QUICK if wanted.quick else FULL
+    if wanted.samples:
+        options = [replace(one, samples=wanted.samples) for one in options]
+    command = COMMAND + (" --quick" if wanted.quick else "")
     results = {"environment": tables.environment(command), **merged([measure(one) for one in options])}
     results["minutes"] = round((time.monotonic() - began) / 60, 1)
-    tables.write_json(HERE / "results.json", results, command=command)
-    tables.write_csv(HERE / "results.csv", results["rows"])
+    tables.prepare(wanted.out, HERE)
+    tables.write_json(wanted.out / "results.json", results, command=command)
+    tables.write_csv(wanted.out / "results.csv", results["rows"])
     drawn = [r for r in results["rows"] if r["ranks"] in IN_CHART and r["backend"] in CHART_BACKENDS]
-    charts.against_size(drawn, HERE / "chart.svg", title="All-reduce on one host", subtitle=subtitle(drawn))
-    text = block(results, sizes_of(options[0]))
-    tables.write_between(HERE / "README.md", "collectives", text)
-    if not quick:
+    charts.against_size(
+        drawn, wanted.out / "chart.svg", title="All-reduce on one host", subtitle=subtitle(drawn)
+    )
+    text = block(results, sorted({size for one in options for size in sizes_of(one)}))
+    tables.write_between(wanted.out / "README.md", "collectives", text)
+    if not wanted.quick and wanted.out.resolve() == HERE:
         tables.write_between(ROOT / "docs" / "shm.md", "shared memory table", headline(results))
     print(text)
     return 1 if any(row["#wrong"] for row in results["rows"]) else 0

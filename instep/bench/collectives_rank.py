@@ -96,11 +96,13 @@ def _measure(
 def fits(collective: str, names: list[str], size: int, num_ranks: int) -> bool:
     """Whether all ranks together have memory for messages of ``size`` bytes.
 
-    One buffer per kind of memory (two where it is not in place), and two for what an implementation needs on
-    top.
+    One buffer per kind of memory (two where it is not in place), and two for what an algorithm of our own
+    needs on top; backends need little.
     """
     one = whole_count(size, num_ranks) * 4
-    buffers = (1 if collective == "all_reduce" else 2) * (2 if IN_PLACE in names else 1) + 2
+    kinds = 2 if IN_PLACE in names else 1
+    on_top = 2 if set(names) & set(OWN[collective]) else 0
+    buffers = (1 if collective == "all_reduce" else 2) * kinds + on_top
     return one * buffers * num_ranks <= SHARE_OF_MEMORY * available_bytes()
 
 
