@@ -17,7 +17,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from instep.bench.worlds import World
 from instep.comm import algorithms
 from instep.comm.messages import Messages
 from instep.comm.perform import perform
+from instep.native.library import absence, switched_off
 from instep.shm import ShmGroup  # which registers the backend
 from instep.shm.futex import available
 
@@ -41,9 +43,17 @@ WARM_UP = 2  # calls, of which the check is one
 SHARE_OF_MEMORY = 0.6
 COPIES = 5
 ROOT = 0
+PERIOD = 7  # of the numbers that are sent
 BLOCK = 1 << 20  # elements that are made or compared at a time, so that a check needs no memory to speak of
 IN_PLACE = "shm-in-place"
-ON_ONE_HOST = ("shm", IN_PLACE, "nccl")  # nccl: for the hosts of ``--link``, which have no GPU of their own
+SHARED = ("shm", IN_PLACE)
+PYTHON = "-python"  # of shared memory without the native core
+WITHOUT_CORE = tuple(f"{name}{PYTHON}" for name in SHARED)
+ON_ONE_HOST = (
+    *SHARED,
+    *WITHOUT_CORE,
+    "nccl",
+)  # nccl: for the hosts of ``--link``, which have no GPU of their own
 LONGEST_MESSAGE = 100_000_000  # bytes of one that is timed by itself; longer ones take as long a byte
 
 # By their names in torch 2.13, where the old ones warn, or in torch before it.
@@ -100,7 +110,7 @@ def fits(collective: str, names: list[str], size: int, num_ranks: int) -> bool:
     needs on top; backends need little.
     """
     one = whole_count(size, num_ranks) * 4
-    kinds = 2 if IN_PLACE in names else 1
+    kinds = 1 + sum(name.startswith(IN_PLACE) for name in names)
     on_top = 2 if set(names) & set(OWN[collective]) else 0
     buffers = (1 if collective == "all_reduce" else 2) * kinds + on_top
     return one * buffers * num_ranks <= SHARE_OF_MEMORY * available_bytes()
@@ -149,13 +159,16 @@ def message_times(
 
 def implementations(collective: str) -> list[str]:
     """The names of all implementations of ``collective`` that this machine may have."""
-    return ["gloo", "shm", IN_PLACE, *OWN[collective], "nccl"]
+    return ["gloo", *SHARED, *WITHOUT_CORE, *OWN[collective], "nccl"]
 
 
 def default_names(collective: str, *, hosts: bool = False) -> list[str]:
-    """Those that are measured unless others are named: NCCL only where there are GPUs, on one host."""
+    """Those that are measured unless others are named: NCCL only where there are GPUs, on one host.
+
+    And shared memory as it comes: without the native core only if that is asked for.
+    """
     elsewhere = ON_ONE_HOST if hosts else () if torch.cuda.is_available() else ("nccl",)
-    return [name for name in implementations(collective) if name not in elsewhere]
+    return [name for name in implementations(collective) if name not in (*elsewhere, *WITHOUT_CORE)]
 
 
 def obstacle(name: str, collective: str, num_ranks: int, *, hosts: bool = False) -> str | None:
@@ -169,7 +182,9 @@ def obstacle(name: str, collective: str, num_ranks: int, *, hosts: bool = False)
         raise ValueError(f"unknown backend {name!r} for {collective}: expected one of {valid}")
     if hosts and name in ON_ONE_HOST:
         return "it is for ranks of one host"
-    if name in ("shm", IN_PLACE) and not available():
+    if name in WITHOUT_CORE and (why := absence()):
+        return f"there is no native core to do without: {why}"
+    if name in (*SHARED, *WITHOUT_CORE) and not available():
         return "this platform has no shm backend"
     if name == "nccl" and torch.cuda.device_count() < num_ranks:
         return f"nccl needs a GPU per rank: {torch.cuda.device_count()} for {num_ranks} ranks"
@@ -183,9 +198,10 @@ class Implementation:
     """
 
     def __init__(self, name: str, shared: CollectiveBuffers, world: World) -> None:
-        self.name = name
-        self.buffers = self._buffers(shared, world)
-        self.run = self._own_call(world) if name in OWN[shared.collective] else self._torch_call(world)
+        self.name, self.way = name, name.removesuffix(PYTHON)
+        with switched_off() if name in WITHOUT_CORE else nullcontext():
+            self.buffers = self._buffers(shared, world)
+            self.run = self._own_call(world) if name in OWN[shared.collective] else self._torch_call(world)
 
     def wrong(self) -> int:
         """Number of wrong elements on this rank after one call."""
@@ -197,8 +213,8 @@ class Implementation:
 
     def _buffers(self, shared: CollectiveBuffers, world: World) -> CollectiveBuffers:
         allocate: Allocate = private_memory
-        if self.name == IN_PLACE:
-            allocate = mapped_memory(world.group("shm"))
+        if self.way == IN_PLACE:
+            allocate = mapped_memory(self.group(world))
         elif self.name == "nccl":
             allocate = gpu_memory(world.rank)
         else:
@@ -208,9 +224,15 @@ class Implementation:
         )
 
     def _torch_call(self, world: World) -> Call:
-        backend = "shm" if self.name == IN_PLACE else self.name
-        call = torch_call(self.buffers, world.group(backend))
+        call = torch_call(self.buffers, self.group(world))
+        if self.name in WITHOUT_CORE:
+            return in_python(call)
         return synchronised(call) if self.name == "nccl" else call
+
+    def group(self, world: World) -> ProcessGroup:
+        """With the native core, or without: a group has what it was made with."""
+        backend = "shm" if self.way in SHARED else self.name
+        return world.group(backend, PYTHON if self.name in WITHOUT_CORE else "")
 
     def _own_call(self, world: World) -> Call:
         algorithm = OWN[self.buffers.collective][self.name]
@@ -230,6 +252,16 @@ def mapped_memory(pg: ProcessGroup) -> Allocate:
 def gpu_memory(index: int) -> Allocate:
     """Memory of GPU ``index``."""
     return lambda num_elements: torch.zeros(num_elements, device=f"cuda:{index}")
+
+
+def in_python(call: Call) -> Call:
+    """``call`` without the native core."""
+
+    def without() -> None:
+        with switched_off():
+            call()
+
+    return without
 
 
 def synchronised(call: Call) -> Call:
@@ -361,7 +393,7 @@ class CollectiveBuffers:
         first = own if self.collective == "all_to_all" else 0
         place = torch.arange(start, start + length)
         source = place // self.part
-        return ((place % self.part + first) % 7 + 8 * source).float()
+        return ((place % self.part + first) % PERIOD + 8 * source).float()
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -370,7 +402,14 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _sent(rank: int, start: int, length: int) -> Tensor:
-    return (torch.arange(start, start + length) % 7 + 8 * rank).float()
+    """What ``rank`` sends from element ``start`` on, at most a block of it: 0 to 6 over and over."""
+    first = start % PERIOD
+    return _cycle()[first : first + length] + 8 * rank
+
+
+@cache
+def _cycle() -> Tensor:
+    return (torch.arange(BLOCK + PERIOD) % PERIOD).float()
 
 
 def _summed(num_ranks: int, start: int, length: int) -> Tensor:
