@@ -342,9 +342,35 @@ class Group:
         self._shared.label = operation
         return self._shared.expose(tensors)
 
+    def show(self, write: Callable[[Tensor], object], count: int, operation: str) -> list[Tensor]:
+        """Every rank's bytes, by group rank, where it has written them; for a backend with such memory.
+
+        ``write(x)`` puts this rank's into ``x`` (uint8), ``count`` words of int64 first. The others' are for
+        reading, and all are gone when this rank comes to the operation after the next one.
+        """
+        self._shared.label = operation
+        shown: list[Tensor] = self._shared.show(write, count)
+        return shown
+
+    def locate(self, x: Tensor) -> Sequence[int]:
+        """Where ``x`` lies for the others to ``reach`` it, in words; the first is -1 if they cannot."""
+        place: Sequence[int] = self._shared.locate(x)
+        return place
+
+    def reach(
+        self, rank: int, places: Sequence[Sequence[int]], dtype: torch.dtype, operation: str
+    ) -> list[Tensor]:
+        """What group rank ``rank`` has at ``places``, as it has told by ``locate``, flat."""
+        self._shared.label = operation
+        reached: list[Tensor] = self._shared.reach(rank, places, dtype)
+        return reached
+
     def barrier(self, operation: str) -> None:
         """Return when all ranks have come."""
-        if self.pg is not None:
+        if self._shared is not None:
+            self._shared.label = operation
+            self._shared.monitored_barrier()
+        elif self.pg is not None:
             nothing = torch.empty(0, device="cpu")
             options = self._begin(dist.BarrierOptions(), operation, nothing)
             self._wait(self.pg.barrier(options), nothing, operation)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -167,8 +168,9 @@ class Bundle:
     is_open: bool = field(default=False, init=False)  # the open leaf has not been taken over
     ready_ns: int = field(default=0, init=False)  # when the last gradient came, of the open leaf
     nodes: BucketNodes = field(init=False, repr=False)
-    presence: list[list[bool]] = field(default_factory=list, init=False)  # by rank, after an exchange
-    frozen: list[list[bool]] = field(default_factory=list, init=False)  # as ``presence``
+    # By rank, after an exchange, with a bit for each slot: which had a gradient, and which were frozen.
+    presence: list[int] = field(default_factory=list, init=False)
+    frozen: list[int] = field(default_factory=list, init=False)
 
     def begin_nodes(self, *key: int) -> None:
         """A reduction begins, whose nodes are rounded by random numbers of ``key``."""
@@ -195,6 +197,25 @@ class Bundle:
     def stretches(self) -> list[Stretch]:
         """Which parameter lies where."""
         return [Stretch(slot.position, slot.offset, slot.length) for slot in self.slots]
+
+    def flags(self) -> int:
+        """What this rank says of its slots: in the lower half which are present, then which are frozen."""
+        flags = 0
+        for k, slot in enumerate(self.slots):
+            flags |= (slot.present | slot.frozen << len(self.slots)) << k
+        return flags
+
+    def take_flags(self, by_rank: Sequence[int]) -> None:
+        """What all ranks have said."""
+        lower = (1 << len(self.slots)) - 1
+        self.presence = [flags & lower for flags in by_rank]
+        self.frozen = [flags >> len(self.slots) for flags in by_rank]
+
+    def present_on_some(self) -> Sequence[int]:
+        """The numbers of the slots that had a gradient on some rank, after an exchange."""
+        on_some = reduce(or_, self.presence)
+        every = range(len(self.slots))
+        return every if on_some == (1 << len(every)) - 1 else [k for k in every if on_some >> k & 1]
 
     @cached_property
     def _numbers(self) -> dict[int, int]:

@@ -1,26 +1,132 @@
-"""Nothing travels: every rank adds its slice of all ranks' buckets where they lie. Over shm."""
+"""Nothing is sent: every rank reads what all ranks have where it lies. Over shm.
+
+A bucket costs two rounds, in which all ranks wait for the last: in the first one each writes down its header,
+and where its roots and its home lie; then every rank adds its slice of all roots, and writes the sum into all
+homes; the second one says that it has. What is small is written down itself, and added up by all:
+
+    large    | header, places |   each adds its slice, where it lies   | done |
+    small    | header, roots  |   each adds everything, into its home
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from instep.mesh.axes import round_up
+from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up
-from instep.ordered.buckets import Bucket
+from instep.ordered.buckets import Bucket, TreeAccumulator
 from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
+
+# Of all roots of a bucket together. A round costs as much as to add so many bytes.
+AT_ONCE_BYTES = 512 << 10
+PLACE_WORDS, WORD_BYTES, LINE_BYTES = 4, 8, 64
+Reached = tuple[list[list[int]], list[Tensor], list[Tensor]]
+"""Places by rank, this rank's slice of every root, and of every home."""
 
 
 class BySharing(ByCollectives):
     """A ``Transport`` of buckets in memory that all ranks have mapped; others travel by collectives.
 
-    A rank adds its slice of all ranks' roots, and writes the sum into all ranks' homes.
+    What the ranks' places are mapped to is kept for as long as the memory of the bucket here.
     """
 
+    at_once_bytes = AT_ONCE_BYTES
+
+    def __init__(self, group: Group, scratch: Scratch) -> None:
+        super().__init__(group, scratch)
+        self._shown: list[Tensor] = []  # what all ranks have written down, of the bucket that is next
+        self._start = 0  # of what follows the header, in words
+        self._reached: WeakKeyDictionary[TreeAccumulator, Reached] = WeakKeyDictionary()
+
+    def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
+        """The ``row`` (length,) of every rank: (W, length). What there is of ``bucket`` is told with it."""
+        length, words = len(row), list[int]()
+        at_once = plan is not None and bucket is not None and self._is_small(bucket, plan)
+        if bucket is not None and plan is not None and not at_once:
+            for x in (*(root for _, root in bucket.counter.roots), bucket.home):
+                words += self.group.locate(x)
+
+        def write(half: Tensor) -> None:
+            _part(half, 0, row).copy_(row)
+            if at_once and bucket is not None:
+                for i, (_, root) in enumerate(bucket.counter.roots):
+                    _part(half, _start_of_data(length) + i * bucket.nbytes, root).copy_(root)
+            elif words:
+                told = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
+                _part(half, length * WORD_BYTES, told).copy_(told)
+
+        self._shown, self._start = self.group.show(write, length, name), length
+        return torch.stack([_part(half, 0, row) for half in self._shown])
+
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
-        shown = self.group.expose([*(root for _, root in bucket.counter.roots), bucket.home], name)
-        if shown is None:
+        if not self._shown:
+            self.meet(torch.empty(0, dtype=torch.int64, device="cpu"), name, bucket, plan)
+        shown, self._shown = self._shown, []
+        if self._is_small(bucket, plan):
+            self._add_everything(bucket, plan, scale, shown)
+            return
+        reached = self._reach(bucket, shown, name)
+        if reached is None:
             super().reduce(bucket, plan, scale, name)
             return
+        _, values, homes = reached
+        first = self.group.rank * bucket.slice_length
+        add_up(values, plan, scale, homes, bucket.nodes, first)
+        self.group.barrier(name)
+
+    def _is_small(self, bucket: Bucket, plan: Sum) -> bool:
+        return sum(plan.counts) * bucket.nbytes <= self.at_once_bytes
+
+    def _add_everything(self, bucket: Bucket, plan: Sum, scale: float, shown: Sequence[Tensor]) -> None:
+        """Of what other ranks have written down, what ``add_up`` would overwrite is copied."""
+        start, own = _start_of_data(self._start), iter(bucket.counter.roots)
+        overwritten = {plan.root, *(left for left, _ in plan.adds)}
+        scratch = self.scratch.take(len(overwritten) * bucket.num_elements, bucket.dtype, bucket.device)
+        free = iter(scratch.view(-1, bucket.num_elements))
+        values: list[Tensor] = []
+        for rank, count in enumerate(plan.counts):
+            for i in range(count):
+                if rank == self.group.rank:
+                    values.append(next(own)[1])
+                    continue
+                value = _part(shown[rank], start + i * bucket.nbytes, bucket.home)
+                values.append(next(free).copy_(value) if len(values) in overwritten else value)
+        add_up(values, plan, scale, [bucket.home], bucket.nodes)
+
+    def _reach(self, bucket: Bucket, shown: Sequence[Tensor], name: str) -> Reached | None:
+        """None, on every rank, if something lies in private memory."""
+        places = []
+        for half in shown:
+            words = half.view(torch.int64)[self._start :]
+            places.append(words[1 : 1 + int(words[0])].tolist())
+        known = self._reached.get(bucket.counter)
+        if known is not None and known[0] == places:
+            return known
+        if any(-1 in told[::PLACE_WORDS] for told in places):
+            return None
         first = self.group.rank * bucket.slice_length
         own = slice(first, first + bucket.slice_length)
-        values = [root[own] for tensors in shown for root in tensors[:-1]]
-        add_up(values, plan, scale, [tensors[-1][own] for tensors in shown], bucket.nodes, first)
-        self.group.barrier(name)
+        values, homes = list[Tensor](), list[Tensor]()
+        for rank, told in enumerate(places):
+            each = [told[i : i + PLACE_WORDS] for i in range(0, len(told), PLACE_WORDS)]
+            *its, home = (x[own] for x in self.group.reach(rank, each, bucket.dtype, name))
+            values += its
+            homes.append(home)
+        found = self._reached[bucket.counter] = places, values, homes
+        return found
+
+
+def _start_of_data(length: int) -> int:
+    return round_up(length * WORD_BYTES, LINE_BYTES)
+
+
+def _part(half: Tensor, start: int, like: Tensor) -> Tensor:
+    """As much of ``half`` from byte ``start`` on as there is in ``like``, in its dtype."""
+    return half[start : start + like.nbytes].view(like.dtype)

@@ -22,9 +22,7 @@ G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -112,16 +110,19 @@ class OrderedAllReduce:
             ValueError: the weights of all ranks sum to zero.
         """
         name = f"the exchange of bucket {header.bucket}"
-        plan = plan_sum(tuple(map(tuple, leaves)), header.num_leaves) if self.ordered else None
-        scale = mean_scale(self._meet(bucket, header, name, bucket, plan))
-        span = self.recorder.span(
-            "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
-        )
-        with _losing_in(header), span:
-            if plan is not None:
-                self.transport.reduce(bucket, plan, scale, name)
-            else:
-                self._unordered(bucket, scale, name)
+        plan = plan_sum(leaves, header.num_leaves) if self.ordered else None
+        try:
+            scale = mean_scale(self._meet(bucket, header, name, bucket, plan))
+            num_bytes = bucket.nodes.wire_bytes
+            with self.recorder.span(
+                "exchange", lane="communication", num_bytes=num_bytes, bucket=header.bucket
+            ):
+                if plan is not None:
+                    self.transport.reduce(bucket, plan, scale, name)
+                else:
+                    self._unordered(bucket, scale, name)
+        except PeerLost as lost:
+            raise _lost_in(header, lost) from None
 
     def meet(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         """The headers of all ranks, once all are there, and which of them have gradients, in ``presence``.
@@ -129,7 +130,10 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost, ReplicasDiffer: as ``run``.
         """
-        return self._meet(bucket, header, name)
+        try:
+            return self._meet(bucket, header, name)
+        except PeerLost as lost:
+            raise _lost_in(header, lost) from None
 
     def come_to(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
         """The ``words`` of every rank, at most ``NUM_WORDS``, once all have come to ``header.act``.
@@ -137,14 +141,16 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost: as ``run``.
         """
-        with _losing_in(header):
-            rows = self.transport.meet(pack(header, (), self.header_length, words), name)
+        try:
+            rows = self.transport.meet(pack(header, 0, 0, self.header_length, words), name)
             self._require_agreement(unpack(rows, 0)[0], name)
+        except PeerLost as lost:
+            raise _lost_in(header, lost) from None
         return words_of(rows, len(words))
 
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
-        self.transport.meet(pack(replace(header, left=1), (), self.header_length), name)
+        self.transport.meet(pack(header._replace(left=1), 0, 0, self.header_length), name)
 
     def _record(self, headers: Sequence[Header], begun_ns: int) -> None:
         """Since ``begun_ns`` this rank was in ``_agree``; until when was that for want of the last rank?"""
@@ -168,22 +174,18 @@ class OrderedAllReduce:
         self, bucket: Bundle, header: Header, name: str, sent: Bucket | None = None, plan: Sum | None = None
     ) -> list[Header]:
         begun_ns = time.monotonic_ns()
-        with _losing_in(header):
-            headers = self._agree(bucket, header, name, sent, plan)
+        headers = self._agree(bucket, header, name, sent, plan)
         self._record(headers, begun_ns)
         return headers
 
     def _agree(
         self, bucket: Bundle, header: Header, name: str, sent: Bucket | None, plan: Sum | None
     ) -> list[Header]:
-        slots = bucket.slots
-        flags = [*(slot.present for slot in slots), *(slot.frozen for slot in slots)]
-        row = pack(header, flags, self.header_length)
-        rows = self.transport.meet(row, name, sent, plan)
-        headers, by_rank = unpack(rows, len(flags))
+        num_flags = 2 * len(bucket.slots)
+        row = pack(header, bucket.flags(), num_flags, self.header_length)
+        headers, flags = unpack(self.transport.meet(row, name, sent, plan), num_flags)
         self._require_agreement(headers, name)
-        bucket.presence = [row[: len(slots)] for row in by_rank]
-        bucket.frozen = [row[len(slots) :] for row in by_rank]
+        bucket.take_flags(flags)
         self.buffers = [header.buffers for header in headers]
         self.fed = [header.fed for header in headers]
         if self.compare is not None and header.bucket == header.round == 0:
@@ -216,15 +218,10 @@ def fastest(group: Group) -> Transport:
     return (ByMessages if group.sends_best else ByCollectives)(group, Scratch())
 
 
-@contextmanager
-def _losing_in(header: Header) -> Iterator[None]:
-    """A ``PeerLost`` out of the block says in which step it came."""
-    try:
-        yield
-    except PeerLost as lost:
-        # The group keeps the error, and raises it again: it stays as it is. All that it says is said again.
-        message = f"{whereabouts(header)}: {lost}"
-        raise PeerLost(message, ranks=lost.ranks, operation=lost.operation) from None
+def _lost_in(header: Header, lost: PeerLost) -> PeerLost:
+    """``lost``, and in which step it came. The group keeps the error, to raise again: it stays as it is."""
+    message = f"{whereabouts(header)}: {lost}"
+    return PeerLost(message, ranks=lost.ranks, operation=lost.operation)
 
 
 def mean_scale(headers: Sequence[Header]) -> float:

@@ -100,9 +100,14 @@ class Sum:
     root: int
 
 
-@lru_cache(maxsize=64)
-def plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
+def plan_sum(leaves: Sequence[Sequence[int]], num_leaves: int) -> Sum:
     """The sum over all ranks, of which rank r holds ``leaves[r]``; kept, because every bucket asks anew."""
+    # A range is compared without its numbers.
+    return _plan_sum(tuple(own if isinstance(own, range) else tuple(own) for own in leaves), num_leaves)
+
+
+@lru_cache(maxsize=64)
+def _plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
     by_rank = [roots(own, num_leaves) for own in leaves]
     nodes = [node for own in by_rank for node in own]
     counts = tuple(len(own) for own in by_rank)

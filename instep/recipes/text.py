@@ -57,7 +57,7 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
 def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model over all ranks, and its optimizer: all that strategies and stages differ in."""
     layout, (kind, settings) = config.parallel, optimizer_class(config.optim)
-    rounded = {"nodes": layout.nodes, "rounding": layout.rounding, "seed": config.seed}
+    rounded: dict[str, Any] = {"nodes": layout.nodes, "rounding": layout.rounding, "seed": config.seed}
     options: dict[str, Any] = {"find_unused_parameters": False, **rounded}
     model: Any = net
     if layout.shard_stage >= 2:

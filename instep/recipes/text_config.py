@@ -146,8 +146,8 @@ class ParallelConfig:
     ordered: bool = True
     """Add in the order of the fixed tree; off: the backend's all-reduce, in whatever order it adds."""
     nodes: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What every sum of the fixed tree is rounded to, and travels in: 4, 2 or 1 byte per weight. The same bits
-    on any ranks, others than in float32."""
+    """What every sum of the fixed tree is rounded to, and travels in: 4, 2 or 1 byte per weight. The same
+    bits on any ranks, others than in float32."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How smaller nodes are rounded; stochastic is right on average, by random bits that are keyed."""
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"

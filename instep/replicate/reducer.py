@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -89,9 +88,9 @@ class Reducer(Reduction):
         self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:
-            for k, (slot, view) in enumerate(zip(bucket.slots, bucket.views(bucket.home), strict=True)):
-                if any(present[k] for present in bucket.presence):
-                    self.gradients.attach(slot, view, whole=True)
+            views = bucket.views(bucket.home)
+            for k in bucket.present_on_some():
+                self.gradients.attach(bucket.slots[k], views[k], whole=True)
         self.local = [False] * len(self.names)
         self.exchanges += 1
         self.given_up = False
@@ -189,7 +188,7 @@ class Reducer(Reduction):
         bucket.launched = True
         name = f"the exchange of bucket {bucket.index}"
         if self.comm_hook is not None:
-            return self._hook(self.comm_hook, bucket, replace(header, hooked=1), name)
+            return self._hook(self.comm_hook, bucket, header._replace(hooked=1), name)
 
         def run() -> None:
             with self.stream.after(computed):

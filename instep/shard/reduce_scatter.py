@@ -328,7 +328,7 @@ class ReduceScatter(OrderedAllReduce):
         name: str,
     ) -> None:
         """The mean over all shard groups, from the roots that each has of this slice."""
-        plan = plan_sum(tuple(map(tuple, by_group)), num_leaves)
+        plan = plan_sum(by_group, num_leaves)
         across.transport.reduce(bucket.to_exchange(turn.nodes, num_leaves), plan, scale, name)
         if bucket.reduced is not bucket.kept[0]:
             bucket.reduced.copy_(bucket.kept[0])

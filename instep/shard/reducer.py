@@ -210,9 +210,9 @@ class SliceReducer(Reduction):
         self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:
-            for k, slot in enumerate(bucket.slots):
-                if any(present[k] for present in bucket.presence):
-                    self.parameters[slot.position].grad = self._placeholders[slot.position]
+            for k in bucket.present_on_some():
+                position = bucket.slots[k].position
+                self.parameters[position].grad = self._placeholders[position]
         self.local = [False] * len(self.names)
         self._carried.clear()
         self.exchanges += 1

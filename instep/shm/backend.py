@@ -141,13 +141,34 @@ class ShmGroup(ProcessGroup):
         """
         found: list[list[list[Tensor]] | None] = []
         op = self._operation("expose", tensors[0])
-        self._do(op, lambda: found.append(collectives.expose(op, self._heap, tensors)), [], _AT_ONCE)
+        self._now(op, lambda: found.append(collectives.expose(op, self._heap, tensors)))
         return found[0]
+
+    def show(self, write: Callable[[Tensor], object], count: int) -> list[Tensor]:
+        """Every rank's bytes, by rank, where it has written them in the group's memory. Collective, a round.
+
+        ``write(x)`` puts this rank's into ``x``, of ``HALF_BYTES``. Of its first words, int64, all ranks have
+        the same ``count``; the rest is for them to agree on. Not to be written to, and gone when this rank
+        comes to the operation after the next one.
+        """
+        found: list[list[Tensor]] = []
+        op = Operation(self._rounds, Call("all_gather", "int64", count), self.label or "all_gather")
+        self._now(op, lambda: found.append(collectives.show(op, write)))
+        return found[0]
+
+    def locate(self, x: Tensor) -> Location:
+        """Where ``x`` lies, for the others to ``reach``; ``NOWHERE`` if not in memory from ``allocate``."""
+        return self._heap.locate(x)
+
+    def reach(self, rank: int, places: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+        """What group rank ``rank`` has at ``places``, each a ``Location``, flat, as this rank reaches it."""
+        found = [Location(*place) for place in places]
+        return collectives.reach(self._rounds, self._heap, rank, found, dtype, self.label or "expose")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come; here they all do, and name all of them."""
         op = self._operation("barrier", timeout=timeout)
-        self._do(op, op.meet, [], _AT_ONCE)
+        self._now(op, op.meet)
 
     def barrier(self, opts: Any = None) -> ShmWork:
         op = self._operation("barrier", opts=opts)
@@ -358,25 +379,31 @@ class ShmGroup(ProcessGroup):
         for x in tensors_in(outputs):
             require_writable(x)
             inference = inference or x.is_inference()
-        shared, flight = self._rounds.shared, self._rounds.flight
 
         def run() -> None:
-            shared.require()
             # Tensors that were made in inference mode can only be written to in it.
             with torch.inference_mode() if inference else torch.no_grad():
-                try:
-                    function()
-                except BaseException as error:
-                    shared.fail(error)
-                    flight.end(failed=True)
-                    raise
-                flight.end()
+                self._perform(function)
 
         if getattr(opts, "asyncOp", True):
             return ShmWork(self._lane.submit(op.label, run), outputs)
         work = ShmWork(self._lane.run(op.label, run), outputs)
         work.wait()
         return work
+
+    def _now(self, op: Operation, function: Callable[[], None]) -> None:
+        """In this thread, in its turn; it writes to no tensor of a caller."""
+        self._lane.run(op.label, lambda: self._perform(function)).wait()
+
+    def _perform(self, function: Callable[[], None]) -> None:
+        self._rounds.shared.require()
+        try:
+            function()
+        except BaseException as error:
+            self._rounds.shared.fail(error)
+            self._rounds.flight.end(failed=True)
+            raise
+        self._rounds.flight.end()
 
 
 class ShmWork(dist.Work):

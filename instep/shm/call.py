@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from instep.mesh.hang_report import Problem
 
@@ -90,8 +91,7 @@ class Call:
         return f"{self.operation}{how}{what}{root}"
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where a tensor lies in memory that its rank shares: descriptor, inode, first byte, number of bytes."""
 
     fd: int
@@ -100,7 +100,7 @@ class Location:
     nbytes: int
 
     def to_bytes(self) -> bytes:
-        return _LOCATION.pack(self.fd, self.inode, self.offset, self.nbytes)
+        return _LOCATION.pack(*self)
 
     @staticmethod
     def from_bytes(data: bytes) -> Location:

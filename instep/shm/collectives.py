@@ -270,7 +270,7 @@ def _require_equal(sent: Tensor, expected: Tensor, ranks: Sequence[int]) -> None
 def all_reduce_in_place(op: Operation, heap: Heap, dtype: torch.dtype, reduction: str) -> None:
     """The tensors at ``op.locations`` become their sum; the ranks have met once already."""
     rank, size = op.rounds.rank, op.rounds.size
-    tensors = [_reach(op, heap, r, [place], dtype)[0] for r, place in enumerate(op.locations)]
+    tensors = [reach(op.rounds, heap, r, [x], dtype, op.label)[0] for r, x in enumerate(op.locations)]
     own = own_slice(tensors[0].numel(), dtype.itemsize, rank, size)
     if not _combined_natively([x[own] for x in tensors], reduction):
         for start, end in pieces(own.stop - own.start, PIECE_BYTES // dtype.itemsize):
@@ -316,27 +316,40 @@ def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
     return slice(start, min(start + length, num_elements))
 
 
+def show(op: Operation, write: Callable[[Tensor], object]) -> list[Tensor]:
+    """``write(half)`` puts into this rank's half what it shows; the halves of all ranks, by rank.
+
+    They stay so until this rank comes to the operation after the next one; none but its rank writes there.
+    """
+    write(op.rounds.mine())
+    op.meet()
+    return [op.rounds.theirs(r) for r in range(op.rounds.size)]
+
+
 def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
     """All ranks' ``tensors``, by rank, as this rank reaches them; None if one of them is private memory.
 
     The ranks may have different numbers of them, of any length, in one dtype.
     """
-    rounds = op.rounds
     mine = [heap.locate(x) for x in tensors]
     data = len(mine).to_bytes(8, "little") + b"".join(place.to_bytes() for place in mine)
-    rounds.mine()[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    op.meet()
-    by_rank = [_read(rounds.theirs(r)) for r in range(rounds.size)]
+    told = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    by_rank = [_read(half) for half in show(op, lambda half: half[: len(told)].copy_(told))]
     if any(NOWHERE in places for places in by_rank):
         return None
     dtype = tensors[0].dtype
-    return [_reach(op, heap, r, places, dtype) for r, places in enumerate(by_rank)]
+    return [reach(op.rounds, heap, r, places, dtype, op.label) for r, places in enumerate(by_rank)]
 
 
-def _reach(
-    op: Operation, heap: Heap, rank: int, places: Sequence[Location], dtype: torch.dtype
+def reach(
+    rounds: Rounds, heap: Heap, rank: int, places: Sequence[Location], dtype: torch.dtype, label: str
 ) -> list[Tensor]:
-    with reaching(op.rounds.shared, op.rounds.peers, rank, op.label):
+    """What group rank ``rank`` has at ``places``, as this rank reaches it.
+
+    Raises:
+        PeerLost: it is gone, with its rank.
+    """
+    with reaching(rounds.shared, rounds.peers, rank, label):
         return [heap.resolve(rank, place).view(dtype) for place in places]
 
 

@@ -523,15 +523,16 @@ def _find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
     A rank that had no gradient at all, because no micro-batch or no weight fell to it, is not counted.
     """
     ranks = range(len(buckets[0].presence)) if buckets else ()
-    busy = [r for r in ranks if any(any(bucket.presence[r]) for bucket in buckets)]
+    busy = [r for r in ranks if any(bucket.presence[r] for bucket in buckets)]
     found = []
     for bucket in buckets:
-        if all(all(bucket.presence[r]) for r in busy):
+        every = (1 << len(bucket.slots)) - 1
+        if all(bucket.presence[r] == every for r in busy):
             continue
         for k, slot in enumerate(bucket.slots):
-            without = [r for r in busy if not bucket.presence[r][k]]
+            without = [r for r in busy if not bucket.presence[r] >> k & 1]
             if without:
                 on_some = len(without) < len(busy)
-                frozen = [r for r in without if on_some and bucket.frozen[r][k]]
+                frozen = [r for r in without if on_some and bucket.frozen[r] >> k & 1]
                 found.append(Unused(slot.position, without, on_some, frozen))
     return found

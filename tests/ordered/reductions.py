@@ -105,6 +105,12 @@ def filled_bucket(
     (bucket,) = make_buckets(
         parameters, [range(len(SHAPES))], group.size, ordered=ordered, allocate=memory or group.allocate
     )
+    fill(bucket, own, num_leaves)
+    return bucket
+
+
+def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
+    """A step begins, and these are the leaves of this rank."""
     bucket.begin(num_leaves, 0)
     for leaf, gradient in own.items():
         buffer = bucket.counter.open()
@@ -113,7 +119,6 @@ def filled_bucket(
             view.copy_(part.view(slot.shape))
             slot.present = True
         bucket.counter.push(leaf, buffer)
-    return bucket
 
 
 def header_for(bucket: Bucket, leaves: Leaves, weight: int) -> Header:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from tests.ordered.reductions import (
     Reduce,
     content,
     drawn_gradients,
+    fill,
     filled_bucket,
     header_for,
     narrow_wire,
@@ -119,9 +119,48 @@ def reduces_where_buckets_lie(mesh, leaves: Leaves, num_private: int):
     memory = allocate if group.rank < num_private else group.allocate
     bucket = filled_bucket(group, own, num_leaves, memory=memory)
     exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange.transport.at_once_bytes = 0
     exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
     assert content(bucket).numpy().tobytes() == one_process(gradients, num_leaves).tobytes()
     assert bool(exchange.scratch) is (num_private > 0)
+
+
+@world(3, backend="shm")
+@pytest.mark.parametrize("leaves", [rank_major(3, 3), rank_major(8, 3), [[], range(7), []]])
+@pytest.mark.parametrize("num_private", [0, 1])
+def test_small_buckets_in_shared_memory_come_with_their_headers(mesh, leaves, num_private):
+    group = mesh.world.group
+    num_leaves = sum(map(len, leaves))
+    memory = allocate if group.rank < num_private else group.allocate
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    for dtype in ("float32", "float64", "float32"):
+        gradients = drawn_gradients(num_leaves, dtype)
+        own = {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}
+        bucket = filled_bucket(group, own, num_leaves, dtype=dtype, memory=memory)
+        assert bucket.nbytes * num_leaves < exchange.transport.at_once_bytes
+        before = group.peers.flight.number
+        exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
+        assert content(bucket).numpy().tobytes() == one_process(gradients, num_leaves).tobytes()
+        assert group.peers.flight.number == before + 1
+
+
+@world(3, backend="shm")
+def test_a_bucket_that_moves_is_found_where_it_is_now(mesh):
+    group, leaves = mesh.world.group, rank_major(8, 3)
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange.transport.at_once_bytes = 0
+    gradients = drawn_gradients(8)
+    own = {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}
+    bucket, kept = filled_bucket(group, own, 8, memory=group.allocate), list[Tensor]()
+    for number in range(4):
+        before = bucket.home.data_ptr()
+        fill(bucket, own, 8)
+        assert (bucket.home.data_ptr() != before) is (len(kept) > 0)
+        kept.clear()
+        exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
+        assert content(bucket).numpy().tobytes() == one_process(gradients, 8).tobytes()
+        if number == 1 + group.rank % 2:  # then it moves here, and elsewhere it stays
+            kept.append(bucket.home[:1])
 
 
 @world(3)
@@ -213,12 +252,8 @@ def test_everybody_learns_who_had_a_gradient_for_what_and_who_could_not(mesh):
     OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES)).run(
         bucket, header_for(bucket, leaves, 1), leaves
     )
-    assert bucket.presence == [
-        [True, False, False, True],
-        [False, True, False, True],
-        [False, False, True, True],
-    ]
-    assert bucket.frozen == [[False] * 4, [False, False, True, False], [False] * 4]
+    assert bucket.presence == [0b1001, 0b1010, 0b1100]
+    assert bucket.frozen == [0, 0b100, 0]
 
 
 def ready(group: Group) -> tuple[OrderedAllReduce, Bucket, Leaves, Tensor]:
@@ -242,7 +277,7 @@ def test_ranks_out_of_step_raise_one_error_and_reduce_nothing(mesh, change, word
     exchange, bucket, leaves, before = ready(mesh.world.group)
     header = header_for(bucket, leaves, 1)
     with pytest.raises(Desync, match=words):
-        exchange.run(bucket, replace(header, **change) if mesh.rank == 1 else header, leaves)
+        exchange.run(bucket, header._replace(**change) if mesh.rank == 1 else header, leaves)
     assert bucket.home.tolist() == before.tolist()
     exchange.run(bucket, header, leaves)  # and the group is fit for more
     assert set(content(bucket).tolist()) == {2.0}
@@ -294,7 +329,7 @@ HOUR_NS = 3600 * 10**9
 def test_who_waits_records_for_which_rank(mesh):
     exchange, bucket, leaves, _ = ready(mesh.world.group)
     launched = time.monotonic_ns() + (HOUR_NS if mesh.rank == 1 else 0)
-    exchange.run(bucket, replace(header_for(bucket, leaves, 1), launched_ns=launched), leaves)
+    exchange.run(bucket, header_for(bucket, leaves, 1)._replace(launched_ns=launched), leaves)
     assert waits(exchange) == ([] if mesh.rank == 1 else [1])
     assert all(event.duration_s < 3600 for event in exchange.recorder.events if event.name != "queued")
 
@@ -305,6 +340,6 @@ def test_times_of_another_host_are_translated_into_those_of_this_one(mesh):
     exchange, bucket, leaves, _ = ready(mesh.world.group)
     exchange.offsets_ns = (0, HOUR_NS)
     launched = time.monotonic_ns() + (HOUR_NS - HOUR_NS // 60 if mesh.rank == 1 else 0)
-    exchange.run(bucket, replace(header_for(bucket, leaves, 1), launched_ns=launched), leaves)
+    exchange.run(bucket, header_for(bucket, leaves, 1)._replace(launched_ns=launched), leaves)
     if mesh.rank == 0:
         assert waits(exchange) == []
