@@ -145,7 +145,7 @@ class ShmGroup(ProcessGroup):
         return found[0]
 
     def show(self, write: Callable[[Tensor], object], count: int) -> list[Tensor]:
-        """Every rank's bytes, by rank, where it has written them in the group's memory. Collective, a round.
+        """Every rank's bytes, by rank, where it has written them in shared memory. Collective, one round.
 
         ``write(x)`` puts this rank's into ``x``, of ``HALF_BYTES``. Of its first words, int64, all ranks have
         the same ``count``; the rest is for them to agree on. Not to be written to, and gone when this rank
