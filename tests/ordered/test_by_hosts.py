@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -170,7 +169,7 @@ def raises_alike(mesh, odd):
     exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
     header = header_for(bucket, leaves, 1)
     with pytest.raises(Desync, match=f"rank {odd} has made optimizer steps: 5"):
-        exchange.run(bucket, replace(header, step=5) if mesh.rank == odd else header, leaves)
+        exchange.run(bucket, header._replace(step=5) if mesh.rank == odd else header, leaves)
     if mesh.rank == odd:
         exchange.leave(header, "leaving a step")
     else:
