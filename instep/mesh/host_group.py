@@ -68,11 +68,15 @@ class HostGroup(Group):
         self.near: Group | None = None
         self.unreached: Sequence[int] = ()  # global ranks to which a message did not get, in this operation
         self._boards: list[Tensor] = []  # of each rank of this host: who is lost, 1 by rank, and if by death
-        self.num_local = num_on_each_host(self.peers.table) or 1
-        self.host, self.place = divmod(self.rank, self.num_local)
+        num_local = num_on_each_host(self.peers.table) or self.size
+        several = 1 < num_local < self.size
+        if store is not None and self.backend == "gloo" and several:
+            self.near = self._meet_near(store, num_local)
+        self.num_local = self.size if self.near is None else num_local
         self.num_hosts = self.size // self.num_local
-        if store is not None and self.backend == "gloo" and self.num_local > 1 and self.num_hosts > 1:
-            self._meet_near(store)
+        self.host, self.place = divmod(self.rank, self.num_local)
+        if self.near is not None:
+            self._boards = self._share_boards(self.near)
 
     @property
     def _way(self) -> str:
@@ -155,25 +159,28 @@ class HostGroup(Group):
             self.near = None
         super().close()
 
-    def _meet_near(self, store: Store) -> None:
-        first = self.host * self.num_local
-        ranks = self.ranks[first : first + self.num_local]
+    def _meet_near(self, store: Store, num_local: int) -> Group | None:
+        """The group of this host's ranks in shared memory; None on all ranks if those of a host have none."""
+        place = self.rank % num_local
+        ranks = self.ranks[self.rank - place :][:num_local]
 
         def share(own: Store) -> ProcessGroup | None:
-            return device.share_memory(own, self.place, ranks, backend_timeout(self.timeout_s))
+            return device.share_memory(own, place, ranks, backend_timeout(self.timeout_s))
 
         pg = rendezvous(store, "near", ranks, self.global_rank, self.timeout_s, share)
         found = self.all_gather_bytes(bytes([pg is not None]), MEETING)
         if pg is None or not all(map(any, found)):
-            return
+            return None
         # A rank that waits for one that waits for another host is not to blame it before that has said why.
-        patient_s = self.timeout_s + patience_s(self.timeout_s)
-        self.near = Group(pg, ranks, self.global_rank, patient_s)
-        self.near.peers.status_store = _ToldOn(self.near.peers.status_store, self)
-        own = self.allocate(self.size + 1, 1, torch.device("cpu")).tensor
-        boards = self.near.expose([own], MEETING)
-        assert boards is not None
-        self._boards = [board for (board,) in boards]
+        near = Group(pg, ranks, self.global_rank, self.timeout_s + patience_s(self.timeout_s))
+        near.peers.status_store = _ToldOn(near.peers.status_store, self)
+        return near
+
+    def _share_boards(self, near: Group) -> list[Tensor]:
+        own = near.allocate(self.size + 1, 1, torch.device("cpu")).tensor
+        shown = near.expose([own], MEETING)
+        assert shown is not None
+        return [board for (board,) in shown]
 
 
 class _ToldOn(StatusStore):

@@ -258,6 +258,8 @@ class Group:
     A group must be used by one thread at a time: backends match operations by the order of their issue.
     """
 
+    num_hosts = 1  # among which ranks are told apart: by a ``HostGroup``
+
     def __init__(
         self,
         pg: ProcessGroup | None,

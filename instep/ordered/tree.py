@@ -203,42 +203,61 @@ def rank_major(num_leaves: int, num_ranks: int) -> tuple[range, ...]:
 
     Ranks beyond the number of leaves get an empty range.
     """
+    return host_major(num_leaves, 1, num_ranks)
+
+
+@lru_cache(maxsize=256)
+def host_major(num_leaves: int, num_hosts: int, num_local: int) -> tuple[range, ...]:
+    """As ``rank_major``, where ``num_local`` ranks in a row share a host: few roots have to leave a host.
+
+    The hosts' ranges are cut so first, then those of the ranks of each, none of which gets more than there.
+    G = 16 on two hosts of three ranks leaves a root on each, and not three: half of the bytes.
+    """
+    num_ranks = num_hosts * num_local
     if num_leaves < 1 or num_ranks < 1:
         raise ValueError(
             f"expected at least one leaf and one rank, got {num_leaves} leaves and {num_ranks} ranks"
         )
-    busy = min(num_leaves, num_ranks)
     load = -(-num_leaves // num_ranks)
+    hosts = _cut(range(num_leaves), num_hosts, load * num_local, num_leaves)
+    return tuple(cut for own in hosts for cut in _cut(own, num_local, load, num_leaves))
+
+
+def _cut(leaves: range, num_ranks: int, load: int, num_leaves: int) -> tuple[range, ...]:
+    """``leaves`` of a tree over ``num_leaves`` by rank, at most ``load`` each, with few roots."""
+    busy = min(len(leaves), num_ranks)
     widths = next(
         widths
         for limit in range(1, num_leaves + 1)
-        if (widths := _fewest_roots(num_leaves, busy, load, limit)) is not None
+        if (widths := _fewest_roots(leaves, busy, load, limit, num_leaves)) is not None
     )
-    edges = [0]
+    edges = [leaves.start]
     for width in widths:
         edges.append(edges[-1] + width)
     cuts = [range(lo, hi) for lo, hi in pairwise(edges)]
-    return (*cuts, *[range(num_leaves, num_leaves)] * (num_ranks - busy))
+    return (*cuts, *[range(leaves.stop, leaves.stop)] * (num_ranks - busy))
 
 
-def _fewest_roots(num_leaves: int, num_ranks: int, load: int, limit: int) -> tuple[int, ...] | None:
+def _fewest_roots(
+    leaves: range, num_ranks: int, load: int, limit: int, num_leaves: int
+) -> tuple[int, ...] | None:
     """Widths of contiguous ranges with the fewest roots in total and at most ``limit`` each, or None."""
-    # best[hi] = (total roots, negated widths) of the best cut of [0, hi) into the ranks so far.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    # best[hi] = (total roots, negated widths) of the best cut of [start, hi) into the ranks so far.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {leaves.start: (0, ())}
     for rank in range(num_ranks):
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
         ranks_left = num_ranks - rank - 1
         for lo, (total, widths) in best.items():
             for width in range(1, load + 1):
                 hi = lo + width
-                if not ranks_left <= num_leaves - hi <= ranks_left * load:
+                if not ranks_left <= leaves.stop - hi <= ranks_left * load:
                     continue
                 count = _count_roots(lo, hi, num_leaves)
                 if count <= limit:
                     found = (total + count, (*widths, -width))
                     longer[hi] = min(longer.get(hi, found), found)
         best = longer
-    return tuple(-width for width in best[num_leaves][1]) if num_leaves in best else None
+    return tuple(-width for width in best[leaves.stop][1]) if leaves.stop in best else None
 
 
 @lru_cache(maxsize=65536)

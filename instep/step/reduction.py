@@ -34,7 +34,7 @@ from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import COMPARE, VERSION, Header
 from instep.ordered.hook import weakly
 from instep.ordered.node_format import IN_FLOAT32, NodeFormat
-from instep.ordered.tree import rank_major, rotated
+from instep.ordered.tree import host_major, rotated
 from instep.step.gradients import Gradients
 from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.work import Lane, Work
@@ -219,7 +219,9 @@ class Reduction(ABC):
 
     def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
-        return StepPlan(True, num_leaves, rotated(rank_major(num_leaves, self.group.size), self.shift))
+        num_hosts = self.group.num_hosts
+        leaves = host_major(num_leaves, num_hosts, self.group.size // num_hosts)
+        return StepPlan(True, num_leaves, rotated(leaves, self.shift))
 
     @property
     def micro_batch(self) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.ordered.tree import adds, are_siblings, rank_major, roots, round_major, split
+from instep.ordered.tree import adds, are_siblings, host_major, rank_major, roots, round_major, split
 from tests.ordered.trees import children, half, maximal_nodes, parenthesised, tree_sum
 
 POWERS = [1 << k for k in range(11)]
@@ -175,6 +175,29 @@ def test_a_large_plan_covers_its_leaves(num_leaves, num_ranks):
     ranges = rank_major(num_leaves, num_ranks)
     adds([node for leaves in ranges for node in roots(leaves, num_leaves)], num_leaves)
     assert max(map(len, ranges)) == math.ceil(num_leaves / num_ranks)
+
+
+@given(st.integers(1, 100), st.integers(1, 6), st.integers(1, 6))
+@settings(deadline=None)
+def test_host_major_loads_no_rank_more_and_leaves_no_more_roots_on_a_host(num_leaves, num_hosts, num_local):
+    ranges = host_major(num_leaves, num_hosts, num_local)
+    by_rank = rank_major(num_leaves, num_hosts * num_local)
+    assert [leaf for leaves in ranges for leaf in leaves] == list(range(num_leaves))
+    assert len(ranges) == len(by_rank) and max(map(len, ranges)) == max(map(len, by_rank))
+    assert most_roots(ranges, num_local, num_leaves) <= most_roots(by_rank, num_local, num_leaves)
+
+
+def most_roots(by_rank: tuple[range, ...], num_local: int, num_leaves: int) -> int:
+    """The largest number of roots on a host."""
+    starts = range(0, len(by_rank), num_local)
+    hosts = [[leaf for own in by_rank[i : i + num_local] for leaf in own] for i in starts]
+    return max(len(roots(own, num_leaves)) for own in hosts)
+
+
+@pytest.mark.parametrize("num_leaves", [8, 16, 32])
+def test_two_hosts_of_three_ranks_have_one_root_each(num_leaves):
+    assert most_roots(host_major(num_leaves, 2, 3), 3, num_leaves) == 1
+    assert most_roots(rank_major(num_leaves, 6), 3, num_leaves) > 1
 
 
 @pytest.mark.parametrize(("num_leaves", "num_ranks"), [(0, 1), (1, 0), (-3, 2)])
