@@ -172,6 +172,7 @@ def test_powers_of_two_leave_one_root_a_rank(num_leaves, num_ranks):
 def test_a_large_plan_covers_its_leaves(num_leaves, num_ranks):
     """Also ends before the deadline of a test, which a search of all cuts would not."""
     rank_major.cache_clear()
+    host_major.cache_clear()
     ranges = rank_major(num_leaves, num_ranks)
     adds([node for leaves in ranges for node in roots(leaves, num_leaves)], num_leaves)
     assert max(map(len, ranges)) == math.ceil(num_leaves / num_ranks)
