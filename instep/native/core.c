@@ -135,8 +135,13 @@ struct group {
     int64_t *done, *sleepers;
     uint8_t *halves; /* two per rank */
     int64_t half_bytes;
-    int64_t spin_ns;
+    int64_t spin_ns; /* for how long a wait spins now; 0: never */
 };
+
+/* To fall asleep and be woken takes some 20 us, on a virtual machine 100; to spin takes the core from a thread
+ * that computes. So waits that end soon after the rank fell asleep let the next ones spin for longer, and long
+ * ones, as for a rank that still computes, for less. */
+enum { LEAST_SPIN_NS = 15000, MOST_SPIN_NS = 120000, SOON_NS = 300000 };
 
 static int64_t *posted(const struct group *g, int64_t rank) {
     return (int64_t *)(g->blocks + rank * g->block_bytes);
@@ -165,18 +170,16 @@ static void post_round(const struct group *g, int64_t number) {
     if (LOAD(g->sleepers) > 0) wake_all(g->done);
 }
 
-static int await_round(const struct group *g, int64_t number, int64_t sleep_ns) {
-    int64_t until = 0;
-    if (complete(g, number)) return THERE;
-    if (g->spin_ns > 0) {
-        until = now_ns() + g->spin_ns;
-        for (uint64_t turn = 1;; turn++) {
-            relax();
-            if (complete(g, number)) return THERE;
-            if (turn % 16 == 0 && now_ns() >= until) break;
-        }
+static int spin_for_round(const struct group *g, int64_t number, int64_t until) {
+    for (uint64_t turn = 1;; turn++) {
+        relax();
+        if (complete(g, number)) return THERE;
+        if (turn % 16 == 0 && now_ns() >= until) return MISSING;
     }
-    until = now_ns() + sleep_ns;
+}
+
+static int sleep_for_round(const struct group *g, int64_t number, int64_t sleep_ns) {
+    int64_t until = now_ns() + sleep_ns;
     for (int64_t left_ns = sleep_ns; left_ns > 0; left_ns = until - now_ns()) {
         __atomic_fetch_add(g->sleepers, 1, __ATOMIC_SEQ_CST);
         int64_t before = LOAD(g->done);
@@ -189,6 +192,18 @@ static int await_round(const struct group *g, int64_t number, int64_t sleep_ns) 
     return MISSING;
 }
 
+static int await_round(struct group *g, int64_t number, int64_t sleep_ns) {
+    if (complete(g, number)) return THERE;
+    int64_t began = g->spin_ns > 0 ? now_ns() : 0;
+    if (g->spin_ns > 0 && spin_for_round(g, number, began + g->spin_ns) == THERE) return THERE;
+    int found = sleep_for_round(g, number, sleep_ns);
+    if (g->spin_ns > 0) {
+        int64_t next = found == THERE && now_ns() - began < SOON_NS ? 2 * g->spin_ns : g->spin_ns / 2;
+        g->spin_ns = next < LEAST_SPIN_NS ? LEAST_SPIN_NS : next > MOST_SPIN_NS ? MOST_SPIN_NS : next;
+    }
+    return found;
+}
+
 /* Come to round number; THERE if all others have. */
 API int instep_come(const struct group *g, int64_t number) {
     post_round(g, number);
@@ -196,7 +211,7 @@ API int instep_come(const struct group *g, int64_t number) {
 }
 
 /* Come to round number and wait for all others, asleep for one slice at most: THERE, or MISSING. */
-API int instep_meet(const struct group *g, int64_t number, int64_t sleep_ns) {
+API int instep_meet(struct group *g, int64_t number, int64_t sleep_ns) {
     post_round(g, number);
     return await_round(g, number, sleep_ns);
 }
@@ -356,7 +371,7 @@ static void fold(int64_t type, int64_t how, int64_t last, double number, const u
  * had read it. After the last piece the last two slots may still be read, so they have to lie in the half that
  * the next operation does not begin with: there is one piece, or an even number, and a round may be left out. */
 struct reduction {
-    const struct group *group;
+    struct group *group;
     int64_t type, how, finish;
     double number;
     int64_t root; /* -1: the result is for all */
@@ -451,7 +466,7 @@ static void plan_pieces(struct reduction *r) {
 /* Go on with it as far as the others have come: THERE when it is over; MISSING: call again when all have come
  * to round rounds + at + 1; DIFFERENT or SHARED: nothing was done but the first round. */
 API int instep_all_reduce(struct reduction *r, int64_t sleep_ns) {
-    const struct group *g = r->group;
+    struct group *g = r->group;
     int found;
     if (r->stage == BEGIN) {
         if (g->size > MOST_RANKS) return FAILED;

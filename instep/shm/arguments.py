@@ -12,17 +12,19 @@ from torch import Tensor
 from instep.memory import flat
 from instep.shm.call import DTYPES
 
+_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+
 
 def dtype_name(x: Tensor) -> str:
     """ "float32" and the like."""
-    return str(x.dtype).removeprefix("torch.")
+    return _NAMES.get(x.dtype) or str(x.dtype).removeprefix("torch.")
 
 
 def check(x: Tensor) -> None:
     """Raise ``TypeError`` for a tensor that this backend cannot carry."""
     if x.device.type != "cpu":
         raise TypeError(f"shm: expected a tensor on the CPU, got one on {x.device}: use nccl")
-    if dtype_name(x) not in DTYPES:
+    if x.dtype not in _NAMES:
         raise TypeError(
             f"shm: expected one of {', '.join(DTYPES[1:])}, got {x.dtype}: view it as one of these"
         )
@@ -30,7 +32,9 @@ def check(x: Tensor) -> None:
 
 def require_writable(x: Tensor) -> None:
     """Raise ``ValueError`` for an expanded tensor: several of its elements are one place in memory."""
-    if x.layout is torch.strided and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+    if x.layout is not torch.strided or x.is_contiguous():
+        return
+    if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(f"shape {tuple(x.shape)} is expanded, strides {x.stride()}: pass x.contiguous()")
 
 
@@ -63,6 +67,9 @@ def on_flat(x: Tensor, function: Callable[[Tensor], None]) -> Callable[[], None]
     """``function`` of ``x`` as a flat tensor that it may write to."""
 
     def run() -> None:
+        if is_plain(x):
+            function(flat(x.detach()))
+            return
         with writable([x]) as (copied,):
             function(flat(copied))
 

@@ -321,7 +321,7 @@ class ShmGroup(ProcessGroup):
         if x is not None:
             check(x)
             dtype, count = dtype_name(x), 0 if name == "expose" else x.numel()
-        call = Call(name, dtype, count, reduction, root)
+        call = Call.of(name, dtype, count, reduction, root)
         timeout = timeout or getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         return Operation(self._rounds, call, self.label or name, location, seconds)
@@ -371,6 +371,8 @@ class ShmGroup(ProcessGroup):
             for _, function in ops:
                 function()
 
+        if len(ops) == 1:
+            return self._do(*ops[0], outputs, opts)
         return self._do(ops[0][0] if ops else self._operation("barrier"), run, outputs, opts)
 
     def _do(self, op: Operation, function: Callable[[], None], outputs: list[Any], opts: Any) -> ShmWork:

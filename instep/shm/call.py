@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from instep.mesh.hang_report import Problem
@@ -67,6 +68,17 @@ class Call:
     count: int = 0
     reduction: str = ""
     root: int = -1
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(operation: str, dtype: str, count: int, reduction: str, root: int) -> Call:
+        """The call of these words: a training makes the same ones again and again."""
+        return Call(operation, dtype, count, reduction, root)
+
+    @cached_property
+    def announcement(self) -> bytes:
+        """What a rank with its tensor in private memory writes into its slot."""
+        return self.to_bytes() + NOWHERE.to_bytes()
 
     def to_bytes(self) -> bytes:
         """``CALL_BYTES`` bytes, equal exactly where the calls are."""

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from instep.errors import Desync
 from instep.memory import PIECE_BYTES
@@ -180,18 +181,18 @@ def _reduce_natively(
     native: Core, op: Operation, x: Tensor, reduction: str, root: int | None, at_once: bool
 ) -> None:
     """The same in smaller pieces, whose rounds and sums are made in C."""
-    rounds = op.rounds
-    for compare in (not op.locations, False):
-        view = rounds.shared.reduction(rounds.number)
-        view.type, view.how = TYPES[x.dtype.itemsize], NATIVE[reduction]
-        view.finish, view.number = _finish(reduction, rounds.size)
-        view.root = -1 if root is None else root
-        view.x, view.nbytes = x.data_ptr(), x.numel() * x.dtype.itemsize
-        view.by_slices = not at_once
-        view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
-        view.compare = compare
-        if rounds.reduce(view, native, op.call, op.label, op.timeout_s):
-            return
+    rounds, view, itemsize = op.rounds, op.rounds.reduction, x.dtype.itemsize
+    view.type, view.how = TYPES[itemsize], NATIVE[reduction]
+    view.finish, view.number = _finish(reduction, rounds.size)
+    view.root = -1 if root is None else root
+    view.x, view.nbytes = x.data_ptr(), x.numel() * itemsize
+    view.by_slices = not at_once
+    view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
+    view.compare = not op.locations
+    while not rounds.reduce(native, op.call, op.label, op.timeout_s):
+        view.compare = False  # a rank came without data: once more, all of them
+    if not x.is_inference():
+        increment_version(x)
 
 
 def _reduce_at_once(op: Operation, x: Tensor, reduction: str, root: int | None, begins: bool) -> bool:

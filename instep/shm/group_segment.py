@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from ctypes import pointer
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -174,7 +175,7 @@ class GroupSegment:
     def name(self, label: str, number: int = 0) -> None:
         """Write down what this rank is about to do, its operation number ``number``, for others' errors."""
         self.words[(self._blocks[self.rank] + _NUMBER) // WORD] = number
-        self._write(self._blocks[self.rank] + _LABEL, label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES))
+        self._write(self._blocks[self.rank] + _LABEL, _padded(label))
 
     def label(self, rank: int) -> str:
         """What ``rank`` has begun last; empty if nothing."""
@@ -203,11 +204,10 @@ class GroupSegment:
         start = self._slots[rank][round_number & 1]
         return bytes(self._bytes[start : start + SLOT_BYTES])
 
-    def reduction(self, rounds: int) -> ReductionView:
-        """An all-reduce by the core after so many ``rounds``, whose first compares what is in the slots."""
+    def reduction(self) -> ReductionView:
+        """An all-reduce by the core, whose first round compares what is in the slots; to be filled in."""
         return ReductionView(
             group=pointer(self.view),
-            rounds=rounds,
             calls=_SLOTS,
             call_stride=_SLOT_STRIDE,
             call_bytes=CALL_BYTES,
@@ -223,6 +223,11 @@ class GroupSegment:
 
     def _read(self, offset: int, length: int) -> bytes:
         return bytes(self._bytes[offset : offset + length])
+
+
+@lru_cache(maxsize=1024)
+def _padded(label: str) -> bytes:
+    return label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES)
 
 
 def _number_of(native: Core | None) -> int:

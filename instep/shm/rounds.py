@@ -25,7 +25,7 @@ from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
 from instep.mesh.peers import Peer, Peers, describe
 from instep.mesh.rank_process import as_told
-from instep.native.library import DIFFERENT, MISSING, THERE, Core, ReductionView
+from instep.native.library import DIFFERENT, MISSING, THERE, Core
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
 from instep.shm.group_segment import HERE, LEFT, GroupSegment
@@ -60,6 +60,7 @@ class Rounds:
         self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
         self._spin_s = SPIN_S if shared.size <= num_cores else 0.0
         shared.view.spin_ns = int(self._spin_s * _NS)
+        self.reduction = shared.reduction()
         # Each begins with its neighbour, so that not all sleep on one word.
         self._others = [(shared.rank + i) % shared.size for i in range(1, shared.size)]
 
@@ -110,16 +111,16 @@ class Rounds:
         self.meet(label, timeout_s)
         return self._compare(label)
 
-    def reduce(
-        self, reduction: ReductionView, core: Core, call: Call, label: str, timeout_s: float | None = None
-    ) -> bool:
-        """An all-reduce by the native core, from its first round on unless it is not to ``compare``.
+    def reduce(self, core: Core, call: Call, label: str, timeout_s: float | None = None) -> bool:
+        """The all-reduce ``self.reduction`` by the core, which is to ``compare`` calls or is past that.
 
         False: only the calls were compared, because a rank has its tensor in shared memory.
 
         Raises:
             Desync: as ``agree``.
         """
+        reduction = self.reduction
+        reduction.rounds, reduction.at, reduction.stage = self.number, 0, 0
         if reduction.compare:
             self._announce(call, label, NOWHERE)
         sleep_ns = self.slice_ns(timeout_s)
@@ -134,7 +135,8 @@ class Rounds:
         """Write down what this rank is about to do."""
         self.flight.begin(label, call)
         self.shared.name(label, self.flight.number)
-        self.shared.write_slot(self.number + 1, call.to_bytes() + location.to_bytes())
+        data = call.announcement if location is NOWHERE else call.to_bytes() + location.to_bytes()
+        self.shared.write_slot(self.number + 1, data)
 
     def _compare(self, label: str) -> list[Location]:
         """What all have announced in the round that has just been met, which must be the same call."""

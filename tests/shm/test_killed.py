@@ -19,10 +19,11 @@ import instep
 from instep.errors import PeerLost
 from instep.mesh.launch import launch
 from instep.mesh.rank_process import RankFailed
+from instep.native.library import core
 from instep.shm import collectives
 from instep.shm.futex import Words
 from instep.shm.heap import Heap
-from tests.shm.calls import PATIENCE_S
+from tests.shm.calls import PATIENCE_S, waiting
 
 SOON_S = PATIENCE_S / 2  # far above a slice of a wait, for a busy machine
 LONG = 5 << 20
@@ -32,11 +33,11 @@ def dies_in(module: Any, name: str, at_call: int = 1) -> None:
     """This process is killed by its ``at_call``-th call of a function of ``module``."""
     original, times = getattr(module, name), [0]
 
-    def deadly(*args: Any) -> Any:
+    def deadly(*args: Any, **named: Any) -> Any:
         times[0] += 1
         if times[0] == at_call:
             die()
-        return original(*args)
+        return original(*args, **named)
 
     setattr(module, name, deadly)
 
@@ -46,15 +47,29 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def dies_after_a_round() -> None:
+    """This process is killed in the middle of the next all-reduce of private memory, in Python or in C."""
+    native = core()
+    if native is None:
+        dies_in(collectives, "combine", at_call=3)
+        return
+
+    def deadly(view: Any, _: int) -> None:
+        native.come(view.group.contents, view.rounds + 1)
+        die()
+
+    native.all_reduce = deadly
+
+
 def private(mesh: Any) -> None:
     if mesh.rank == 1:
-        dies_in(collectives, "combine", at_call=3)
+        dies_after_a_round()
     dist.all_reduce(torch.ones(LONG))
 
 
 def asynchronous(mesh: Any) -> None:
     if mesh.rank == 1:
-        dies_in(collectives, "combine", at_call=3)
+        dies_after_a_round()
     works = [dist.all_reduce(torch.ones(LONG), async_op=True) for _ in range(3)]
     for work in reversed(works):
         work.wait()
@@ -62,7 +77,7 @@ def asynchronous(mesh: Any) -> None:
 
 def shared(mesh: Any) -> None:
     if mesh.rank == 1:
-        dies_in(collectives, "combine")
+        dies_in(core() or collectives, "add_up" if core() else "combine")
     dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
 
 
@@ -132,9 +147,14 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-def survive(directory: Path, case: str) -> None:
+def survive(directory: Path, case: str, way: str) -> None:
     """A rank's life: meet, be killed, or write down how one learns of it."""
     os.chdir(directory)
+    with waiting(way):
+        survives(case)
+
+
+def survives(case: str) -> None:
     mesh = instep.init(backend="shm", timeout_s=PATIENCE_S)
     dist.barrier()
     try:
@@ -148,10 +168,10 @@ def survive(directory: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case):
+def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case, waits_and_adds):
     pids: list[int] = []
     with pytest.raises(RankFailed, match=r"rank 1 of 3 .* was killed by SIGKILL"):
-        launch(survive, (tmp_path, case), ranks=3, on_start=pids.extend, grace_s=PATIENCE_S)
+        launch(survive, (tmp_path, case, waits_and_adds), ranks=3, on_start=pids.extend, grace_s=PATIENCE_S)
     died = float((tmp_path / "died").read_text())
     for rank in (0, 2):
         facts = json.loads((tmp_path / f"rank {rank}").read_text())
@@ -162,8 +182,13 @@ def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case):
         assert facts["told"] - died < SOON_S
 
 
-def stop_and_be_missed(directory: Path) -> None:
+def stop_and_be_missed(directory: Path, way: str) -> None:
     os.chdir(directory)
+    with waiting(way):
+        is_missed()
+
+
+def is_missed() -> None:
     mesh = instep.init(backend="shm", timeout_s=0.5)
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
     dist.broadcast(torch.ones(1), 0)
@@ -176,16 +201,21 @@ def stop_and_be_missed(directory: Path) -> None:
         os.kill(mesh.world.group.peers.table[1].pid, signal.SIGKILL)
 
 
-def test_a_process_that_is_stopped_is_alive_and_named_by_the_deadline(tmp_path):
+def test_a_process_that_is_stopped_is_alive_and_named_by_the_deadline(tmp_path, waits_and_adds):
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        launch(stop_and_be_missed, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
+        launch(stop_and_be_missed, (tmp_path, waits_and_adds), ranks=2, grace_s=PATIENCE_S)
     told = (tmp_path / "told").read_text()
     assert told.startswith("rank 0 waited 0.5 s in all_reduce, and never came: rank 1 (pid ")
     assert ", stopped, after broadcast. " in told
 
 
-def be_interrupted(directory: Path) -> None:
+def be_interrupted(directory: Path, way: str) -> None:
     os.chdir(directory)
+    with waiting(way):
+        is_interrupted()
+
+
+def is_interrupted() -> None:
     mesh = instep.init(backend="shm", timeout_s=PATIENCE_S)
     if mesh.rank == 0:
 
@@ -195,22 +225,22 @@ def be_interrupted(directory: Path) -> None:
         signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            dist.broadcast(torch.ones(2), 1)
+            dist.all_reduce(torch.ones(2))
         with pytest.raises(RuntimeError, match="interrupted"):
             dist.barrier()
         Path("died").write_text(str(time.monotonic()))
         signal.pause()
     wait_for(Path("died"))
-    dist.broadcast(torch.ones(2), 1)  # where rank 0 has been, and is found
+    dist.all_reduce(torch.ones(2))  # where rank 0 has been, and is found
     with pytest.raises(PeerLost) as lost:
         dist.barrier()
     Path("told").write_text(json.dumps([str(lost.value), time.monotonic()]))
     os.kill(mesh.world.group.peers.table[0].pid, signal.SIGKILL)
 
 
-def test_an_interrupt_ends_a_wait_and_the_others_are_told(tmp_path):
+def test_an_interrupt_ends_a_wait_and_the_others_are_told(tmp_path, waits_and_adds):
     with pytest.raises(RankFailed, match=r"rank 0 of 2 .* was killed by SIGKILL"):
-        launch(be_interrupted, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
+        launch(be_interrupted, (tmp_path, waits_and_adds), ranks=2, grace_s=PATIENCE_S)
     text, told = json.loads((tmp_path / "told").read_text())
     assert "rank 0, which failed: KeyboardInterrupt" in text
     assert told - float((tmp_path / "died").read_text()) < SOON_S
