@@ -25,6 +25,7 @@ Tensors are flat and contiguous. Lists have one entry per group rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from torch.autograd.graph import increment_version
 
 from instep.errors import Desync
 from instep.memory import PIECE_BYTES
-from instep.native.library import ADD, AS_IT_IS, DIVIDED, MOST_RANKS, MULTIPLY, TYPES, Core, core
+from instep.native.library import ADD, AS_IT_IS, DIVIDED, MOST_RANKS, MULTIPLY, TYPES, Core, Pairs, core
 from instep.shm.arguments import dtype_name, flat_bytes
 from instep.shm.call import LOCATION_BYTES, NOWHERE, Call, Location
 from instep.shm.group_segment import HALF_BYTES, LINE, WORD
@@ -166,7 +167,7 @@ def all_reduce(op: Operation, x: Tensor, reduction: str, root: int | None = None
     """``x`` (n,) becomes the sum over the ranks; with a ``root``, there alone."""
     native = op.rounds.shared.core
     at_once = op.rounds.size <= 2 or x.numel() * x.dtype.itemsize <= AT_ONCE_BYTES
-    if native is not None and _is_native(x, reduction) and op.rounds.size <= MOST_RANKS:
+    if native is not None and _is_native(x.dtype, reduction) and op.rounds.size <= MOST_RANKS:
         _reduce_natively(native, op, x, reduction, root, at_once)
         return
     reduce = _reduce_at_once if at_once else _reduce_by_slices
@@ -271,42 +272,47 @@ def _require_equal(sent: Tensor, expected: Tensor, ranks: Sequence[int]) -> None
 def all_reduce_in_place(op: Operation, heap: Heap, dtype: torch.dtype, reduction: str) -> None:
     """The tensors at ``op.locations`` become their sum; the ranks have met once already."""
     rank, size = op.rounds.rank, op.rounds.size
-    tensors = [reach(op.rounds, heap, r, [x], dtype, op.label)[0] for r, x in enumerate(op.locations)]
-    own = own_slice(tensors[0].numel(), dtype.itemsize, rank, size)
-    if not _combined_natively([x[own] for x in tensors], reduction):
+    own = own_slice(op.locations[0].nbytes // dtype.itemsize, dtype.itemsize, rank, size)
+    if not _combined_natively(op, heap, own, dtype, reduction):
+        tensors = [
+            reach(op.rounds, heap, r, [x], dtype, op.label)[0][own] for r, x in enumerate(op.locations)
+        ]
         for start, end in pieces(own.stop - own.start, PIECE_BYTES // dtype.itemsize):
-            parts = [x[own.start + start : own.start + end] for x in tensors]
+            parts = [x[start:end] for x in tensors]
             combine(parts, reduction, parts[0])
             for other in parts[1:]:
                 other.copy_(parts[0])
     op.meet()
 
 
-def _combined_natively(parts: Sequence[Tensor], reduction: str) -> bool:
-    """All ``parts`` (n,) become their combination, in one pass over memory; False: not by the native core."""
-    native, first = core(), parts[0]
-    if native is None or not _is_native(first, reduction) or len(parts) == 1:
+def _combined_natively(op: Operation, heap: Heap, own: slice, dtype: torch.dtype, reduction: str) -> bool:
+    """The same in one pass over memory; False: nothing was done."""
+    native, size = core(), op.rounds.size
+    if native is None or not _is_native(dtype, reduction) or size == 1:
         return False
-    addresses = [part.data_ptr() for part in parts]
-    return native.add_up(
-        addresses,
-        tuple((0, rank) for rank in range(1, len(parts))),
-        0,
-        addresses,
-        len(first),
-        first.dtype.itemsize,
-        NATIVE[reduction],
-        _finish(reduction, len(parts)),
-    )
+    try:
+        addresses = [
+            heap.address(r, place) + own.start * dtype.itemsize for r, place in enumerate(op.locations)
+        ]
+    except OSError:
+        return False  # who it was that could not be reached is said where tensors are
+    pairs, length = _in_rank_order(size), own.stop - own.start
+    finish = _finish(reduction, size)
+    return native.add_up(addresses, pairs, 0, addresses, length, dtype.itemsize, NATIVE[reduction], finish)
 
 
-def _is_native(x: Tensor, reduction: str) -> bool:
-    """Minima and maxima of numbers that are none have other bits in torch's vectors than beside them."""
-    return x.dtype in NATIVE_DTYPES and reduction in NATIVE
+@lru_cache(maxsize=64)
+def _in_rank_order(size: int) -> Pairs:
+    return tuple((0, rank) for rank in range(1, size))
 
 
 def _finish(reduction: str, size: int) -> tuple[int, float]:
     return (DIVIDED, float(size)) if reduction == "avg" else (AS_IT_IS, 1.0)
+
+
+def _is_native(dtype: torch.dtype, reduction: str) -> bool:
+    """Minima and maxima of numbers that are none have other bits in torch's vectors than beside them."""
+    return dtype in NATIVE_DTYPES and reduction in NATIVE
 
 
 def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:

@@ -82,16 +82,31 @@ class Heap:
                 memory = own.memory()
                 if own.inode == location.inode and memory is not None:
                     return Mapping(memory, own.fd, own.inode).tensor(location.offset, location.nbytes)
+        return self._mapped(rank, location).tensor(location.offset, location.nbytes)
+
+    def address(self, rank: int, location: Location) -> int:
+        """Where ``location`` of group rank ``rank`` is in this process, until the next operation.
+
+        Raises:
+            OSError: as ``resolve``.
+        """
+        if rank == self._rank:
+            for base, own in list(self._mine.items()):
+                if own.inode == location.inode:
+                    return base + location.offset
+        return self._mapped(rank, location).address + location.offset
+
+    def _mapped(self, rank: int, location: Location) -> Mapping:
         if self._shared.freed(rank) != self._freed[rank]:
             self._let_go(rank)
         inode, mapping = self._theirs.get((rank, location.fd), (None, None))
         if mapping is None or inode != location.inode:
             mapping = self._attach(rank, location)
-        return mapping.tensor(location.offset, location.nbytes)
+        return mapping
 
     def _create(self, nbytes: int) -> Mapping:
         mapping = segment.create(max(nbytes, 1))
-        address = mapping.tensor(0, 1).data_ptr()
+        address = mapping.address
         self._mine[address] = _Own(weakref.ref(mapping.memory), max(nbytes, 1), mapping.fd, mapping.inode)
         weakref.finalize(mapping.memory, _forget, self._mine, address, self._shared)
         return mapping

@@ -12,6 +12,7 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ class Mapping:
     fd: int
     inode: int
 
+    @cached_property
+    def address(self) -> int:
+        """Of its first byte, in this process."""
+        return self.tensor(0, 1).data_ptr()
+
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of it, with a storage of their own."""
         if nbytes == 0:
@@ -40,7 +46,7 @@ class Mapping:
 
     def words(self) -> Words:
         """All of it as 64-bit words."""
-        return words_at(memoryview(self.memory), self.tensor(0, 1).data_ptr())
+        return words_at(memoryview(self.memory), self.address)
 
 
 def create(nbytes: int) -> Mapping:

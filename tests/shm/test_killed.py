@@ -84,17 +84,17 @@ def shared(mesh: Any) -> None:
 def before_mapping(mesh: Any) -> None:
     """Rank 1 has told where its memory is, and takes it along before anybody has seen it."""
     if mesh.rank == 1:
-        dies_in(Heap, "resolve")
+        dies_in(Heap, "_mapped")
     else:
-        original = Heap.resolve
+        original = Heap._mapped
 
-        def late(heap: Heap, rank: int, location: Any) -> torch.Tensor:
+        def late(heap: Heap, rank: int, location: Any) -> Any:
             wait_for(Path("died"))
             while lives(mesh, 1):
                 pass
             return original(heap, rank, location)
 
-        Heap.resolve = late  # type: ignore[method-assign]
+        Heap._mapped = late  # type: ignore[method-assign]
     dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
 
 
