@@ -194,12 +194,13 @@ def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> 
     """
     for i, group in enumerate(groups):
         for k, p in enumerate(group["params"]):
-            if id(p) not in trainable and (p.requires_grad or p.grad is not None):
+            gradient = p.grad
+            if id(p) not in trainable and (p.requires_grad or gradient is not None):
                 raise ValueError(
                     f"{_called(i, k, p)} was frozen when the ShardedOptimizer was made: unfreeze first, or "
                     "leave it out, and use add_param_group() when it is trainable"
                 )
-            if p.grad is not None and p.grad.layout != torch.strided:
+            if gradient is not None and gradient.layout != torch.strided:
                 raise TypeError(
                     f"{_called(i, k, p)} has a sparse gradient: make the embedding with sparse=False, or "
                     "give its parameters to a torch.optim.SparseAdam beside this optimizer"

@@ -234,10 +234,14 @@ class ShardedOptimizer(Optimizer):
         Args:
             set_to_none: False sets whole gradients to zero, as in torch.
         """
+        if set_to_none:
+            for p in self._parameters():
+                p.grad = None
+            return
         for p in self._shards.owned:
             if homes.home(p) is not None:
                 p.grad = None
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update these parameters, in flat memory of their own. Collective, between two steps.

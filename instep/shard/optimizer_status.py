@@ -146,10 +146,13 @@ def short(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def vote(outcome: int, groups: Sequence[Mapping[str, Any]], edits: int = 0) -> Vote:
-    """That of this rank, with these parameter groups."""
-    presence = bytes(p.grad is not None for group in groups for p in group["params"])
-    return Vote(outcome, short(presence), short("; ".join(map(options_text, groups)).encode()), edits)
+def vote(
+    outcome: int, groups: Sequence[Mapping[str, Any]], edits: int = 0, presence: int | None = None
+) -> Vote:
+    """That of this rank, with these parameter groups; ``presence`` as before, if there was a vote before."""
+    if presence is None:
+        presence = short(bytes(p.grad is not None for group in groups for p in group["params"]))
+    return Vote(outcome, presence, short("; ".join(map(options_text, groups)).encode()), edits)
 
 
 def collect(mine: Vote, group: Group, operation: str) -> list[Vote]:

@@ -67,6 +67,8 @@ class Staging:
             self._mine[device] = segments
             shown = group.expose(segments, "the exchange of staging memory") if group.size > 1 else [segments]
             self._shown[device] = shown
+        self._parts: dict[tuple[int, int], Tensor] = {}
+        self._parts_by_rank: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def segments(self) -> list[Tensor]:
@@ -75,16 +77,25 @@ class Staging:
 
     def buffer(self, number: int, bucket: SlicedBucket) -> Tensor:
         """This rank's buffer ``number``, for one micro-batch of ``bucket``."""
-        return _part(self._mine[bucket.device][number], bucket)
+        key = number, bucket.index
+        if key not in self._parts:
+            self._parts[key] = _part(self._mine[bucket.device][number], bucket)
+        return self._parts[key]
 
     def by_rank(self, number: int, bucket: SlicedBucket) -> list[Tensor] | None:
         """Every rank's buffer ``number``, where this rank can reach them."""
         shown = self._shown[bucket.device]
-        return None if shown is None else [_part(own[number], bucket) for own in shown]
+        if shown is None:
+            return None
+        key = number, bucket.index
+        if key not in self._parts_by_rank:
+            self._parts_by_rank[key] = [_part(own[number], bucket) for own in shown]
+        return self._parts_by_rank[key]
 
 
 def _part(memory: Tensor, bucket: SlicedBucket) -> Tensor:
-    return memory[: bucket.nbytes].view(bucket.dtype)
+    with torch.inference_mode(False):  # it is kept
+        return memory[: bucket.nbytes].view(bucket.dtype)
 
 
 @dataclass
@@ -118,6 +129,7 @@ class SlicedBucket(Bundle):
             id(p): offset for p, offset in zip(self.space.parameters, layout.offsets, strict=True)
         }
         self._strides = [self.space.strides_in_flat(i) for i in range(len(self.slots))]
+        self._pieces: dict[int, tuple[ParameterShard, Tensor]] = {}  # by the identity of the former
 
     @cached_property
     def reduced(self) -> Tensor:
@@ -184,10 +196,16 @@ class SlicedBucket(Bundle):
 
     def piece(self, held: ParameterShard) -> Tensor:
         """The reduced gradient of ``held.tensor``, in its dtype and shape."""
-        flat = self.reduced[self.range_of(held)]
-        if self._factor == 2:
-            flat = torch.view_as_complex(flat.view(-1, 2))
-        return flat.as_strided(held.tensor.shape, held.tensor.stride()) if held.is_whole else flat
+        known = self._pieces.get(id(held))
+        if known is not None and known[0] is held:
+            return known[1]
+        with torch.inference_mode(False):
+            flat = self.reduced[self.range_of(held)]
+            if self._factor == 2:
+                flat = torch.view_as_complex(flat.view(-1, 2))
+            found = flat.as_strided(held.tensor.shape, held.tensor.stride()) if held.is_whole else flat
+        self._pieces[id(held)] = held, found
+        return found
 
     def keep(self, number: int) -> Tensor:
         """Memory for partial sum ``number``."""

@@ -23,8 +23,9 @@ of ``p`` (``Tensor._version``): what was saved may be used when its values are b
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ from instep.shard.layout import cut
 from instep.shard.partition import UnitMembers
 from instep.shard.sliced import UnitReader, sliced_class, without_dispatch
 from instep.work import Work
+
+_version: Any = Tensor._version
 
 
 class Unit(FlatParameters):
@@ -211,7 +214,7 @@ class Unit(FlatParameters):
 
     def shown_at(self, offset: int) -> int:
         """The number of the parameter whose values are shown at ``offset``, in elements of the memory."""
-        return max((begin, i) for begin, i in self._shown if begin <= offset)[1]
+        return self._shown[bisect_right(self._shown, (offset, len(self._shown))) - 1][1]
 
     def show(self) -> None:
         """The gathered weights are what the parameters are."""
@@ -308,8 +311,8 @@ class Unit(FlatParameters):
                 held.tensor.copy_(held.part_of(values))
 
     def _in(self, flat: Tensor, i: int) -> Tensor:
-        offset, shape = self.layout.offsets[i], self._shapes[i]
-        return flat[offset : offset + shape.numel()].as_strided(shape, self._in_slices[i])
+        offset = flat.storage_offset() + self.layout.offsets[i]
+        return flat.as_strided(self._shapes[i], self._in_slices[i], offset)
 
     def _view_behind(self, buffer: Tensor, i: int, offset: int) -> Tensor:
         size, shape = self._compute.itemsize, self._shapes[i]
@@ -329,7 +332,7 @@ class Unit(FlatParameters):
     def _count_writes(self) -> list[tuple[int, int]]:
         """By parameter, a number that each write changes, and where its values are."""
         with without_dispatch():
-            return [(p._version, p.data_ptr()) for p in self.parameters]
+            return [(_version.__get__(p), p.data_ptr()) for p in self.parameters]
 
     def _allocate(self, device: torch.device, compute: torch.dtype) -> None:
         align = align_bytes(device)
@@ -345,7 +348,7 @@ class Unit(FlatParameters):
         for i, shape in enumerate(self._shapes):
             if self._in_slices[i] != self._strides[i]:
                 self._behind[i], end = end, round_up(end + shape.numel(), granule)
-        self._shown = [(self._behind.get(i, offset), i) for i, offset in enumerate(self.layout.offsets)]
+        self._shown = sorted((self._behind.get(i, offset), i) for i, offset in enumerate(self.layout.offsets))
         self._nbytes, self._compute = end * compute.itemsize, compute
         self._without_buffer()
         self._nan = torch.full((), torch.nan, dtype=compute, device=device)

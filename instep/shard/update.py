@@ -61,7 +61,7 @@ class ShardedUpdate:
         closure: Callable[[], Any] | None,
         check: Callable[[], None],
     ) -> Any:
-        loss, raised, outcome = None, None, REFUSED
+        loss, raised, outcome, presence = None, None, REFUSED, None
         groups = optimizer.param_groups
         try:
             if closure is not None:
@@ -75,11 +75,11 @@ class ShardedUpdate:
             raised = error
         if self._shards.others_read:
             with self._recorder.span(PARAMETER_UPDATE, lane="host"):
-                self._meet(outcome, raised, groups)
+                presence = self._meet(outcome, raised, groups)
         if outcome == READY:
             outcome, raised = self._attempt(local, groups)
         if self._status.group.size > 1:
-            self._exchange(outcome, raised, groups)
+            self._exchange(outcome, raised, groups, presence)
         elif raised is not None:
             self._status.broken = ""  # as with the plain optimizer: a loop that catches it may go on
             raise raised
@@ -98,15 +98,17 @@ class ShardedUpdate:
         if (parameter := self._shards.moved()) is not None:
             raise checks.moved_error(groups, parameter)
 
-    def _meet(self, outcome: int, raised: BaseException | None, groups: Groups) -> None:
-        """All ranks have come to the same step, and hold the same weights, or all raise."""
-        votes = self._status.vote(vote(outcome, groups, self._shards.edits()), raised)
+    def _meet(self, outcome: int, raised: BaseException | None, groups: Groups) -> int:
+        """All ranks have come to the same step, and hold the same weights, or all raise; the ``presence``."""
+        mine = vote(outcome, groups, self._shards.edits())
+        votes = self._status.vote(mine, raised)
         if len({x.edits for x in votes}) > 1:
             self._status.run(
                 "the comparison of weights",
                 lambda: checks.require_same_weights(groups, self._status.steps, self._status.group),
             )
         self._shards.publish()
+        return mine.presence
 
     def _attempt(self, local: Optimizer, groups: Groups) -> tuple[int, BaseException | None]:
         """How it went, and what it raised."""
@@ -118,11 +120,13 @@ class ShardedUpdate:
             return FAILED, error
         return FINE, None
 
-    def _exchange(self, outcome: int, raised: BaseException | None, groups: Groups) -> None:
+    def _exchange(
+        self, outcome: int, raised: BaseException | None, groups: Groups, presence: int | None
+    ) -> None:
         """All ranks get the new values, or all raise."""
         num_bytes = self._shards.bytes_to_share
         with self._recorder.span(PARAMETER_UPDATE, lane="host", num_bytes=num_bytes):
-            self._status.vote(vote(outcome, groups), raised)
+            self._status.vote(vote(outcome, groups, presence=presence), raised)
             with self._status.together():
                 self._shards.share(f"the new weights of step {self._status.steps}")
 
