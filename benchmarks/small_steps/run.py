@@ -21,8 +21,8 @@ from instep.bench.workloads import MLPS
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/small_steps/run.py"
-# By the model, the rounds: a step of the last takes a hundred times as long as one of the first.
-ROUNDS = {"mlp-0.02M": 200, "mlp-0.53M": 200, "mlp-8.4M": 100}
+# By the model, the rounds: a step of the last takes fifty times as long as one of the first.
+ROUNDS = {"mlp-0.02M": 200, "mlp-0.53M": 200, "mlp-8.4M": 60}
 STRATEGIES = ("DDP", "flat", "bucketed", "unordered", "declared")
 ALONE = "alone"
 DECLARED = " declared"
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", "--ranks", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=0, help="rounds of each model; 100 or 200 by default")
+    parser.add_argument("--samples", type=int, default=0, help="rounds of each model; 60 or 200 by default")
     parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
