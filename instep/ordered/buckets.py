@@ -275,13 +275,14 @@ class Bucket(Bundle):
         """All slots of ``buffer``, made once per buffer."""
         return self._views[buffer.data_ptr()]
 
-    def begin(self, num_leaves: int, num_attached: int) -> None:
-        """A step begins. ``num_attached`` of the parameters' ``.grad`` are views of ``home`` right now.
+    def begin(self, num_leaves: int, num_attached: Callable[[Bucket], int]) -> None:
+        """A step begins. ``num_attached(self)`` of the parameters' ``.grad`` are views of ``home`` right now.
 
         If anybody else holds such a view, a gradient kept from an earlier step for instance, the bucket
         moves to new memory rather than writing over it.
         """
-        if self._references() > self._idle_references + num_attached:
+        views = self._references() - self._idle_references
+        if views > 0 and views > num_attached(self):
             self._views.clear()
             self._make_counter()
         self.counter.reset(num_leaves)

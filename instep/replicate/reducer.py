@@ -62,7 +62,7 @@ class Reducer(Reduction):
         if self.comm_hook is not None:
             self.comm_hook.begin()
         for bucket in self.buckets:
-            bucket.begin(plan.num_leaves, self.gradients.num_attached(bucket))
+            bucket.begin(plan.num_leaves, self.gradients.num_attached)
         self.strategy.begin(self.buckets)
         self._awaits = False
 
@@ -172,7 +172,8 @@ class Reducer(Reduction):
             self.gradients.take(bucket)
         else:
             for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
-                if slot.present:
+                # What is small can wait for the exchange, to be attached once.
+                if slot.present and self.gradients.is_large[slot.position]:
                     self.gradients.attach(slot, view, whole=False)
         if self._last:
             self._ready(bucket)

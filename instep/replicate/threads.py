@@ -299,7 +299,7 @@ class ThreadedStep:
         self.measured: dict[int, Changes] = {}  # for running statistics, by micro-batch
         for buckets in self.buckets:
             for bucket in buckets:
-                bucket.begin(self.num_micro_batches, 0)
+                bucket.begin(self.num_micro_batches, lambda _: 0)
                 bucket.begin_nodes(1, step, 0)
 
     def compute(self, r: int, body: Body[T]) -> dict[int, T]:

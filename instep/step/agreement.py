@@ -26,6 +26,7 @@ from instep.memory import as_bytes
 from instep.mesh.agree import first_difference, raise_on_all, require_same_lines
 from instep.mesh.process_group import Group
 from instep.ordered.hash import block_digests
+from instep.step.optimizer_guard import ParameterRegistry
 
 T = TypeVar("T")
 BROADCAST = "the broadcast of buffers"
@@ -125,14 +126,17 @@ class SharedBuffers:
     ``exchange`` if there is something to.
     """
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
-        self.module, self.group = module, group
+    def __init__(self, registry: ParameterRegistry, group: Group) -> None:
+        self.module, self.group = registry.module, group
+        self._registry = registry
         self._seen: list[tuple[str, Tensor]] = []  # of this step
         self._differed: set[str] = set()  # alike on all ranks
 
     def look(self) -> int:
         """A number, of 63 bits, for what this rank has now."""
-        self._seen = [(name, x) for name, x in self.module.named_buffers() if not x.is_meta]
+        self._seen = []
+        if any(module._buffers for module in self._registry.modules):
+            self._seen = [(name, x) for name, x in self.module.named_buffers() if not x.is_meta]
         whole = hashlib.sha256()
         for name, x in self._seen:
             checksum = 0 if self._travels(name, x) else zlib.crc32(_values(x))

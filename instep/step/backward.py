@@ -27,6 +27,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -84,8 +85,10 @@ class Backward:
         self.registry = declared.registry
         self.sync = True
         self.step_mode: str | None = None
+        size = self.reducer.group.size
+        self._plan = StepPlan(False, size, [range(r, r + 1) for r in range(size)])
         shares = broadcast and self.reducer.group.size > 1
-        self._buffers = SharedBuffers(self.module, self.reducer.group) if shares else None
+        self._buffers = SharedBuffers(self.registry, self.reducer.group) if shares else None
         self._exchanged = False  # all that has come since the last optimizer step
         self._warned = False
         self._runs = False  # a backward
@@ -141,7 +144,7 @@ class Backward:
             each.look_back()
         self._cancel("forward")  # of one that raised
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
-            require_outermost([*self.reducer.parameters, *self.shared])
+            require_outermost(chain(self.reducer.parameters, self.shared))
             self._start("forward")
         self.declared.inputs.given((args, kwargs))
 
@@ -186,7 +189,7 @@ class Backward:
             self.declared.gradient_came()
             hooks = parameter._post_accumulate_grad_hooks
             # A hook that has returned something has left none, and torch is about to say so.
-            is_last = bool(hooks) and next(reversed(hooks)) == self._gradient_hooks[i].id
+            is_last = bool(hooks) and (len(hooks) == 1 or next(reversed(hooks)) == self._gradient_hooks[i].id)
             self.reducer.arrived(i, settles=is_last)
         except BaseException:
             self.reducer.leave()
@@ -247,8 +250,7 @@ class Backward:
     def _begin(self, *, whole: bool) -> None:
         self.step_mode = "undeclared"
         self.reducer.whole = whole
-        size = self.reducer.group.size
-        self.reducer.begin(StepPlan(False, size, [[r] for r in range(size)]), lambda: 1)
+        self.reducer.begin(self._plan, _one)
         self.reducer.open_leaf(self.reducer.group.rank, last=True)
 
     def _finish(self) -> None:
@@ -287,6 +289,10 @@ class Backward:
     def _cancel(self, name: str) -> None:
         if (span := self._open.pop(name, None)) is not None:
             span.cancel()
+
+
+def _one() -> int:
+    return 1
 
 
 def _on(switch: bool) -> str:

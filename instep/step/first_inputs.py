@@ -138,7 +138,7 @@ class FirstInputs:
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """All tensors in nested containers and dataclasses, and among the attributes of other objects."""
-    for leaf in tree_leaves(values):
+    for leaf in (values,) if isinstance(values, Tensor) else tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

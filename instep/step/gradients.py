@@ -29,6 +29,7 @@ class Gradients:
         self.names = names
         self.parameters = parameters
         self._sparse = sparse
+        self.is_large = [parameter.nbytes >= LARGE_BYTES for parameter in parameters]
         self._came: dict[int, tuple[Tensor, int] | None] = {}  # .grad of the open leaf, and its version
         self._settled: dict[int, Tensor] = {}  # .grad that lies in the bucket of the open leaf, for as long
 
@@ -47,13 +48,13 @@ class Gradients:
 
         ``land`` would do it, later. Now it is in the cache, and its memory serves for the next gradient. Many
         that are freed at once go back to the system, which has to find and zero every page of the next ones.
-        A GPU's allocator keeps memory, and many copies are one call there. Code that keeps a ``.grad`` that
-        is not ``final`` keeps the one in the bucket.
+        A GPU's allocator keeps memory, and many copies are one call there, as those of gradients are that are
+        not ``is_large``. Code that keeps a ``.grad`` that is not ``final`` keeps the one in the bucket.
         """
         gradient = self.parameters[i].grad
-        if gradient is None or gradient.is_sparse or gradient.requires_grad or gradient.nbytes < LARGE_BYTES:
+        if gradient is None or gradient.is_sparse or gradient.requires_grad or not gradient.is_cpu:
             return
-        if gradient.device.type != "cpu" or _looks(gradient) != _looks(view) or _share(gradient, view):
+        if not _look_alike(gradient, view) or _share(gradient, view):
             return
         view.copy_(gradient)
         if final:
@@ -68,6 +69,7 @@ class Gradients:
             ValueError: a gradient is not what autograd has left, or not of the dtype it had before.
         """
         views, gradients = [], []
+        begin, end = leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
         for slot, view in zip(bucket.slots, bucket.views(leaf), strict=True):
             gradient = self.parameters[slot.position].grad
             self._check(slot.position, gradient, bucket)
@@ -77,7 +79,7 @@ class Gradients:
             slot.present = True
             if not _is(gradient, view):
                 views.append(view)
-                gradients.append(_apart(gradient, view))
+                gradients.append(_apart(gradient, begin, end))
         if views:
             torch._foreach_copy_(views, gradients)
 
@@ -132,8 +134,9 @@ class Gradients:
             gradient.data = gradient.clone()
 
     def _check(self, i: int, gradient: Tensor | None, bucket: Bundle) -> None:
-        expected = bucket.dtype, bucket.device
-        if gradient is not None and (wire_dtype(gradient.dtype), gradient.device) != expected:
+        if gradient is not None and (
+            gradient.device != bucket.device or wire_dtype(gradient.dtype) != bucket.dtype
+        ):
             raise ValueError(
                 f"parameter {self.names[i]!r} has a gradient in {gradient.dtype} on {gradient.device}, but "
                 "had another dtype or device when the model was wrapped: convert first, then wrap"
@@ -153,23 +156,31 @@ class Gradients:
             )
 
 
-def _looks(x: Tensor) -> tuple[object, ...]:
-    return x.dtype, x.device, x.stride(), x.is_conj(), x.is_neg()
+def _look_alike(x: Tensor, y: Tensor) -> bool:
+    return (
+        x.dtype == y.dtype
+        and x.stride() == y.stride()
+        and x.device == y.device
+        and x.is_conj() == y.is_conj()
+        and x.is_neg() == y.is_neg()
+    )
 
 
 def _is(gradient: Tensor, view: Tensor) -> bool:
     """Whether ``gradient`` is ``view``: not its transpose, say."""
     if gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
         return False
-    return _looks(gradient) == _looks(view)
+    return _look_alike(gradient, view)
 
 
 def _share(gradient: Tensor, view: Tensor) -> bool:
     return gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
 
 
-def _apart(gradient: Tensor, view: Tensor) -> Tensor:
-    """``gradient``, dense, in memory from which it can be copied into ``view``."""
+def _apart(gradient: Tensor, begin: int, end: int) -> Tensor:
+    """``gradient``, dense, in memory from which it can be copied into that from ``begin`` to ``end``."""
     if gradient.is_sparse:
         return gradient.to_dense().detach()
-    return gradient.detach().clone() if _share(gradient, view) else gradient.detach()
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    return gradient.clone() if begin <= gradient.data_ptr() < end else gradient

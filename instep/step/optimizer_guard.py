@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class ParameterRegistry:
 
     At construction they are written down. ``check`` compares, in about half a microsecond per submodule. So
     does ``check_forward``, where ``torch.func.functional_call`` may show others, for the one call.
+    ``modules`` are all in the model, as of the last ``check``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -98,11 +99,17 @@ class ParameterRegistry:
         return [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
 
     def _is_as_remembered(self) -> bool:
-        return all(_ids(module) == ids for module, ids in self._modules)
+        return self._ids() == self._remembered
 
     def _remember(self) -> None:
         # The modules are kept, so that no new one can have the id of an old one.
-        self._modules = [(module, _ids(module)) for module in self.module.modules()]
+        self.modules = list(self.module.modules())
+        self._remembered = self._ids()
+
+    def _ids(self) -> list[int]:
+        """Of all parameters and modules, in the order of their owners."""
+        owned = [x for module in self.modules for x in (module._parameters, module._modules)]
+        return [id(x) for named in owned for x in named.values()]
 
 
 @contextmanager
@@ -141,10 +148,6 @@ def require_read_only(module: nn.Module) -> None:
             )
 
 
-def _ids(module: nn.Module) -> tuple[list[int], list[int]]:
-    return list(map(id, module._parameters.values())), list(map(id, module._modules.values()))
-
-
 class GuardedParameter:
     """A parameter of a wrapped model: which wrapper reduces it, and the gradient that the last step left."""
 
@@ -161,7 +164,7 @@ class GuardedParameter:
         self.owner = owner
         self.name = name
         self.position = position  # None: frozen when it was wrapped
-        self.reduced = False  # an exchange has ended since the last optimizer step
+        self._reductions_used = reducer.num_reductions  # by the last optimizer step
         self._left: tuple[weakref.ref[Tensor], int] | None = None
 
     @property
@@ -169,19 +172,19 @@ class GuardedParameter:
         """Whether the wrapper still reduces."""
         return bool(getattr(self.release, "alive", True))
 
-    def no_gradient(self) -> str | None:
-        """Why there cannot be a gradient to step with, or None."""
+    @property
+    def reduced(self) -> bool:
+        """Whether an exchange has ended since the last optimizer step."""
         reducer = self.reducer()
-        if reducer is None:
-            return None
-        if reducer.plan is not None and reducer.plan.declared:
-            return "inside micro_batches(): the gradient is there when the loop has ended"
-        if reducer.given_up:
-            return (
-                "after a step that was given up, by an exception or by leaving the loop over micro_batches() "
-                "before its end: there is no gradient. In zip(), micro_batches() has to come first"
-            )
-        return None
+        if reducer is None or self.position is None:
+            return False
+        return reducer.num_reductions > self._reductions_used
+
+    @reduced.setter
+    def reduced(self, now: bool) -> None:
+        reducer = self.reducer()
+        if reducer is not None:
+            self._reductions_used = reducer.num_reductions - now
 
     def problem(self, gradient: Tensor) -> str | None:
         """Why a step must not use ``gradient``, unless it is the same on all ranks; or None."""
@@ -212,11 +215,6 @@ class GuardedParameter:
         if reducer is not None and self.position is not None:
             reducer.local[self.position] = False
 
-    def refusal(self, optimizer: Optimizer) -> str | None:
-        """Why ``optimizer`` cannot step this parameter, or None."""
-        reducer = self.reducer()
-        return None if reducer is None or self.position is None else reducer.refusal(optimizer)
-
     def used(self, gradient: Tensor | None) -> None:
         """An optimizer step has used ``gradient``; the same one again is every rank's, not a new one."""
         self.reduced = False
@@ -226,11 +224,25 @@ class GuardedParameter:
         return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
 
 
-Watched: TypeAlias = Sequence[tuple[Tensor, GuardedParameter]]
+class Guarded(NamedTuple):
+    """The parameters of an optimizer, and what is known of them.
+
+    ``entries[i]`` is that of parameter i, None where no wrapper watches it; ``reducers`` reduce them, in the
+    order of their first parameters, which is the same on all ranks, and ``places`` says which parameters each.
+    """
+
+    references: list[weakref.ref[Tensor]]
+    entries: list[GuardedParameter | None]
+    reducers: list[weakref.ref[Reduction]]
+    places: list[list[int]]
+
+
 Doubt: TypeAlias = tuple[GuardedParameter, Tensor, str]
 """A parameter, its gradient that no exchange has seen, and why no step may use it where ranks differ."""
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
+# To look up each parameter in each step takes long; it ends where a wrapper begins or ends to watch some.
+_guarded: weakref.WeakKeyDictionary[Optimizer, Guarded] = weakref.WeakKeyDictionary()
 _refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
 _held_back: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use any gradient
 
@@ -283,6 +295,7 @@ def require_between_steps(parameters: Sequence[Tensor], what: str) -> None:
 
 def forget(parameters: Sequence[Tensor]) -> None:
     """Look at these parameters no longer."""
+    _guarded.clear()
     for parameter in parameters:
         _entries.pop(parameter, None)
 
@@ -359,6 +372,7 @@ def watch(
 
     ``owner()`` is the wrapper, as long as it lives.
     """
+    _guarded.clear()
     for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
         _entries[parameter] = GuardedParameter(reducer, name, i, release, owner)
     for name, parameter in frozen:
@@ -371,21 +385,36 @@ def watch(
 
 def reduced(reducer: Reduction) -> None:
     """``reducer`` has reduced the gradients of all its parameters."""
-    for parameter in reducer.parameters:
-        _entries[parameter].reduced = True
+    reducer.num_reductions += 1
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _watched(optimizer: Optimizer) -> Watched:
-    return [(p, entry) for p in _parameters(optimizer) if (entry := _entries.get(p)) is not None]
+def _guard(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Guarded:
+    """What is known of ``parameters``, which are those of ``optimizer``."""
+    known = _guarded.get(optimizer)
+    if known is not None and len(known.references) == len(parameters):
+        for reference, parameter in zip(known.references, parameters, strict=True):
+            if reference() is not parameter:
+                break
+        else:
+            return known
+    entries: list[GuardedParameter | None] = [_entries.get(parameter) for parameter in parameters]
+    places: dict[weakref.ref[Reduction], list[int]] = {}
+    for i, entry in enumerate(entries):
+        if entry is not None and entry.reducer() is not None:
+            places.setdefault(entry.reducer, []).append(i)
+    found = Guarded([weakref.ref(x) for x in parameters], entries, list(places), list(places.values()))
+    _guarded[optimizer] = found
+    return found
 
 
 def require_reduced(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` if a gradient that ``optimizer`` would use was not exchanged."""
-    _require_reduced(optimizer, _watched(optimizer))
+    parameters = _parameters(optimizer)
+    _require_reduced(parameters, _guard(optimizer, parameters))
 
 
 def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
@@ -393,28 +422,61 @@ def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
 
     Wherever its ranks have gone instead of making this step, that is where they come next.
     """
-    watched = [(p, entry) for p, entry in _watched(optimizer) if entry.is_alive]
-    for reducer in _reducers(watched):
+    guarded = _guard(optimizer, _parameters(optimizer))
+    for reference, places in zip(guarded.reducers, guarded.places, strict=True):
+        reducer = reference()
+        if reducer is None or not any((x := guarded.entries[i]) is not None and x.is_alive for i in places):
+            continue
         if reducer.all_step and set(group.ranks) <= set(reducer.group.ranks):
             return reducer
     return None
 
 
-def _require_reduced(optimizer: Optimizer, watched: Watched) -> None:
-    for parameter in _parameters(optimizer) if _refused or _held_back else ():
+def _require_reduced(parameters: Sequence[Tensor], guarded: Guarded) -> None:
+    for parameter in parameters if _refused or _held_back else ():
         if parameter.grad is not None and (reason := _reason_against(parameter)) is not None:
             raise RuntimeError(f"optimizer.step(): {reason}")
-    doubts: dict[Reduction, list[Doubt]] = {}
-    for parameter, entry in watched:
-        problem = entry.no_gradient()
+    reducers = list(_reducers(guarded))
+    for reducer, _ in reducers:
+        problem = _no_gradient(reducer)
         if problem is not None:
             raise RuntimeError(f"optimizer.step() {problem}")
-        gradient, reducer = parameter.grad, entry.reducer()
+    doubts = [(reducer, _doubts(reducer, parameters, guarded.entries, its)) for reducer, its in reducers]
+    for reducer, its in doubts:
+        if its:
+            _require_alike(reducer, its)
+
+
+def _no_gradient(reducer: Reduction) -> str | None:
+    """Why there cannot be a gradient to step with, or None."""
+    if reducer.plan is not None and reducer.plan.declared:
+        return "inside micro_batches(): the gradient is there when the loop has ended"
+    if reducer.given_up:
+        return (
+            "after a step that was given up, by an exception or by leaving the loop over micro_batches() "
+            "before its end: there is no gradient. In zip(), micro_batches() has to come first"
+        )
+    return None
+
+
+def _doubts(
+    reducer: Reduction,
+    parameters: Sequence[Tensor],
+    entries: Sequence[GuardedParameter | None],
+    places: Sequence[int],
+) -> list[Doubt]:
+    """Those of the gradients, of parameters ``places``, that ``reducer`` may not have reduced."""
+    found: list[Doubt] = []
+    some_local = any(reducer.local)
+    for i in places:
+        entry = entries[i]
+        if entry is None or (not some_local and entry.reduced):
+            continue
+        gradient = parameters[i].grad
         problem = None if gradient is None else entry.problem(gradient)
-        if problem is not None and gradient is not None and reducer is not None:
-            doubts.setdefault(reducer, []).append((entry, gradient, problem))
-    for reducer, its in doubts.items():
-        _require_alike(reducer, its)
+        if problem is not None and gradient is not None:
+            found.append((entry, gradient, problem))
+    return found
 
 
 def _reason_against(tensor: Tensor) -> str | None:
@@ -426,18 +488,21 @@ def _reason_against(tensor: Tensor) -> str | None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    watched = _watched(optimizer)
+    parameters = _parameters(optimizer)
+    guarded = _guard(optimizer, parameters)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else it may be what exchanges the gradients
-        _require_reduced(optimizer, watched)
-    for _, entry in watched:
-        problem = entry.refusal(optimizer)
-        if problem is not None:
-            raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
-    reducers = _reducers(watched)
-    for reducer in reducers:
+        _require_reduced(parameters, guarded)
+    update = None
+    for reducer, places in _reducers(guarded):
+        trained = next((x for i in places if (x := guarded.entries[i]) and x.position is not None), None)
+        problem = None if trained is None else reducer.refusal(optimizer)
+        if trained is not None and problem is not None:
+            raise RuntimeError(f"optimizer.step(): parameter {trained.name!r} {problem}")
+    for reducer, _ in _reducers(guarded):
         reducer.steps_now()
-    update = next((found for reducer in reducers if (found := reducer.update(optimizer)) is not None), None)
+    for reducer, _ in _reducers(guarded):
+        update = update or reducer.update(optimizer)
     if update is None and closure is None:
         return None
     # Hooks of the user's own come after this one, and may still change gradients: so it is the closure that
@@ -465,17 +530,21 @@ def _require_alike(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    watched = _watched(optimizer)
-    for parameter, entry in watched:
-        entry.used(parameter.grad)
-    for reducer in _reducers(watched):
+    parameters = _parameters(optimizer)
+    guarded = _guard(optimizer, parameters)
+    for parameter, entry in zip(parameters, guarded.entries, strict=True):
+        if entry is not None:
+            entry.used(parameter.grad)
+    for reducer, _ in _reducers(guarded):
         reducer.stepped()
 
 
-def _reducers(watched: Watched) -> list[Reduction]:
+def _reducers(guarded: Guarded) -> Iterator[tuple[Reduction, list[int]]]:
     """Each once, in the order of the parameters, which is the same on all ranks."""
-    found = (entry.reducer() for _, entry in watched)
-    return [reducer for reducer in dict.fromkeys(found) if reducer is not None]
+    for reference, places in zip(guarded.reducers, guarded.places, strict=True):
+        reducer = reference()
+        if reducer is not None:
+            yield reducer, places
 
 
 register_optimizer_step_pre_hook(_before_step)

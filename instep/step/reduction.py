@@ -166,6 +166,7 @@ class Reduction(ABC):
         self.whole = True  # a forward of all parameters is behind it, not of another module that shares some
         self.all_step = True  # every rank's optimizer makes the same step
         self.exchanges = 0  # reductions since the last one
+        self.num_reductions = 0  # that have gone well, in all
         self.given_up = False  # the last one of them
         self._update: Span | None = None
         self.local = [False] * len(self.names)
@@ -288,21 +289,18 @@ class Reduction(ABC):
         self.local[i] = True
         if self.leaf is None:
             return
-        if not self._reordered and self._counts[i] == 0 and i not in self._seen:
+        bucket, number = self.place[i], self._counts[i] + 1
+        if not self._reordered and number == 1 and i not in self._seen:
             self._seen.append(i)
-        if settles and self.place[i].is_open:
+        if settles and bucket.is_open and self.gradients.is_large[i]:
             self._settle(i)
-        self._counts[i] += 1
+        self._counts[i] = number
         self.gradients.came(i, final=self._declared)
         if self._last:
-            self.place[i].ready_ns = time.monotonic_ns()
-        bucket = self.place[i]
+            bucket.ready_ns = time.monotonic_ns()
         if not bucket.is_open:
             raise self._late(i)
-        expected = self._expected[i] or self._first_guess(i)
-        if expected is None or self._counts[i] < expected or not self._overlaps:
-            return
-        if self._counts[i] == expected:
+        if self._overlaps and number == (self._expected[i] or self._first_guess(i)):
             bucket.pending -= 1
             if bucket.pending == 0:
                 bucket.is_open = False
@@ -445,6 +443,8 @@ class Reduction(ABC):
 
     def _learn(self) -> None:
         """Compare the accumulations of the closed leaf with what was expected."""
+        if self._counts == self._expected:
+            return
         for i, count in enumerate(self._counts):
             expected = self._expected[i]
             if count == 0 or count == expected:

@@ -111,7 +111,7 @@ def filled_bucket(
 
 def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
     """A step begins, and these are the leaves of this rank."""
-    bucket.begin(num_leaves, 0)
+    bucket.begin(num_leaves, lambda _: 0)
     for leaf, gradient in own.items():
         buffer = bucket.counter.open()
         parts = gradient.split([slot.length for slot in bucket.slots])

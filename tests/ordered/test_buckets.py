@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -182,12 +183,16 @@ def test_views_are_made_once_per_buffer():
     assert bucket.views(spare)[0].data_ptr() == spare.data_ptr()
 
 
+def so_many(count: int) -> Callable[[Bucket], int]:
+    return lambda _: count
+
+
 def test_a_step_begins_without_leaves_and_without_presence():
     bucket = one_bucket(parameters_of(3))
-    bucket.begin(2, 0)
+    bucket.begin(2, so_many(0))
     bucket.slots[0].present = bucket.launched = True
     bucket.counter.push(0, bucket.counter.open())
-    bucket.begin(2, 0)
+    bucket.begin(2, so_many(0))
     assert not bucket.counter.roots
     assert not bucket.launched
     assert not bucket.slots[0].present
@@ -205,11 +210,11 @@ def test_a_bucket_stays_where_it_is_while_only_the_gradients_are_its_views():
     bucket = one_bucket(parameters)
     for step in range(3):
         address = bucket.home.data_ptr()
-        bucket.begin(1, attached(bucket, parameters))
+        bucket.begin(1, so_many(attached(bucket, parameters)))
         assert bucket.home.data_ptr() == address
         if step == 1:
             parameters[0].grad = None  # as zero_grad does
-            bucket.begin(1, 1)
+            bucket.begin(1, so_many(1))
             assert bucket.home.data_ptr() == address
 
 
@@ -228,7 +233,7 @@ def test_a_bucket_moves_rather_than_write_over_a_gradient_that_somebody_kept(kee
     elif kept is parameters[0].grad:
         num_attached, parameters[0].grad = 1, None  # else torch would accumulate into the kept one as well
     expected = kept.tolist()
-    bucket.begin(1, num_attached)
+    bucket.begin(1, so_many(num_attached))
     assert bucket.home.data_ptr() != address
     assert bucket.home.data_ptr() % align_bytes(CPU) == 0
     bucket.home.fill_(9)
