@@ -228,7 +228,7 @@ class Guarded(NamedTuple):
     """The parameters of an optimizer, and what is known of them.
 
     ``entries[i]`` is that of parameter i, None where no wrapper watches it; ``reducers`` reduce them, in the
-    order of their first parameters, which is the same on all ranks, and ``places`` says which parameters each.
+    order of their first parameters, which is the same on all ranks, and ``places`` says which those are, of each.
     """
 
     references: list[weakref.ref[Tensor]]
