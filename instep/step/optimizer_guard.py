@@ -227,8 +227,8 @@ class GuardedParameter:
 class Guarded(NamedTuple):
     """The parameters of an optimizer, and what is known of them.
 
-    ``entries[i]`` is that of parameter i, None where no wrapper watches it; ``reducers`` reduce them, in the
-    order of their first parameters, which is the same on all ranks, and ``places`` says which those are, of each.
+    ``entries[i]`` is that of parameter i, None where no wrapper watches it. ``reducers`` reduce them, in the
+    order of their first parameters, which is the same on all ranks; ``places`` has the numbers of each one's.
     """
 
     references: list[weakref.ref[Tensor]]
