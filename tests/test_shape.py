@@ -165,7 +165,6 @@ ONE_USER = {
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
     "instep/ordered/by_hosts.py",
-    "instep/ordered/by_sharing.py",
     "instep/recipes/images_config.py",
     "instep/recipes/pairs_config.py",
     "instep/replicate/bucketed.py",

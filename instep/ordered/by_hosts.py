@@ -34,6 +34,7 @@ from instep.mesh.host_group import HostGroup
 from instep.ordered.add_up import add_up, add_up_to_send
 from instep.ordered.buckets import Bucket
 from instep.ordered.by_messages import ByMessages
+from instep.ordered.by_sharing import BySharing
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum, by_host
 
@@ -49,6 +50,7 @@ class ByHosts(ByMessages):
         super().__init__(group, scratch)
         assert group.near is not None
         self.near = group.near
+        self._sharing = BySharing(group.near, scratch, at_once_bytes=0)
         self._others = [(group.host + k) % group.num_hosts for k in range(1, group.num_hosts)]
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
@@ -56,7 +58,7 @@ class ByHosts(ByMessages):
         rows = torch.empty(group.num_hosts, near.size * len(row), dtype=row.dtype, device=row.device)
         own = rows[group.host]
         with group.operation(name):
-            near.all_gather(own, row, name)
+            own.copy_(self._sharing.meet(row, name, bucket, plan).view(-1))
             if group.place == SPEAKER:
                 self._across([[own]] * len(self._others), [[rows[host]] for host in self._others], name)
             near.broadcast(rows, name, root=SPEAKER)
@@ -69,12 +71,10 @@ class ByHosts(ByMessages):
         group, near, nodes = self.group, self.near, bucket.nodes
         subtrees, across = by_host(plan, group.num_local)
         with group.operation(name):
-            shown = near.expose([*(root for _, root in bucket.counter.roots), bucket.home], name)
-            assert shown is not None, "buckets are allocated by their group"
-            length = bucket.slice_length * group.num_hosts  # of a slice, of which every host owns a part
-            first = group.place * length
-            own = slice(first, first + length)
-            values = [root[own] for tensors in shown for root in tensors[:-1]]
+            reached = self._sharing.reach(bucket, plan, name)
+            assert reached is not None, "buckets are allocated by their group"
+            _, values, homes = reached
+            first = self._first(bucket, 0)
             roots = []
             for subtree in subtrees[group.host]:
                 members = [values[member] for member in subtree.members]
@@ -83,10 +83,10 @@ class ByHosts(ByMessages):
                     add_up(members, subtree.plan, 1.0, [roots[-1]], nodes, first)
             parts = [root.split(bucket.slice_length) for root in roots]
             terms = self._collect(bucket, parts, across.counts, name)
-            home = shown[group.place][-1][own]
-            self._give(bucket, terms, across, scale, home, name)
-            for tensors in shown[: group.place] + shown[group.place + 1 :]:
-                tensors[-1][own].copy_(home)
+            own = homes[group.place]
+            self._give(bucket, terms, across, scale, own, name)
+            for home in homes[: group.place] + homes[group.place + 1 :]:
+                home.copy_(own)
             near.barrier(name)
 
     def _collect(

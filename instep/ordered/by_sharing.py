@@ -34,13 +34,13 @@ Reached = tuple[list[list[int]], list[Tensor], list[Tensor]]
 class BySharing(ByCollectives):
     """A ``Transport`` of buckets in memory that all ranks have mapped; others travel by collectives.
 
-    What the ranks' places are mapped to is kept for as long as the memory of the bucket here.
+    What the ranks' places are mapped to is kept for as long as the memory of the bucket here. Buckets whose
+    roots have ``at_once_bytes`` are small.
     """
 
-    at_once_bytes = AT_ONCE_BYTES
-
-    def __init__(self, group: Group, scratch: Scratch) -> None:
+    def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
         super().__init__(group, scratch)
+        self.at_once_bytes = at_once_bytes
         self._shown: list[Tensor] = []  # what all ranks have written down, of the bucket that is next
         self._start = 0  # of what follows the header, in words
         self._reached: WeakKeyDictionary[TreeAccumulator, Reached] = WeakKeyDictionary()
@@ -66,20 +66,28 @@ class BySharing(ByCollectives):
         return torch.stack([_part(half, 0, row) for half in self._shown])
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
-        if not self._shown:
-            self.meet(torch.empty(0, dtype=torch.int64, device="cpu"), name, bucket, plan)
-        shown, self._shown = self._shown, []
         if self._is_small(bucket, plan):
-            self._add_everything(bucket, plan, scale, shown)
+            self._add_everything(bucket, plan, scale, self._take_shown(bucket, plan, name))
             return
-        reached = self._reach(bucket, shown, name)
+        reached = self.reach(bucket, plan, name)
         if reached is None:
             super().reduce(bucket, plan, scale, name)
             return
         _, values, homes = reached
-        first = self.group.rank * bucket.slice_length
-        add_up(values, plan, scale, homes, bucket.nodes, first)
+        add_up(values, plan, scale, homes, bucket.nodes, self._own(bucket).start)
         self.group.barrier(name)
+
+    def _take_shown(self, bucket: Bucket, plan: Sum, name: str) -> list[Tensor]:
+        """What all have written down of ``bucket`` in ``meet``, or else now."""
+        if not self._shown:
+            self.meet(torch.empty(0, dtype=torch.int64, device="cpu"), name, bucket, plan)
+        shown, self._shown = self._shown, []
+        return shown
+
+    def _own(self, bucket: Bucket) -> slice:
+        """This rank's part of the elements of ``bucket``."""
+        length = bucket.num_elements // self.group.size
+        return slice(self.group.rank * length, (self.group.rank + 1) * length)
 
     def _is_small(self, bucket: Bucket, plan: Sum) -> bool:
         return sum(plan.counts) * bucket.nbytes <= self.at_once_bytes
@@ -100,10 +108,10 @@ class BySharing(ByCollectives):
                 values.append(next(free).copy_(value) if len(values) in overwritten else value)
         add_up(values, plan, scale, [bucket.home], bucket.nodes)
 
-    def _reach(self, bucket: Bucket, shown: Sequence[Tensor], name: str) -> Reached | None:
-        """None, on every rank, if something lies in private memory."""
+    def reach(self, bucket: Bucket, plan: Sum, name: str) -> Reached | None:
+        """What all ranks have of ``bucket``; None, on every rank, if something lies in private memory."""
         places = []
-        for half in shown:
+        for half in self._take_shown(bucket, plan, name):
             words = half.view(torch.int64)[self._start :]
             places.append(words[1 : 1 + int(words[0])].tolist())
         known = self._reached.get(bucket.counter)
@@ -111,8 +119,7 @@ class BySharing(ByCollectives):
             return known
         if any(-1 in told[::PLACE_WORDS] for told in places):
             return None
-        first = self.group.rank * bucket.slice_length
-        own = slice(first, first + bucket.slice_length)
+        own = self._own(bucket)
         values, homes = list[Tensor](), list[Tensor]()
         for rank, told in enumerate(places):
             each = [told[i : i + PLACE_WORDS] for i in range(0, len(told), PLACE_WORDS)]
