@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from instep.errors import Desync, PeerLost
 from instep.mesh.join import init
@@ -24,7 +25,7 @@ from instep.replicate.wrapper import DataParallel
 from tests.far import evenly, hosts
 from tests.lab import on_each, two_hosts
 from tests.parity import Training, assert_bits_of_one, filled, world_of_one
-from tests.replicate.nets import OTHER, PLAIN, Dense, mean_square
+from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, mean_square
 from tests.replicate.replicas import assert_backwards, failing_at, square
 from tests.world import world
 
@@ -95,6 +96,37 @@ def binds_again(mesh: Mesh) -> None:
         mesh.world.group.barrier("the test")
     model.rebind(world_of_one())
     assert_backwards(world_of_one(), model)
+
+
+@world(4, by="process")
+def test_processes_of_a_group_that_torch_has_made_give_the_bits_of_one(mesh: Mesh) -> None:
+    """With random numbers too, of which threads share the generator."""
+    with hosts(*evenly(2, 2)):
+        model = DataParallel(filled(Dense()), process_group=dist.group.WORLD)
+        assert isinstance(model._reducer.exchange.transport, ByHosts)
+        assert_backwards(mesh, model)
+        model.close()
+        for training in RANDOM.values():
+            assert_bits_of_one(mesh, training, bucket_cap_mb=TINY_MB)
+
+
+@pytest.mark.parametrize("leaver", [0, 3])
+def test_a_rank_that_leaves_is_named_on_every_host(leaver: int) -> None:
+    with hosts(*evenly(2, 2)):
+        world(4)(names_who_left)(leaver=leaver, all_have_raised=threading.Barrier(4))
+
+
+def names_who_left(mesh: Mesh, leaver: int, all_have_raised: threading.Barrier) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    assert_backwards(mesh, model)
+    if mesh.rank == leaver:
+        model.close()
+    else:
+        with pytest.raises(PeerLost) as lost:
+            square(model, mesh.rank).backward()
+        assert lost.value.ranks == (leaver,), lost.value
+    all_have_raised.wait(30)
+    model.close()
 
 
 def lose_one_of_four(path: str, lost: int, declared: bool) -> None:
