@@ -156,7 +156,7 @@ class HostGroup(Group):
     def close(self) -> None:
         if self.near is not None:
             self.near.close()
-            self.near = None
+            self.near, self._boards = None, []
         super().close()
 
     def _meet_near(self, store: Store, num_local: int) -> Group | None:

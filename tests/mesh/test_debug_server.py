@@ -10,8 +10,10 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from instep.mesh import debug_server
+from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, FlightRecorder
 from instep.mesh.peers import Peer, own_peer
 from instep.mesh.process_state import look
@@ -113,3 +115,29 @@ def test_ranks_that_are_threads_each_tell_of_their_own_program(mesh):
     assert (mine.what, mine.operation) == ("float32 (3,)", OPERATION)
     assert any(" test_ranks_that_are_threads" in line for line in mine.stack)
     group.barrier(OPERATION)
+
+
+def test_of_lost_ranks_the_first_that_are_told_count_and_deaths_before_all():
+    store = dist.HashStore()
+    here, there = (StatusStore(store, "dp", rank) for rank in (0, 1))
+    assert there.lost() == ([], False)
+    assert here.tell_lost([2], dead=False) == ([2], False) == there.lost()
+    assert there.tell_lost([0], dead=False) == ([2], False)
+    assert there.tell_lost([], dead=False) == ([2], False)
+    assert there.tell_lost([1, 3], dead=True) == ([1, 3], True) == here.lost()
+    assert here.tell_lost([0], dead=True) == ([1, 3], True)
+
+
+def test_a_store_that_is_gone_is_asked_for_lost_ranks_once():
+    asked = []
+
+    class Gone(dist.HashStore):
+        def check(self, keys):
+            asked.append(keys)
+            raise RuntimeError("connection reset")
+
+    status_store = StatusStore(Gone(), "dp")
+    assert status_store.lost() == status_store.lost() == ([], False)
+    assert len(asked) == 1
+    assert status_store.tell_lost([1], dead=True) == ([1], True)
+    assert StatusStore().tell_lost([1], dead=False) == ([1], False)

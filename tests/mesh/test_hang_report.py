@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -51,6 +52,20 @@ def test_a_flight_goes_from_nothing_through_an_operation_to_its_end():
     row = flight.row()
     assert (row.status, row.operation, row.number, row.what) == (FAILED, "the next", 2, "")
     assert row.recent == ("#1 the gathering",)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_begins_inside_of_one_operation_is_a_part_of_it(fails):
+    flight = FlightRecorder(0)
+    with suppress(ArithmeticError), flight.as_one("the exchange"):
+        flight.begin("a part")
+        flight.end(failed=fails)
+        assert (flight.row().status, flight.row().operation, flight.row().number) == (IN, "the exchange", 1)
+        if fails:
+            raise ArithmeticError
+    assert (flight.row().status, flight.row().number) == (FAILED if fails else AFTER, 1)
+    flight.begin("the next")
+    assert (flight.row().operation, flight.row().number) == ("the next", 2)
 
 
 def test_the_ring_is_short():
