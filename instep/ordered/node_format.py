@@ -218,6 +218,8 @@ class Int8Nodes(RoundedNodes):
         most = max(after - before for before, after in pairwise(edges))
         self._wire_length = slice_length + round_up(most * SCALE_BYTES, GRANULE)
 
+        of_one = self._block_of.view(-1, BLOCK_ELEMENTS // GRANULE)  # which stand between two edges of slices
+        self._is_whole = (of_one == of_one[:, :1]).all(1).cpu()
         self._gaps = _gaps(stretches, slice_length * num_slices)
 
     @property
@@ -232,35 +234,30 @@ class Int8Nodes(RoundedNodes):
         return self._wire_length
 
     def _round(self, x: Tensor, node: Node, first: int) -> None:
-        block_of, scales = self._scales(x, first)
-        spread = scales[block_of].view(-1, 1)
-        rows = x.view(-1, GRANULE).mul_(spread.reciprocal())
+        rows, block_of = self._rows(x, first)
+        scales = _scales(rows, block_of)[block_of].view(-1, 1)
+        rows.mul_(scales.reciprocal())
         self._rounding.to_integers(x, node, first)
-        rows.mul_(spread).add_(0.0)  # there is no -0.0 in this format
+        rows.mul_(scales).add_(0.0)  # there is no -0.0 in this format
 
     def _encode(self, x: Tensor, row: Tensor, start: int, first: int) -> None:
-        block_of, scales = self._scales(x, first + start)
+        rows, block_of = self._rows(x, first + start)
+        scales = _scales(rows, block_of)
         self._scales_of(row, start, first)[: len(scales)] = scales
-        inverse = scales.reciprocal()[block_of].view(-1, 1)
         numbers = row[start : start + len(x)].view(torch.int8)
-        numbers.copy_((x.view(-1, GRANULE) * inverse).view(-1))
+        numbers.copy_((rows * scales.reciprocal()[block_of].view(-1, 1)).view(-1))
 
     def _decode(self, x: Tensor, row: Tensor, start: int, first: int) -> None:
-        block_of = self._blocks(x, first + start)
+        rows, block_of = self._rows(x, first + start)
         x.copy_(row[start : start + len(x)].view(torch.int8))
-        x.view(-1, GRANULE).mul_(self._scales_of(row, start, first)[block_of].view(-1, 1))
+        rows.mul_(self._scales_of(row, start, first)[block_of].view(-1, 1))
 
-    def _blocks(self, x: Tensor, first: int) -> Tensor:
-        """The block of each granule of ``x``, counted from that of its first one."""
-        found = self._block_of[first // GRANULE : (first + len(x)) // GRANULE]
-        return found - found[0]
-
-    def _scales(self, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Of the blocks of ``x``, found in its values; and which block each granule is of."""
-        block_of = self._blocks(x, first)
-        magnitudes = (x.view(torch.int32) & MAGNITUDE).view(-1, GRANULE).amax(1)
-        largest = torch.zeros(int(block_of[-1]) + 1, dtype=torch.int32, device=x.device)
-        return block_of, _smallest_scale(largest.scatter_reduce_(0, block_of, magnitudes, "amax"))
+    def _rows(self, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """``x`` in rows of which none is of two blocks, and the block of each, counted from the first one."""
+        blocks = slice(first // BLOCK_ELEMENTS, (first + len(x)) // BLOCK_ELEMENTS)
+        width = BLOCK_ELEMENTS if self._is_whole[blocks].all() else GRANULE
+        block_of = self._block_of[first // GRANULE : (first + len(x)) // GRANULE : width // GRANULE]
+        return x.view(-1, width), block_of - block_of[0]
 
     def _scales_of(self, row: Tensor, start: int, first: int) -> Tensor:
         """Those of a slice that travels, from that of element ``start`` on."""
@@ -343,6 +340,14 @@ IN_FLOAT32 = NodeFormat()
 def _pieces(x: Tensor) -> Iterator[tuple[int, Tensor]]:
     """``x`` in pieces that fit into a core's cache, which cut no block, and where each begins."""
     return ((start, x[start : start + PIECE]) for start in range(0, len(x), PIECE))
+
+
+def _scales(rows: Tensor, block_of: Tensor) -> Tensor:
+    """Of the blocks of ``rows``, found in their values."""
+    # Bits of floats without their signs are in order, those of nan above all.
+    magnitudes = (rows.view(torch.int32) & MAGNITUDE).amax(1)
+    largest = torch.zeros(int(block_of[-1]) + 1, dtype=torch.int32, device=rows.device)
+    return _smallest_scale(largest.scatter_reduce_(0, block_of, magnitudes, "amax"))
 
 
 def _smallest_scale(largest: Tensor) -> Tensor:
