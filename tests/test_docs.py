@@ -57,6 +57,7 @@ OTHERS = [
     ("timeline", "In a loop of your own", BEGUN),
     ("verify", "Your model", BEGUN),
     ("strategies", "Two older forms", "instep.init()\n"),
+    ("strategies", "Fewer bytes", "instep.init()\n"),
 ]
 # Which the tests do not need.
 FRAMEWORKS = [*[("use", "accelerate and transformers", "")] * 2, ("use", "Lightning", "")]

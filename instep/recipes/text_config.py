@@ -65,13 +65,12 @@ RANGES = {  # GPTConfig checks the numbers of the model
 
 NUMERICAL_TOPICS = ("model", "batch", "optim")
 NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
+ABOUT_NODES = ("parallel.nodes", "parallel.rounding")
 NUMERICAL_NAMES = (
     "seed",
     "steps",
     "autocast",
     "parallel.ordered",
-    "parallel.nodes",
-    "parallel.rounding",
     "parallel.threads",
     "checks.spike",
     "checks.skip_steps",
@@ -253,8 +252,10 @@ def numerical(config: Config) -> dict[str, Scalar]:
     """
     found = {}
     for name, value in scalars(config).items():
+        if name in ABOUT_NODES and config.parallel.nodes == "float32":
+            continue  # a run that was begun before there were others goes on
         in_topic = name.partition(".")[0] in NUMERICAL_TOPICS and name not in NOT_NUMERICAL
-        if in_topic or name.rstrip(".0123456789") in NUMERICAL_NAMES:
+        if in_topic or name.rstrip(".0123456789") in (*NUMERICAL_NAMES, *ABOUT_NODES):
             found[name] = value
     return found
 

@@ -27,6 +27,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             ("link", name)
             for name in ("link table", "hosts table", "formats table", "sweep table", "environment")
         ),
+        *(("nodes", f"{name} table") for name in ("loss", "rounding", "placement", "cost")),
+        ("nodes", "environment"),
         *(("buckets", f"{place} table") for place in ("gloo", "shm", "link")),
         *(("scaling", name) for name in ("scaling table", "environment")),
         ("data_parallel", "workers table"),

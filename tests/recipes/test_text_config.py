@@ -73,6 +73,18 @@ def test_recipes_are_valid(recipe):
         ),
         ({"parallel": {"strategy": "threads"}, "ranks": 9}, "9 threads, but only 8 micro-batches"),
         ({"autocast": "fp16"}, "autocast: expected one of off, bf16, got 'fp16'"),
+        (
+            {"parallel": {"nodes": "fp8"}},
+            "parallel.nodes: expected one of float32, bfloat16, int8, got 'fp8'",
+        ),
+        (
+            {"parallel": {"rounding": "stochastic"}},
+            "parallel.rounding stochastic with parallel.nodes float32",
+        ),
+        (
+            {"parallel": {"nodes": "int8", "ordered": False}},
+            "parallel.nodes int8 with parallel.ordered false, where the backend adds",
+        ),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_by_name(topics, message):
@@ -145,6 +157,8 @@ def test_numerical_has_everything_else():
         assert name in base
     unordered = numerical(replace(text_config.default(), parallel=ParallelConfig(ordered=False)))
     assert {name for name in base if base[name] != unordered[name]} == {"parallel.ordered"}
+    rounded = numerical(replace(text_config.default(), parallel=ParallelConfig(nodes="int8")))
+    assert dict(rounded.items() - base.items()) == {"parallel.nodes": "int8", "parallel.rounding": "nearest"}
     assert all(isinstance(value, str | int | float | bool) for value in base.values())
 
 
