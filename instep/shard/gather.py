@@ -3,8 +3,8 @@
     compute         |= unit 1 =|= unit 2 =|= unit 3 =
     communication   |~ 2 ~|     |~ 3 ~|    |~ 4 ~|         "parameter gather"
 
-Where the ranks can read each other's memory (backend "shm"), a gather is W copies and no message; else a rank
-requests the slices. Either way no other rank has to do anything at that moment, and values are cast to the
+Where the ranks can read each other's memory (backend "shm"), a gather is W copies and no message, and that of
+a small unit is made at once, without the lane; else a rank requests the slices. Either way no other rank has to do anything at that moment, and values are cast to the
 dtype of computation on the way. No rank may write to its slices while another may still gather.
 
 Why requests, and not a collective: a rank skips a unit, runs one twice, evaluates alone, or has no
@@ -54,6 +54,8 @@ BYE = -1  # in the place of a number: no more requests from this rank
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 FOREVER = timedelta(days=3650)
 FAREWELL = timedelta(seconds=3)
+
+QUICK_BYTES = 1 << 20  # are copied in the time that it takes to hand them over to another thread
 
 _functorch: Any = torch._C._functorch
 VMAP = _functorch.TransformType.Vmap
@@ -233,7 +235,10 @@ class Gathers:
     """Fetches units in the order in which they are needed; in a world of one in the caller's thread."""
 
     def __init__(self, group: Group, source: ShardSource, recorder: Recorder, device: torch.device) -> None:
-        self.lane = Lane(f"instep gathers, rank {group.rank}", inline=group.size == 1, profiled_as="exchange")
+        name = f"instep gathers, rank {group.rank}"
+        self.lane = Lane(name, inline=group.size == 1, profiled_as="exchange")
+        self._here = Lane(name, inline=True)
+        self._quick_bytes = QUICK_BYTES if isinstance(source, MappedShards) else 0
         self._source, self._recorder, self._stream = source, recorder, Stream(device)
 
     def begin(self, units: Iterable[Unit]) -> None:
@@ -242,10 +247,14 @@ class Gathers:
             if unit.is_free:
                 require_outside_transform(unit.name, unit.names)
                 unit.open()
+                operation = f"the gather of unit {unit.name!r}"
                 try:
-                    computed = self._stream.computed()
-                    run = partial(self._fetch, unit, None, computed)
-                    unit.work = self.lane.submit(f"the gather of unit {unit.name!r}", run)
+                    run = partial(self._fetch, unit, None, self._stream.computed())
+                    if unit.gathered_bytes > self._quick_bytes:
+                        unit.work = self.lane.submit(operation, run)
+                        continue
+                    with self._recorder.span(PARAMETER_GATHER, lane="host"):
+                        unit.work = self._here.submit(operation, run)
                 except BaseException:  # no thread could be started
                     self.lane.drain()
                     unit.free()
@@ -286,8 +295,9 @@ class Gathers:
 
     def recover(self) -> None:
         """Go on after a gather that failed, unless a rank was lost."""
-        if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
-            self.lane.reset()
+        for lane in (self.lane, self._here):
+            if lane.failed is not None and not isinstance(lane.failed, PeerLost):
+                lane.reset()
 
     def _fetch(self, unit: Unit, parts: Sequence[Tensor] | None, computed: object) -> None:
         """Fill ``parts``, by default the memory of the unit, of which no view outlives this."""

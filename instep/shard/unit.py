@@ -350,6 +350,7 @@ class Unit(FlatParameters):
                 self._behind[i], end = end, round_up(end + shape.numel(), granule)
         self._shown = sorted((self._behind.get(i, offset), i) for i, offset in enumerate(self.layout.offsets))
         self._nbytes, self._compute = end * compute.itemsize, compute
+        self._none = torch.empty(0, dtype=compute, device=device)  # of gathered weights
         self._without_buffer()
         self._nan = torch.full((), torch.nan, dtype=compute, device=device)
         self._storages[self._nan.untyped_storage()._cdata] = self
@@ -366,9 +367,7 @@ class Unit(FlatParameters):
             return torch.full((), torch.nan, dtype=self.dtype, device=self._device).expand(shape)
 
     def _without_buffer(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self.flat = torch.empty(0, dtype=self._compute, device=self.slice.device)
-        self.storage, self._views = self.flat.untyped_storage(), []
+        self.flat, self.storage, self._views = self._none, self._none.untyped_storage(), []
 
     def _hold(self) -> list[ParameterShard]:
         begin = self.group.rank * self.layout.slice_length
