@@ -1,6 +1,7 @@
 """Slices travel by the backend's own all-to-all and all-gather: over nccl, and where nothing better is known.
 
-With one rank nothing travels, and the sum is made where its roots lie.
+With one rank nothing travels, and the sum is made where its roots lie. What is small travels whole to all
+ranks, and all add everything: one message, where slices take two.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from instep.ordered.buckets import Bucket
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
+# Of all roots of a bucket together. A second message takes as long as so much takes to travel, and to add.
+AT_ONCE_BYTES = 256 << 10
+
 
 class ByCollectives:
     """A ``Transport`` (``ordered/exchange.py``) that any backend can be.
 
-    ``scratch`` is for what it receives: R/W of the largest bucket.
+    ``scratch`` is for what it receives: R/W of the largest bucket. Buckets of which all roots together have
+    ``at_once_bytes`` are small.
     """
 
-    def __init__(self, group: Group, scratch: Scratch) -> None:
+    def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
         self.group = group
         self.scratch = scratch
+        self.at_once_bytes = at_once_bytes
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length)."""
@@ -40,6 +46,9 @@ class ByCollectives:
         if size == 1:
             add_up(own_roots, plan, scale, [own_roots[plan.root]], nodes)
             return
+        if self._is_small(bucket, plan):
+            self._gather_everything(bucket, plan, scale, name)
+            return
         length, first = nodes.wire_length, self.group.rank * bucket.slice_length
         received = self.scratch.take(sum(plan.counts) * length, nodes.wire_dtype, bucket.device)
         splits = [count * length for count in plan.counts]
@@ -51,6 +60,22 @@ class ByCollectives:
         gathered = nodes.gathered(bucket.home, self.scratch)
         self.group.all_gather(gathered, own, name)
         nodes.decode_mean(gathered, scale, bucket.home)
+
+    def _is_small(self, bucket: Bucket, plan: Sum) -> bool:
+        return sum(plan.counts) * bucket.nbytes <= self.at_once_bytes
+
+    def _gather_everything(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        """All roots come to all ranks, whole, in one message; each adds them up."""
+        nodes, size, most = bucket.nodes, self.group.size, max(plan.counts)
+        length = nodes.wire_length * size
+        memory = self.scratch.take((size + 1) * most * length, nodes.wire_dtype, bucket.device)
+        sent, received = memory[: most * length], memory[most * length :]
+        for (_, root), row in zip(bucket.counter.roots, sent.split(length), strict=False):
+            nodes.encode(root, out=row)
+        self.group.all_gather(received, sent, name)
+        rows = received.view(size, most, length)
+        values = [nodes.decode(rows[r, i]) for r, count in enumerate(plan.counts) for i in range(count)]
+        add_up(values, plan, scale, [bucket.home], nodes)
 
 
 def by_owner(roots: Sequence[Tensor], size: int, nothing: Tensor) -> Tensor:

@@ -34,13 +34,11 @@ Reached = tuple[list[list[int]], list[Tensor], list[Tensor]]
 class BySharing(ByCollectives):
     """A ``Transport`` of buckets in memory that all ranks have mapped; others travel by collectives.
 
-    What the ranks' places are mapped to is kept for as long as the memory of the bucket here. Buckets whose
-    roots have ``at_once_bytes`` are small.
+    What the ranks' places are mapped to is kept for as long as the memory of the bucket here.
     """
 
     def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
-        super().__init__(group, scratch)
-        self.at_once_bytes = at_once_bytes
+        super().__init__(group, scratch, at_once_bytes=at_once_bytes)
         self._shown: list[Tensor] = []  # what all ranks have written down, of the bucket that is next
         self._start = 0  # of what follows the header, in words
         self._reached: WeakKeyDictionary[TreeAccumulator, Reached] = WeakKeyDictionary()
@@ -88,9 +86,6 @@ class BySharing(ByCollectives):
         """This rank's part of the elements of ``bucket``."""
         length = bucket.num_elements // self.group.size
         return slice(self.group.rank * length, (self.group.rank + 1) * length)
-
-    def _is_small(self, bucket: Bucket, plan: Sum) -> bool:
-        return sum(plan.counts) * bucket.nbytes <= self.at_once_bytes
 
     def _add_everything(self, bucket: Bucket, plan: Sum, scale: float, shown: Sequence[Tensor]) -> None:
         """Of what other ranks have written down, what ``add_up`` would overwrite is copied."""

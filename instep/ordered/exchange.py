@@ -56,6 +56,7 @@ class Transport(Protocol):
     """
 
     scratch: Scratch
+    at_once_bytes: int  # a bucket of which all roots together have no more is exchanged in fewer messages
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) int64 of every rank, in the CPU's memory: (W, length).

@@ -56,6 +56,15 @@ def ordered_exchange(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Te
     return content(bucket)
 
 
+def exchange_in_slices(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
+    """What instep does with what is not small."""
+    bucket = filled_bucket(group, own, sum(map(len, leaves)))
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange.transport.at_once_bytes = 0
+    exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
+    return content(bucket)
+
+
 def stacked_sum(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
     """Wrong: ``sum(0)`` adds in an order of its own."""
     rows = _gathered(group, tree_sum(list(own.values()), torch.add))

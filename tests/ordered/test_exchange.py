@@ -23,6 +23,7 @@ from tests.ordered.reductions import (
     Reduce,
     content,
     drawn_gradients,
+    exchange_in_slices,
     fill,
     filled_bucket,
     header_for,
@@ -61,7 +62,8 @@ def test_every_placement_gives_the_bits_of_one_process(size, backend):
 
 def every_placement_has_the_bits_of_one_process(mesh):
     for leaves in placements(mesh.world.size):
-        assert reduces_like_one_process(ordered_exchange, mesh.world.group, leaves), leaves
+        for exchange in (ordered_exchange, exchange_in_slices):
+            assert reduces_like_one_process(exchange, mesh.world.group, leaves), (leaves, exchange)
 
 
 @pytest.mark.parametrize(
