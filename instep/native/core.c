@@ -26,6 +26,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -135,13 +136,16 @@ struct group {
     int64_t *done, *sleepers;
     uint8_t *halves; /* two per rank */
     int64_t half_bytes;
-    int64_t spin_ns; /* for how long a wait spins now; 0: never */
+    int64_t spin_ns; /* for how long a wait spins now */
+    int64_t yields;  /* whether there are more ranks than cores */
 };
 
 /* To fall asleep and be woken takes some 20 us, on a virtual machine 100; to spin takes the core from a thread
  * that computes. So waits that end soon after the rank fell asleep let the next ones spin for longer, and long
- * ones, as for a rank that still computes, for less. */
-enum { LEAST_SPIN_NS = 15000, MOST_SPIN_NS = 120000, SOON_NS = 300000 };
+ * ones, as for a rank that still computes, for less. With more ranks than cores the awaited one may need this
+ * core: then to spin is to offer it to others again and again, and after long waits not to spin at all. */
+enum { LEAST_SPIN_NS = 15000, MOST_SPIN_NS = 120000, LEAST_YIELD_NS = 1000, MOST_YIELD_NS = 60000 };
+enum { SOON_NS = 300000 };
 
 static int64_t *posted(const struct group *g, int64_t rank) {
     return (int64_t *)(g->blocks + rank * g->block_bytes);
@@ -155,10 +159,11 @@ static int complete(const struct group *g, int64_t target) {
     return 1;
 }
 
-/* Whether a rank that has not come has said that it will not. */
+/* Whether a rank that has not come has said that it will not, or this one has left meanwhile. */
 static int deserted(const struct group *g, int64_t target) {
     for (int64_t rank = 0; rank < g->size; rank++)
-        if (LOAD(posted(g, rank)) < target && LOAD(posted(g, rank) + LINE / 8) != 0) return 1;
+        if ((rank == g->rank || LOAD(posted(g, rank)) < target) && LOAD(posted(g, rank) + LINE / 8) != 0)
+            return 1;
     return 0;
 }
 
@@ -172,9 +177,10 @@ static void post_round(const struct group *g, int64_t number) {
 
 static int spin_for_round(const struct group *g, int64_t number, int64_t until) {
     for (uint64_t turn = 1;; turn++) {
-        relax();
+        if (g->yields) sched_yield();
+        else relax();
         if (complete(g, number)) return THERE;
-        if (turn % 16 == 0 && now_ns() >= until) return MISSING;
+        if ((g->yields || turn % 16 == 0) && now_ns() >= until) return MISSING;
     }
 }
 
@@ -187,20 +193,24 @@ static int sleep_for_round(const struct group *g, int64_t number, int64_t sleep_
         if (!there && !deserted(g, number)) why = sleep_on(g->done, before, left_ns);
         __atomic_fetch_sub(g->sleepers, 1, __ATOMIC_SEQ_CST);
         if (there || complete(g, number)) return THERE;
-        if (deserted(g, number) || (why != EAGAIN && LOAD(g->done) == before)) return MISSING;
+        /* A wake may have been meant for the round before. */
+        if (why == EINTR || deserted(g, number)) return MISSING;
     }
     return MISSING;
 }
 
 static int await_round(struct group *g, int64_t number, int64_t sleep_ns) {
     if (complete(g, number)) return THERE;
-    int64_t began = g->spin_ns > 0 ? now_ns() : 0;
-    if (g->spin_ns > 0 && spin_for_round(g, number, began + g->spin_ns) == THERE) return THERE;
-    int found = sleep_for_round(g, number, sleep_ns);
-    if (g->spin_ns > 0) {
-        int64_t next = found == THERE && now_ns() - began < SOON_NS ? 2 * g->spin_ns : g->spin_ns / 2;
-        g->spin_ns = next < LEAST_SPIN_NS ? LEAST_SPIN_NS : next > MOST_SPIN_NS ? MOST_SPIN_NS : next;
-    }
+    int64_t began = now_ns(), least = g->yields ? LEAST_YIELD_NS : LEAST_SPIN_NS;
+    int64_t most = g->yields ? MOST_YIELD_NS : MOST_SPIN_NS;
+    int found = MISSING, spins = !g->yields || g->spin_ns > least;
+    if (spins) found = spin_for_round(g, number, began + g->spin_ns);
+    if (found == THERE && !g->yields) return THERE;
+    int slept = found == MISSING;
+    if (slept) found = sleep_for_round(g, number, sleep_ns);
+    int soon = found == THERE && now_ns() - began < SOON_NS;
+    int64_t next = !soon ? g->spin_ns / 2 : slept ? 2 * g->spin_ns : g->spin_ns;
+    g->spin_ns = next < least ? least : next > most ? most : next;
     return found;
 }
 
@@ -452,12 +462,12 @@ static int agreed(const struct reduction *r) {
 }
 
 static void plan_pieces(struct reduction *r) {
-    int64_t most = r->slot_bytes / LINE * LINE;
+    int64_t most = r->slot_bytes / LINE * LINE, alone = most; /* what one piece may have, and if it is the only one */
     if (r->by_slices) {
-        r->slice_bytes = r->slot_bytes / (r->group->size + 1) / LINE * LINE;
-        most = r->slice_bytes * r->group->size;
+        most = r->slot_bytes / (r->group->size + 1) / LINE * LINE * r->group->size;
+        alone = r->group->half_bytes / (r->group->size + 1) / LINE * LINE * r->group->size;
     }
-    r->pieces = r->nbytes > most ? (r->nbytes + 2 * most - 1) / (2 * most) * 2 : 1;
+    r->pieces = r->nbytes > alone ? (r->nbytes + 2 * most - 1) / (2 * most) * 2 : 1;
     int64_t whole = (r->nbytes + r->pieces - 1) / r->pieces, unit = r->by_slices ? LINE * r->group->size : LINE;
     r->piece_bytes = (whole + unit - 1) / unit * unit;
     if (r->by_slices) r->slice_bytes = r->piece_bytes / r->group->size;

@@ -38,6 +38,7 @@ class GroupView(ctypes.Structure):
         ("halves", c_void_p),
         ("half_bytes", c_int64),
         ("spin_ns", c_int64),
+        ("yields", c_int64),
     )
 
 

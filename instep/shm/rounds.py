@@ -59,7 +59,7 @@ class Rounds:
         self.flight = self.peers.flight
         self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
         self._spin_s = SPIN_S if shared.size <= num_cores else 0.0
-        shared.view.spin_ns = int(self._spin_s * _NS)
+        shared.view.spin_ns, shared.view.yields = int(SPIN_S * _NS), shared.size > num_cores
         self.reduction = shared.reduction()
         # Each begins with its neighbour, so that not all sleep on one word.
         self._others = [(shared.rank + i) % shared.size for i in range(1, shared.size)]
