@@ -20,13 +20,39 @@ from torch.autograd import profiler
 from instep.errors import InstepError, PeerLost, let_go
 
 
+class Once:
+    """A ``threading.Event`` that is set once: a bare lock, which takes a tenth of the time, also to wake."""
+
+    __slots__ = ("_is_set", "_lock")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Those who wait go on, one after the other."""
+        if not self._is_set:
+            self._is_set = True
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is set, ``timeout`` seconds at most; whether it is."""
+        if not self._is_set and self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            self._lock.release()
+        return self._is_set
+
+
 class Work:
     """One thing under way: not begun, running, done, or failed with ``error``."""
 
     def __init__(self, operation: str, awaited: bool = True) -> None:
         self.operation, self.awaited = operation, awaited
         self.error: BaseException | None = None
-        self.finished = threading.Event()
+        self.finished = Once()
 
     def done(self) -> bool:
         return self.finished.is_set()

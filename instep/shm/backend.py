@@ -144,15 +144,17 @@ class ShmGroup(ProcessGroup):
         self._now(op, lambda: found.append(collectives.expose(op, self._heap, tensors)))
         return found[0]
 
-    def show(self, write: Callable[[Tensor], object], count: int) -> list[Tensor]:
-        """Every rank's bytes, by rank, where it has written them in shared memory. Collective, one round.
+    def show(self, write: Callable[[Tensor], object], count: int) -> Tensor:
+        """Every rank's bytes, (W, HALF_BYTES), where it has written them. Collective, one round.
 
         ``write(x)`` puts this rank's into ``x``, of ``HALF_BYTES``. Of its first words, int64, all ranks have
         the same ``count``; the rest is for them to agree on. Not to be written to, and gone when this rank
         comes to the operation after the next one.
         """
-        found: list[list[Tensor]] = []
-        op = Operation(self._rounds, Call("all_gather", "int64", count), self.label or "all_gather")
+        found: list[Tensor] = []
+        op = Operation(
+            self._rounds, Call.of("all_gather", "int64", count, "", -1), self.label or "all_gather"
+        )
         self._now(op, lambda: found.append(collectives.show(op, write)))
         return found[0]
 

@@ -323,14 +323,14 @@ def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
     return slice(start, min(start + length, num_elements))
 
 
-def show(op: Operation, write: Callable[[Tensor], object]) -> list[Tensor]:
-    """``write(half)`` puts into this rank's half what it shows; the halves of all ranks, by rank.
+def show(op: Operation, write: Callable[[Tensor], object]) -> Tensor:
+    """``write(half)`` puts into this rank's half what it shows; the halves of all ranks, (W, HALF_BYTES).
 
     They stay so until this rank comes to the operation after the next one; none but its rank writes there.
     """
     write(op.rounds.mine())
     op.meet()
-    return [op.rounds.theirs(r) for r in range(op.rounds.size)]
+    return op.rounds.everyones()
 
 
 def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:

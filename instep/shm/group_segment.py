@@ -69,6 +69,7 @@ class GroupSegment:
         self.posted = [(block + _POSTED) // WORD for block in self._blocks]
         self._slots = [(block + _SLOTS, block + _SLOTS + _SLOT_STRIDE) for block in self._blocks]
         self._halves: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._by_round = self._memory.view(size, 2, HALF_BYTES).unbind(dim=1)
         self.core: Core | None = None
         self._own_core = core()
         base = self.words.address
@@ -108,6 +109,10 @@ class GroupSegment:
                 halves = self._memory.view(dtype).view(self.size, 2, -1)
                 self._halves[dtype] = [[halves[rank, k] for k in (0, 1)] for rank in range(self.size)]
         return self._halves[dtype]
+
+    def all_halves(self, number: int) -> Tensor:
+        """Those of all ranks in round ``number``, (W, HALF_BYTES) of bytes."""
+        return self._by_round[number & 1]
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on; every rank that waits for it is told why. The first reason counts."""

@@ -72,6 +72,10 @@ class Rounds:
         """The half of group rank ``rank`` in the round that has just been met; not to be written to."""
         return self.shared.halves(dtype)[rank][self.number & 1]
 
+    def everyones(self) -> Tensor:
+        """The halves of all ranks in the round that has just been met, (W, HALF_BYTES); for reading."""
+        return self.shared.all_halves(self.number)
+
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Come to the next round and wait for all others; ``label`` names the operation in errors."""
         shared, words = self.shared, self.shared.words

@@ -133,10 +133,14 @@ class SharedBuffers:
         self._differed: set[str] = set()  # alike on all ranks
 
     def look(self) -> int:
-        """A number, of 63 bits, for what this rank has now."""
+        """A number, of 63 bits, for what this rank has now; 0 for nothing."""
         self._seen = []
-        if any(module._buffers for module in self._registry.modules):
-            self._seen = [(name, x) for name, x in self.module.named_buffers() if not x.is_meta]
+        for module in self._registry.modules:
+            if module._buffers:
+                break
+        else:
+            return 0
+        self._seen = [(name, x) for name, x in self.module.named_buffers() if not x.is_meta]
         whole = hashlib.sha256()
         for name, x in self._seen:
             checksum = 0 if self._travels(name, x) else zlib.crc32(_values(x))

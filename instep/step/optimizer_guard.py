@@ -164,7 +164,7 @@ class GuardedParameter:
         self.owner = owner
         self.name = name
         self.position = position  # None: frozen when it was wrapped
-        self._reductions_used = reducer.num_reductions  # by the last optimizer step
+        self.reductions_used = reducer.num_reductions  # by the last optimizer step
         self._left: tuple[weakref.ref[Tensor], int] | None = None
 
     @property
@@ -178,13 +178,13 @@ class GuardedParameter:
         reducer = self.reducer()
         if reducer is None or self.position is None:
             return False
-        return reducer.num_reductions > self._reductions_used
+        return reducer.num_reductions > self.reductions_used
 
     @reduced.setter
     def reduced(self, now: bool) -> None:
         reducer = self.reducer()
         if reducer is not None:
-            self._reductions_used = reducer.num_reductions - now
+            self.reductions_used = reducer.num_reductions - now
 
     def problem(self, gradient: Tensor) -> str | None:
         """Why a step must not use ``gradient``, unless it is the same on all ranks; or None."""
@@ -467,10 +467,10 @@ def _doubts(
 ) -> list[Doubt]:
     """Those of the gradients, of parameters ``places``, that ``reducer`` may not have reduced."""
     found: list[Doubt] = []
-    some_local = any(reducer.local)
+    newest = -1 if any(reducer.local) else reducer.num_reductions
     for i in places:
         entry = entries[i]
-        if entry is None or (not some_local and entry.reduced):
+        if entry is None or (entry.reductions_used < newest and entry.position is not None):
             continue
         gradient = parameters[i].grad
         problem = None if gradient is None else entry.problem(gradient)

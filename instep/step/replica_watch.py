@@ -125,8 +125,9 @@ class ReplicaWatch:
         held = self._held()
         every = max(1, len(held) // AT_ONCE)
         crc, aside = 0, list[Tensor]()
+        visit, num_visits = steps // every, max(1, PERIOD // every)
         for _, x in held[steps % every :: every]:
-            first, last = _turn(x, steps // every, max(1, PERIOD // every))
+            first, last = _turn(x.numel(), x.itemsize, visit, num_visits)
             if x.is_cpu and x.is_contiguous():  # read where it lies: a view would take ten times as long
                 at = x.data_ptr() + first * x.itemsize
                 crc = zlib.crc32(ctypes.string_at(at, (last - first) * x.itemsize), crc)
@@ -140,8 +141,8 @@ class ReplicaWatch:
         return crc if late is None else zlib.crc32(late().numpy().data, crc)
 
 
-def _turn(x: Tensor, visit: int, num_visits: int) -> tuple[int, int]:
-    """The elements of ``x`` whose turn it is; all have had theirs after ``num_visits``."""
-    length = max(LEAST_BYTES // x.itemsize, -(-x.numel() // num_visits))
-    first = visit % max(1, -(-x.numel() // length)) * length
-    return first, min(first + length, x.numel())
+def _turn(length: int, itemsize: int, visit: int, num_visits: int) -> tuple[int, int]:
+    """The elements, of ``length``, whose turn it is; all have had theirs after ``num_visits``."""
+    piece = max(LEAST_BYTES // itemsize, -(-length // num_visits))
+    first = visit % max(1, -(-length // piece)) * piece
+    return first, min(first + piece, length)

@@ -282,7 +282,7 @@ def test_every_element_has_its_turn(num_elements: int, num_visits: int, dtype: t
     x = torch.empty(num_elements, dtype=dtype)
     seen = torch.zeros(num_elements, dtype=torch.bool)
     for visit in range(num_visits):
-        first, last = _turn(x, visit + 7, num_visits)
+        first, last = _turn(x.numel(), x.itemsize, visit + 7, num_visits)
         assert 0 <= first <= last <= num_elements
         seen[first:last] = True
     assert seen.all()
