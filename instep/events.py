@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
@@ -131,7 +131,8 @@ class Recorder:
         self.step = -1
         self.by_optimizer = True  # an optimizer's step ends the step; False: the caller of begin_step says so
         self.marks: DeviceMarks | None = None
-        self.watch: Callable[[str, bool], None] | None = None  # told when a span begins (True) and ends
+        self.watch: Callable[[str, bool], None] | None = None  # told when a span begins (True) and ends,
+        self.watched: Container[str] = ()  # of these names
         self._capacity = capacity
         self._ring = RingBuffer(capacity)
         self._lanes: dict[int, str] = {}  # by thread, of those that have one of their own
@@ -181,6 +182,14 @@ class Recorder:
         if self._lanes:
             lane = self._lanes.get(get_ident(), lane)
         self._ring.put(name, lane, start_ns, end_ns, num_bytes, self.step, leaf, bucket, peer)
+
+    def put_all(self, told: Iterable[tuple[str, int, int, int]], *, lane: str, bucket: int) -> None:
+        """Record several things that have ended: name, start, end, peer."""
+        if self._lanes:
+            lane = self._lanes.get(get_ident(), lane)
+        write, step = self._ring.put, self.step
+        for name, start_ns, end_ns, peer in told:
+            write(name, lane, start_ns, end_ns, 0, step, -1, bucket, peer)
 
     def begin_step(self, step: int) -> None:
         """From now on it is ``step``; the one before has ended, if it had begun."""
@@ -325,7 +334,7 @@ class Span:
         self.token = marks.begin() if marks is not None and lane == "compute" else None
         self.start_ns = time.monotonic_ns()
         # After the start was noted: who is told may take time, as a fault does that is slow in a phase.
-        if recorder.watch is not None:
+        if name in recorder.watched and recorder.watch is not None:
             recorder.watch(name, True)
         return self
 
@@ -340,7 +349,7 @@ class Span:
             return
         end_ns, recorder, name, lane = time.monotonic_ns(), self.recorder, self.name, self.on_lane
         recorder._open.discard(self.key)
-        if recorder.watch is not None:
+        if name in recorder.watched and recorder.watch is not None:
             recorder.watch(name, False)
         if self.token is not None and recorder.marks is not None:
             recorder.marks.end(self.token, (name, self.lane, recorder.step, self.leaf))
@@ -359,7 +368,7 @@ class Span:
         """It will not end, and leaves no event."""
         if self.start_ns:
             self.recorder._open.discard(self.key)
-            if self.recorder.watch is not None:
+            if self.name in self.recorder.watched and self.recorder.watch is not None:
                 self.recorder.watch(self.name, False)
 
 

@@ -85,6 +85,29 @@ def test_threads_with_a_lane_of_their_own_do_not_hide_each_other_s_spans():
     assert sorted(event.lane for event in recorder.events) == ["replica 0", "replica 1"]
 
 
+def test_several_things_that_have_ended_are_recorded_at_once():
+    recorder = Recorder(rank=2)
+    recorder.step = 4
+    with recorder.as_lane("replica 1"):
+        recorder.put_all([("queued", 1, 2, -1)], lane="communication", bucket=3)
+    recorder.put_all([("wait", 2, 5, 0), ("agree", 5, 6, -1)], lane="communication", bucket=7)
+    fields = [(x.lane, x.name, x.start_ns, x.end_ns, x.step, x.bucket, x.peer) for x in recorder.events]
+    assert fields == [
+        ("replica 1", "queued", 1, 2, 4, 3, -1),
+        ("communication", "wait", 2, 5, 4, 7, 0),
+        ("communication", "agree", 5, 6, 4, 7, -1),
+    ]
+
+
+def test_who_watches_is_told_of_the_spans_that_it_names():
+    recorder, told = Recorder(), []
+    recorder.watch, recorder.watched = lambda name, begins: told.append((name, begins)), {"forward"}
+    with recorder.span("forward", lane="compute"), recorder.span("data", lane="data"):
+        pass
+    recorder.span("forward", lane="compute").begin().cancel()
+    assert told == [("forward", True), ("forward", False)] * 2
+
+
 def test_a_step_reaches_from_its_begin_to_the_begin_of_the_next():
     recorder = Recorder()
     for step in (4, 5):

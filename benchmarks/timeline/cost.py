@@ -52,6 +52,8 @@ class Silent(Recorder):
 
     def put(self, name: str, start_ns: int, end_ns: int, **fields: Any) -> None: ...
 
+    def put_all(self, told: Any, **fields: Any) -> None: ...
+
     def begin_step(self, step: int) -> None:
         self.step = step
 

@@ -162,14 +162,11 @@ class OrderedAllReduce:
         ]
         last = max(range(self.group.size), key=launched.__getitem__)
         until_ns = min(max(begun_ns, launched[last]), agreed_ns)
-
-        def put(name: str, start_ns: int, end_ns: int, peer: int = -1) -> None:
-            self.recorder.put(name, start_ns, end_ns, lane="communication", bucket=mine.bucket, peer=peer)
-
-        put("queued", min(mine.ready_ns, begun_ns), begun_ns)
+        told = [("queued", min(mine.ready_ns, begun_ns), begun_ns, -1)]
         if last != self.group.rank and until_ns > begun_ns:
-            put("wait", begun_ns, until_ns, self.group.ranks[last])
-        put("agree", until_ns, agreed_ns)
+            told.append(("wait", begun_ns, until_ns, self.group.ranks[last]))
+        told.append(("agree", until_ns, agreed_ns, -1))
+        self.recorder.put_all(told, lane="communication", bucket=mine.bucket)
 
     def _meet(
         self, bucket: Bundle, header: Header, name: str, sent: Bucket | None = None, plan: Sum | None = None

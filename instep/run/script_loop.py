@@ -245,7 +245,7 @@ class ScriptLoop(Iterator[RunStep]):
             self.path = self._claim()
             training.join(run.mesh, wrappers=False)
         assert self.path is not None
-        run.mesh.recorder.watch = self.work.phases.watch
+        self.work.phases.follow(run.mesh.recorder)
         checkpoints = Checkpoints(self.path, training.config.timeout_s, training.heartbeat)
         self._generation = generation = Generation(
             training, self.path, checkpoints, self._memory, self._introduction

@@ -58,6 +58,10 @@ class SpanPhases:
         self._thread = threading.get_ident()
         self._open: list[str] = []
 
+    def follow(self, recorder: Recorder) -> None:
+        """Be told by ``recorder`` of the spans that say something."""
+        recorder.watch, recorder.watched = self.watch, PHASES
+
     def begin(self, phase: str = OWN) -> None:
         """A step begins, in the script's own code; or another ``phase``, in which waits alone are told."""
         self._open = [phase]

@@ -65,8 +65,7 @@ class StepWindow:
 
     def _sort_in(self, events: Iterable[Event]) -> None:
         begin, stop = self.start_ns, self.end_ns
-        for event in events:
-            start, end, name, lane = event.start_ns, event.end_ns, event.name, event.lane
+        for _, lane, name, start, end, _, _, _, _, peer in events:
             if start < begin:
                 start = begin
             if end > stop:
@@ -75,14 +74,14 @@ class StepWindow:
                 continue
             if lane == "communication":
                 if name == WAIT:
-                    self.late.append((start, end, event.peer))
+                    self.late.append((start, end, peer))
                 elif name != QUEUED:
                     self.travel.append((start, end))
                     if name == PARAMETER_GATHER:
                         self.gathers.append((start, end))
             elif lane == "host":
                 if name in WAITS:
-                    self.waits.append((start, end, name, event.peer))
+                    self.waits.append((start, end, name, peer))
                 elif name != STEP:
                     self.host.append((start, end, name))
                     self.on_device = self.on_device or name in ISSUED

@@ -73,7 +73,7 @@ class TextTraining:
             return
         self.injector.rank = mesh.rank
         training.join(mesh, wrappers=False)
-        mesh.recorder.watch = self.work.phases.watch
+        self.work.phases.follow(mesh.recorder)
 
     def begin(self) -> None:
         """Take what was built, as where no rank finds another state. Collective."""
@@ -90,7 +90,7 @@ class TextTraining:
     def join(self, mesh: Mesh) -> None:
         self.injector.rank = mesh.rank
         self.training.join(mesh, wrappers=True)
-        mesh.recorder.watch = self.work.phases.watch
+        self.work.phases.follow(mesh.recorder)
 
     def step(self) -> Made:
         """One optimizer step. Collective."""
