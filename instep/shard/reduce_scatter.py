@@ -33,13 +33,15 @@ from instep.comm.messages import Messages
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.process_group import Group
+from instep.native.library import core
+from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.ordered.exchange import OrderedAllReduce, mean_scale
 from instep.ordered.header import Header
 from instep.ordered.homes import ParameterShard
 from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat
 from instep.ordered.rounding import Stretch
-from instep.ordered.tree import Node, plan_sum
+from instep.ordered.tree import Node, Sum, plan_sum
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
@@ -379,11 +381,17 @@ def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: 
     """Make the sums of ``turn``; with a ``scale`` the root is all, and its mean the reduced gradient.
 
     The last sum is written where it is kept: what is kept of before stays at its number, so no other one is
-    read from there.
+    read from there. The native core, where it is there, makes a single one in one pass over memory.
     """
     before = bucket.num_kept
     sums = [*bucket.kept[:before], *values]
     homes = {value: bucket.keep(d) for d, value in enumerate(turn.kept)}
+    bucket.num_kept = len(turn.kept)
+    one_sum = len(homes) == 1 and not bucket.nodes.rounds
+    if one_sum and (scale is None or bucket.reduced is bucket.kept[0]) and core() is not None:
+        plan = Sum((), turn.adds, turn.sums, turn.kept[0])
+        add_up(sums, plan, 1.0 if scale is None else scale, [bucket.kept[0]], bucket.nodes, bucket.first)
+        return
     moved = {value for value in homes if value >= before}
     targets = [sums[left] for left, _ in turn.adds]
     if turn.adds and (last := turn.adds[-1][0]) in moved:
@@ -404,7 +412,6 @@ def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: 
                 home[piece].copy_(terms[value])
             if scale is not None and bucket.reduced is not home:
                 bucket.reduced[piece].copy_(home[piece])
-    bucket.num_kept = len(turn.kept)
 
 
 def _add_before(carried: Tensor, values: Sequence[Tensor]) -> None:
