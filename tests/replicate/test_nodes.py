@@ -154,6 +154,15 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_one(nodes: NodeFormat) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (3, 2)])
+def test_ranks_of_several_hosts_give_the_bits_of_one(
+    nodes: NodeFormat, num_hosts: int, num_local: int
+) -> None:
+    with hosts(*evenly(num_hosts, num_local)):
+        world(num_hosts * num_local)(gives_the_bits_of_one)(nodes=nodes)
+
+
+@EVERY
 @world(3)
 def test_a_server_gives_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
     module = filled(Wide())
