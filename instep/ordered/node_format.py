@@ -217,7 +217,6 @@ class Int8Nodes(RoundedNodes):
         edges = [int(x) for x in self._block_of[:: slice_length // GRANULE]] + [int(self._block_of[-1]) + 1]
         most = max(after - before for before, after in pairwise(edges))
         self._wire_length = slice_length + round_up(most * SCALE_BYTES, GRANULE)
-
         of_one = self._block_of.view(-1, BLOCK_ELEMENTS // GRANULE)  # which stand between two edges of slices
         self._is_whole = (of_one == of_one[:, :1]).all(1).cpu()
         self._gaps = _gaps(stretches, slice_length * num_slices)
@@ -226,12 +225,13 @@ class Int8Nodes(RoundedNodes):
     def wire_dtype(self) -> torch.dtype:
         return torch.uint8
 
-    def clear(self, x: Tensor) -> None:
-        torch._foreach_zero_([x[begin:end] for begin, end in self._gaps])
-
     @property
     def wire_length(self) -> int:
         return self._wire_length
+
+    def clear(self, x: Tensor) -> None:
+        if self._gaps:
+            torch._foreach_zero_([x[begin:end] for begin, end in self._gaps])
 
     def _round(self, x: Tensor, node: Node, first: int) -> None:
         rows, block_of = self._rows(x, first)
@@ -257,7 +257,7 @@ class Int8Nodes(RoundedNodes):
         blocks = slice(first // BLOCK_ELEMENTS, (first + len(x)) // BLOCK_ELEMENTS)
         width = BLOCK_ELEMENTS if self._is_whole[blocks].all() else GRANULE
         block_of = self._block_of[first // GRANULE : (first + len(x)) // GRANULE : width // GRANULE]
-        return x.view(-1, width), block_of - block_of[0]
+        return x.view(-1, width), (block_of - block_of[0]).long()
 
     def _scales_of(self, row: Tensor, start: int, first: int) -> Tensor:
         """Those of a slice that travels, from that of element ``start`` on."""
@@ -382,4 +382,4 @@ def _block_of(stretches: Sequence[Stretch], num_elements: int) -> Tensor:
                 begins.discard(inside)
     granules = torch.arange(0, num_elements, GRANULE, device="cpu")
     edges = torch.tensor(sorted(begins), dtype=torch.int64, device="cpu")
-    return torch.searchsorted(edges, granules, right=True) - 1
+    return (torch.searchsorted(edges, granules, right=True) - 1).to(torch.int32)

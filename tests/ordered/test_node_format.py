@@ -150,6 +150,23 @@ def test_random_bits_of_neighbours_nodes_and_parameters_have_nothing_in_common()
     assert ((counts - n / 256) ** 2 / (n / 256)).sum() < 330  # chi square of 255 degrees: 1 in 1000
 
 
+@EVERY
+@pytest.mark.parametrize("sizes", [(4096,), (8192, 4096), (4100, 30)])
+def test_what_lies_between_parameters_has_no_say_once_it_is_cleared(
+    nodes: NodeFormat, sizes: tuple[int, ...]
+) -> None:
+    expected = rounded(drawn(sizes), nodes)
+    (bucket,) = make_buckets(drawn(sizes), [range(len(sizes))], 1, ordered=True, nodes=nodes)
+    bucket.begin_nodes(1, STEP, 0)
+    bucket.home.fill_(1e9)
+    for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
+        view.copy_(drawn(sizes)[slot.position])
+    bucket.nodes.clear(bucket.home)
+    bucket.nodes.round(bucket.home, NODE)
+    for view, value in zip(bucket.views(bucket.home), expected, strict=True):
+        assert view.numpy().tobytes() == value.numpy().tobytes()
+
+
 def test_in_float32_nothing_is_done() -> None:
     (bucket,) = make_buckets(drawn(), [range(len(SIZES))], 3, ordered=True)
     home = bucket.home.normal_()
