@@ -245,3 +245,12 @@ def test_a_gradient_that_is_not_finite_is_seen_after_the_exchange(nodes: NodeFor
         (loss * (odd if micro_batch.index == 2 else 1.0)).backward()
     assert not np.isfinite(float(instep.clip_grad_norm_(model.parameters(), 1.0)))
     model.close()
+
+
+@EVERY
+@world(2)
+def test_a_comparison_with_one_process_allows_for_rounding(mesh: Mesh, nodes: NodeFormat) -> None:
+    model = DataParallel(filled(Wide()), process_group=mesh, find_unused_parameters=True, **words(nodes))
+    x = data(MicroBatch(mesh.rank, 2), 0)
+    model.verify(x, lambda net, batch: net(batch, True).square().mean()).raise_for_error()
+    model.close()
