@@ -14,8 +14,8 @@ from instep.native import build, library
 
 STRESS = Path(__file__).with_name("stress.c")
 SANITIZERS = ("thread", "address,undefined")
-# What the stress has to notice: slots that are written to again too early, in the middle and at the end; words
-# that order nothing.
+# What the stress has to notice: slots that are written to again too early, in the middle and at the end;
+# words that order nothing.
 PLANTED = {
     "two slots": ("(piece % 4) / 2) & 1", "0) & 1"),
     "no room at the end": ("if ((r->rounds & 1) != last_half) r->rounds += 1;", ""),

@@ -148,12 +148,6 @@ def test_five_ranks_give_the_bits_of_one_in_messages(mesh: Mesh, nodes: NodeForm
 
 
 @EVERY
-def test_two_hosts_of_two_ranks_give_the_bits_of_one(nodes: NodeFormat) -> None:
-    with hosts(*evenly(2, 2)):
-        world(4)(gives_the_bits_of_one)(nodes=nodes)
-
-
-@EVERY
 @pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (3, 2)])
 def test_ranks_of_several_hosts_give_the_bits_of_one(
     nodes: NodeFormat, num_hosts: int, num_local: int

@@ -1,4 +1,4 @@
-"""Drawn programs of operations, one after the other on the same halves: each gives what its definition says."""
+"""Drawn programs of operations, one after the other on the same halves: each gives what it is defined as."""
 
 from __future__ import annotations
 
