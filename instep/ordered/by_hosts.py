@@ -58,7 +58,7 @@ class ByHosts(ByMessages):
         rows = torch.empty(group.num_hosts, near.size * len(row), dtype=row.dtype, device=row.device)
         own = rows[group.host]
         with group.operation(name):
-            own.copy_(self._sharing.meet(row, name, bucket, plan).view(-1))
+            own.view(near.size, len(row)).copy_(self._sharing.meet(row, name, bucket, plan))
             if group.place == SPEAKER:
                 self._across([[own]] * len(self._others), [[rows[host]] for host in self._others], name)
             near.broadcast(rows, name, root=SPEAKER)

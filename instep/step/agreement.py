@@ -135,7 +135,7 @@ class SharedBuffers:
     def look(self) -> int:
         """A number, of 63 bits, for what this rank has now; 0 for nothing."""
         self._seen = []
-        for module in self._registry.modules:
+        for _, module in self._registry.named_modules:
             if module._buffers:
                 break
         else:

@@ -257,14 +257,13 @@ class DeclaredStep:
         require_no_gradients(self.reducer.names, self.reducer.parameters)
         self.unregistered.begin()
         self.written.begin([*self.registry.trainable, *self.registry.frozen])
-        # The kernel of batch norm writes its statistics without counting a version.
-        buffers = [(name, x) for name, x in self.module.named_buffers() if x.is_floating_point()]
-        self._statistics = [(name, x, x.detach().clone()) for name, x in buffers]
         self._buffers: list[tuple[str, nn.Module, str]] = []
-        for name, module in self.module.named_modules():
-            self._buffers += [
-                (f"{name}.{key}".lstrip("."), module, key) for key, _ in module._buffers.items()
-            ]
+        statistics: dict[int, tuple[str, Tensor]] = {}
+        for name, module in self.registry.named_modules:
+            for key, buffer in module._buffers.items():
+                self._buffers.append((f"{name}.{key}".lstrip("."), module, key))
+                if buffer is not None and buffer.is_floating_point():
+                    statistics.setdefault(id(buffer), (self._buffers[-1][0], buffer))
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "
@@ -272,6 +271,8 @@ class DeclaredStep:
                     "micro-batch by itself, GroupNorm or LayerNorm, or plain backward outside of "
                     "micro_batches()"
                 )
+        # The kernel of batch norm writes its statistics without counting a version.
+        self._statistics = [(name, x, x.detach().clone()) for name, x in statistics.values()]
 
     @property
     def _is_on_cpu(self) -> bool:

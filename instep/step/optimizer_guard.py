@@ -46,7 +46,7 @@ class ParameterRegistry:
 
     At construction they are written down. ``check`` compares, in about half a microsecond per submodule. So
     does ``check_forward``, where ``torch.func.functional_call`` may show others, for the one call.
-    ``modules`` are all in the model, as of the last ``check``.
+    ``named_modules`` are those of the model, as of the last ``check``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -103,12 +103,12 @@ class ParameterRegistry:
 
     def _remember(self) -> None:
         # The modules are kept, so that no new one can have the id of an old one.
-        self.modules = list(self.module.modules())
+        self.named_modules = list(self.module.named_modules())
         self._remembered = self._ids()
 
     def _ids(self) -> list[int]:
         """Of all parameters and modules, in the order of their owners."""
-        owned = [x for module in self.modules for x in (module._parameters, module._modules)]
+        owned = [x for _, module in self.named_modules for x in (module._parameters, module._modules)]
         return [id(x) for named in owned for x in named.values()]
 
 
