@@ -79,6 +79,7 @@ UNORDERED = Placement("control: `--parallel.no-ordered`", ParallelConfig(ordered
 def main() -> int:
     wanted = arguments()
     began = time.monotonic()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="instep-nodes-") as directory:
         folder = Path(directory)
         text = folder / "text"  # a copy: somebody may be editing
@@ -257,7 +258,6 @@ def root_of(bucket: Bucket, leaves: Tensor, step: int) -> Tensor:
 
 def cost() -> list[dict[str, Any]]:
     """What it takes to round a node, and to make it ready for its way, beside adding two in float32."""
-    torch.set_num_threads(1)
     x, y = torch.randn(TIMED_ELEMENTS), torch.randn(TIMED_ELEMENTS)
     found: dict[str, list[tuple[float, float, float]]] = {}
     buckets = {str(nodes): filled_bucket(TIMED_ELEMENTS, nodes) for nodes in FORMATS}
