@@ -15,8 +15,8 @@ one leaf a rank (a slice for each place on a host, a part of it for each host):
      each sends its part to the same place on the other host, and writes the slice into the buckets of its own
 
 A host sends 2 S (H-1)/H bytes of a bucket of S bytes if its leaves make one root, whatever L is, and
-(r + 1) S (H-1)/H if they make r; by messages it would be L times as much where W is large. Headers too: the
-ranks of a host collect theirs in shared memory, and one message to each other host has them all.
+(r + 1) S (H-1)/H if they make r; by messages, with as many roots on each rank, it is L times as much. Headers
+too: the ranks of a host collect theirs in shared memory, and one message to each other host has them all.
 
 H: hosts. L: ranks on each; W = H L. Rank h L + i is at place i on host h.
 """
