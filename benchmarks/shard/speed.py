@@ -59,7 +59,9 @@ def replicated(shared: SharedModel, backend: str) -> tuple[nn.Module, Optimizer]
 def sharded(shared: SharedModel, backend: str, *, one_copy: bool = False) -> tuple[nn.Module, Optimizer]:
     module = copy.deepcopy(shared.module)
     group = shared.world.group(backend)
-    model = instep.DataParallel(module, process_group=group, bucket_cap_mb=BUCKET_MB[backend], init_sync=False)
+    model = instep.DataParallel(
+        module, process_group=group, bucket_cap_mb=BUCKET_MB[backend], init_sync=False
+    )
     return model, instep.ShardedOptimizer(module.parameters(), AdamW, group, one_copy=one_copy, **OPTIONS)
 
 

@@ -19,8 +19,8 @@ least there is for a result that every rank holds. Two rounds: "my numbers are t
 and so on, on whichever rank and however fast: the same bits on every rank and in every run. Half-precision
 numbers are added in float32 and rounded once at the end.
 
-Where all ranks have the native core, sums, means and products of float32 and float64 go the same ways in C, in
-smaller pieces of which two are under way (``native/core.c``), with the same bits.
+Where all ranks have the native core, sums, means and products of float32 and float64 go the same ways in C,
+in smaller pieces of which two are under way (``native/core.c``), with the same bits.
 
 Tensors are flat and contiguous. Lists have one entry per group rank.
 """
