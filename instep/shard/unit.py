@@ -182,7 +182,7 @@ class Unit(FlatParameters):
     def share(self, operation: str) -> bool:
         """The masters are new: what was gathered is out of date. Nothing is sent."""
         self.free(changed=True)
-        self._buffers.clear()  # between steps other things need memory
+        self._buffers.rest()  # between steps other things may need the memory
         self.generation += 1
         return False
 

@@ -62,6 +62,19 @@ def test_small_buffers_come_from_the_allocator(nbytes: int) -> None:
     assert pool.free_bytes == 0
 
 
+def test_buffers_that_rest_are_taken_again_and_may_be_written_to() -> None:
+    pool = BufferPool()
+    buffer = pool.take(SIZE, CPU)
+    place = buffer.data_ptr()
+    pool.give_back(buffer)
+    del buffer
+    pool.rest()
+    assert pool.free_bytes == SIZE
+    buffer = pool.take(SIZE, CPU)
+    assert buffer.data_ptr() == place
+    assert (buffer.fill_(3) == 3).all()
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_memory_is_the_system_s_again_after_clear_or_with_its_last_view(left: bool) -> None:
     pool, size = BufferPool(), 128 * MAPPED_BYTES
@@ -97,8 +110,10 @@ def test_units_take_each_other_s_buffers_but_not_those_that_have_views(mesh: Mes
     one.free()
     assert _place(other) != places[0]
     assert torch.equal(kept, values)
+    place = _place(other)
     one.share("new values")
-    assert pool.free_bytes == 0
+    assert pool.free_bytes > 0
+    assert [_place(unit) for unit in (one, other)] == [place] * 2
     for unit in (one, other):
         unit.group.close()
 
