@@ -134,7 +134,8 @@ def rounded(config: Config, nodes: NodeFormat, layout: ParallelConfig | None = N
 
 
 def completed(config: Config) -> None:
-    code = train(config, config.ranks)
+    processes = 1 if config.parallel.strategy == "threads" else config.ranks
+    code = train(config, processes)
     if code != DONE:
         raise RuntimeError(f"expected a run that ends with code {DONE}, got {code}")
 
