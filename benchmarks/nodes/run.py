@@ -306,7 +306,7 @@ def loss_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             {
                 "format": str(nodes),
                 "a step sends(S)": results["bytes"].get(nodes.nodes),
-                **{f"seed {seed}": loss for seed, loss in own.items()},
+                **{f"seed {seed}": f"{loss:.4f}" for seed, loss in own.items()},
                 "over float32's": statistics.median(apart),
                 "largest": max(apart, key=abs),
             }
@@ -332,7 +332,7 @@ def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     prepare(folder, HERE)
     write_json(folder / "results.json", results, command=COMMAND)
     rows = loss_rows(results)
-    ends = {row["format"]: [v for k, v in row.items() if k.startswith("seed ")] for row in rows}
+    ends = {row["format"]: [float(v) for k, v in row.items() if k.startswith("seed ")] for row in rows}
     bars(
         [
             {"name": name, "median": statistics.median(own), "low": min(own), "high": max(own)}
