@@ -187,7 +187,7 @@ class Peers:
         missing: Callable[[], Collection[int]] | None,
     ) -> None:
         began = time.monotonic()
-        posted = relayed = False
+        posted = relayed = doubted = False
         stops = _StopClock()
         while not self._slice(work, operation, began, limit_s, on_gpu):
             if self.given_up:
@@ -199,6 +199,9 @@ class Peers:
             dead = _gone(seen)
             if stopped := stops.longer_than(STOPPED_S, seen):
                 raise self._stopped(operation, time.monotonic() - began, stopped)
+            if dead and absent is None and not doubted:
+                doubted = True  # it may have ended well, and what it has sent comes over others still
+                continue
             waited_s = time.monotonic() - began
             if dead or (waited_s > limit_s and absent != []):
                 raise self._lost(operation, waited_s, limit_s, None, dead, absent)

@@ -277,6 +277,15 @@ def test_a_dead_rank_ends_the_wait_long_before_the_deadline():
     assert (lost.value.ranks, lost.value.operation) == ((1,), OPERATION)
 
 
+def test_what_a_rank_has_sent_before_it_ended_is_waited_for():
+    with a_child() as process:
+        peer = peer_of(process)
+        ended_but_not_reaped(process)
+        work = Work(1)
+        a_table(peer, timeout_s=1000).wait(work, OPERATION)
+    assert work.num_slices == 0
+
+
 def test_a_rank_that_dies_while_others_wait_is_found():
     with a_child() as process:
 
