@@ -67,12 +67,13 @@ class ByCollectives:
     def _gather_everything(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         """All roots come to all ranks, whole, in one message; each adds them up."""
         nodes, size, most = bucket.nodes, self.group.size, max(plan.counts)
-        length = nodes.wire_length * size
-        memory = self.scratch.take((size + 1) * most * length, nodes.wire_dtype, bucket.device)
-        sent, received = memory[: most * length], memory[most * length :]
-        for (_, root), row in zip(bucket.counter.roots, sent.split(length), strict=False):
+        roots, length = [root for _, root in bucket.counter.roots], nodes.wire_length * size
+        alone = most == len(roots) == 1  # then it can be sent from where it is
+        memory = self.scratch.take((size + (not alone)) * most * length, nodes.wire_dtype, bucket.device)
+        received, sent = memory[: size * most * length], memory[size * most * length :]
+        for root, row in zip(roots, sent.split(length) if len(sent) else (), strict=False):
             nodes.encode(root, out=row)
-        self.group.all_gather(received, sent, name)
+        self.group.all_gather(received, nodes.encode(roots[0]) if alone else sent, name)
         rows = received.view(size, most, length)
         values = [nodes.decode(rows[r, i]) for r, count in enumerate(plan.counts) for i in range(count)]
         add_up(values, plan, scale, [bucket.home], nodes)

@@ -97,14 +97,16 @@ def test_the_tree_over_k_micro_batches_takes_log2_of_k_more_gradients(num_leaves
 
 
 @world(2)
-def test_over_messages_a_rank_receives_half_a_gradient_from_each(mesh):
+@pytest.mark.parametrize(("at_once_bytes", "received"), [(0, 0.5), (1 << 30, 2)])
+def test_over_messages_a_rank_receives_half_a_gradient_or_small_ones_whole(mesh, at_once_bytes, received):
     module = Tied()
     model = DataParallel(module, process_group=mesh)
+    model._reducer.exchange.transport.at_once_bytes = at_once_bytes
     step(model, module, 2)
     found = memory_usage(module, model=model)
     model.close()
     assert found.gradients == pytest.approx(WEIGHTS, abs=2 * ALIGN + OVERHEAD)
-    assert found.scratch == pytest.approx(WEIGHTS, abs=2 * ALIGN + OVERHEAD)
+    assert found.scratch == pytest.approx(received * WEIGHTS, abs=4 * ALIGN + OVERHEAD)
 
 
 @world(3)
