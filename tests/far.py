@@ -6,6 +6,7 @@ sends it messages.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,15 +19,36 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.peers import Peer, own_peer
 
 
+class _Made:
+    """The hosts that are made up now, and how many threads are in a block with them."""
+
+    lock = threading.Lock()
+    users = 0
+    patch: Any = None
+
+
 @contextmanager
 def hosts(*of_rank: int) -> Iterator[None]:
-    """Groups that are made in the block, in whatever thread, have rank r on host number ``of_rank[r]``."""
+    """Groups that are made in the block, in whatever thread, have rank r on host number ``of_rank[r]``.
+
+    Ranks that are threads may all enter it, with the same hosts: the last one to leave ends it.
+    """
 
     def elsewhere(rank: int, *flight: Any) -> Peer:
         return replace(own_peer(rank, *flight), host=f"host {of_rank[rank]}")
 
-    with mock.patch.object(process_group, "own_peer", elsewhere):
+    with _Made.lock:
+        if not _Made.users:
+            _Made.patch = mock.patch.object(process_group, "own_peer", elsewhere)
+            _Made.patch.start()
+        _Made.users += 1
+    try:
         yield
+    finally:
+        with _Made.lock:
+            _Made.users -= 1
+            if not _Made.users:
+                _Made.patch.stop()
 
 
 def evenly(num_hosts: int, num_local: int) -> list[int]:
