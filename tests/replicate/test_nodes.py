@@ -148,7 +148,7 @@ def test_five_ranks_give_the_bits_of_one_in_messages(mesh: Mesh, nodes: NodeForm
 
 
 @EVERY
-@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_ranks_of_several_hosts_give_the_bits_of_one(
     nodes: NodeFormat, num_hosts: int, num_local: int
 ) -> None:

@@ -107,6 +107,7 @@ def test_two_ranks_give_the_bits_of_one_in_every_stage(mesh: Mesh, nodes: NodeFo
         assert_bits_of_one(mesh, nodes, stage)
 
 
+@pytest.mark.slow
 @EVERY
 @world(5)
 def test_five_ranks_give_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
@@ -126,6 +127,7 @@ def test_shard_groups_give_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> Non
     assert_bits_of_one(mesh, nodes, 2)
 
 
+@pytest.mark.slow
 @EVERY
 @world(6, dp=2, shard=3)
 def test_shard_groups_of_three_give_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
