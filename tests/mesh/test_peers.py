@@ -26,6 +26,7 @@ from instep.mesh.peers import RECORD_BYTES, Peer, Peers, is_alive, own_peer
 
 ME = own_peer(0)
 OPERATION = "the exchange of bucket 3"
+PATIENT_S = 0.5  # of which a tenth is for the answers of a store
 
 
 @contextmanager
@@ -373,8 +374,9 @@ def test_of_ranks_that_wait_for_the_same_one_one_shows_where_all_stand(posted, t
     for rank, later_s in posted.items():
         status_store.post(StatusRow(rank, IN, OPERATION, 5, since=began + later_s))
     hidden = [replace(ME, rank=rank, host="another") for rank in (1, 2, 3, 4)]
+    of_all = a_table(*hidden, timeout_s=PATIENT_S, status_store=status_store, flight=flight)
     with pytest.raises(PeerLost, match="Look there for other code") as lost:
-        a_table(*hidden, status_store=status_store, flight=flight).wait(Work(float("inf")), OPERATION)
+        of_all.wait(Work(float("inf")), OPERATION)
     _, *table = str(lost.value).splitlines()
     assert lost.value.ranks[-1] == 4
     if teller == 0:
@@ -391,7 +393,7 @@ def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed()
     near = replace(own_peer(1, silent), rank=1)
     far = replace(ME, rank=2, host="another")
     with pytest.raises(PeerLost):
-        a_table(near, far, status_store=status_store, flight=in_operation()).wait(
+        a_table(near, far, timeout_s=PATIENT_S, status_store=status_store, flight=in_operation()).wait(
             Work(float("inf")), OPERATION
         )
     posted = status_store.read(1)
