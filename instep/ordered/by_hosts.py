@@ -23,17 +23,15 @@ H: hosts. L: ranks on each; W = H L. Rank h L + i is at place i on host h.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from instep.comm.messages import Messages
 from instep.errors import PeerLost
 from instep.mesh.host_group import HostGroup
-from instep.ordered.add_up import add_up, add_up_to_send
+from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket
-from instep.ordered.by_messages import ByMessages
+from instep.ordered.by_messages import ByMessages, OwnedSlices, Parts
 from instep.ordered.by_sharing import BySharing
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum, by_host
@@ -60,7 +58,8 @@ class ByHosts(ByMessages):
         with group.operation(name):
             own.view(near.size, len(row)).copy_(self._sharing.meet(row, name, bucket, plan))
             if group.place == SPEAKER:
-                self._across([[own]] * len(self._others), [[rows[host]] for host in self._others], name)
+                sent = {host: [own] for host in self._others}
+                self._across(sent, {host: [rows[host]] for host in self._others}, name)
             near.broadcast(rows, name, root=SPEAKER)
         return rows.view(group.size, len(row))
 
@@ -68,67 +67,30 @@ class ByHosts(ByMessages):
         if bucket.device.type != "cpu":
             super().reduce(bucket, plan, scale, name)
             return
-        group, near, nodes = self.group, self.near, bucket.nodes
+        group, near = self.group, self.near
         subtrees, across = by_host(plan, group.num_local)
         with group.operation(name):
             reached = self._sharing.reach(bucket, plan, name)
             assert reached is not None, "buckets are allocated by their group"
             _, values, homes = reached
-            first = self._first(bucket, 0)
+            first = group.place * group.num_hosts * bucket.slice_length  # every host owns a part of a slice
             roots = []
             for subtree in subtrees[group.host]:
                 members = [values[member] for member in subtree.members]
                 roots.append(members[subtree.plan.root])
                 if subtree.plan.adds:
-                    add_up(members, subtree.plan, 1.0, [roots[-1]], nodes, first)
-            parts = [root.split(bucket.slice_length) for root in roots]
-            terms = self._collect(bucket, parts, across.counts, name)
+                    add_up(members, subtree.plan, 1.0, [roots[-1]], bucket.nodes, first)
             own = homes[group.place]
-            self._give(bucket, terms, across, scale, own, name)
+            slices = OwnedSlices(bucket, own, group.host, first, self.scratch)
+            slices.reduce(roots, across, scale, lambda sent, received: self._across(sent, received, name))
             for home in homes[: group.place] + homes[group.place + 1 :]:
                 home.copy_(own)
             near.barrier(name)
 
-    def _collect(
-        self, bucket: Bucket, parts: Sequence[Sequence[Tensor]], counts: Sequence[int], name: str
-    ) -> list[Tensor]:
-        """This host's part of the roots of all hosts; ``parts[k][h]`` is host h's of root k of this host."""
-        nodes, here = bucket.nodes, self.group.host
-        num_received = sum(counts) - counts[here]
-        rows = self.scratch.take(num_received * nodes.wire_length, nodes.wire_dtype, bucket.device)
-        received = iter(rows.view(-1, nodes.wire_length))
-        came = {host: [next(received) for _ in range(counts[host])] for host in self._others}
-        sent = [
-            [nodes.encode(part[host], self._first(bucket, host)) for part in parts] for host in self._others
-        ]
-        self._across(sent, list(came.values()), name)
-        own_first = self._first(bucket, here)
-        terms = {host: [nodes.decode(row, own_first) for row in its] for host, its in came.items()}
-        terms[here] = [part[here] for part in parts]
-        return [term for host in sorted(terms) for term in terms[host]]
-
-    def _give(
-        self, bucket: Bucket, terms: Sequence[Tensor], across: Sum, scale: float, home: Tensor, name: str
-    ) -> None:
-        """This host's part of the sum of ``terms`` to all hosts; and theirs, all into ``home``, a slice."""
-        nodes, here = bucket.nodes, self.group.host
-        gathered = nodes.gathered(home, self.scratch)
-        rows = gathered.split(nodes.wire_length)
-        add_up_to_send(terms, across, scale, nodes, self._first(bucket, here), rows[here])
-        self._across([[rows[here]]] * len(self._others), [[rows[host]] for host in self._others], name)
-        nodes.decode_mean(gathered, scale, home, self._first(bucket, 0))
-
-    def _first(self, bucket: Bucket, host: int) -> int:
-        """The first element of the part of this place's slice that ``host`` owns."""
-        return (self.group.place * self.group.num_hosts + host) * bucket.slice_length
-
-    def _across(
-        self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], name: str
-    ) -> None:
-        """To this rank's place on each of the other hosts, and from there: all that a link carries."""
-        at = [self.group.at(host) for host in self._others]
-        sends = [(x, rank) for xs, rank in zip(sent, at, strict=True) for x in xs]
-        receives = [(x, rank) for xs, rank in zip(received, at, strict=True) for x in xs]
+    def _across(self, sent: Parts, received: Parts, name: str) -> None:
+        """By host, to this rank's place there, and from there: all that a link carries."""
+        sends = [(x, self.group.at(host)) for host, xs in sent.items() for x in xs]
+        receives = [(x, self.group.at(host)) for host, xs in received.items() for x in xs]
         messages = Messages(self.group.pg, self.group.ranks)
 
         def exchange() -> None:

@@ -1,14 +1,24 @@
-"""Slices travel in messages from rank to rank: over gloo, whose all-to-all uses a link one way at a time."""
+"""Slices travel in messages from rank to rank: over gloo, whose all-to-all uses a link one way at a time.
+
+Own slices are added where they lie; those of the others are received, and the sum is sent back to all.
+"""
 
 from __future__ import annotations
 
-from instep.comm import direct
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
 from instep.comm.messages import Messages
-from instep.comm.perform import perform
 from instep.ordered.add_up import add_up_to_send
 from instep.ordered.buckets import Bucket
 from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
+
+Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
+"""By owner, what is sent to it, or comes from it."""
 
 
 class ByMessages(ByCollectives):
@@ -18,33 +28,52 @@ class ByMessages(ByCollectives):
         if bucket.device.type != "cpu" or self._is_small(bucket, plan):
             super().reduce(bucket, plan, scale, name)
             return
-        # In one piece, because the thread that waits for messages is another one.
-        self.group.run(lambda: self._exchange(bucket, plan, scale), name)
+        messages = Messages(self.group.pg, self.group.ranks)
+        whole = OwnedSlices(bucket, bucket.home, self.group.rank, 0, self.scratch)
+        roots = [root for _, root in bucket.counter.roots]
 
-    def _exchange(self, bucket: Bucket, plan: Sum, scale: float) -> None:
-        """Own slices are added where they lie; those of the others are received, and the sum is sent back."""
-        group, nodes, length = self.group, bucket.nodes, bucket.slice_length
-        others = [(group.rank + k) % group.size for k in range(1, group.size)]
-        messages = Messages(group.pg, group.ranks)
-        own_roots = [root for _, root in bucket.counter.roots]
-        num_received = sum(plan.counts) - len(own_roots)
-        memory = self.scratch.take(num_received * nodes.wire_length, nodes.wire_dtype, bucket.device)
+        def together(sent: Parts, received: Parts) -> None:
+            messages.together(_in_turn(sent), _in_turn(received))
+
+        # In one piece, because the thread that waits for messages is another one.
+        self.group.run(lambda: whole.reduce(roots, plan, scale, together), name)
+
+
+class OwnedSlices:
+    """Elements of ``bucket`` from ``first`` on, in slices of which owner number o owns that number o.
+
+    ``home`` is their place in the bucket's home, and this rank is owner number ``own``.
+    """
+
+    def __init__(self, bucket: Bucket, home: Tensor, own: int, first: int, scratch: Scratch) -> None:
+        self.bucket, self.home, self.own, self.first, self.scratch = bucket, home, own, first, scratch
+
+    def reduce(
+        self, roots: Sequence[Tensor], plan: Sum, scale: float, together: Callable[[Parts, Parts], None]
+    ) -> None:
+        """``home`` becomes the sum, by ``plan``, of the ``roots`` of all owners, times ``scale``.
+
+        ``together(sent, received)`` sends and receives by owner, and returns when all is done.
+        """
+        nodes, num_owners, length = self.bucket.nodes, len(plan.counts), self.bucket.slice_length
+        others = [(self.own + k) % num_owners for k in range(1, num_owners)]
+        firsts = [self.first + owner * length for owner in range(num_owners)]
+        slices = [root.split(length) for root in roots]
+        memory = self.scratch.take(
+            (sum(plan.counts) - len(roots)) * nodes.wire_length, nodes.wire_dtype, self.bucket.device
+        )
         rows = iter(memory.view(-1, nodes.wire_length))
         came = {source: [next(rows) for _ in range(plan.counts[source])] for source in others}
-        messages.together(
-            [
-                (nodes.encode(root[to * length : (to + 1) * length], to * length), to)
-                for to in others
-                for root in own_roots
-            ],
-            [(row, source) for source, its in came.items() for row in its],
-        )
-        first = group.rank * length
-        terms = {source: [nodes.decode(row, first) for row in its] for source, its in came.items()}
-        terms[group.rank] = [root[first : first + length] for root in own_roots]
-        values = [term for rank in range(group.size) for term in terms[rank]]
-        gathered = nodes.gathered(bucket.home, self.scratch)
-        slices = gathered.split(nodes.wire_length)
-        add_up_to_send(values, plan, scale, nodes, first, slices[group.rank])
-        perform(direct.all_gather, slices, messages)
-        nodes.decode_mean(gathered, scale, bucket.home)
+        together({to: [nodes.encode(each[to], firsts[to]) for each in slices] for to in others}, came)
+        terms = {source: [nodes.decode(row, firsts[self.own]) for row in came[source]] for source in others}
+        terms[self.own] = [each[self.own] for each in slices]
+        values = [term for owner in range(num_owners) for term in terms[owner]]
+        gathered = nodes.gathered(self.home, self.scratch)
+        means = gathered.split(nodes.wire_length)
+        add_up_to_send(values, plan, scale, nodes, firsts[self.own], means[self.own])
+        together({to: [means[self.own]] for to in others}, {source: [means[source]] for source in others})
+        nodes.decode_mean(gathered, scale, self.home, self.first)
+
+
+def _in_turn(parts: Parts) -> list[tuple[Tensor, int]]:
+    return [(x, owner) for owner, xs in parts.items() for x in xs]
