@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.advice.causes import CAUSES, Cause
 from benchmarks.advice.runs import Made, train
 from instep.bench.hosts import Network, network, obstacle
-from instep.bench.tables import environment, markdown, prepare, show, write_between, write_json
+from instep.bench.tables import environment, made_where, markdown, prepare, show, write_between, write_json
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/advice/run.py"
@@ -220,8 +220,7 @@ def write(found: Found, folder: Path) -> None:
     write_between(
         readme,
         "environment",
-        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
-        f"{made['date']}, {found['minutes']:.0f} minutes; ranks of one thread, {found['pairs']} pairs.",
+        f"{made_where(made, found['minutes'])}, {found['pairs']} pairs.",
     )
 
 

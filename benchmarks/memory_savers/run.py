@@ -15,7 +15,15 @@ from typing import Any
 
 from instep.bench.memory_savers import draw, measure, notes, short, tables
 from instep.bench.options import MemorySaversOptions
-from instep.bench.tables import environment, markdown, prepare, write_between, write_csv, write_json
+from instep.bench.tables import (
+    environment,
+    made_where,
+    markdown,
+    prepare,
+    write_between,
+    write_csv,
+    write_json,
+)
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/memory_savers/run.py"
@@ -61,12 +69,10 @@ def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     readme = folder / "README.md"
     write_between(readme, "memory table", f"{markdown([short(row) for row in results['rows']])}\n\n{said}")
     write_between(readme, "loss table", markdown(results["runs"].get("rows", [])))
-    made = environment(COMMAND)
     write_between(
         readme,
         "environment",
-        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
-        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread.",
+        f"{made_where(environment(COMMAND), minutes)}.",
     )
 
 

@@ -57,13 +57,8 @@ def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     said = "\n".join(f"- {note}" for note in notes(results))
     table = tables.markdown(short(results["rows"]))
     tables.write_between(folder / "README.md", "scaling table", f"{title_of(results)}.\n\n{table}\n\n{said}")
-    made = tables.environment(COMMAND)
-    tables.write_between(
-        folder / "README.md",
-        "environment",
-        f"{tables.machine()}, torch {made['torch']}, Python {made['python']}, {made['date']}, "
-        f"{minutes:.0f} minutes; ranks of one thread.",
-    )
+    where = tables.made_where(tables.environment(COMMAND), minutes)
+    tables.write_between(folder / "README.md", "environment", f"{where}.")
 
 
 if __name__ == "__main__":

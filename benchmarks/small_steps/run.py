@@ -16,7 +16,16 @@ from typing import Any
 from instep.bench.charts import bars
 from instep.bench.options import StepsOptions
 from instep.bench.steps import PANELS, HostResults, measure, with_quartiles
-from instep.bench.tables import Row, environment, markdown, prepare, write_between, write_csv, write_json
+from instep.bench.tables import (
+    Row,
+    environment,
+    made_where,
+    markdown,
+    prepare,
+    write_between,
+    write_csv,
+    write_json,
+)
 from instep.bench.workloads import MLPS
 
 HERE = Path(__file__).parent
@@ -108,12 +117,10 @@ def write(
     )  # fmt: skip
     write_between(folder / "README.md", "small steps table", markdown(table(rows)))
     write_between(folder / "README.md", "declared table", markdown(declared(found)))
-    made = environment(COMMAND)
     write_between(
         folder / "README.md",
         "environment",
-        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
-        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread.",
+        f"{made_where(environment(COMMAND), minutes)}.",
     )
 
 

@@ -16,7 +16,15 @@ from typing import Any
 
 from instep.bench.options import StepsOptions, parse_count
 from instep.bench.steps import HostResults, chart, measure, report, short, table
-from instep.bench.tables import environment, markdown, prepare, write_between, write_csv, write_json
+from instep.bench.tables import (
+    environment,
+    made_where,
+    markdown,
+    prepare,
+    write_between,
+    write_csv,
+    write_json,
+)
 from instep.bench.workloads import Workload, workload
 
 HERE = Path(__file__).parent
@@ -98,8 +106,7 @@ def write(found: list[HostResults], folder: Path, ranks: int, minutes: float) ->
     write_between(
         folder / "README.md",
         "environment",
-        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
-        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread.",
+        f"{made_where(made, minutes)}.",
     )
 
 

@@ -24,7 +24,7 @@ from benchmarks.timeline.rank import record
 from instep.bench.hosts import network, obstacle
 from instep.bench.link import RATE, RATE_TEXT
 from instep.bench.options import parse_count
-from instep.bench.tables import environment, markdown, prepare, show, write_between, write_json
+from instep.bench.tables import environment, made_where, markdown, prepare, show, write_between, write_json
 from instep.bench.variants import OURS, Variant
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import on_hosts, on_ranks
@@ -162,8 +162,7 @@ def write(found: Mapping[str, Any], events: Mapping[str, Any], folder: Path) -> 
     write_between(
         folder / "README.md",
         "environment",
-        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
-        f"{made['date']}, {found['minutes']:.0f} minutes; ranks of one thread.",
+        f"{made_where(made, found['minutes'])}.",
     )
 
 

@@ -104,6 +104,14 @@ def environment(command: str | None = None) -> dict[str, Any]:
     }
 
 
+def made_where(made: Mapping[str, Any], minutes: float) -> str:
+    """What a page says of ``made``, the ``environment`` of a benchmark of ranks, and of how long it took."""
+    return (
+        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
+        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread"
+    )
+
+
 def machine(backend: str = "gloo") -> str:
     """What computes where ranks talk through ``backend``: the cores of this machine, or its GPUs."""
     if backend == "nccl" and (gpus := gpu_names()):
