@@ -275,6 +275,7 @@ class Group:
         self.timeout_s = timeout_s
         self._lane: Lane | None = None
         self._owed: list[device.Waitable] = []  # what a wait that raised has left unfinished
+        self._interrupted = ""  # the operation in which this rank was torn from its peers, by a signal say
         status_store = status_store or StatusStore()
         known = getattr(pg, "peers", None)  # some groups have met already
         # They also write down what is called on them. Here it is done for those that do not.
@@ -420,6 +421,7 @@ class Group:
         It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
         its connection along.
         """
+        self._require_whole(operation)
         if self._lane is None:
             self._lane = Lane(f"instep messages, rank {self.rank}")
         if self._flight is not None:
@@ -505,6 +507,7 @@ class Group:
 
     def _begin(self, options: Any, operation: str, x: Tensor) -> Any:
         """Write down what begins; its ``options``, for an operation that is waited for at once."""
+        self._require_whole(operation)
         if self._flight is not None:
             self._flight.begin(operation, (x.dtype, x.shape))
         if self._shared is not None:
@@ -518,14 +521,27 @@ class Group:
     def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
         try:
             self.peers.wait(work, operation, on_gpu=on_gpu)
-        except BaseException:
+        except BaseException as error:
             if self._flight is not None:
                 self._flight.end(failed=True)
                 self._owed.append(work)
                 _owing.add(self)
+                if not isinstance(error, PeerLost):
+                    self._interrupted = operation
+                    if self.pg is not None:  # the others are told at once, and not by the deadline
+                        hang_up(self.pg)
             raise
         if self._flight is not None:
             self._flight.end()
+
+    def _require_whole(self, operation: str) -> None:
+        """Raise ``PeerLost`` after an interrupt: what others have sent for that would be paired with this."""
+        if self._interrupted:
+            raise PeerLost(
+                f"rank {self.global_rank} was interrupted in {self._interrupted}, before it was over, and "
+                f"cannot come to {operation}: make the group anew on every rank",
+                operation=operation,
+            )
 
 
 class _Running:
