@@ -69,10 +69,10 @@ def _in_pieces(
     first: int,
     kept: Collection[int],
 ) -> None:
-    """Piece by piece, so that partial sums stay in the cache."""
+    """Piece by piece, so that partial sums stay in the cache; a device takes all of them in one call each."""
     root = values[plan.root]
     others = [home for home in homes if plan.root in kept or home.data_ptr() != root.data_ptr()]
-    most = PIECE_BYTES // root.dtype.itemsize
+    most = PIECE_BYTES // root.dtype.itemsize if root.is_cpu else max(1, len(root))
     for start in range(0, len(root), most):
         terms = [value[start : start + most] for value in values]
         terms = [term.clone() if i in kept else term for i, term in enumerate(terms)]
