@@ -2,7 +2,8 @@
  *
  * Optional: everything in here has a twin in Python that gives the same bits, and is used where there is no
  * compiled core. So arithmetic is elementwise, in the order that is asked for, and compiled without contraction
- * and without fast math: however wide the vectors are, no bit differs.
+ * and without fast math: however wide the vectors are, no bit differs. (Of two nans with different bits a sum is
+ * one, and which one no language says; torch's own loops differ in it.)
  *
  * Ranks meet in words of shared memory, each on a cache line of its own:
  *
@@ -102,11 +103,6 @@ API int64_t instep_load(int64_t *word) { return LOAD(word); }
 API void instep_store(int64_t *word, int64_t value) { STORE(word, value); }
 
 API void instep_wake(int64_t *word) { wake_all(word); }
-
-API void instep_post(int64_t *word, int64_t value) {
-    STORE(word, value);
-    wake_all(word);
-}
 
 API int instep_spin(int64_t *word, int64_t target, int64_t ns) {
     int64_t until = 0;

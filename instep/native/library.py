@@ -99,7 +99,6 @@ class Core:
         word_and_number = (c_void_p, c_int64)
         self.load = _typed(short.instep_load, (c_void_p,), c_int64)
         self.store = _typed(short.instep_store, word_and_number, None)
-        self.post = _typed(short.instep_post, word_and_number, None)
         self.wake = _typed(short.instep_wake, (c_void_p,), None)
         self.spin = _typed(waiting.instep_spin, (c_void_p, c_int64, c_int64), c_int)
         self.sleep = _typed(waiting.instep_sleep, (c_void_p, c_int64, c_int64), None)
@@ -185,10 +184,10 @@ def load(path: Path) -> tuple[Core | None, str]:
     if not path.exists():
         return None, "it was not compiled"
     try:
-        found = Core(path)
-    except (OSError, AttributeError) as error:
+        found, wanted = Core(path), build.stamp()
+    except (OSError, AttributeError) as error:  # one that is no library, is of other functions, has no source
         return None, f"it cannot be loaded: {error}"
-    if found.stamp != build.stamp():
+    if found.stamp != wanted:
         return None, "it was compiled from other source"
     return found, ""
 

@@ -59,6 +59,14 @@ def test_a_library_of_other_source_is_not_used(fresh, monkeypatch):
 
 
 @needs_compiler
+def test_a_library_without_its_source_is_not_used(fresh, monkeypatch):
+    build.build(fresh)
+    monkeypatch.setattr(build, "SOURCE", fresh.with_name("core.c"))
+    assert library.core() is None and library.absence().startswith("it cannot be loaded: ")
+    assert sums_as_python()
+
+
+@needs_compiler
 def test_a_library_of_this_source_is_used_unless_it_is_switched_off(fresh):
     build.build(fresh)
     assert library.core() is not None and library.absence() == ""
