@@ -2,8 +2,8 @@
  *
  * Optional: everything in here has a twin in Python that gives the same bits, and is used where there is no
  * compiled core. So arithmetic is elementwise, in the order that is asked for, and compiled without contraction
- * and without fast math: however wide the vectors are, no bit differs. (Of two nans with different bits a sum is
- * one, and which one no language says; torch's own loops differ in it.)
+ * and without fast math: however wide the vectors are, no bit differs. (Of two nans with different bits a sum
+ * is one, and no language says which; torch's own loops differ in it.)
  *
  * Ranks meet in words of shared memory, each on a cache line of its own:
  *
