@@ -97,6 +97,7 @@ class HostGroup(Group):
         store, which may be lost itself.
         """
         assert self.near is not None and self.near.pg is not None
+        self._require_whole(name)
         near, near_peers = self.near.pg, self.near.peers
         self.unreached = ()
         try:
@@ -107,6 +108,7 @@ class HostGroup(Group):
             self._let_go(near)
             raise explained from None
         except BaseException:
+            self._interrupted = name
             self._let_go(near)
             raise
 

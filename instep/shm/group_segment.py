@@ -117,7 +117,7 @@ class GroupSegment:
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on; every rank that waits for it is told why. The first reason counts."""
         if self.error is None:
-            told = f"{error.__class__.__name__}: {error}".split("\n")[0]
+            told = f"{error.__class__.__name__}: {error}".split("\n")[0].rstrip(": ")
             self.error = error if isinstance(error, Exception) else RuntimeError(f"interrupted by {told}")
             self.leave(FAILED, told)
 

@@ -2,6 +2,9 @@
 caught it made another step: the header of that one was paired with what the other rank still sent for the
 first, and gloo ended the process with SIGABRT. The group is lost then, on all ranks, and at once."""
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch import nn
 import instep
 from instep.errors import PeerLost
 from instep.mesh.mesh import Mesh
+from tests.far import evenly, hosts
 from tests.world import world
 
 
@@ -21,7 +25,7 @@ def test_no_later_exchange_is_paired_with_one_that_was_interrupted(
     model = instep.DataParallel(nn.Linear(300, 300), process_group=mesh, strategy="flat")
     train(model)
     if mesh.rank == 0:
-        interrupt(model, kind, at_wait)
+        interrupt(model.group.peers, kind, at_wait)
         with pytest.raises(kind):
             train(model)
         with pytest.raises(PeerLost, match="rank 0 was interrupted in the exchange of bucket 0"):
@@ -34,16 +38,42 @@ def test_no_later_exchange_is_paired_with_one_that_was_interrupted(
     model.close()
 
 
+@pytest.mark.parametrize("between_hosts", [False, True])
+@pytest.mark.parametrize("at_wait", [1, 2])
+def test_none_is_paired_where_ranks_of_several_hosts_share_memory_on_each(
+    between_hosts: bool, at_wait: int
+) -> None:
+    with hosts(*evenly(2, 2)):
+        world(4)(loses_its_group)(
+            between_hosts=between_hosts, at_wait=at_wait, have_ended=threading.Barrier(4)
+        )
+
+
+def loses_its_group(mesh: Mesh, between_hosts: bool, at_wait: int, have_ended: threading.Barrier) -> None:
+    model = instep.DataParallel(nn.Linear(300, 300), process_group=mesh, strategy="flat")
+    train(model)
+    if mesh.rank == 0:
+        near = model.group.near
+        interrupt(model.group.peers if between_hosts else near.pg._rounds, KeyboardInterrupt, at_wait)
+        with pytest.raises(KeyboardInterrupt):
+            train(model)
+    with pytest.raises(PeerLost, match="rank 0") as lost:
+        train(model, steps=2)
+    assert ("rank 0 was interrupted in the exchange of bucket 0" in str(lost.value)) == (mesh.rank == 0)
+    have_ended.wait(30)
+    model.close()
+
+
 def train(model: instep.DataParallel, steps: int = 1) -> None:
     for _ in range(steps):
         model.zero_grad()
         model(torch.ones(2, 300)).sum().backward()
 
 
-def interrupt(model: instep.DataParallel, kind: type[BaseException], at_wait: int) -> None:
-    """The group's wait number ``at_wait`` from now on raises: first come headers, then gradients."""
-    peers, waits = model.group.peers, [0]
-    original = peers.wait
+def interrupt(waiter: Any, kind: type[BaseException], at_wait: int) -> None:
+    """Wait number ``at_wait`` of a group from now on raises: first come headers, then gradients."""
+    method = "wait" if hasattr(waiter, "wait") else "meet"
+    original, waits = getattr(waiter, method), [0]
 
     def wait(*args: object, **named: object) -> None:
         waits[0] += 1
@@ -51,4 +81,4 @@ def interrupt(model: instep.DataParallel, kind: type[BaseException], at_wait: in
             raise kind
         original(*args, **named)
 
-    peers.wait = wait
+    setattr(waiter, method, wait)
