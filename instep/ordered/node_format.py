@@ -16,8 +16,8 @@ between two ranks, and exact. The mean is the root times a factor, after decodin
 
 int8: 4096 elements of one parameter, counted from its first one, share a scale, which is a power of two. So
 q * scale is exact, and a node that was rounded is rounded to itself: its scale is found in its values again.
-Where one of them is inf or nan the scale is nan, and so are all of them. Edges of slices lie on edges of
-blocks (``ordered.blocks.place``).
+Where one of them is inf or nan, or so large that it would be rounded to inf, the scale is nan, and so are all
+of them. Edges of slices lie on edges of blocks (``ordered.blocks.place``).
 
 float64 stays float64 in every format; complex numbers are pairs. Rounding to nearest breaks ties to even; for
 "stochastic" see ``ordered/rounding.py``.
@@ -43,7 +43,7 @@ from instep.ordered.tree import Node
 PIECE = PIECE_BYTES // torch.float32.itemsize
 SCALE_BYTES = torch.float32.itemsize
 MAGNITUDE, MANTISSA, MANTISSA_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
-LARGEST_EXPONENT = 255  # that of inf and nan
+LARGEST_EXPONENT = 254  # of a finite number
 LARGEST, EXPONENT_OF_LARGEST = 0x7E0000, 6  # 127 is 2**6 * (1 + LARGEST / 2**23)
 NAN = 0x7FC00000
 
@@ -353,12 +353,12 @@ def _scales(rows: Tensor, block_of: Tensor) -> Tensor:
 def _smallest_scale(largest: Tensor) -> Tensor:
     """The smallest power of two of which no value is more than 127 times, by the bits of the largest one.
 
-    A normal number, so that its inverse is one. Of inf and nan: nan.
+    A normal number, so that its inverse is one. Of inf and nan, and of what would be rounded to inf: nan.
     """
-    exponent = largest >> MANTISSA_BITS
     is_more = (largest & MANTISSA) > LARGEST
-    found = (exponent - EXPONENT_OF_LARGEST + is_more).clamp_(min=1) << MANTISSA_BITS
-    return found.masked_fill_(exponent == LARGEST_EXPONENT, NAN).view(torch.float32)
+    exponent = ((largest >> MANTISSA_BITS) - EXPONENT_OF_LARGEST + is_more).clamp_(min=1)
+    scales = exponent << MANTISSA_BITS
+    return scales.masked_fill_(exponent > LARGEST_EXPONENT - EXPONENT_OF_LARGEST, NAN).view(torch.float32)
 
 
 def _gaps(stretches: Sequence[Stretch], num_elements: int) -> list[tuple[int, int]]:
