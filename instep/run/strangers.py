@@ -33,11 +33,10 @@ class Strangers:
     def __init__(self, registered: Registered) -> None:
         self.registered = registered
         self._names = {id(x): name for name, x in registered.optimizers.items()}
-        found = _others(registered)
-        if any(found):  # some may be dead, in a cycle
-            gc.collect()
-            found = _others(registered)
-        self.optimizers, self.loaders, self.schedules, self.models = map(weakref.WeakSet, found)
+        found = _weakly(_others(registered))
+        if (num := sum(map(len, found))) and gc.collect() and sum(map(len, found)) < num:
+            found = _weakly(_others(registered))  # what the dead held was not the outermost
+        self.optimizers, self.loaders, self.schedules, self.models = found
         self._positions = weakref.WeakKeyDictionary[Any, int]()
         self._epochs = weakref.WeakKeyDictionary[Any, int]((x, x.last_epoch) for x in self.schedules)
         self._versions = weakref.WeakKeyDictionary[nn.Module, int]((x, _version(x)) for x in self.models)
@@ -123,7 +122,8 @@ def _others(
     held = [x for each in carried for x in getattr(each, "__dict__", {}).values()]
     held += [x for each in held if isinstance(each, list) for x in each]
     known = set(map(id, [*registered.optimizers.values(), *carried, *held]))
-    # By the type alone: there are things that answer isinstance with code of their own.
+    # By the type alone: there are things that answer isinstance with code of their own. Once each: there are
+    # some hundred thousand of them.
     everything = gc.get_objects()
     optimizers, loaders, schedules, models = set[type](), set[type](), set[type](), set[type]()
     for kind in set(map(type, everything)):
@@ -136,18 +136,20 @@ def _others(
         elif all(any(name in vars(base) for base in kind.__mro__) for name in ("advance", "position")):
             loaders.add(kind)  # a `DataSource` of ``micro_batches`` that counts its samples
     kinds = optimizers | loaders | schedules
-    found = [x for x in everything if type(x) in kinds and id(x) not in known]
-    others = [x for x in found if vars(x)]  # a wrapper's own optimizer is half made
+    wanted = kinds | models
+    found = [x for x in everything if type(x) in wanted and id(x) not in known]
+    others = [x for x in found if type(x) in kinds and vars(x)]  # a wrapper's own optimizer is half made
     own = set(map(id, registered.optimizers.values()))
     return (
         [x for x in others if "param_groups" in vars(x)],
         [x for x in others if type(x) in loaders],
         [x for x in others if type(x) in schedules and id(vars(x).get("optimizer")) in own],
-        _outermost(
-            [x for x in everything if type(x) in models and id(x) not in known and "_buffers" in vars(x)],
-            registered,
-        ),
+        _outermost([x for x in found if type(x) in models and "_buffers" in vars(x)], registered),
     )
+
+
+def _weakly(found: Iterable[list[Any]]) -> list[weakref.WeakSet[Any]]:
+    return [weakref.WeakSet(each) for each in found]
 
 
 def _outermost(modules: list[nn.Module], registered: Registered) -> list[nn.Module]:

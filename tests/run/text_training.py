@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -27,6 +29,7 @@ from tests.parity import world_of_one
 
 STEPS = 3
 NOWHERE = Path("there is no such run")
+BUILDING = threading.Lock()
 
 
 def tiny(data: Path, strategy: str = "bucketed", stage: int = 0, **changes: object) -> Config:
@@ -64,9 +67,9 @@ class TextTraining:
         )
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
         heartbeat.on_enter = self.injector.on_enter
-        self.work = StepWork(training, self.injector)
-        for found in ("loaders", "_versions"):  # those of ranks that are threads of this process
-            getattr(self.work._strangers, found).clear()
+        # It would search the whole process, and find what belongs to ranks that are other threads of it.
+        with BUILDING, mock.patch("instep.run.strangers._others", return_value=([], [], [], [])):
+            self.work = StepWork(training, self.injector)
         weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
         if mesh is None:
             training.keep()
