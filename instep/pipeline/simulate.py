@@ -1,0 +1,203 @@
+"""Executes a schedule in virtual time, and reads a timeline, simulated or measured.
+
+Every rank does its program (``instep.pipeline.communication``) in order; an action begins when the one before
+it has ended and what it needs is there:
+
+    rank 0   |0F0|0F1|  wait  |0B0|0B1|
+                 \\0F0     /            a message is under way from when it is sent, and its receive posted,
+    rank 1        |1F0|1B0|1F1|1B1|     for ``message_s``
+
+The model of communication is *latency alone*: a message takes neither the sender's nor the receiver's time,
+and any number of them are under way at once, each as fast as if it were alone. So what the simulator leaves
+out is what sending costs a rank that computes, and links that are full: it is a lower bound, and exact
+where messages are small beside computation. These are the semantics of the tables of P. Qi et al., "Zero
+Bubble Pipeline Parallelism", 2024, which it gives to their last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from instep.events import PIPELINE, STEP, Event, Timeline
+from instep.pipeline.actions import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECEIVE_FORWARD,
+    RECEIVES,
+    WEIGHT_GRADIENT,
+    Action,
+    Schedule,
+    in_order,
+)
+from instep.pipeline.communication import AHEAD, needs_of_program, programs, send_of
+
+NS = 1e9
+# What the events are called.
+SPANS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRADIENT: "input gradient",
+    WEIGHT_GRADIENT: "weight gradient",
+}
+ACTIVATIONS, GRADIENTS = "activations", "gradients"  # messages, by their direction
+
+Times = float | Sequence[float]  # of every stage, or by stage
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What the actions of each stage take for one micro-batch, in seconds.
+
+    A full backward takes ``input_gradient_s`` and ``weight_gradient_s``; a message ``message_s``, by the
+    stage that sends it.
+    """
+
+    forward_s: Times
+    input_gradient_s: Times
+    weight_gradient_s: Times
+    message_s: Times = 0.0
+
+    def of(self, action: Action) -> float:
+        """What one of ``COMPUTE`` takes."""
+        if action.kind == BACKWARD:
+            return _at(self.input_gradient_s, action) + _at(self.weight_gradient_s, action)
+        times = {FORWARD: self.forward_s, INPUT_GRADIENT: self.input_gradient_s}
+        return _at(times.get(action.kind, self.weight_gradient_s), action)
+
+    def under_way(self, send: Action) -> float:
+        """What a message takes from its sender to its receiver."""
+        return _at(self.message_s, send)
+
+
+def _at(times: Times, action: Action) -> float:
+    return times[action.stage] if isinstance(times, Sequence) else times
+
+
+class Simulated(NamedTuple):
+    """When ``rank`` did ``action``; of a receive, when its message was under way, from rank ``peer``.
+
+    Of a computation, ``free_s`` is when the rank had nothing else to do any more, ``sent_s`` when the last
+    thing that it waited for was sent, by ``peer``.
+    """
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+    free_s: float = 0.0
+    sent_s: float = 0.0
+    peer: int = -1
+
+
+def run(schedule: Schedule, times: StageTimes, ahead: int = AHEAD) -> list[Simulated]:
+    """Every computation and every message of a legal schedule, with their times.
+
+    Raises:
+        ValueError: the schedule does not come to its end; ``instep.pipeline.check`` says why.
+    """
+    rows = programs(schedule, ahead)
+    free = [0.0] * schedule.num_ranks
+    sent: dict[Action, float] = {}  # by the send
+    posted: dict[Action, float] = {}  # by the receive
+    found = []
+    num_done = 0
+
+    @cache
+    def needs(action: Action) -> list[Action]:
+        return needs_of_program(schedule, action)
+
+    for (rank, _), action in in_order(rows, needs):
+        num_done += 1
+        if action.kind in RECEIVES:
+            posted[action] = free[rank]
+        elif action.kind not in COMPUTE:
+            sent[action] = free[rank]
+        else:
+            begin, last, peer = free[rank], free[rank], -1
+            for receive in (one for one in needs(action) if one.kind in RECEIVES):
+                send = send_of(receive)
+                source = schedule.stage_ranks[send.stage]
+                start_s = max(sent[send], posted[receive])
+                arrived = start_s + times.under_way(send)
+                found.append(Simulated(rank, receive, start_s, arrived, peer=source))
+                if arrived > begin:
+                    begin, last, peer = arrived, max(free[rank], sent[send]), source
+            end = begin + times.of(action)
+            found.append(Simulated(rank, action, begin, end, free[rank], last, peer))
+            free[rank] = end
+    if num_done < sum(map(len, rows)):
+        raise ValueError("the schedule does not come to its end: instep.pipeline.check.check says why")
+    return found
+
+
+def simulate(schedule: Schedule, times: StageTimes, *, step: int = 0, ahead: int = AHEAD) -> Timeline:
+    """The timeline of one step, as a run of the schedule would record it.
+
+    On lane "compute" what each rank computes (``leaf``: the micro-batch), on "communication" the messages to
+    it, on "host" when it waits, for a rank (``peer``) or for a message under way, and the step, which ends on
+    all ranks when the last one has done its work.
+
+    Raises:
+        ValueError: the schedule does not come to its end; ``instep.pipeline.check`` says why.
+    """
+    found = run(schedule, times, ahead)
+    free = [0.0] * schedule.num_ranks
+    events = []
+
+    def put(
+        rank: int, lane: str, name: str, start_s: float, end_s: float, leaf: int = -1, peer: int = -1
+    ) -> None:
+        if end_s > start_s or name == STEP:
+            start_ns, end_ns = round(start_s * NS), round(end_s * NS)
+            events.append(Event(rank, lane, name, start_ns, end_ns, step=step, leaf=leaf, peer=peer))
+
+    for one in found:
+        rank, leaf = one.rank, one.action.micro_batch
+        if one.action.kind in RECEIVES:
+            name = ACTIVATIONS if one.action.kind == RECEIVE_FORWARD else GRADIENTS
+            put(rank, "communication", name, one.start_s, one.end_s, leaf, one.peer)
+        else:
+            put(rank, "compute", SPANS[one.action.kind], one.start_s, one.end_s, leaf)
+            put(rank, "host", PIPELINE, one.free_s, one.sent_s, leaf, one.peer)
+            put(rank, "host", PIPELINE, one.sent_s, one.start_s, leaf)
+            free[rank] = one.end_s
+    end_s = max(free)
+    for rank, its_end_s in enumerate(free):
+        put(rank, "host", PIPELINE, its_end_s, end_s, peer=free.index(end_s))
+        put(rank, "host", STEP, 0.0, end_s)
+    return Timeline(events)
+
+
+def makespan_s(timeline: Timeline) -> float:
+    """From the first rank's first computation to the last one's last, in seconds."""
+    spans = _spans(timeline)
+    return (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / NS
+
+
+def bubble_rate(timeline: Timeline) -> float:
+    """The share of the step in which a rank does not compute: (cost - work) / cost.
+
+    The cost is the longest time of any rank from its first computation to its last, the work what a rank
+    computes, on average: m (T_F + T_B + T_W). A rank that begins later than another and ends later than it
+    waits for nothing in this sense; from the first to the last of all ranks it is ``makespan_s``.
+    """
+    spans = _spans(timeline)
+    cost = max(end - start for start, end, _ in spans)
+    return (cost - sum(work for _, _, work in spans) / len(spans)) / cost
+
+
+def _spans(timeline: Timeline) -> list[tuple[int, int, int]]:
+    """Of each rank: when its first computation begins, when its last one ends, and what it computes."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for event in timeline.events:
+        if event.lane == "compute" and event.name in SPANS.values():
+            start, end, work = found.get(event.rank, (event.start_ns, event.end_ns, 0))
+            found[event.rank] = start, max(end, event.end_ns), work + event.end_ns - event.start_ns
+    if not found:
+        raise ValueError("expected a timeline with forwards and backwards, got one without")
+    return list(found.values())
