@@ -18,6 +18,7 @@ A refusal reads like this:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from instep.pipeline.actions import (
@@ -25,6 +26,8 @@ from instep.pipeline.actions import (
     COMPUTE,
     FORWARD,
     INPUT_GRADIENT,
+    RECEIVES,
+    SEND_FORWARD,
     WEIGHT_GRADIENT,
     Action,
     GridPlace,
@@ -32,7 +35,7 @@ from instep.pipeline.actions import (
     Schedule,
     in_order,
 )
-from instep.pipeline.communication import check_order_of_messages, needs_of_program, programs
+from instep.pipeline.communication import needs_of_program, programs, send_of
 
 
 class IllegalSchedule(ValueError):
@@ -171,7 +174,7 @@ def check_programs(schedule: Schedule, rows: Rows) -> None:
     Raises:
         ValueError: ranks would wait for ever, with their places, or receive another message than they expect.
     """
-    check_order_of_messages(schedule, rows)
+    _check_messages(schedule, rows)
 
     def needs(action: Action) -> list[Action]:
         return needs_of_program(schedule, action)
@@ -189,6 +192,29 @@ def check_programs(schedule: Schedule, rows: Rows) -> None:
             f"the messages leave ranks waiting for ever: {', '.join(waiting)}: every receive must stand "
             f"before the computation that needs it, every send after what it sends"
         )
+
+
+def _check_messages(schedule: Schedule, rows: Rows) -> None:
+    """Every rank receives what the others send it, in the order in which they send it."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by sender and receiver
+    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind in RECEIVES:
+                end = send_of(action)
+                received[schedule.stage_ranks[end.stage], rank].append(end)
+            elif action.kind not in COMPUTE:
+                to = action.stage + (1 if action.kind == SEND_FORWARD else -1)
+                sent[rank, schedule.stage_ranks[to]].append(action)
+    for sender, receiver in sorted({*sent, *received}):
+        out, into = sent[sender, receiver], received[sender, receiver]
+        for index in range(max(len(out), len(into))):
+            one, other = (str(ends[index]) if index < len(ends) else "nothing" for ends in (out, into))
+            if one != other:
+                raise ValueError(
+                    f"message {index} from rank {sender} to rank {receiver}: rank {sender} sends {one}, "
+                    f"rank {receiver} receives {other}: receive in the order in which it is sent"
+                )
 
 
 def activations(row: Sequence[Action], kept: float = 1.0) -> list[float]:

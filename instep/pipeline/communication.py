@@ -30,7 +30,6 @@ from instep.pipeline.actions import (
     SEND_FORWARD,
     WEIGHT_GRADIENT,
     Action,
-    Rows,
     Schedule,
 )
 
@@ -121,30 +120,3 @@ def needs_of_program(schedule: Schedule, action: Action) -> list[Action]:
             )
             found += [send_of(receive), receive]
     return found
-
-
-def check_order_of_messages(schedule: Schedule, rows: Rows) -> None:
-    """Refuse programs in which a rank receives in another order than the other one sends, or not at all.
-
-    Raises:
-        ValueError: with the two ranks and the first message that does not fit.
-    """
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by sender and receiver
-    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, row in enumerate(rows):
-        for action in row:
-            if action.kind in RECEIVES:
-                end = send_of(action)
-                received[schedule.stage_ranks[end.stage], rank].append(end)
-            elif action.kind not in COMPUTE:
-                to = action.stage + (1 if action.kind == SEND_FORWARD else -1)
-                sent[rank, schedule.stage_ranks[to]].append(action)
-    for sender, receiver in sorted({*sent, *received}):
-        out, into = sent[sender, receiver], received[sender, receiver]
-        for index in range(max(len(out), len(into))):
-            one, other = (str(ends[index]) if index < len(ends) else "nothing" for ends in (out, into))
-            if one != other:
-                raise ValueError(
-                    f"message {index} from rank {sender} to rank {receiver}: rank {sender} sends {one}, "
-                    f"rank {receiver} receives {other}: receive in the order in which it is sent"
-                )

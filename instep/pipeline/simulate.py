@@ -69,6 +69,16 @@ class StageTimes:
         times = {FORWARD: self.forward_s, INPUT_GRADIENT: self.input_gradient_s}
         return _at(times.get(action.kind, self.weight_gradient_s), action)
 
+    def expect(self, num_stages: int) -> None:
+        """Refuse times by stage that are not those of ``num_stages``.
+
+        Raises:
+            ValueError: with the name of the times.
+        """
+        for name, times in vars(self).items():
+            if isinstance(times, Sequence) and len(times) != num_stages:
+                raise ValueError(f"expected {name} of {num_stages} stages, got {len(times)}")
+
     def under_way(self, send: Action) -> float:
         """What a message takes from its sender to its receiver."""
         return _at(self.message_s, send)
@@ -98,8 +108,10 @@ def run(schedule: Schedule, times: StageTimes, ahead: int = AHEAD) -> list[Simul
     """Every computation and every message of a legal schedule, with their times.
 
     Raises:
-        ValueError: the schedule does not come to its end; ``instep.pipeline.check`` says why.
+        ValueError: the schedule does not come to its end, and ``instep.pipeline.check`` says why; or there
+            are times of more or fewer stages than it has.
     """
+    times.expect(schedule.num_stages)
     rows = programs(schedule, ahead)
     free = [0.0] * schedule.num_ranks
     sent: dict[Action, float] = {}  # by the send

@@ -34,6 +34,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("data_parallel", "workers table"),
         ("own_loop", "own loop table"),
         ("loader", "loader table"),
+        *(("pipeline", f"bubble of {name}") for name in ("1f1b", "interleaved", "zb-h1", "zb-h2")),
+        *(("pipeline", name) for name in ("all schedules", "speed-up of gpipe", "throughput")),
     ],
 )
 def test_the_place_is_there_once(folder, name, tmp_path):

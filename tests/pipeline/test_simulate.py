@@ -109,6 +109,11 @@ def test_what_does_not_end_is_not_simulated():
         simulate(Schedule.parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), EVEN)
 
 
+def test_times_of_other_stages_are_refused():
+    with pytest.raises(ValueError, match="expected weight_gradient_s of 2 stages, got 3"):
+        run(generate("gpipe", 2, 2), StageTimes([1, 2], 1, [1, 2, 3]))
+
+
 def test_a_timeline_without_computation_has_no_rate():
     with pytest.raises(ValueError, match="expected a timeline with forwards and backwards"):
         bubble_rate(Timeline([Event(0, "host", STEP, 0, S, step=0)]))
