@@ -147,14 +147,14 @@ def all_schedules() -> Table:
         rows.append(
             {
                 "schedule": name,
-                "bubble rate": f"{wait[name] / (wait[name] + UNIT_S * MICRO_BATCHES):.3f}",
+                "bubble": f"{wait[name] / (wait[name] + UNIT_S * MICRO_BATCHES):.3f}",
                 "by formula": f"{1 - UNIT_S * MICRO_BATCHES / cost:.3f}",
-                "x 1f1b's bubble": f"{wait[name] / wait['1f1b']:.2f}",
+                "x 1f1b": f"{wait[name] / wait['1f1b']:.2f}",
                 "published": None if said is None else f"{said[0]:.2f}",
-                "peak activations": f"{peak:g}",
-                "by formula ": f"{peak_by_formula(name, RANKS, MICRO_BATCHES, chunks) / chunks:g}",
-                "x 1f1b's": f"{peak / RANKS:.2f}",
-                "published ": None if said is None else f"{said[1]:.2f}",
+                "peak": f"{peak:g}",
+                "peak by formula": f"{peak_by_formula(name, RANKS, MICRO_BATCHES, chunks) / chunks:g}",
+                "peak x 1f1b": f"{peak / RANKS:.2f}",
+                "published peak": None if said is None else f"{said[1]:.2f}",
             }
         )
     return rows
