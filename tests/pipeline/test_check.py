@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from instep.pipeline.actions import BACKWARD, FORWARD, Action, GridPlace, Schedule
 from instep.pipeline.check import IllegalSchedule, activations, check, peak_activations
 from instep.pipeline.schedules import generate
+from instep.pipeline.simulate import StageTimes, run
 from tests.pipeline.drawn import schedules
 
 
@@ -133,6 +134,23 @@ def test_with_a_forward_and_its_backward_swapped_a_schedule_is_refused(schedule,
     row[i], row[j] = row[j], row[i]
     with pytest.raises(IllegalSchedule, match=r"waits for ever|wait for each other"):
         check(changed(schedule, rank, row))
+
+
+@given(schedules(), st.data())
+def test_what_is_refused_is_what_does_not_come_to_its_end(schedule, data):
+    """Any two actions of a row swapped, which may be legal or not: the check and the simulator agree."""
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    row = [*schedule.rows[rank]]
+    i, j = (data.draw(st.integers(0, len(row) - 1)) for _ in range(2))
+    row[i], row[j] = row[j], row[i]
+    swapped = changed(schedule, rank, row)
+    try:
+        check(swapped)
+    except IllegalSchedule:
+        with pytest.raises(ValueError, match="does not come to its end"):
+            run(swapped, StageTimes(1, 1, 1))
+    else:
+        run(swapped, StageTimes(1, 1, 1))
 
 
 @given(schedules(ranks=2), st.data())
