@@ -89,7 +89,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def _groups(micro_batches: int, number: int) -> list[range]:
-    """``number`` runs of micro-batches, nearly equal, larger ones first."""
+    """``number`` runs of micro-batches, nearly equal; none is longer than the first."""
     edges = [-(-micro_batches * i // number) for i in range(number + 1)]
     return [range(first, end) for first, end in pairwise(edges)]
 
