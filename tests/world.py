@@ -185,7 +185,7 @@ def raw_groups(backend: str, store: dist.Store, rank: int, timeout: timedelta) -
             return group
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [_loopback()]
         at, size = ranks.index(rank), len(ranks)
         pg = dist.ProcessGroup(prefix, at, size)
         gloo = dist.ProcessGroupGloo(prefix, at, size, options)
@@ -194,6 +194,12 @@ def raw_groups(backend: str, store: dist.Store, rank: int, timeout: timedelta) -
         return pg
 
     return make
+
+
+@functools.cache
+def _loopback() -> dist.ProcessGroupGloo.Device:
+    """For all groups of this process: each device has a thread of its own."""
+    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
 def _stack(thread: threading.Thread) -> str:
