@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,10 @@ PATIENCE_S = 10
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 COMMANDS = (
     "instep.run.launch_script",
+    "instep.run.script_run",
+    "instep.checkpoint.shorthand",
     "instep.recipes.text",
+    "rich._emoji_codes",
     *(f"instep.cli.{word}" for word in ("train", "run", "report", "compare")),
 )
 
@@ -52,6 +56,9 @@ def serve(requests: socket.socket) -> None:
     """Fork a keeper for each request, until the other end is closed; in the command this returns, too."""
     for module in (*PRELOAD, *COMMANDS):
         importlib.import_module(module)
+    # At its end every command would take apart each operator that torch has made, and so copy what it shares.
+    for library in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        library.atexit = False
     gc.freeze()  # or a fork that ends looks at, and so copies, all that it shares: a second for torch
     if "triton" in sys.modules:  # which then says in thirty lines what was not collected
         atexit.register(gc.unfreeze)
