@@ -32,8 +32,15 @@ from tests.world import world
 TINY_MB = 1e-4
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (2, 3), (3, 2)])
+# Every strategy on two hosts of two; two of them, in turn, where there are more ranks or hosts.
+PLACES = [
+    pytest.param(*place, strategy, marks=[pytest.mark.slow] * (which and i % 2 != which % 2))
+    for which, place in enumerate([(2, 2), (2, 3), (3, 2)])
+    for i, strategy in enumerate(STRATEGIES)
+]
+
+
+@pytest.mark.parametrize(("num_hosts", "num_local", "strategy"), PLACES)
 def test_every_strategy_gives_the_bits_of_one(num_hosts, num_local, strategy):
     with hosts(*evenly(num_hosts, num_local)):
         world(num_hosts * num_local)(every_number_of_leaves_gives_the_bits_of_one)(strategy=strategy)
@@ -168,8 +175,14 @@ def declared_step(model: DataParallel, rank: int) -> None:
         mean_square(model, micro_batch, 0)
 
 
-@pytest.mark.parametrize("lost", range(4))
-@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "declared"),
+    [
+        pytest.param(lost, declared, marks=[pytest.mark.slow] * (lost in (1, 2) and declared == (lost == 1)))
+        for lost in range(4)
+        for declared in (False, True)
+    ],
+)
 def test_a_rank_that_dies_is_named_on_every_host(tmp_path: Path, lost: int, declared: bool) -> None:
     with pytest.raises(RankFailed, match=rf"rank {lost} of 4 .* was killed by SIGKILL"):
         launch(lose_one_of_four, (str(tmp_path), lost, declared), ranks=4, grace_s=30)

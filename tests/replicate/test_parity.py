@@ -36,7 +36,7 @@ def test_one_process_gives_the_tree_sum_of_plain_gradients(name: str) -> None:
     assert_same_bits(bits_of_one(PLAIN[name]), train_by_hand(PLAIN[name]))
 
 
-# Three ranks, below, have each model with buckets of three sizes, and with two strategies over shared memory.
+# Three ranks, below, have each model with buckets of two of three sizes, and two strategies in shared memory.
 @pytest.mark.parametrize(
     "strategy",
     [pytest.param(x, marks=[pytest.mark.slow] * (x in ("naive", "bucketed"))) for x in STRATEGIES],
@@ -50,7 +50,8 @@ def test_two_ranks_give_the_bits_of_one(mesh: Mesh, strategy: str) -> None:
 @pytest.mark.parametrize("name", WITHOUT_RANDOM)
 @world(3)
 def test_three_ranks_give_the_bits_of_one(mesh: Mesh, name: str) -> None:
-    for cap in (TINY_MB, [TINY_MB, LARGE_MB], LARGE_MB):
+    turn = [*WITHOUT_RANDOM].index(name)
+    for cap in (TINY_MB, LARGE_MB if turn % 2 else [TINY_MB, LARGE_MB]):
         assert_bits_of_one(mesh, WITHOUT_RANDOM[name], bucket_cap_mb=cap)
 
 

@@ -59,10 +59,17 @@ def losses(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, rank: 
     return torch.stack(found)
 
 
+# Each two of the three settings together; the rest with `make slow`.
+TWO_TOGETHER = [
+    pytest.param(kind, stage, dtype, marks=[pytest.mark.slow] * ((i + stage + (dtype is torch.bfloat16)) % 2))
+    for i, kind in enumerate(MODELS)
+    for stage in (2, 3)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
 @world(2, by="process")
-@pytest.mark.parametrize("kind", list(MODELS))
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "stage", "dtype"), TWO_TOGETHER)
 def test_the_losses_are_those_of_fsdp2(mesh: Mesh, kind: str, stage: int, dtype: torch.dtype) -> None:
     theirs, ours = MODELS[kind](), MODELS[kind]()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
