@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -220,9 +220,15 @@ def folder_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(node: ast.AST) -> Iterator[str]:
-    """The modules of instep that are imported by statements at or below ``node``."""
-    for child in ast.walk(node):
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """All of its tree: to walk it takes longer than to look at each."""
+    return [*ast.walk(tree_of(file))]
+
+
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The modules of instep that the statements among ``nodes`` import."""
+    for child in nodes:
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names if alias.name.split(".")[0] == "instep")
         elif isinstance(child, ast.ImportFrom):
@@ -233,9 +239,7 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 
 def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (
-        node for node in ast.walk(tree_of(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    return (node for node in nodes_of(file) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def imports_late(file: Path) -> bool:
@@ -257,12 +261,11 @@ def too_long(file: Path) -> Iterator[str]:
 def imported_at_start(file: Path) -> set[str]:
     """What importing ``file`` imports: not what stands in a function or is for the type checker."""
     later: list[ast.AST] = list(functions(file))
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             later.append(node)
     skipped = {id(node) for part in later for node in ast.walk(part)}
-    statements = (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Import | ast.ImportFrom))
-    return {name for node in statements if id(node) not in skipped for name in imports(node)}
+    return set(imports(node for node in nodes_of(file) if id(node) not in skipped))
 
 
 def found(pattern: str, file: Path) -> Iterator[str]:
@@ -279,7 +282,7 @@ def test_every_file_has_a_row():
 def test_imports_point_down():
     for file in SOURCES:
         here = folder_of(module_of(file))
-        for module in imports(tree_of(file)):
+        for module in imports(nodes_of(file)):
             there = folder_of(module)
             assert here == there or ROW[there] < ROW[here], f"{path_of(file)} imports {module}"
 
@@ -292,7 +295,7 @@ def test_no_file_imports_itself_by_a_detour():
 def test_only_recipes_know_a_model_or_data():
     for file in SOURCES:
         if folder_of(module_of(file)) == "run":
-            found = {module for module in imports(tree_of(file)) if module.startswith(WHAT_IS_TRAINED)}
+            found = {module for module in imports(nodes_of(file)) if module.startswith(WHAT_IS_TRAINED)}
             assert not found, f"{path_of(file)} imports {found}: a recipe brings what is trained"
 
 
@@ -316,7 +319,7 @@ def test_a_file_has_a_name_of_its_own_unless_its_folder_is_the_difference():
 def test_a_file_with_one_user_is_an_idea_of_its_own():
     importers: dict[str, set[str]] = {}
     for module, file in MODULES.items():
-        for imported in imports(tree_of(file)):
+        for imported in imports(nodes_of(file)):
             importers.setdefault(imported, set()).add(module)
     alone = {
         path_of(MODULES[module])
