@@ -226,10 +226,17 @@ def find_source(group: Group, gather_group: Group, units: Sequence[Unit]) -> Sha
     slices = [unit.slice for unit in units]
     if group.size == 1 or not slices:
         return MappedShards([slices])
-    shown = group.expose(slices, "the exchange of memory")  # all have come: the values are there
+    operation = "the exchange of memory"
+    to_show = [unit.slice for unit in units if unit.mapped is None]
+    shown = group.expose(to_show, operation) if to_show else [[] for _ in group.ranks]
     if shown is None:
         return RequestedShards(gather_group, slices)
-    return MappedShards([[x.view(u.dtype) for x, u in zip(own, units, strict=True)] for own in shown])
+    found = [iter(own) for own in shown]
+    by_unit = [[next(own) for own in found] if u.mapped is None else u.mapped.slices for u in units]
+    group.barrier(operation)  # all have come: the values are there
+    return MappedShards(
+        [[own.view(u.dtype) for own, u in zip(x, units, strict=True)] for x in zip(*by_unit, strict=True)]
+    )
 
 
 class Gathers:
@@ -247,7 +254,8 @@ class Gathers:
         for unit in units:
             if unit.is_free:
                 require_outside_transform(unit.name, unit.names)
-                unit.open()
+                if unit.open():
+                    continue
                 operation = f"the gather of unit {unit.name!r}"
                 try:
                     run = partial(self._fetch, unit, None, self._stream.computed())
@@ -269,15 +277,14 @@ class Gathers:
         """
         self.begin(units)
         coming = [unit for unit in units if not unit.shown]
-        if any(unit.work is not None and not unit.work.done() for unit in coming):
+        works = [unit.work for unit in coming if unit.work is not None]
+        if not all(work.done() for work in works):
             with self._recorder.span(PARAMETER_GATHER, lane="host"):
-                for unit in coming:
-                    assert unit.work is not None
-                    unit.work.finished.wait()
-        for unit in coming:
-            assert unit.work is not None
-            if unit.work.error is not None:
-                error = unit.work.error
+                for work in works:
+                    work.finished.wait()
+        for work in works:
+            if work.error is not None:
+                error = work.error
                 for failed in coming:
                     failed.free()
                 raise error

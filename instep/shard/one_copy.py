@@ -16,6 +16,9 @@ have stepped, each gives its own pages back. A page that was not written to is r
 as it is there at that moment. Only pages that were written to take memory twice, up to the step.
 
 Which pages those are the kernel tells, however they were written to: 8 bytes to be read per page.
+
+In stage 3 (``unit``) every rank steps its slice of ``shared`` likewise, and what a module shows is
+``private``: nothing is gathered. What is written to ``private`` never counts there (``MappedWeights``).
 """
 
 from __future__ import annotations
@@ -69,6 +72,7 @@ class OneCopy:
         finally:
             if mine is not None:
                 mine.close()
+        self._shared = shared
         self.shared, self.private = _tensor(shared), _tensor(self._pages)
         self._own = np.arange(0)  # pages that ``digest`` has found
         self._num_digests = 0
@@ -95,7 +99,24 @@ class OneCopy:
     def drop(self) -> None:
         """What ``digest`` has found is forgotten: this rank reads what all have."""
         if len(self._own):
-            self._pages.madvise(mmap.MADV_DONTNEED)
+            self.forget()
+
+    def part(self, first: int, last: int) -> Tensor:
+        """Bytes ``first`` to ``last`` (exclusive) of ``shared``, with a storage of their own."""
+        return _tensor(self._shared, first, last - first)
+
+    def keep_values(self) -> None:
+        """``private`` has its values of now, whatever is written to ``shared``, until ``forget``."""
+        pages = self.private.numpy()[::PAGE]
+        np.bitwise_or(pages, 0, out=pages)  # a page is this rank's own once it is written to
+
+    def forget(self) -> None:
+        """This rank has written nothing, and reads what all have."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def has_written(self) -> bool:
+        """Whether this rank has pages of its own."""
+        return bool(len(self._written()))
 
     def _written(self) -> Any:
         """The numbers of the pages that are this rank's own; all, where the kernel does not tell."""
@@ -109,6 +130,61 @@ class OneCopy:
         return np.arange(num_pages)
 
 
-def _tensor(memory: mmap.mmap) -> Tensor:
+class MappedWeights:
+    """Weights of a unit of stage 3, ``nbytes`` in all, of which every rank of ``group`` steps its slice.
+
+    A unit takes ``private`` as it would take a buffer to gather into (``buffer_pool``): ``take`` when
+    it is needed, then ``give_back``, or ``hand_over`` if other tensors are views of it, which then keep the
+    values of now. ``rest`` between steps. No rank may write to its slice while another one computes.
+    """
+
+    def __init__(self, nbytes: int, group: Group) -> None:
+        self._copy, self._group = OneCopy(nbytes, group), group
+        self._slice_bytes = nbytes // group.size
+        self._storage = self._copy.private.untyped_storage()
+        self._num_own = num_users(self._storage)
+        self._handed_over = False
+
+    @property
+    def slices(self) -> list[Tensor]:
+        """Of all ranks, as bytes, to be read."""
+        return list(self._copy.shared[: self._slice_bytes * self._group.size].split(self._slice_bytes))
+
+    def own_slice(self) -> Tensor:
+        """This rank's, as bytes, for an optimizer to step."""
+        begin = self._group.rank * self._slice_bytes
+        return self._copy.part(begin, begin + self._slice_bytes)
+
+    def take(self) -> Tensor | None:
+        """All weights, as bytes; None while tensors have them that have outlived their unit."""
+        if self._handed_over and num_users(self._storage) > self._num_own:
+            return None
+        if self._handed_over:
+            self._copy.forget()
+            self._handed_over = False
+        return self._copy.private
+
+    def give_back(self, *, written: bool) -> None:
+        """They are shown no more; ``written`` to they were, which does not count."""
+        if written:
+            self._copy.forget()
+
+    def hand_over(self) -> None:
+        """They are shown no more, but other tensors are views of them, with the values of now."""
+        self._copy.keep_values()
+        self._handed_over = True
+
+    def rest(self) -> None:
+        """All ranks' slices are new: what this rank has written to ``private`` in any way is forgotten."""
+        if not self._handed_over and self._copy.has_written():
+            self._copy.forget()
+
+
+def num_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and ``storage`` itself, share this memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def _tensor(memory: mmap.mmap, offset: int = 0, count: int = -1) -> Tensor:
     with torch.inference_mode(False):  # it outlives what it is made in
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=count)

@@ -419,6 +419,8 @@ class Stage3:
         for unit, _ in written:
             unit.keep_written()
         self.meet(f"what was written to parameter {name!r}")  # all have the new ones
+        for unit, _ in written:
+            unit.rest()
 
     def _bring(self, needs: Numbers) -> None:
         """In forward: ``needs`` have to be whole; let go what is over, and begin what comes next."""

@@ -38,6 +38,7 @@ from instep.ordered.homes import ParameterShard
 from instep.shard.buffer_pool import BufferPool
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters, uncuttable
 from instep.shard.layout import cut
+from instep.shard.one_copy import MappedWeights, num_users
 from instep.shard.partition import UnitMembers
 from instep.shard.sliced import UnitReader, sliced_class, without_dispatch
 from instep.work import Work
@@ -61,7 +62,9 @@ class Unit(FlatParameters):
     slice: Tensor  # (slice_length,), of the masters
     flat: Tensor  # (W * slice_length,), gathered; (0,) while there is none
     storage: torch.UntypedStorage  # of ``flat``
+    mapped: MappedWeights | None = None  # where the ranks of a host have the weights once
     _buffer: Tensor | None = None
+    _is_mapped: bool = False  # whether what is gathered lies there
     _views: list[Tensor]
     _num_own: int  # how many tensors of ours share the storage
 
@@ -132,7 +135,7 @@ class Unit(FlatParameters):
         """Hold no values, and no memory, until the unit is laid out for another group."""
         if self.work is None or self.work.done():  # else a lost rank may be waited for
             self.free(changed=True)
-        self.materialised, self.is_vacant = False, True
+        self.materialised, self.is_vacant, self.mapped = False, True, None
         self.slice = self._nothing(self.slice.shape)  # the old one may still be read by another rank
         for x in self.held:  # in place: optimizers step these
             x.tensor.data, x.tensor.grad = self._nothing(x.tensor.shape), None
@@ -140,6 +143,7 @@ class Unit(FlatParameters):
     def make_room(self) -> None:
         """As ``Home`` says; in place."""
         if not self.is_vacant:
+            self.edits()
             return
         self.is_vacant = False
         with torch.inference_mode(False), torch.no_grad():
@@ -158,13 +162,18 @@ class Unit(FlatParameters):
         return self._buffer is None
 
     @property
+    def num_others_bytes(self) -> int:
+        shown = self._is_mapped and self.shown
+        return self.storage.nbytes() if shown else 0  # the own slice is mapped twice
+
+    @property
     def gathered(self) -> list[Tensor]:
-        return [self.flat] if self.gathered_bytes else []
+        return [] if self.is_free else [self.flat]
 
     @property
     def gathered_bytes(self) -> int:
-        """What the gathered weights take now."""
-        return self.storage.nbytes()
+        """What the gathered weights take now, beside the slices: nothing, where these are mapped."""
+        return 0 if self._is_mapped else self.storage.nbytes()
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return self._strides[next(i for i, p in enumerate(self.parameters) if p is parameter)]
@@ -179,9 +188,16 @@ class Unit(FlatParameters):
             return None
         return self.gradient_source(held)
 
+    def edits(self) -> int:
+        """The masters are about to change: what is mapped is shown no more. There is nothing to tell."""
+        if self.mapped is not None:
+            self.free(changed=True)
+        return 0
+
     def share(self, operation: str) -> bool:
         """The masters are new: what was gathered is out of date. Nothing is sent."""
         self.free(changed=True)
+        self.rest()
         self._buffers.rest()  # between steps other things may need the memory
         self.generation += 1
         return False
@@ -190,9 +206,11 @@ class Unit(FlatParameters):
         super().loaded()
         self.materialised = True
 
-    def open(self) -> None:
-        """Take memory for all weights."""
-        buffer = self._buffers.take(self._nbytes, self.slice.device)
+    def open(self) -> bool:
+        """Take memory for all weights. Whether they are there at once, and need not be gathered."""
+        memory = None if self.mapped is None else self.mapped.take()
+        self._is_mapped = memory is not None
+        buffer = self._buffers.take(self._nbytes, self.slice.device) if memory is None else memory
         with torch.inference_mode(False), torch.no_grad():
             self.flat = buffer[: self.layout.num_elements * self._compute.itemsize].view(self._compute)
             self._views = self.views_in(self.flat)
@@ -200,8 +218,9 @@ class Unit(FlatParameters):
                 self._views[i] = self._view_behind(buffer, i, offset)
         self.storage = self.flat.untyped_storage()
         self._storages[self.storage._cdata] = self
-        self._num_own = _num_users(self.storage)
+        self._num_own = num_users(self.storage)
         self._buffer = buffer
+        return self._is_mapped
 
     def parts(self) -> list[Tensor]:
         """The slice of every rank, in the gathered memory."""
@@ -251,10 +270,15 @@ class Unit(FlatParameters):
         self._versions = self._count_writes()
         self.generation += 1
 
+    def rest(self) -> None:
+        """What is mapped is what all ranks' masters are, whatever was written to it."""
+        if self.mapped is not None:
+            self.mapped.rest()
+
     def is_used_elsewhere(self) -> bool:
         """Whether other tensors are views of the gathered weights."""
         own = self._num_own + (len(self.parameters) if self.shown else 0)
-        return not self.is_free and _num_users(self.storage) > own
+        return not self.is_free and num_users(self.storage) > own
 
     def look(self) -> None:
         """Note in ``changed`` if the gathered weights were written to, in place."""
@@ -279,7 +303,13 @@ class Unit(FlatParameters):
         buffer, self._buffer = self._buffer, None
         self._without_buffer()
         assert buffer is not None
-        if with_others:
+        is_mapped, self._is_mapped = self._is_mapped, False
+        if is_mapped and self.mapped is not None:
+            if with_others:
+                self.mapped.hand_over()
+            else:
+                self.mapped.give_back(written=changed or self.changed is not None)
+        elif with_others:
             self._buffers.hand_over(buffer)
         else:
             self._buffers.give_back(buffer)
@@ -341,8 +371,6 @@ class Unit(FlatParameters):
         self.layout = cut([shape.numel() for shape in self._shapes], self.group.size, granule, whole)
         self._in_slices = [self.strides_in_flat(i) for i in range(len(self.parameters))]
         self._device, self._align = device, align
-        length = self.layout.slice_length
-        self.slice = self._nothing((length,)) if self.is_vacant else self._memory()
         self._behind: dict[int, int] = {}  # by number of the parameter, where it is shown behind the slices
         end = self.layout.num_elements
         for i, shape in enumerate(self._shapes):
@@ -350,6 +378,11 @@ class Unit(FlatParameters):
                 self._behind[i], end = end, round_up(end + shape.numel(), granule)
         self._shown = sorted((self._behind.get(i, offset), i) for i, offset in enumerate(self.layout.offsets))
         self._nbytes, self._compute = end * compute.itemsize, compute
+        shares = self.group.size > 1 and self.group.backend == "shm" and device.type == "cpu"
+        shares = shares and compute == self.dtype and not (self.is_vacant or self._behind)
+        self.mapped = MappedWeights(self._nbytes, self.group) if shares else None
+        length = self.layout.slice_length
+        self.slice = self._nothing((length,)) if self.is_vacant else self._memory()
         self._none = torch.empty(0, dtype=compute, device=device)  # of gathered weights
         self._without_buffer()
         self._nan = torch.full((), torch.nan, dtype=compute, device=device)
@@ -358,6 +391,8 @@ class Unit(FlatParameters):
 
     def _memory(self) -> Tensor:
         """(slice_length,), of zeros: the padding travels too."""
+        if self.mapped is not None:
+            return self.mapped.own_slice().view(self.dtype)
         nbytes = self.layout.slice_length * self.dtype.itemsize
         return self.group.allocate(nbytes, self._align, self._device).elements(self.dtype).zero_()
 
@@ -396,11 +431,6 @@ class Unit(FlatParameters):
 
 Divided = Stage2Parameters | Unit
 """Parameters whose gradients are in slices; in the second case the weights are too."""
-
-
-def _num_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and ``storage`` itself, share this memory."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _replace(p: Tensor, value: Tensor) -> None:

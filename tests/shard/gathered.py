@@ -79,8 +79,8 @@ def in_slices(mesh: Mesh, module: nn.Module, **options: Any) -> Iterator[Stage3]
 
 
 def gathered_units(stage3: Stage3) -> list[str]:
-    """Names of the units that have memory for all of their weights."""
-    return [unit.name for unit in stage3.units if unit.gathered_bytes]
+    """Names of the units that have memory for all of their weights, or show that of all ranks."""
+    return [unit.name for unit in stage3.units if not unit.is_free]
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
