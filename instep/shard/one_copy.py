@@ -133,56 +133,53 @@ class OneCopy:
 class MappedWeights:
     """Weights of a unit of stage 3, ``nbytes`` in all, of which every rank of ``group`` steps its slice.
 
-    A unit takes ``private`` as it would take a buffer to gather into (``buffer_pool``): ``take`` when
-    it is needed, then ``give_back``, or ``hand_over`` if other tensors are views of it, which then keep the
-    values of now. ``rest`` between steps. No rank may write to its slice while another one computes.
+    What the unit shows is ``memory``, where it would else gather into a buffer (``buffer_pool``): ``take`` it
+    to compute, then ``give_back``, or ``hand_over`` if other tensors are views of it, which keep the values
+    of now; ``rest`` when no unit computes. No rank may write to its slice while another one computes.
     """
 
     def __init__(self, nbytes: int, group: Group) -> None:
         self._copy, self._group = OneCopy(nbytes, group), group
-        self._slice_bytes = nbytes // group.size
-        self._storage = self._copy.private.untyped_storage()
-        self._num_own = num_users(self._storage)
-        self._handed_over = False
+        self._nbytes = nbytes
+        self.memory = self._copy.private[
+            :nbytes
+        ]  # all weights, as bytes; what this rank writes does not count
+        self._was_shown = False  # and a program may have written to it
+        self._is_handed_over = False
 
     @property
     def slices(self) -> list[Tensor]:
         """Of all ranks, as bytes, to be read."""
-        return list(self._copy.shared[: self._slice_bytes * self._group.size].split(self._slice_bytes))
+        return list(self._copy.shared[: self._nbytes].split(self._nbytes // self._group.size))
 
     def own_slice(self) -> Tensor:
         """This rank's, as bytes, for an optimizer to step."""
-        begin = self._group.rank * self._slice_bytes
-        return self._copy.part(begin, begin + self._slice_bytes)
+        length = self._nbytes // self._group.size
+        return self._copy.part(self._group.rank * length, (self._group.rank + 1) * length)
 
-    def take(self) -> Tensor | None:
-        """All weights, as bytes; None while tensors have them that have outlived their unit."""
-        if self._handed_over and num_users(self._storage) > self._num_own:
-            return None
-        if self._handed_over:
+    def take(self, *, used: bool) -> bool:
+        """Whether ``memory`` is free to be shown; ``used``, by tensors that have outlived their unit, not."""
+        if self._is_handed_over and not used:
             self._copy.forget()
-            self._handed_over = False
-        return self._copy.private
+            self._is_handed_over = False
+        return not self._is_handed_over
 
-    def give_back(self, *, written: bool) -> None:
-        """They are shown no more; ``written`` to they were, which does not count."""
-        if written:
-            self._copy.forget()
+    def give_back(self) -> None:
+        """It is not shown any more."""
+        self._was_shown = True
 
     def hand_over(self) -> None:
-        """They are shown no more, but other tensors are views of them, with the values of now."""
+        """It is not shown any more, but other tensors are views of it, and keep the values of now."""
         self._copy.keep_values()
-        self._handed_over = True
+        self._is_handed_over = True
 
-    def rest(self) -> None:
-        """All ranks' slices are new: what this rank has written to ``private`` in any way is forgotten."""
-        if not self._handed_over and self._copy.has_written():
+    def rest(self, *, written: bool = False) -> None:
+        """What this rank has written to it is forgotten; it has ``written``, or the kernel is asked."""
+        if self._is_handed_over or not (written or self._was_shown):
+            return
+        if written or self._copy.has_written():
             self._copy.forget()
-
-
-def num_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and ``storage`` itself, share this memory."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+        self._was_shown = False
 
 
 def _tensor(memory: mmap.mmap, offset: int = 0, count: int = -1) -> Tensor:

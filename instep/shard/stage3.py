@@ -420,7 +420,7 @@ class Stage3:
             unit.keep_written()
         self.meet(f"what was written to parameter {name!r}")  # all have the new ones
         for unit, _ in written:
-            unit.rest()
+            unit.rest(written=True)
 
     def _bring(self, needs: Numbers) -> None:
         """In forward: ``needs`` have to be whole; let go what is over, and begin what comes next."""
@@ -504,6 +504,8 @@ class Stage3:
             i = unit.number
             if i not in stay and not unit.is_free and not self._inside[i] and i not in self._kept:
                 unit.free()
+            if not stay and unit.is_free:  # what has been computed is over
+                unit.rest()
 
 
 def _let_go(hooks: list[Any], lane: Lane, source: ShardSource, gather_group: Group) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,21 @@ from instep.ordered.homes import ParameterShard
 from instep.shard.buffer_pool import BufferPool
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters, uncuttable
 from instep.shard.layout import cut
-from instep.shard.one_copy import MappedWeights, num_users
+from instep.shard.one_copy import MappedWeights
 from instep.shard.partition import UnitMembers
 from instep.shard.sliced import UnitReader, sliced_class, without_dispatch
 from instep.work import Work
 
 _version: Any = Tensor._version
+
+
+class Laid(NamedTuple):
+    """Memory with all weights of a unit: the slices in a row, and each parameter where it is shown."""
+
+    flat: Tensor  # (W * slice_length,)
+    storage: torch.UntypedStorage  # of ``flat``
+    views: list[Tensor]
+    num_own: int  # how many tensors of ours share the storage
 
 
 class Unit(FlatParameters):
@@ -60,13 +69,11 @@ class Unit(FlatParameters):
 
     resident: ClassVar[bool] = False
     slice: Tensor  # (slice_length,), of the masters
-    flat: Tensor  # (W * slice_length,), gathered; (0,) while there is none
-    storage: torch.UntypedStorage  # of ``flat``
-    mapped: MappedWeights | None = None  # where the ranks of a host have the weights once
-    _buffer: Tensor | None = None
-    _is_mapped: bool = False  # whether what is gathered lies there
-    _views: list[Tensor]
-    _num_own: int  # how many tensors of ours share the storage
+    mapped: MappedWeights | None  # where the ranks of a host have the weights once, and may show them
+    _laid_mapped: Laid | None
+    _laid: Laid  # gathered; empty while there is nothing
+    _buffer: Tensor | None = None  # that it was gathered into
+    _is_mapped: bool = False  # it is ``mapped``, and shown where it lies
 
     def __init__(
         self,
@@ -135,7 +142,7 @@ class Unit(FlatParameters):
         """Hold no values, and no memory, until the unit is laid out for another group."""
         if self.work is None or self.work.done():  # else a lost rank may be waited for
             self.free(changed=True)
-        self.materialised, self.is_vacant, self.mapped = False, True, None
+        self.materialised, self.is_vacant, self.mapped, self._laid_mapped = False, True, None, None
         self.slice = self._nothing(self.slice.shape)  # the old one may still be read by another rank
         for x in self.held:  # in place: optimizers step these
             x.tensor.data, x.tensor.grad = self._nothing(x.tensor.shape), None
@@ -159,7 +166,17 @@ class Unit(FlatParameters):
     @property
     def is_free(self) -> bool:
         """Nothing is gathered, nor being gathered: the unit has no buffer."""
-        return self._buffer is None
+        return self._buffer is None and not self._is_mapped
+
+    @property
+    def flat(self) -> Tensor:
+        """(W * slice_length,), gathered; (0,) while there is nothing."""
+        return self._laid.flat
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """Of ``flat``."""
+        return self._laid.storage
 
     @property
     def num_others_bytes(self) -> int:
@@ -208,18 +225,15 @@ class Unit(FlatParameters):
 
     def open(self) -> bool:
         """Take memory for all weights. Whether they are there at once, and need not be gathered."""
-        memory = None if self.mapped is None else self.mapped.take()
-        self._is_mapped = memory is not None
-        buffer = self._buffers.take(self._nbytes, self.slice.device) if memory is None else memory
-        with torch.inference_mode(False), torch.no_grad():
-            self.flat = buffer[: self.layout.num_elements * self._compute.itemsize].view(self._compute)
-            self._views = self.views_in(self.flat)
-            for i, offset in self._behind.items():
-                self._views[i] = self._view_behind(buffer, i, offset)
-        self.storage = self.flat.untyped_storage()
+        laid = self._laid_mapped
+        if self.mapped is not None and laid is not None:
+            self._is_mapped = self.mapped.take(used=_num_users(laid.storage) > laid.num_own)
+        if self._is_mapped and laid is not None:
+            self._laid = laid
+        else:
+            self._buffer = self._buffers.take(self._nbytes, self.slice.device)
+            self._laid = self._lay(self._buffer)
         self._storages[self.storage._cdata] = self
-        self._num_own = num_users(self.storage)
-        self._buffer = buffer
         return self._is_mapped
 
     def parts(self) -> list[Tensor]:
@@ -229,7 +243,7 @@ class Unit(FlatParameters):
     def arrange(self) -> None:
         """All slices have come: give those parameters their values that are not shown where they came."""
         for i in self._behind:
-            self._views[i].copy_(self._in(self.flat, i))
+            self._laid.views[i].copy_(self._in(self.flat, i))
 
     def shown_at(self, offset: int) -> int:
         """The number of the parameter whose values are shown at ``offset``, in elements of the memory."""
@@ -239,7 +253,7 @@ class Unit(FlatParameters):
         """The gathered weights are what the parameters are."""
         self.work = None
         self.shown = True
-        self._point(self._views)
+        self._point(self._laid.views)
         self._versions = self._count_writes()
 
     def begin_use(self) -> None:
@@ -266,19 +280,19 @@ class Unit(FlatParameters):
         """What was written to the gathered weights is what this rank's masters are."""
         self.slice.copy_(self.parts()[self.group.rank])
         for i in self._behind:
-            self.keep(i, self._views[i])
+            self.keep(i, self._laid.views[i])
         self._versions = self._count_writes()
         self.generation += 1
 
-    def rest(self) -> None:
-        """What is mapped is what all ranks' masters are, whatever was written to it."""
+    def rest(self, *, written: bool = False) -> None:
+        """What is mapped shows what all ranks' masters are, whatever this rank has ``written`` to it."""
         if self.mapped is not None:
-            self.mapped.rest()
+            self.mapped.rest(written=written)
 
     def is_used_elsewhere(self) -> bool:
         """Whether other tensors are views of the gathered weights."""
-        own = self._num_own + (len(self.parameters) if self.shown else 0)
-        return not self.is_free and num_users(self.storage) > own
+        own = self._laid.num_own + (len(self.parameters) if self.shown else 0)
+        return not self.is_free and _num_users(self.storage) > own
 
     def look(self) -> None:
         """Note in ``changed`` if the gathered weights were written to, in place."""
@@ -302,17 +316,14 @@ class Unit(FlatParameters):
         with_others = self.is_used_elsewhere()
         buffer, self._buffer = self._buffer, None
         self._without_buffer()
-        assert buffer is not None
-        is_mapped, self._is_mapped = self._is_mapped, False
-        if is_mapped and self.mapped is not None:
-            if with_others:
-                self.mapped.hand_over()
-            else:
-                self.mapped.give_back(written=changed or self.changed is not None)
-        elif with_others:
-            self._buffers.hand_over(buffer)
-        else:
-            self._buffers.give_back(buffer)
+        if buffer is not None:
+            (self._buffers.hand_over if with_others else self._buffers.give_back)(buffer)
+        if self._is_mapped:
+            assert self.mapped is not None
+            self._is_mapped = False
+            (self.mapped.hand_over if with_others else self.mapped.give_back)()
+            if changed or self.changed is not None:
+                self.rest(written=True)
 
     def hide(self) -> None:
         """The parameters show nothing, and are not in use."""
@@ -343,6 +354,16 @@ class Unit(FlatParameters):
     def _in(self, flat: Tensor, i: int) -> Tensor:
         offset = flat.storage_offset() + self.layout.offsets[i]
         return flat.as_strided(self._shapes[i], self._in_slices[i], offset)
+
+    def _lay(self, memory: Tensor) -> Laid:
+        """All weights in ``memory``, of bytes."""
+        with torch.inference_mode(False), torch.no_grad():
+            flat = memory[: self.layout.num_elements * self._compute.itemsize].view(self._compute)
+            views = self.views_in(flat)
+            for i, offset in self._behind.items():
+                views[i] = self._view_behind(memory, i, offset)
+        storage = flat.untyped_storage()
+        return Laid(flat, storage, views, _num_users(storage))
 
     def _view_behind(self, buffer: Tensor, i: int, offset: int) -> Tensor:
         size, shape = self._compute.itemsize, self._shapes[i]
@@ -381,6 +402,7 @@ class Unit(FlatParameters):
         shares = self.group.size > 1 and self.group.backend == "shm" and device.type == "cpu"
         shares = shares and compute == self.dtype and not (self.is_vacant or self._behind)
         self.mapped = MappedWeights(self._nbytes, self.group) if shares else None
+        self._laid_mapped = None if self.mapped is None else self._lay(self.mapped.memory)
         length = self.layout.slice_length
         self.slice = self._nothing((length,)) if self.is_vacant else self._memory()
         self._none = torch.empty(0, dtype=compute, device=device)  # of gathered weights
@@ -402,7 +424,7 @@ class Unit(FlatParameters):
             return torch.full((), torch.nan, dtype=self.dtype, device=self._device).expand(shape)
 
     def _without_buffer(self) -> None:
-        self.flat, self.storage, self._views = self._none, self._none.untyped_storage(), []
+        self._laid = Laid(self._none, self._none.untyped_storage(), [], 0)
 
     def _hold(self) -> list[ParameterShard]:
         begin = self.group.rank * self.layout.slice_length
@@ -431,6 +453,11 @@ class Unit(FlatParameters):
 
 Divided = Stage2Parameters | Unit
 """Parameters whose gradients are in slices; in the second case the weights are too."""
+
+
+def _num_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and ``storage`` itself, share this memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _replace(p: Tensor, value: Tensor) -> None:
