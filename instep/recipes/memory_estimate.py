@@ -40,8 +40,9 @@ def formula(
     one_copy: bool = False,
 ) -> dict[str, int | float]:
     """Bytes of one of ``ranks`` ranks with sharding of ``stage``, whose optimizer keeps ``moments`` floats
-    per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``. With ``one_copy`` all ranks
-    are of one host, and a rank's share of the weights is what each counts of them."""
+    per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``, which takes nothing where
+    ranks share memory. With ``one_copy`` all ranks are of one host, and a rank's share of the weights is what
+    each counts of them."""
     size = FLOAT_BYTES * num_parameters(model)
     kept = {
         "parameters": (1 if one_copy else 3, size),

@@ -3,10 +3,11 @@
     compute         |= unit 1 =|= unit 2 =|= unit 3 =
     communication   |~ 2 ~|     |~ 3 ~|    |~ 4 ~|         "parameter gather"
 
-Where the ranks can read each other's memory (backend "shm"), a gather is W copies and no message, and that
-of a small unit is made at once, without the lane; else a rank requests the slices. Either way no other rank
-has to do anything at that moment, and values are cast to the dtype of computation on the way. No rank may
-write to its slices while another may still gather.
+Where the ranks can read each other's memory (backend "shm"), most units are mapped, and there is nothing to
+gather (``unit``). Others, whose values are cast to the dtype of computation, are W copies and no message, and
+that of a small unit is made at once, without the lane. Else a rank requests the slices. In no case has
+another rank to do anything at that moment. No rank may write to its slices while another may still gather, or
+compute with them.
 
 Why requests, and not a collective: a rank skips a unit, runs one twice, evaluates alone, or has no
 micro-batch left. A collective would pair with another one, or wait for ever. So every rank has a thread for

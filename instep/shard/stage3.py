@@ -8,11 +8,12 @@
 The root unit stays from the begin of forward to the end of backward, and the last one between the two. Which
 unit comes next is what came next the last time; a wrong guess costs its gather and no more.
 
-What a rank needs it fetches alone (``gather``), so nothing here is collective but the construction, and what
-is written to parameters. Any module with parameters in it may be called, the whole one, a unit, or a layer of
-one: it finds its weights there. What is read anywhere else gathers itself (``sliced``). In backward the
-gradient of a module's output brings its weights back, or else the first node that needs one
-(``saved_weights``): when a unit goes decides about memory and time, never about what is computed.
+What a rank needs it fetches alone (``gather``), or has mapped already (``unit``), so nothing here is
+collective but the construction, and what is written to parameters. Any module with parameters in it may be
+called, the whole one, a unit, or a layer of one: it finds its weights there. What is read anywhere else
+gathers itself (``sliced``). In backward the gradient of a module's output brings its weights back, or else
+the first node that needs one (``saved_weights``): when a unit goes decides about memory and time, never about
+what is computed.
 
 Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv 1910.02054, section 5.3.

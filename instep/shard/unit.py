@@ -5,9 +5,14 @@
     p.data         NaN . . . . . . . NaN      one element, expanded: while nothing is gathered
     type(p)        Sliced                     while no module that needs it runs: a read gathers (``sliced``)
 
-The gathered memory is a buffer that the unit takes and gives back (``buffer_pool``). If other tensors are
-views of it when it shall go, an output, a cache, the graph of a second derivative, then it stays theirs, for
-as long as they live, and no unit takes it again: memory that was freed is never read.
+Where ranks share memory (backend "shm") all slices lie side by side in memory that every rank has mapped, and
+the host has the weights once: then what is gathered is that memory, and comes and goes at no cost
+(``mapped``; ``one_copy.MappedWeights``). For the computation it is mapped so that what a rank writes there is
+its own, and is forgotten. Not where weights are cast, or shown in another order than they lie in.
+
+Else the gathered memory is a buffer that the unit takes and gives back (``buffer_pool``). If other tensors
+are views of it when it shall go, an output, a cache, the graph of a second derivative, then it stays theirs,
+for as long as they live, and no unit takes it again: memory that was freed is never read.
 
 Without memory (``is_vacant``) a slice is one NaN, expanded, too: what comes from the meta device before there
 are ranks to share it out, and what has left its group. So no rank alone ever has memory for all weights.
@@ -63,8 +68,9 @@ class Unit(FlatParameters):
     meta device have none yet, and come to ``device``; ``vacant``, without memory until some come. In
     ``storages`` it is found by the memory that its parameters show, whole or not; ``buffers`` are those of
     all units of a module. Then ``open``, a gather that fills ``parts``, and ``show`` make the parameters
-    usable, and ``free`` ends that. In between, they are of their own classes from ``begin_use`` to
-    ``end_use``; else ``reader`` is asked for what they show. ``vacate`` ends all of it, until ``lay_out``.
+    usable, and ``free`` ends that; where they are mapped nothing has to fill them. In between, they are of
+    their own classes from ``begin_use`` to ``end_use``; else ``reader`` is asked for what they show.
+    ``vacate`` ends all of it, until ``lay_out``.
     """
 
     resident: ClassVar[bool] = False
