@@ -186,7 +186,6 @@ ONE_USER = {
     "instep/run/strangers.py",
     "instep/run/twice.py",
     "instep/shard/gather.py",
-    "instep/shard/one_copy.py",
     "instep/shard/reduce_scatter.py",
     "instep/shard/reducer.py",
     "instep/shard/sharding.py",
