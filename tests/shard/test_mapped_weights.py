@@ -15,8 +15,8 @@ from torch.optim import SGD
 from instep import ShardedOptimizer, full_state_dict, fully_shard
 from instep.mesh.mesh import Mesh
 from instep.shard.unit import Unit
-from tests.parity import filled
-from tests.shard.gathered import Layer, Stack, built, in_slices, inputs, loss_of
+from tests.parity import filled, numbers
+from tests.shard.gathered import Layer, Stack, assert_same_gradients, built, in_slices, inputs, loss_of
 from tests.shard.test_one_copy import pss_together
 from tests.shard.test_sliced import LOOP, LOOPS, Tied, train, units, weights_of
 from tests.world import world
@@ -79,6 +79,34 @@ def test_what_computes_in_another_dtype_is_gathered(mesh: Mesh, dtype: torch.dty
         loss_of(module) if dtype is None else module(inputs().to(dtype))
         assert (sum(unit.gathered_bytes for unit in stage3.units) > 0) == (dtype is not None)
         stage3.ended()
+
+
+class Seeing(nn.Module):
+    """A unit whose weight lies in another order than the logical one, and is cut; and one that is as ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        conv = nn.Conv2d(32, 64, 3, bias=False).to(memory_format=torch.channels_last)
+        self.layers = nn.ModuleList([conv, nn.Linear(64, 96)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers[1](self.layers[0](x).relu().mean((2, 3)))
+        return found
+
+
+@world(2, backend="shm")
+def test_some_units_are_mapped_and_others_are_gathered(mesh: Mesh) -> None:
+    module, plain = built(Seeing)
+    x = numbers(2, 32, 5, 5, key="images")
+    with in_slices(mesh, module) as stage3:
+        assert sorted(unit.mapped is None for unit in stage3.units) == [False, True]
+        for _ in range(2):
+            ours, theirs = module(x), plain(x)
+            assert torch.equal(ours, theirs)
+            ours.square().sum().backward()
+            theirs.square().sum().backward()
+        assert_same_gradients(module, plain)
+        assert [unit.name for unit in stage3.units if not unit.is_free] == []
 
 
 @world(2, backend="shm")
