@@ -379,6 +379,7 @@ class ShmGroup(ProcessGroup):
 
     def _do(self, op: Operation, function: Callable[[], None], outputs: list[Any], opts: Any) -> ShmWork:
         """Here, if the caller waits for it anyway, else in the group's own thread."""
+        self._rounds.shared.require_own()
         inference = False
         for x in tensors_in(outputs):
             require_writable(x)
@@ -397,6 +398,7 @@ class ShmGroup(ProcessGroup):
 
     def _now(self, op: Operation, function: Callable[[], None]) -> None:
         """In this thread, in its turn; it writes to no tensor of a caller."""
+        self._rounds.shared.require_own()
         self._lane.run(op.label, lambda: self._perform(function)).wait()
 
     def _perform(self, function: Callable[[], None]) -> None:

@@ -130,6 +130,14 @@ class GroupSegment:
         """Whether this process entered it, and is not a child that inherited it."""
         return os.getpid() == self._pid
 
+    def require_own(self) -> None:
+        """Raise in a child that inherited it, where an operation would count as one of the rank."""
+        if not self.is_own():
+            raise RuntimeError(
+                f"process {os.getpid()} was forked by group rank {self.rank}, process {self._pid}, and is no "
+                "member of its groups: call collectives in the rank's own process"
+            )
+
     def leave(self, state: int, reason: str) -> None:
         """Tell all who wait for this rank that it will not come any more, and why. The first time counts."""
         if not self.is_own() or self.state(self.rank) != HERE:
@@ -157,6 +165,8 @@ class GroupSegment:
 
     def count_freed(self) -> None:
         """This rank has freed memory."""
+        if not self.is_own():
+            return
         word = (self._blocks[self.rank] + _FREED) // WORD
         self.words.post(word, self.words[word] + 1)
 

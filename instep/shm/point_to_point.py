@@ -105,6 +105,7 @@ class PointToPoint:
         return PeerLost(f"rank {self.ranks[self.shared.rank]} left the group during {label}", operation=label)
 
     def _require(self, rank: int) -> None:
+        self.shared.require_own()
         if not 0 <= rank < self.shared.size or rank == self.shared.rank:
             raise ValueError(
                 f"rank {self.shared.rank} of a group of {self.shared.size}: expected another rank, got {rank}"
