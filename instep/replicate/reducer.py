@@ -212,9 +212,9 @@ class Reducer(Reduction):
     def _reorder(self) -> None:
         """Adopt the order in which rank 0 saw the gradients, once, for the steps to come."""
         self._reordered = True
-        seen = set(self._seen)
+        seen = self._seen
         order = torch.tensor(
-            self._seen + [i for i in self._order if i not in seen], dtype=torch.int64, device="cpu"
+            [*seen, *(i for i in self._order if i not in seen)], dtype=torch.int64, device="cpu"
         )
         name = "the broadcast of the bucket order"
         self.lane.run(name, lambda: self.group.broadcast(order, name)).wait()

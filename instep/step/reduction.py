@@ -182,7 +182,7 @@ class Reduction(ABC):
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
         self._reordered = not (options.strategy.overlaps and names) or group.size == 1
-        self._seen: list[int] = []  # parameters in the order of their first gradient
+        self._seen: dict[int, None] = {}  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
         self.gradients = Gradients(self.names, self.parameters, sparse)
@@ -291,7 +291,7 @@ class Reduction(ABC):
             return
         bucket, number = self.place[i], self._counts[i] + 1
         if not self._reordered and number == 1 and i not in self._seen:
-            self._seen.append(i)
+            self._seen[i] = None
         if settles and bucket.is_open and self.gradients.is_large[i]:
             self._settle(i)
         self._counts[i] = number
