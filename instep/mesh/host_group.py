@@ -108,9 +108,13 @@ class HostGroup(Group):
             self._let_go(near)
             raise explained from None
         except BaseException:
-            self._interrupted = name
-            self._let_go(near)
+            self.break_off(name)
             raise
+
+    def break_off(self, operation: str) -> None:
+        super().break_off(operation)
+        if self.near is not None and self.near.pg is not None:
+            self.near.pg.abort()
 
     def _let_go(self, near: ProcessGroup) -> None:
         """End the waits for this rank, here and elsewhere, of those who do not wait for the lost one."""

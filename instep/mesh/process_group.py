@@ -382,6 +382,16 @@ class Group:
         """End the wait that is under way, from another thread: it raises, and so does what follows."""
         self.peers.given_up = True
 
+    def break_off(self, operation: str) -> None:
+        """This rank leaves ``operation`` in the middle: what is sent for it must meet nothing that follows.
+
+        The others are told at once, and not by the deadline. Ranks that share memory need nothing of this:
+        they compare what they come for, each time.
+        """
+        if self._shared is None and self.pg is not None:
+            self._interrupted = operation
+            hang_up(self.pg)
+
     def close(self) -> None:
         """End the group: what is under way gives up, and what follows is that of a world of one.
 
@@ -527,9 +537,7 @@ class Group:
                 self._owed.append(work)
                 _owing.add(self)
                 if not isinstance(error, PeerLost):
-                    self._interrupted = operation
-                    if self.pg is not None:  # the others are told at once, and not by the deadline
-                        hang_up(self.pg)
+                    self.break_off(operation)
             raise
         if self._flight is not None:
             self._flight.end()

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from instep.errors import InstepError
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, make_buckets
@@ -192,8 +193,14 @@ class Reducer(Reduction):
             return self._hook(self.comm_hook, bucket, header._replace(hooked=1), name)
 
         def run() -> None:
-            with self.stream.after(computed):
-                self.exchange.run(bucket, header, plan.leaves)
+            try:
+                with self.stream.after(computed):
+                    self.exchange.run(bucket, header, plan.leaves)
+            except (InstepError, ValueError):
+                raise  # all ranks do, or a wait that has seen to what it leaves
+            except BaseException:  # of this rank alone, as an interrupt, perhaps between two messages
+                self.group.break_off(name)
+                raise
 
         # In this thread where it waits anyway: to hand over, and back, takes a turn of the interpreter each.
         return (self.lane.run if self._awaits else self.lane.submit)(name, run)

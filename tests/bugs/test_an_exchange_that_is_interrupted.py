@@ -25,7 +25,7 @@ def test_no_later_exchange_is_paired_with_one_that_was_interrupted(
     model = instep.DataParallel(nn.Linear(300, 300), process_group=mesh, strategy="flat")
     train(model)
     if mesh.rank == 0:
-        interrupt(model.group.peers, kind, at_wait)
+        interrupt(model.group.peers, "wait", kind, at_wait)
         with pytest.raises(kind):
             train(model)
         with pytest.raises(PeerLost, match="rank 0 was interrupted in the exchange of bucket 0"):
@@ -34,6 +34,22 @@ def test_no_later_exchange_is_paired_with_one_that_was_interrupted(
         with pytest.raises(PeerLost, match=r"a rank left the exchange of bucket 0: .* then the backend said"):
             train(model, steps=2)  # all of the first exchange may have come by then
     with pytest.raises(PeerLost, match=r"This group is lost: .* model.rebind"):
+        train(model)
+    model.close()
+
+
+@world(2)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+def test_none_is_paired_with_one_that_ended_between_two_messages(
+    mesh: Mesh, kind: type[BaseException]
+) -> None:
+    model = instep.DataParallel(nn.Linear(300, 300), process_group=mesh, strategy="flat")
+    train(model)
+    if mesh.rank == 0:
+        interrupt(model._reducer.exchange.transport, "reduce", kind, 1)
+        with pytest.raises(kind):
+            train(model)
+    with pytest.raises(PeerLost, match=r"rank 0 was interrupted|a rank left the exchange of bucket 0"):
         train(model)
     model.close()
 
@@ -53,8 +69,10 @@ def loses_its_group(mesh: Mesh, between_hosts: bool, at_wait: int, have_ended: t
     model = instep.DataParallel(nn.Linear(300, 300), process_group=mesh, strategy="flat")
     train(model)
     if mesh.rank == 0:
-        near = model.group.near
-        interrupt(model.group.peers if between_hosts else near.pg._rounds, KeyboardInterrupt, at_wait)
+        if between_hosts:
+            interrupt(model.group.peers, "wait", KeyboardInterrupt, at_wait)
+        else:
+            interrupt(model.group.near.pg._rounds, "meet", KeyboardInterrupt, at_wait)
         with pytest.raises(KeyboardInterrupt):
             train(model)
     with pytest.raises(PeerLost, match="rank 0") as lost:
@@ -70,15 +88,14 @@ def train(model: instep.DataParallel, steps: int = 1) -> None:
         model(torch.ones(2, 300)).sum().backward()
 
 
-def interrupt(waiter: Any, kind: type[BaseException], at_wait: int) -> None:
-    """Wait number ``at_wait`` of a group from now on raises: first come headers, then gradients."""
-    method = "wait" if hasattr(waiter, "wait") else "meet"
-    original, waits = getattr(waiter, method), [0]
+def interrupt(owner: Any, method: str, kind: type[BaseException], at_call: int) -> None:
+    """Call number ``at_call`` of a method from now on raises. Of waits the first is for headers."""
+    original, calls = getattr(owner, method), [0]
 
-    def wait(*args: object, **named: object) -> None:
-        waits[0] += 1
-        if waits[0] == at_wait:
+    def called(*args: object, **named: object) -> None:
+        calls[0] += 1
+        if calls[0] == at_call:
             raise kind
         original(*args, **named)
 
-    setattr(waiter, method, wait)
+    setattr(owner, method, called)
