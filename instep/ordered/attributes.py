@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
@@ -17,9 +17,9 @@ WIDTH = 100  # so many things of each container are looked at, because it may be
 LIMIT = 1000  # and so many of an attribute in all, because an object may know the whole program
 
 
-def own_attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Of ``module`` and all modules in it: the name of the module, of the attribute, and its value."""
-    for prefix, owner in module.named_modules():
+def own_attributes(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, Any]]:
+    """Of modules with their names: the name of the module, of the attribute, and its value."""
+    for prefix, owner in named:
         for key, value in vars(owner).items():
             if key not in OF_EVERY_MODULE:
                 yield prefix, key, value

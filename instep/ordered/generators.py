@@ -2,11 +2,11 @@
 
 Forwards and augmentations also draw from Python's ``random``, from ``numpy.random`` (its global state, if the
 program has loaded it), and from generators that a module keeps as attributes. ``LeafKeys`` keys them all by
-(seed, step, leaf). That they are not keyed by block as torch's are is a matter of cost: Python takes ten
-microseconds to tell its state. So states are saved once per step, and a leaf costs a seed each.
+(seed, step, leaf). That they are not keyed by block as torch's are is a matter of cost: a seed takes ten
+microseconds. So states are saved once per step, and a leaf costs a seed each.
 
-numpy takes fifty to tell a Mersenne twister's state and to take it back, because its words become Python's
-numbers one by one. Here they are copied as bytes, from and to where numpy says they are (``_Twister``).
+Python and numpy take fifty to tell a Mersenne twister's state and to take it back, because its words become
+Python's numbers one by one. Here they are copied as bytes, from and to where they lie (``_Twister``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.attributes import own_attributes, reached, within
+from instep.ordered.attributes import OF_EVERY_MODULE, own_attributes, reached, within
 
 _asking = threading.Lock()  # of ``state_of``
 # By turns, as threads may share one; again in the same thread, where the garbage collector ends a step in it.
@@ -95,14 +96,23 @@ class ModuleGenerators:
         self._module = module
         # Of each attribute: what it was, by identity, and the generators in it, by theirs.
         self._known: dict[tuple[str, str], tuple[int, dict[int, KeyedGenerator]]] = {}
+        self._seen: list[_Seen] = []
+        self._found: list[KeyedGenerator] = []
         self._steps = 0
         self.look()
 
-    def look(self) -> list[KeyedGenerator]:
-        """Those that there are at this moment; in what is still the same attribute, those found before."""
+    def look(self, named: Sequence[tuple[str, nn.Module]] | None = None) -> list[KeyedGenerator]:
+        """Those that there are at this moment; in what is still the same attribute, those found before.
+
+        ``named``: the modules that there are now, with their names, where they are known.
+        """
+        named = [*self._module.named_modules()] if named is None else named
+        if len(named) == len(self._seen) and all(map(_is_as_seen, named, self._seen)):
+            return self._found
+        self._seen = [_see(owner) for _, owner in named]
         before, self._known = self._known, {}
         found: dict[int, KeyedGenerator] = {}
-        for prefix, key, value in own_attributes(self._module):
+        for prefix, key, value in own_attributes(named):
             if isinstance(value, _WITHOUT):
                 continue
             known = before.get((prefix, key))
@@ -110,7 +120,8 @@ class ModuleGenerators:
                 known = id(value), _by_identity(value, f"module.{prefix}.{key}")
             self._known[prefix, key] = known
             found |= {at: x for at, x in known[1].items() if at not in found}
-        return list(found.values())
+        self._found = list(found.values())
+        return self._found
 
     def ended(self) -> None:
         """A step has ended: warn, after the first, of a generator that was made in it."""
@@ -126,6 +137,31 @@ class ModuleGenerators:
                 "wrapping, in __init__, or ignore this if every forward makes it anew",
                 stacklevel=2,
             )
+
+
+class _Seen(NamedTuple):
+    """A module, how many attributes it had, and the kind and identity of each that may have generators."""
+
+    module: nn.Module
+    num_attributes: int
+    kinds: dict[str, tuple[type, int]]  # 0 in the place of an identity: none of the kind has any
+
+
+def _see(module: nn.Module) -> _Seen:
+    own = {key: x for key, x in vars(module).items() if key not in OF_EVERY_MODULE}
+    kinds = {key: (type(x), 0 if isinstance(x, _WITHOUT) else id(x)) for key, x in own.items()}
+    return _Seen(module, len(vars(module)), kinds)
+
+
+def _is_as_seen(named: tuple[str, nn.Module], seen: _Seen) -> bool:
+    attributes = vars(named[1])
+    if named[1] is not seen.module or len(attributes) != seen.num_attributes:
+        return False
+    for key, (kind, identity) in seen.kinds.items():
+        x = attributes.get(key, seen)  # what is not there is of another kind
+        if type(x) is not kind or (identity and id(x) != identity):
+            return False
+    return True
 
 
 def generators_in(value: Any, name: str) -> list[KeyedGenerator]:
@@ -162,7 +198,11 @@ def _torch(name: str, generator: torch.Generator) -> KeyedGenerator:
 
 def _python(name: str, generator: Any) -> KeyedGenerator:
     """Of a ``random.Random``, or of the module, which has the same functions."""
-    return KeyedGenerator(name, generator.getstate, generator.seed, generator.setstate)
+    its, own = getattr(generator.getstate, "__self__", None), random.Random
+    if not isinstance(its, own) or type(its).getstate != own.getstate or type(its).setstate != own.setstate:
+        return KeyedGenerator(name, generator.getstate, generator.seed, generator.setstate)
+    twister = _PythonTwister(its)
+    return KeyedGenerator(name, twister.save, generator.seed, twister.restore)
 
 
 def _legacy_numpy(name: str, generator: Any) -> KeyedGenerator:
@@ -185,14 +225,41 @@ def _bits_of(generator: Any) -> Any:
 
 class _TwisterState(NamedTuple):
     words: bytes
-    normal: float | None  # that is drawn already, as numpy draws two at a time, and comes next
+    normal: float | None  # that is drawn already, as normal numbers are made by twos, and comes next
+
+
+class _PythonTwister:
+    """The state of a ``random.Random``; as Python tells it where its words do not lie where CPython has them.
+
+    In an object of ``_random.Random`` they follow the place among them, and both what every object has.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._memory: Any = None
+        begin, end = object.__basicsize__, object.__basicsize__ + TWISTER_BYTES
+        if sys.implementation.name == "cpython" and random.Random.__mro__[1].__basicsize__ >= end:
+            memory = (ctypes.c_char * TWISTER_BYTES).from_address(id(generator) + begin)
+            *words, place = generator.getstate()[1]
+            self._memory = memory if memory.raw == array("I", [place, *words]).tobytes() else None
+
+    def save(self) -> Any:
+        if self._memory is None:
+            return self._generator.getstate()
+        return _TwisterState(self._memory.raw, self._generator.gauss_next)
+
+    def restore(self, state: Any) -> None:
+        if isinstance(state, _TwisterState):
+            self._memory.raw, self._generator.gauss_next = state
+        else:
+            self._generator.setstate(state)
 
 
 class _Twister:
     """The state of a ``RandomState`` whose bits are a Mersenne twister's; of others as numpy tells it.
 
     ``RandomState`` has one number besides: normal ones are made by twos, and the second waits. Whether one
-    does is seen by drawing one: it is there if the words stay as they are.
+    does is seen by drawing one: it is there if the words stay as they are. Else it waits now, and is drawn.
     """
 
     def __init__(self, generator: Any) -> None:
@@ -201,34 +268,42 @@ class _Twister:
         self._memory: Any = None  # the words, where numpy has them; None where they are not told
 
     def save(self) -> Any:
-        generator = self._generator
         with _looking:
             memory = self._look()
             if memory is None:
-                return generator.get_state(legacy=False)
+                return self._generator.get_state(legacy=False)
             words = memory.raw
-            normal = generator.standard_normal()
-            state = _TwisterState(words, normal if memory.raw == words else None)
-            self._put(state)
+            state = _TwisterState(words, self._draw_waiting(memory, words))
+            self._put(state, memory)
         return state
 
     def restore(self, state: Any) -> None:
-        if isinstance(state, _TwisterState):
-            with _looking:
-                self._put(state)
-        else:
+        if not isinstance(state, _TwisterState):
             self._generator.set_state(state)
-
-    def _put(self, state: _TwisterState) -> None:
-        memory = self._look()
-        if memory is None or state.normal is not None:
-            words = torch.frombuffer(bytearray(state.words), dtype=torch.int32).numpy()
-            told = {"key": words[:-1].view("uint32"), "pos": int(words[-1])}
-            waits = {"has_gauss": int(state.normal is not None), "gauss": state.normal or 0.0}
-            self._generator.set_state({"bit_generator": "MT19937", "state": told, **waits})
             return
-        self._generator.seed(0)  # then no number waits
-        memory.raw = state.words
+        with _looking:
+            memory = self._look()
+            if memory is not None and state.normal is None:
+                self._draw_waiting(memory, memory.raw)
+            self._put(state, memory)
+
+    def _draw_waiting(self, memory: Any, words: bytes) -> float | None:
+        """The normal number that waits at ``words``, or None; none does afterwards, at other words."""
+        number: float = self._generator.standard_normal()
+        if memory.raw == words:
+            return number
+        self._generator.standard_normal()
+        return None
+
+    def _put(self, state: _TwisterState, memory: Any) -> None:
+        """``state``, where no number waits, or one is to."""
+        if memory is not None and state.normal is None:
+            memory.raw = state.words
+            return
+        words = torch.frombuffer(bytearray(state.words), dtype=torch.int32).numpy()
+        told = {"key": words[:-1].view("uint32"), "pos": int(words[-1])}
+        waits = {"has_gauss": int(state.normal is not None), "gauss": state.normal or 0.0}
+        self._generator.set_state({"bit_generator": "MT19937", "state": told, **waits})
 
     def _look(self) -> Any:
         """The memory of the words; None if the bits are others, or lie there in another way."""

@@ -41,10 +41,11 @@ class Hook:
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` as long as its object lives, then nothing."""
-    reference = weakref.WeakMethod(method)
+    # Not ``weakref.WeakMethod``, which is a call of Python's in each of these.
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
         alive = reference()
-        return None if alive is None else alive(*args)
+        return None if alive is None else function(alive, *args)
 
     return call

@@ -15,8 +15,9 @@ Generators that are not torch's default ones (``ordered/generators.py``) are key
 from __future__ import annotations
 
 import hashlib
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -100,6 +101,8 @@ class LeafKeys:
         self._leaf: tuple[int, int] | None = None
         self._own = ModuleGenerators(module)
         self._others: list[KeyedGenerator] = []
+        self._globals: list[KeyedGenerator] = []
+        self._loaded: object = None  # numpy.random, when these were made
         # What torch.jit has compiled takes no hooks, and draws with the block around it.
         modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
         blocks = [m for m in modules if getattr(m, "rng_block", False) is True]
@@ -110,9 +113,12 @@ class LeafKeys:
         ]
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the leaves of a step: those of ``random``, of numpy and of the module are put back."""
-        self._others = [*global_generators(), *self._own.look()]
+    def step(self, named_modules: Sequence[tuple[str, nn.Module]] | None = None) -> Iterator[None]:
+        """Around the leaves of a step: those of ``random``, of numpy and of the module are put back.
+
+        ``named_modules`` are those of the module, where they are known.
+        """
+        self._others = [*self._global(), *self._own.look(named_modules)]
         before = [generator.save() for generator in self._others]
         try:
             yield
@@ -120,6 +126,12 @@ class LeafKeys:
             for generator, state in zip(self._others, before, strict=True):
                 generator.restore(state)
         self._own.ended()
+
+    def _global(self) -> list[KeyedGenerator]:
+        """Made anew where the program has loaded numpy.random since."""
+        if self._loaded is not (loaded := sys.modules.get("numpy.random")) or not self._globals:
+            self._globals, self._loaded = global_generators(), loaded
+        return self._globals
 
     @contextmanager
     def leaf(self, step: int, leaf: int) -> Iterator[None]:

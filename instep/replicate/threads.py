@@ -295,7 +295,7 @@ class ThreadedStep:
         self.sparse: set[int] = set()  # parameters with sparse gradients
         self.strays: set[int] = set()  # parameters with a gradient that no replica has received
         self.hooks = [OrderedDict(x._backward_hooks or ()) for x in self.parameters]  # the user's
-        self.norms, self.running = find_norms(self.module)
+        self.norms, self.running = find_norms(self.module.named_modules())
         self.measured: dict[int, Changes] = {}  # for running statistics, by micro-batch
         for buckets in self.buckets:
             for bucket in buckets:

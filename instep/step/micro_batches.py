@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from operator import index
@@ -142,7 +142,7 @@ class DeclaredStep:
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
         self.counters = Counters(module)
-        self.statistics = RunningStatistics(module, reducer.group, reducer.lane)
+        self.statistics = RunningStatistics(reducer.group, reducer.lane)
         self.written = WrittenWeights()
         self.inputs = FirstInputs()
         reducer.fed = weakly(self._fed)
@@ -194,7 +194,7 @@ class DeclaredStep:
         span = reducer.recorder.span
         with span("prepare", lane="host"):
             self._check_start(num_micro_batches)
-            num_running = self.statistics.begin()
+            num_running = self.statistics.begin(self.registry.named_modules)
             reducer.begin(plan, weakly(self._sum_of_weights))
             self.inputs.begin(plan.leaves, looks=source is None)
             if num_running:
@@ -204,7 +204,7 @@ class DeclaredStep:
         data = None if source is None else source.read(own)
         micro_batch = None
         try:
-            with self.keys.step():
+            with self.keys.step(self.registry.named_modules):
                 for leaf in own:
                     micro_batch = self.micro_batch = self._next(leaf, num_micro_batches, data)
                     with span("micro-batch", lane="host", leaf=leaf):
@@ -321,13 +321,13 @@ class Counters:
         self.module = module
         self._micro_batches = 0
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Around a micro-batch: warns, in the second one, of a number that has changed in it."""
         self._micro_batches += 1
-        if self._micro_batches != LOOKED_AT:
-            yield
-            return
+        return self._compared() if self._micro_batches == LOOKED_AT else nullcontext()
+
+    @contextmanager
+    def _compared(self) -> Iterator[None]:
         before = self._numbers()
         yield
         after = self._numbers()
@@ -343,7 +343,7 @@ class Counters:
     def _numbers(self) -> dict[tuple[str, str, int], Any]:
         """By attribute, place in it, and identity where that is not what counts."""
         numbers: dict[tuple[str, str, int], Any] = {}
-        for prefix, key, value in own_attributes(self.module):
+        for prefix, key, value in own_attributes(self.module.named_modules()):
             name = f"{prefix}.{key}".lstrip(".")
             for place, x in within(value, contents, IN_ATTRIBUTES):
                 if isinstance(x, int | float) and x == x:

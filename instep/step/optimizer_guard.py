@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -99,17 +100,22 @@ class ParameterRegistry:
         return [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
 
     def _is_as_remembered(self) -> bool:
-        return self._ids() == self._remembered
+        now = self._owned()
+        return len(now) == len(self._remembered) and all(map(is_, now, self._remembered))
 
     def _remember(self) -> None:
-        # The modules are kept, so that no new one can have the id of an old one.
         self.named_modules = list(self.module.named_modules())
-        self._remembered = self._ids()
+        self._remembered = self._owned()
 
-    def _ids(self) -> list[int]:
-        """Of all parameters and modules, in the order of their owners."""
-        owned = [x for _, module in self.named_modules for x in (module._parameters, module._modules)]
-        return [id(x) for named in owned for x in named.values()]
+    def _owned(self) -> list[nn.Parameter | nn.Module | None]:
+        """All parameters and modules, in the order of their owners."""
+        owned: list[nn.Parameter | nn.Module | None] = []
+        for _, module in self.named_modules:
+            if parameters := module._parameters:
+                owned += parameters.values()
+            if modules := module._modules:
+                owned += modules.values()
+        return owned
 
 
 @contextmanager

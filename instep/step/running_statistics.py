@@ -12,8 +12,8 @@ It costs one small exchange per step, of the statistics of a rank's micro-batche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -34,15 +34,14 @@ LIMIT_BYTES = 1 << 32  # of one rank's
 
 
 class RunningStatistics:
-    """The running statistics of ``module`` in declared steps, which ranks of ``group`` exchange on ``lane``.
+    """The running statistics of a module in declared steps, which ranks of ``group`` exchange on ``lane``.
 
     A step: ``begin``; each micro-batch within ``leaf``; ``exchange``, when all gradients have arrived, and
     ``apply``, when nothing can fail any more. Or ``leave`` in the place of ``exchange``. ``handles`` are of
     the hooks.
     """
 
-    def __init__(self, module: nn.Module, group: Group, lane: Lane) -> None:
-        self.module = module
+    def __init__(self, group: Group, lane: Lane) -> None:
         self.handles = Handles()
         self._group, self._lane = group, lane
         self._hooked: WeakSet[nn.Module] = WeakSet()
@@ -50,9 +49,9 @@ class RunningStatistics:
         self._buffers: list[Tensor] = []
         self._measured: dict[int, Changes] = {}  # by micro-batch
 
-    def begin(self) -> int:
-        """A step begins; how many buffers it may change, which has to be the same on all ranks."""
-        norms, self._buffers = find_norms(self.module)
+    def begin(self, named_modules: Iterable[tuple[str, nn.Module]]) -> int:
+        """A step begins, of these; how many buffers it may change, which has to be the same on all ranks."""
+        norms, self._buffers = find_norms(named_modules)
         self._recording = Recording(norms)
         self._measured = {}
         for norm in norms:
@@ -73,13 +72,16 @@ class RunningStatistics:
     def _hide(self, norm: nn.Module, args: Any, output: Any) -> None:
         self._recording.hide(norm)
 
-    @contextmanager
-    def leaf(self, index: int) -> Iterator[None]:
+    def leaf(self, index: int) -> AbstractContextManager[None]:
         """Around micro-batch ``index``, to which belongs what forwards measure.
 
         Raises:
             ValueError: forward has looked at a counter that it changes.
         """
+        return self._recorded(index) if self._buffers else nullcontext()
+
+    @contextmanager
+    def _recorded(self, index: int) -> Iterator[None]:
         with self._recording.open():
             yield
         if changes := self._recording.changes():

@@ -30,7 +30,7 @@ class UnregisteredWeights:
     def __init__(self, module: nn.Module) -> None:
         found = {id(x): None for x in [*module.parameters(), *module.modules()]}
         self._weights: list[tuple[str, Tensor]] = []
-        for prefix, key, value in own_attributes(module):
+        for prefix, key, value in own_attributes(module.named_modules()):
             name = f"{prefix}.{key}".lstrip(".")
             self._weights += [(name, x) for x in _trainable(value, found, DEPTH)]
 

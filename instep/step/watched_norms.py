@@ -14,7 +14,7 @@ the buffers of its own which ``F.batch_norm``, ``F.instance_norm`` and ``add_`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,12 +51,12 @@ class Measured:
     num_rows: int = 0
 
 
-def find_norms(module: nn.Module) -> tuple[list[Norm], list[Tensor]]:
-    """The norms in ``module``, and their buffers by number; one that two norms share has one number."""
+def find_norms(named: Iterable[tuple[str, nn.Module]]) -> tuple[list[Norm], list[Tensor]]:
+    """The norms among modules with names, and their buffers by number; one that two share has one number."""
     buffers: list[Tensor] = []
     number: dict[int, int] = {}
     norms = []
-    for name, owner in module.named_modules():
+    for name, owner in named:
         if not owner._buffers:  # most: to ask one for what it has not takes a microsecond
             continue
         numbers = {}

@@ -50,7 +50,7 @@ def inputs(micro_batch: int, layout: str, dtype: torch.dtype) -> Tensor:
 
 def record(module: nn.Module, *batches: Tensor) -> Changes:
     """What forwards of ``module`` would change."""
-    recording = Recording(find_norms(module)[0])
+    recording = Recording(find_norms(module.named_modules())[0])
     with recording.open(shown=True):
         for batch in batches:
             module(batch)
@@ -73,7 +73,7 @@ def test_what_is_applied_later_has_the_bits_of_the_kernel(
     for i in (2, 0, 1):
         changes[i] = record(ours, inputs(i, layout, of_input))
     assert_same_buffers(ours, Norm(WIDTH, momentum=momentum, dtype=of_buffers))
-    apply(find_norms(ours)[1], changes)
+    apply(find_norms(ours.named_modules())[1], changes)
     for i in range(3):
         theirs(inputs(i, layout, of_input))
     assert_same_buffers(ours, theirs)
@@ -82,7 +82,7 @@ def test_what_is_applied_later_has_the_bits_of_the_kernel(
 def test_of_instances_too() -> None:
     ours, theirs = (nn.InstanceNorm2d(WIDTH, momentum=0.3, track_running_stats=True) for _ in range(2))
     batches = [inputs(i, "images", torch.float32)[: 2 + i] for i in range(3)]
-    apply(find_norms(ours)[1], {i: record(ours, batch) for i, batch in enumerate(batches)})
+    apply(find_norms(ours.named_modules())[1], {i: record(ours, batch) for i, batch in enumerate(batches)})
     for batch in batches:
         theirs(batch)
     assert_same_buffers(ours, theirs)
@@ -99,14 +99,14 @@ def test_forwards_in_any_order_and_number() -> None:
         for which, batch in zip((0, 0, 1), batches[first:], strict=False):
             module[which](batch)
 
-    recording = Recording(find_norms(ours)[0])
+    recording = Recording(find_norms(ours.named_modules())[0])
     changes = {}
     for i in range(2):
         with recording.open(shown=True):
             forwards(ours, 3 * i)
         changes[i] = recording.changes()
         forwards(theirs, 3 * i)
-    apply(find_norms(ours)[1], changes)
+    apply(find_norms(ours.named_modules())[1], changes)
     assert_same_buffers(ours, theirs)
 
 
@@ -118,7 +118,7 @@ def test_statistics_that_are_not_finite_are_what_torch_makes_of_them() -> None:
     batch[:, 3] = -0.0
     ours, theirs = Norm(WIDTH), Norm(WIDTH)
     for x in (batch, batch.contiguous()):
-        apply(find_norms(ours)[1], {0: record(ours, x)})
+        apply(find_norms(ours.named_modules())[1], {0: record(ours, x)})
         theirs(x)
     for x, y in zip(ours.buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
@@ -126,7 +126,8 @@ def test_statistics_that_are_not_finite_are_what_torch_makes_of_them() -> None:
 
 def test_changes_arrive_as_they_were_sent() -> None:
     module = nn.ModuleList([Norm(3), Norm(2, momentum=None), nn.InstanceNorm1d(4, track_running_stats=True)])
-    recording, buffers = Recording(find_norms(module)[0]), find_norms(module)[1]
+    norms, buffers = find_norms(module.named_modules())
+    recording = Recording(norms)
     with recording.open(shown=True):
         for norm in module:
             norm(numbers(2, norm.num_features, 5, key="sent").transpose(0, 2).transpose(0, 2))
@@ -153,7 +154,7 @@ def test_changes_arrive_as_they_were_sent() -> None:
     ],
 )
 def test_changes_of_other_buffers_are_refused(wrong: BufferChange) -> None:
-    buffers = find_norms(Norm(3))[1]
+    buffers = find_norms(Norm(3).named_modules())[1]
     good = BufferChange(Rule.SUM_IN_T, (0, 1), 0.1)
     data = to_bytes({0: [(good, torch.ones(6))]})
     assert from_bytes(data, buffers, "rank 1")[0][0][0] == good
