@@ -96,6 +96,7 @@ class _State:
             self.failed = error
 
 
+_NOTHING = nullcontext()
 Item = tuple[Work, Callable[[], object], _State]
 
 
@@ -222,7 +223,7 @@ def _run(work: Work, function: Callable[[], object], state: _State) -> None:
 
 def _told_to_profiler(what: str, work: Work, state: _State) -> AbstractContextManager[object]:
     if not (state.profiled_as and profiler._is_profiler_enabled):
-        return nullcontext()
+        return _NOTHING
     return profiler.record_function(f"instep:{what} {work.operation}")
 
 

@@ -124,30 +124,40 @@ class Core:
 
         ``values`` and ``homes`` are addresses of ``length`` floats of ``itemsize`` bytes.
         """
-        # The arrays live until the call is over.
-        from_, to = (c_void_p * len(values))(*values), (c_void_p * len(homes))(*homes)
-        steps = _flat(pairs)
-        view = _SumView(
-            TYPES[itemsize],
-            how,
-            *finish,
-            length,
-            len(values),
-            ctypes.addressof(from_),
-            len(pairs),
-            ctypes.addressof(steps),
-            root,
-            len(homes),
-            ctypes.addressof(to),
-        )
+        view, _ = _sum_view(tuple(values), pairs, root, tuple(homes), length, itemsize, how, finish)
         is_short = length * itemsize * len(values) <= _SHORT_BYTES
         failed: int = (self._add_up_short if is_short else self._add_up)(byref(view))
         return not failed
 
 
 @lru_cache(maxsize=256)
-def _flat(pairs: Pairs) -> ctypes.Array[c_int32]:
-    return (c_int32 * (2 * len(pairs)))(*(position for pair in pairs for position in pair))
+def _sum_view(
+    values: tuple[int, ...],
+    pairs: Pairs,
+    root: int,
+    homes: tuple[int, ...],
+    length: int,
+    itemsize: int,
+    how: int,
+    finish: tuple[int, float],
+) -> tuple[_SumView, object]:
+    """A sum as C reads it, and what has to live as long. A training makes the same ones again and again."""
+    from_, to = (c_void_p * len(values))(*values), (c_void_p * len(homes))(*homes)
+    steps = (c_int32 * (2 * len(pairs)))(*(position for pair in pairs for position in pair))
+    view = _SumView(
+        TYPES[itemsize],
+        how,
+        *finish,
+        length,
+        len(values),
+        ctypes.addressof(from_),
+        len(pairs),
+        ctypes.addressof(steps),
+        root,
+        len(homes),
+        ctypes.addressof(to),
+    )
+    return view, (from_, to, steps)
 
 
 def _typed(function: ctypes._NamedFuncPointer, arguments: Sequence[type], result: type | None):  # type: ignore[no-untyped-def]

@@ -41,30 +41,36 @@ class BySharing(ByCollectives):
         self._shown: Tensor | None = None  # what all ranks have written down of the bucket that is next
         self._start = 0  # of that, behind the header, in words
         self._reached: WeakKeyDictionary[TreeAccumulator, Reached] = WeakKeyDictionary()
+        # Of the halves, which are the same ones for good: to cut and view one takes as long as a small bucket.
+        self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length). What there is of ``bucket`` is told with it."""
         length, self._shown = len(row), None
 
         def write(half: Tensor) -> None:
-            _part(half, 0, row).copy_(row)
+            self._part(half, 0, row).copy_(row)
             if bucket is not None and plan is not None:
                 self._write(half, length, bucket, plan)
 
         shown = self.group.show(write, length, name)
         if bucket is not None and plan is not None:
             self._shown, self._start = shown, length
-        return shown[:, : length * WORD_BYTES].view(torch.int64)
+        kind = shown.data_ptr(), -1, length, torch.int64
+        if (headers := self._parts.get(kind)) is None:
+            with torch.inference_mode(False):  # it outlives what it is made in
+                headers = self._parts[kind] = shown[:, : length * WORD_BYTES].view(torch.int64)
+        return headers
 
     def _write(self, half: Tensor, length: int, bucket: Bucket, plan: Sum) -> None:
         roots = [root for _, root in bucket.counter.roots]
         if self._is_small(bucket, plan):
             for i, root in enumerate(roots):
-                _part(half, _start_of_data(length) + i * bucket.nbytes, root).copy_(root)
+                self._part(half, _start_of_data(length) + i * bucket.nbytes, root).copy_(root)
             return
         words = [word for x in (*roots, bucket.home) for word in self.group.locate(x)]
         told = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
-        _part(half, length * WORD_BYTES, told).copy_(told)
+        self._part(half, length * WORD_BYTES, told).copy_(told)
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         if self._is_small(bucket, plan):
@@ -92,13 +98,14 @@ class BySharing(ByCollectives):
         return slice(self.group.rank * length, (self.group.rank + 1) * length)
 
     def _add_everything(self, bucket: Bucket, plan: Sum, scale: float, shown: Tensor) -> None:
-        start, values, kept = _start_of_data(self._start), list[Tensor](), list[int]()
+        values, kept = list[Tensor](), list[int]()
         for rank, count in enumerate(plan.counts):
             if rank == self.group.rank:
                 values += [root for _, root in bucket.counter.roots]
                 continue
             kept += range(len(values), len(values) + count)
-            values += [_part(shown[rank], start + i * bucket.nbytes, bucket.home) for i in range(count)]
+            start = rank * shown.stride(0) + _start_of_data(self._start)
+            values += [self._part(shown, start + i * bucket.nbytes, bucket.home) for i in range(count)]
         add_up(values, plan, scale, [bucket.home], bucket.nodes, kept=kept)
 
     def reach(self, bucket: Bucket, plan: Sum, name: str) -> Reached | None:
@@ -121,11 +128,15 @@ class BySharing(ByCollectives):
         found = self._reached[bucket.counter] = places, values, homes
         return found
 
+    def _part(self, memory: Tensor, start: int, like: Tensor) -> Tensor:
+        """As much of ``memory`` from byte ``start`` on as there is in ``like``, in its dtype."""
+        kind = memory.data_ptr(), start, like.nbytes, like.dtype
+        if (found := self._parts.get(kind)) is None:
+            with torch.inference_mode(False):
+                whole = memory.as_strided((start + like.nbytes,), (1,))
+                found = self._parts[kind] = whole[start:].view(like.dtype)
+        return found
+
 
 def _start_of_data(length: int) -> int:
     return round_up(length * WORD_BYTES, LINE_BYTES)
-
-
-def _part(half: Tensor, start: int, like: Tensor) -> Tensor:
-    """As much of ``half`` from byte ``start`` on as there is in ``like``, in its dtype."""
-    return half[start : start + like.nbytes].view(like.dtype)

@@ -35,6 +35,7 @@ SPIN_S = 15e-6
 NOTES_S = 1.0  # for ranks that are all there
 SLICE_S = 0.02  # asleep in the native core, before liveness and deadlines are looked after
 _NS = 1_000_000_000
+_NOWHERE = NOWHERE.to_bytes()
 
 
 class Rounds:
@@ -149,7 +150,8 @@ class Rounds:
         if any(slot[:CALL_BYTES] != mine for slot in slots):
             calls = [Call.from_bytes(slot) for slot in slots]
             raise self._out_of_step(disagreement(calls, self.ranks), label)
-        return [Location.from_bytes(slot[CALL_BYTES:]) for slot in slots]
+        told = [slot[CALL_BYTES:] for slot in slots]
+        return [NOWHERE if place == _NOWHERE else Location.from_bytes(place) for place in told]
 
     def _out_of_step(self, problem: Problem, label: str) -> Desync:
         """As ``Group.out_of_step``: the ranks have all found that they disagree, and all come here."""

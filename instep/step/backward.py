@@ -185,8 +185,10 @@ class Backward:
         if not self._runs:  # forward was bypassed
             self._reach(self._mark())
         try:
-            self._obey_marks()
-            self.declared.gradient_came()
+            if self._marks:
+                self._obey_marks()
+            if (declared := self.declared).micro_batch is not None:
+                declared.gradient_came()
             hooks = parameter._post_accumulate_grad_hooks
             # A hook that has returned something has left none, and torch is about to say so.
             is_last = bool(hooks) and (len(hooks) == 1 or next(reversed(hooks)) == self._gradient_hooks[i].id)

@@ -77,9 +77,16 @@ class Gradients:
                 (torch.view_as_real(view) if view.is_complex() else view).fill_(-0.0)
                 continue
             slot.present = True
-            if not _is(gradient, view):
-                views.append(view)
-                gradients.append(_apart(gradient, begin, end))
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if gradient.requires_grad:
+                gradient = gradient.detach()
+            if begin <= gradient.data_ptr() < end:
+                if _is(gradient, view):
+                    continue
+                gradient = gradient.clone()  # from memory that is written to
+            views.append(view)
+            gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients)
 
@@ -134,9 +141,11 @@ class Gradients:
             gradient.data = gradient.clone()
 
     def _check(self, i: int, gradient: Tensor | None, bucket: Bundle) -> None:
-        if gradient is not None and (
-            gradient.device != bucket.device or wire_dtype(gradient.dtype) != bucket.dtype
-        ):
+        if (
+            gradient is not None
+            and (dtype := gradient.dtype) is not bucket.dtype  # of most
+            and wire_dtype(dtype) != bucket.dtype
+        ) or (gradient is not None and gradient.device != bucket.device):
             raise ValueError(
                 f"parameter {self.names[i]!r} has a gradient in {gradient.dtype} on {gradient.device}, but "
                 "had another dtype or device when the model was wrapped: convert first, then wrap"
@@ -175,12 +184,3 @@ def _is(gradient: Tensor, view: Tensor) -> bool:
 
 def _share(gradient: Tensor, view: Tensor) -> bool:
     return gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
-
-
-def _apart(gradient: Tensor, begin: int, end: int) -> Tensor:
-    """``gradient``, dense, in memory from which it can be copied into that from ``begin`` to ``end``."""
-    if gradient.is_sparse:
-        return gradient.to_dense().detach()
-    if gradient.requires_grad:
-        gradient = gradient.detach()
-    return gradient.clone() if begin <= gradient.data_ptr() < end else gradient

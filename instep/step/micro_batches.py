@@ -153,7 +153,7 @@ class DeclaredStep:
         self._iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()
 
     def gradient_came(self) -> None:
-        """A gradient of the open micro-batch, if there is one, has come: its weight counts from now on."""
+        """A gradient of the open micro-batch has come: its weight counts from now on."""
         if self.micro_batch is not None and self._weight_taken is None:
             self._weight_taken = self.micro_batch.checked_weight()
             self._weight += self._weight_taken

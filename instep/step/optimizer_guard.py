@@ -221,9 +221,9 @@ class GuardedParameter:
         if reducer is not None and self.position is not None:
             reducer.local[self.position] = False
 
-    def used(self, gradient: Tensor | None) -> None:
+    def used(self, gradient: Tensor | None, num_reductions: int) -> None:
         """An optimizer step has used ``gradient``; the same one again is every rank's, not a new one."""
-        self.reduced = False
+        self.reductions_used = num_reductions
         self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def _was_left(self, gradient: Tensor) -> bool:
@@ -386,7 +386,8 @@ def watch(
         if before is not None and before.is_alive and before.position is not None:
             continue  # another wrapper reduces it, when it is not frozen
         _entries[parameter] = entry = GuardedParameter(reducer, name, None, release, owner)
-        entry.used(parameter.grad)  # left from before it was frozen: as good as the weights are
+        # Left from before it was frozen: as good as the weights are.
+        entry.used(parameter.grad, reducer.num_reductions)
 
 
 def reduced(reducer: Reduction) -> None:
@@ -538,9 +539,11 @@ def _require_alike(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     parameters = _parameters(optimizer)
     guarded = _guard(optimizer, parameters)
-    for parameter, entry in zip(parameters, guarded.entries, strict=True):
-        if entry is not None:
-            entry.used(parameter.grad)
+    for reducer, places in _reducers(guarded):
+        num_reductions = reducer.num_reductions
+        for i in places:
+            if (entry := guarded.entries[i]) is not None:
+                entry.used(parameters[i].grad, num_reductions)
     for reducer, _ in _reducers(guarded):
         reducer.stepped()
 
