@@ -41,7 +41,7 @@ class BySharing(ByCollectives):
         self._shown: Tensor | None = None  # what all ranks have written down of the bucket that is next
         self._start = 0  # of that, behind the header, in words
         self._reached: WeakKeyDictionary[TreeAccumulator, Reached] = WeakKeyDictionary()
-        # Of the halves, which are the same ones for good: to cut and view one takes as long as a small bucket.
+        # Of the halves, the same ones for good: to cut and view one takes as long as a small bucket.
         self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
