@@ -207,15 +207,19 @@ class Bundle:
 
     def take_flags(self, by_rank: Sequence[int]) -> None:
         """What all ranks have said."""
-        lower = (1 << len(self.slots)) - 1
-        self.presence = [flags & lower for flags in by_rank]
+        self.presence = [flags & self.every for flags in by_rank]
         self.frozen = [flags >> len(self.slots) for flags in by_rank]
 
     def present_on_some(self) -> Sequence[int]:
         """The numbers of the slots that had a gradient on some rank, after an exchange."""
         on_some = reduce(or_, self.presence)
-        every = range(len(self.slots))
-        return every if on_some == (1 << len(every)) - 1 else [k for k in every if on_some >> k & 1]
+        numbers = range(len(self.slots))
+        return numbers if on_some == self.every else [k for k in numbers if on_some >> k & 1]
+
+    @cached_property
+    def every(self) -> int:
+        """A bit for each slot."""
+        return (1 << len(self.slots)) - 1
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
@@ -238,6 +242,8 @@ class Bucket(Bundle):
     parts: Sequence[Stretch] | None = None  # which parameters lie where, if not those of ``slots``
     leaf: Tensor | None = field(default=None, init=False)
     launched: bool = field(default=False, init=False)
+    # By another bucket of each reduction: ranks that meet for that one have all ended their part of this one.
+    followed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         granule = align_bytes(self.device) // self.dtype.itemsize
@@ -333,4 +339,6 @@ def make_buckets(
             for position, offset, length, parameter in zip(group, offsets, lengths, members, strict=True)
         ]
         buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered, allocate, nodes))
+    for bucket in buckets[:-1]:
+        bucket.followed = True
     return buckets

@@ -2,7 +2,8 @@
 
 A bucket costs two rounds, in which all ranks wait for the last: in the first one each writes down its header,
 and where its roots and its home lie; then every rank adds its slice of all roots, and writes the sum into all
-homes; the second one says that it has. What is small is written down itself, and added up by all:
+homes; the second one says that it has, and is the first one of the next bucket, where one follows. What is
+small is written down itself, and added up by all:
 
     large    | header, places |   each adds its slice, where it lies   | done |
     small    | header, roots  |   each adds everything, into its home
@@ -82,7 +83,8 @@ class BySharing(ByCollectives):
             return
         _, values, homes = reached
         add_up(values, plan, scale, homes, bucket.nodes, self._own(bucket).start)
-        self.group.barrier(name)
+        if not bucket.followed:
+            self.group.barrier(name)
 
     def _take_shown(self, bucket: Bucket, plan: Sum, name: str) -> Tensor:
         """What all have written down of ``bucket`` in ``meet``, or else now."""

@@ -524,12 +524,13 @@ def _find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
 
     A rank that had no gradient at all, because no micro-batch or no weight fell to it, is not counted.
     """
-    ranks = range(len(buckets[0].presence)) if buckets else ()
+    if all(bucket.presence.count(bucket.every) == len(bucket.presence) for bucket in buckets):
+        return []  # as in most steps
+    ranks = range(len(buckets[0].presence))
     busy = [r for r in ranks if any(bucket.presence[r] for bucket in buckets)]
     found = []
     for bucket in buckets:
-        every = (1 << len(bucket.slots)) - 1
-        if all(bucket.presence[r] == every for r in busy):
+        if all(bucket.presence[r] == bucket.every for r in busy):
             continue
         for k, slot in enumerate(bucket.slots):
             without = [r for r in busy if not bucket.presence[r] >> k & 1]

@@ -72,6 +72,7 @@ def test_padding_is_minus_zero_and_changes_no_float(sizes, num_ranks):
 def test_slots_keep_the_order_of_their_group_and_the_positions_of_registration():
     parameters = parameters_of(3, 20, 1)
     first, second = make_buckets(parameters, [[2, 1], [0]], 2, ordered=True)
+    assert first.followed and not second.followed
     assert [(slot.position, slot.offset, slot.length) for slot in first.slots] == [(2, 0, 1), (1, 16, 20)]
     assert [(slot.position, slot.offset, slot.length) for slot in second.slots] == [(0, 0, 3)]
     assert [first.index, second.index] == [0, 1]

@@ -147,6 +147,28 @@ def test_small_buckets_in_shared_memory_come_with_their_headers(mesh, leaves, nu
 
 
 @world(3, backend="shm")
+@pytest.mark.parametrize("last_is_small", [False, True])
+def test_buckets_that_follow_each_other_share_rounds_and_the_last_one_ends_all(mesh, last_is_small):
+    """n large ones take n + 1 rounds. Their homes are read when the last has come; one rank adds late."""
+    group, leaves = mesh.world.group, rank_major(8, 3)
+    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    gradients = drawn_gradients(8)
+    own = {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}
+    buckets = [filled_bucket(group, own, 8, memory=group.allocate) for _ in range(4)]
+    for bucket in buckets[:-1]:
+        bucket.followed = True
+    before = group.peers.flight.number
+    for bucket in buckets:
+        exchange.transport.at_once_bytes = 1 << 20 if last_is_small and not bucket.followed else 0
+        if group.rank == 1:
+            torch.randn(1 << 20).sort()
+        exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
+    expected = one_process(gradients, 8).tobytes()
+    assert [content(bucket).numpy().tobytes() for bucket in buckets] == [expected] * 4
+    assert group.peers.flight.number == before + 4 + (not last_is_small)
+
+
+@world(3, backend="shm")
 def test_a_bucket_that_moves_is_found_where_it_is_now(mesh):
     group, leaves = mesh.world.group, rank_major(8, 3)
     exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
