@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from instep.ordered.evaluation import gather, mean
     from instep.ordered.keys import initialize
     from instep.ordered.norm import clip_grad_norm_
+    from instep.pipeline.pipeline import Pipeline
     from instep.replicate.server import ParameterServer
     from instep.replicate.threads import ThreadedReplicas
     from instep.replicate.wrapper import DataParallel
@@ -32,6 +33,7 @@ __all__ = [
     "DataParallel",
     "Loader",
     "ParameterServer",
+    "Pipeline",
     "Run",
     "ShardedOptimizer",
     "ThreadedReplicas",
@@ -54,6 +56,7 @@ _HOMES = {
     "DataParallel": "instep.replicate.wrapper",
     "Loader": "instep.data.loader",
     "ParameterServer": "instep.replicate.server",
+    "Pipeline": "instep.pipeline.pipeline",
     "Run": "instep.run.script_run",
     "ShardedOptimizer": "instep.shard.optimizer",
     "ThreadedReplicas": "instep.replicate.threads",

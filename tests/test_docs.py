@@ -45,6 +45,7 @@ AVERAGED = ("use", "An average of the weights", "")
 DECLARED = [
     *SAVED,
     ("README", "Survive", ""),
+    ("pipeline", "Pipeline", ""),
     ("run", "A loop of your own", ""),
     ("run", "What a run is told", ""),
     ("use", "The declared loop", BEGUN),

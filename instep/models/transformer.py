@@ -15,6 +15,8 @@ Letters: B windows, T tokens of a window, V vocabulary size, D width, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -137,6 +139,14 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
                 self.init_parameter(name, parameter, torch.default_generator)
+
+    def pipeline_layers(self) -> list[tuple[str, Callable[..., Tensor]]]:
+        """What ``forward`` does, layer by layer: the path of each, and how it is called."""
+        blocks: list[tuple[str, Callable[..., Tensor]]] = []
+        for i, block in enumerate(self.blocks):
+            call = partial(checkpoint, block, use_reentrant=False) if self.config.checkpoint else block
+            blocks.append((f"blocks.{i}", call))
+        return [("embedding", self.embedding), *blocks, ("head", self.head)]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -119,6 +119,10 @@ class Home(Protocol):
     def loaded(self) -> None:
         """``held`` have new values, as on all ranks."""
 
+    def fetch(self, parameter: Tensor) -> Tensor | None:
+        """All values of ``parameter``, in memory of their own, collective over ``group``; None: its module's
+        state dict has them."""
+
     def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
         """What a plain ``optimizer`` of these parameters would say of itself; None where it has it whole."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -40,6 +40,11 @@ def derive(seed: int, *path: int | str) -> int:
     """A 64-bit key from ``seed`` and a path of numbers and names (BLAKE2b)."""
     text = "/".join([str(seed), *[f"{type(part).__name__[0]}{part}" for part in path]])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether ``module`` is declared to be a block."""
+    return getattr(module, "rng_block", False) is True
 
 
 class InitializesByName(Protocol):
@@ -90,12 +95,19 @@ def initialize(module: nn.Module, seed: int) -> None:
 class LeafKeys:
     """Seeds the generators that one module's micro-batches may draw from; idle outside of ``leaf``.
 
-    At construction: a pre-forward hook on every declared block, and the generators that the module keeps. In
+    At construction: a pre-forward hook on every block, and the generators that the module keeps. ``blocks``
+    have numbers of their own where the module is a part of another one; else they are the declared ones. In
     a leaf: it is seeded, and the hooks seed torch's again. After it torch's default generators, and after
     ``step`` the others, continue where the caller's own draws had left them.
     """
 
-    def __init__(self, module: nn.Module, seed: int, generators: list[torch.Generator]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        seed: int,
+        generators: list[torch.Generator],
+        blocks: Mapping[nn.Module, int] | None = None,
+    ) -> None:
         self.seed = seed
         self._generators = generators
         self._leaf: tuple[int, int] | None = None
@@ -105,11 +117,13 @@ class LeafKeys:
         self._loaded: object = None  # numpy.random, when these were made
         # What torch.jit has compiled takes no hooks, and draws with the block around it.
         modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        blocks = [m for m in modules if getattr(m, "rng_block", False) is True]
+        if blocks is None:
+            blocks = {m: i for i, m in enumerate(filter(is_block, modules), start=1)}
         me = weakref.ref(self)
         self.hooks = [
-            block.register_forward_pre_hook(Hook(_entering(me, number)), prepend=True)
-            for number, block in enumerate(blocks, start=1)
+            m.register_forward_pre_hook(Hook(_entering(me, blocks[m])), prepend=True)
+            for m in modules
+            if m in blocks
         ]
 
     @contextmanager

@@ -44,6 +44,9 @@ class Slices(Protocol):
     def discard(self, placeholders: Sequence[Tensor]) -> None:
         """Their parameters have no gradient any more."""
 
+    def used(self, placeholders: Sequence[Tensor]) -> None:
+        """A step of an optimizer begins, of their parameters: those that it shall not see are discarded."""
+
 
 class Placeholder(Tensor):
     """Stands for the gradient of the parameter called ``instep_name``, whose pieces ``instep_slices`` has."""

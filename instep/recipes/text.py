@@ -60,7 +60,10 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     rounded: dict[str, Any] = {"nodes": layout.nodes, "rounding": layout.rounding, "seed": config.seed}
     options: dict[str, Any] = {"find_unused_parameters": False, **rounded}
     model: Any = net
-    if layout.shard_stage >= 2:
+    if layout.pp > 1:
+        options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
+        model = instep.Pipeline(net, mesh, layout.schedule, **options)
+    elif layout.shard_stage >= 2:
         options |= {"one_copy": layout.one_copy, "device": mesh.device}
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
         if layout.shard_stage == 3:
@@ -82,9 +85,20 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
 def losses_of(model: nn.Module, windows: Tensor, config: Config, device: torch.device) -> Tensor:
     """The cross-entropy of each byte of ``windows`` (B, T + 1) but the first: (B, T), in nats."""
     inputs, targets = next_tokens(windows)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.autocast == "bf16"):
+    with autocast(config, device):
         logits = model(inputs.to(device))  # (B, T, 256)
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten(), reduction="none")
+    return of_logits(logits, targets)
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """What the products of a forward are computed in."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.autocast == "bf16")
+
+
+def of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each byte: (B, T), in nats."""
+    targets = targets.to(logits.device)
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets)
 
 
@@ -96,6 +110,13 @@ def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mes
         loss.backward()
         return loss.detach()
 
+    if isinstance(model, instep.Pipeline):  # calls these on the ranks of the last and of the first layers
+        with autocast(config, mesh.device):
+            return model.step(
+                lambda logits, micro_batch: of_logits(logits, next_tokens(micro_batch.data)[1]).mean(),
+                lambda micro_batch: next_tokens(micro_batch.data)[0].to(mesh.device),
+                data,
+            )
     if isinstance(model, instep.ThreadedReplicas):  # calls it in its threads, with their replicas
         return model.micro_batches(data, one)
     return [one(net, micro_batch) for micro_batch in model.micro_batches(data)]
@@ -109,9 +130,10 @@ def held_out_loss(model: nn.Module, text: ByteText, config: Config, mesh: Any) -
     batches = [range(first, min(first + size, num_windows)) for first in range(0, num_windows, size)]
     losses, index = [], []
     model.eval()
-    for first in range(0, len(batches), mesh.world_size):
+    place = mesh.data
+    for first in range(0, len(batches), place.size):
         # In stage 3 a rank needs all others to have weights: at the end some look at the last batch again.
-        batch = batches[min(first + mesh.rank, len(batches) - 1)]
+        batch = batches[min(first + place.rank, len(batches) - 1)]
         windows = text.windows([chosen[i] for i in batch])
         losses.append(losses_of(model, windows, config, mesh.device).mean(1))
         index.extend(batch)
@@ -129,7 +151,10 @@ def main(config: Config) -> None:
     net = make_model(config, run.mesh.device)
     model, optimizer = distribute(net, config, run.mesh)
     run.register(model=model, optimizer=optimizer, data=data)  # all that changes from step to step
-    run.evaluate_with(lambda: held_out_loss(net, text.held_out, config, run.mesh), every=config.eval.every)
+    run.evaluate_with(
+        lambda: held_out_loss(model if config.parallel.pp > 1 else net, text.held_out, config, run.mesh),
+        every=config.eval.every,
+    )
     for step in run.steps(config.steps):  # goes on where the newest state is
         with step:  # what a lost rank breaks in here is made again, by all
             losses = declared_step(model, net, data, config, run.mesh)

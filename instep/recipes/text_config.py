@@ -48,6 +48,7 @@ RANGES = {  # GPTConfig checks the numbers of the model
     "optim.momentum": BELOW_1,
     "parallel.bucket_mb": ABOVE_0,
     "parallel.threads": ABOVE_0,
+    "parallel.pp": ABOVE_0,
     "parallel.shard_stage": STAGES,
     "parallel.shard_ranks": SHARD_RANKS,
     "checkpoint.every": FROM_0,
@@ -160,6 +161,10 @@ class ParallelConfig:
     shard_ranks: int = 0
     """How many ranks form a shard group, which divides among its ranks what shard-stage says; every group has
     all of it. 0: all ranks are one group. Best is the number of ranks per host."""
+    pp: int = 1
+    """How many ranks a pipeline has, each with some of the layers; there are ranks / pp pipelines."""
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
+    """In which order the ranks of a pipeline make forwards and backwards of their micro-batches."""
     one_copy: bool = False
     """The ranks of a host, or of a shard group, share one copy of the weights; with shard-stage 1 or 2, on
     the shm backend."""
@@ -283,6 +288,7 @@ def run_options(config: Config) -> dict[str, Any]:
         "tensorboard": logs.tensorboard,
         "wandb": logs.wandb and logs.wandb_project,
         "shard": config.parallel.shard_ranks or 1,
+        "pp": config.parallel.pp,
         "backend": config.parallel.named_backend,
         "threads": config.parallel.threads,
         "timeout_s": config.timeout_s,
@@ -308,6 +314,7 @@ def _check(config: Config) -> None:
         )
     _check_nodes(config.parallel)
     _check_sharding(config)
+    _check_pipeline(config)
     if config.ranks:
         check_ranks(config, config.ranks)
         check_rows(config.ranks, config.parallel.shard_ranks)
@@ -324,6 +331,33 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         raise ValueError(
             f"parallel.nodes {parallel.nodes} with parallel.ordered false, where the backend adds, and no "
             "tree: leave one of them out"
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    """Raise ``ValueError`` for settings that a pipeline does not go with."""
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return
+    named = f"parallel.pp {parallel.pp}"
+    if parallel.strategy in ("server", "threads") or parallel.shard_stage or not parallel.ordered:
+        raise ValueError(
+            f"{named} with parallel.strategy {parallel.strategy}, parallel.shard_stage "
+            f"{parallel.shard_stage}, parallel.ordered {str(parallel.ordered).lower()}: the stages of a "
+            "pipeline are data-parallel, in the order of the tree; leave these as they are by default, or "
+            "choose naive, flat or overlap"
+        )
+    if config.ledger.leaves or config.checks.leaves_every:
+        raise ValueError(
+            f"{named} with ledger.leaves or checks.leaves_every, and no rank has a whole micro-batch: leave "
+            "them off, or set parallel.pp 1, whose bits are the same"
+        )
+    num_stages = parallel.pp * (2 if parallel.schedule in ("interleaved", "zb-v") else 1)
+    if num_stages > config.model.layers + 2:
+        raise ValueError(
+            f"{named} and parallel.schedule {parallel.schedule} make {num_stages} stages of a model that has "
+            f"{config.model.layers + 2} layers (embedding, {config.model.layers} blocks, output): set a "
+            "smaller parallel.pp or more model.layers"
         )
 
 

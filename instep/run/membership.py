@@ -60,7 +60,14 @@ class Membership:
         self.training.heartbeat.enter("join")
 
     def meet(
-        self, *, backend: str | None, timeout_s: float, threads: int, local_rank: int, shard: int = 1
+        self,
+        *,
+        backend: str | None,
+        timeout_s: float,
+        threads: int,
+        local_rank: int,
+        shard: int = 1,
+        pp: int = 1,
     ) -> Mesh:
         """A mesh of the ranks of this generation. Collective."""
         assignment, store = self._assignment, None
@@ -76,6 +83,7 @@ class Membership:
             local_rank=local_rank,
             num_local=assignment.world_size,
             shard=shard,
+            pp=pp,
         )
 
     def joined(self) -> None:

@@ -48,6 +48,8 @@ def state_bytes(registered: Registered) -> dict[str, int | float] | None:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         divided = offered(optimizer)
         ranks = 1 if divided is None else divided.group.size
+        if divided is not None and any(_is_by_layers(there) for there in divided.homes):
+            trained, ranks = [x.parameter for x in divided.held.values() if x.parameter.requires_grad], 1
         parts["optimizer", ranks] += round(each * sum(p.numel() for p in trained))
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for (purpose, ranks), whole in parts.items():
@@ -74,7 +76,17 @@ def homes_of(registered: Registered) -> dict[int, Home]:
     return {id(p): there for there in found for p in there.parameters}
 
 
+def _is_by_layers(there: Home) -> bool:
+    """Whether each parameter is whole, on one rank of a pipeline."""
+    return not there.resident and not there.one_copy and all(x.is_whole for x in there.held)
+
+
 def _add_parameter(parts: Parts, p: Tensor, there: Home | None, stage: int) -> None:
+    if there is not None and stage == 0 and _is_by_layers(there):
+        if there.slices_with(p) == [there.group.rank]:
+            parts["parameters", 1] += p.nbytes
+            parts["gradients", 1] += p.nbytes if p.requires_grad else 0
+        return
     ranks = 1 if there is None else there.group.size
     # What is gathered may be of another type than the pieces that are stepped.
     kept = p if there is None or not there.held else there.held[0].tensor

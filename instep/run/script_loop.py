@@ -288,6 +288,7 @@ class ScriptLoop(Iterator[RunStep]):
             threads=run._threads,
             local_rank=place,
             shard=shard_axis(member.world_size, run._shard),
+            pp=shard_axis(member.world_size, run._pp),
         )
 
     def _agreed(self, source: str) -> None:

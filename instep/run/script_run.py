@@ -148,11 +148,12 @@ class Run:
         tensorboard: bool = False,
         wandb: bool | str = False,
         shard: int = 1,
+        pp: int = 1,
         backend: str | None = None,
         timeout_s: float = 300.0,
         threads: int = 1,
     ) -> None:
-        self._shard, self._backend, self._config = shard, backend, _checked_config(config)
+        self._shard, self._pp, self._backend, self._config = shard, pp, backend, _checked_config(config)
         self._contract = _contract(contract, config)
         self._started = started()
         settings = ScriptSettings(
@@ -188,10 +189,10 @@ class Run:
         options: dict[str, Any] = {"backend": self._backend, "timeout_s": self._settings.timeout_s}
         if channel is not None:
             return await_rank(**options, threads=self._threads, place=channel.heartbeat.worker)
-        launched, shard = detect(os.environ), self._shard
+        launched, shard, pp = detect(os.environ), self._shard, self._pp
         if launched.restart_count:  # with fewer ranks, perhaps
-            shard = shard_axis(launched.world_size, shard)
-        return init(**options, threads=self._threads, shard=shard)
+            shard, pp = shard_axis(launched.world_size, shard), shard_axis(launched.world_size, pp)
+        return init(**options, threads=self._threads, shard=shard, pp=pp)
 
     @property
     def rank(self) -> int:

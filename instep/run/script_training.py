@@ -160,9 +160,9 @@ class ScriptTraining:
         Raises:
             ContractBroken: a rank has another configuration. On all ranks.
         """
-        self.mesh, self.group = mesh, mesh.data.group
+        self.mesh, self.group = mesh, mesh.world.group
         if not self.config.batch.global_size:  # each rank has a micro-batch of its own
-            batch = ScriptBatch(num_micro_batches=self.group.size)
+            batch = ScriptBatch(num_micro_batches=mesh.data.size)
             self.config = dataclasses.replace(self.config, batch=batch)
         if wrappers:
             if self._is_wrapped:

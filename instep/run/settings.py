@@ -83,6 +83,8 @@ class ScriptLayout:
     ordered: bool = True
     backend: str = "auto"
     threads: int = 1
+    pp: int = 1
+    schedule: str = ""
 
     @property
     def named_backend(self) -> str | None:

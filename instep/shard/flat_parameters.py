@@ -154,6 +154,10 @@ class FlatParameters:
     def let_go(self) -> None:
         """The optimizer that made this space is closed."""
 
+    def fetch(self, parameter: Tensor) -> Tensor | None:
+        """As ``Home`` says: hooks put them there, where a rank has not all of them."""
+        return None
+
     def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
         """What a plain ``optimizer`` of these parameters would say of itself; None where it has it whole."""
         return None if self.divide is None else self.divide(optimizer)

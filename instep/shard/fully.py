@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from instep.events import Recorder
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
-from instep.ordered.homes import Wrapped
+from instep.ordered.homes import Wrapped, home
 from instep.shard.sharding import LocalOptions, Sharding, ShardingOptions
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.nesting import WrappedOnce, require_unwrapped
@@ -362,7 +362,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     on from is ``instep.save``, where no rank needs memory for all of it.
 
     Args:
-        module: sharded by ``fully_shard``, as a whole or some of its parts, wrapped, or plain.
+        module: sharded by ``fully_shard``, as a whole or some of its parts, in a ``Pipeline``, wrapped, or
+            plain.
 
     Returns:
         As ``module.state_dict()``, by the module's own names: tensors of full shape, on the devices of
@@ -378,6 +379,14 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> weights["0.weight"].shape
         torch.Size([96, 8])
     """
+    fetched = {
+        name: there.fetch(x)
+        for name, x in module.state_dict(keep_vars=True).items()
+        if isinstance(x, Tensor) and (there := home(x)) is not None
+    }
+    if any(value is not None for value in fetched.values()):
+        every = module.state_dict(keep_vars=True).items()
+        return {name: x.detach().clone() if fetched.get(name) is None else fetched[name] for name, x in every}
     live = {x.untyped_storage()._cdata for x in (*module.parameters(), *module.buffers())}
     whole: dict[str, Any] = {}
     for name, value in module.state_dict().items():  # what was in slices is in new memory

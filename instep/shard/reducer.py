@@ -296,6 +296,9 @@ class SliceReducer(Reduction):
             if id(stands_in) in gone and self.parameters[i].grad is stands_in:
                 self.parameters[i].grad = None
 
+    def used(self, placeholders: Sequence[Tensor]) -> None:
+        """What makes the optimizer's step (``update``) looks whether there are gradients."""
+
     def _first_guess(self, i: int) -> int | None:
         """Once in a backward, as autograd has it: to wait for the end would need memory for all gradients."""
         return None if i in self._unsteady or self.is_nested() else 1

@@ -30,7 +30,7 @@ from instep.ordered.keys import LeafKeys
 from instep.ordered.placeholder import slices_of
 from instep.step.first_inputs import FirstInputs
 from instep.step.optimizer_guard import ParameterRegistry
-from instep.step.reduction import Reduction
+from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
 from instep.step.unregistered import UnregisteredWeights
 
@@ -148,6 +148,7 @@ class DeclaredStep:
         reducer.fed = weakly(self._fed)
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
+        self._open: StepPlan | None = None  # of the step that is under way
         self._weight = 0  # of the micro-batches that have had gradients
         self._weight_taken: int | None = None  # of the open one, when its first gradient came
         self._iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()
@@ -187,52 +188,79 @@ class DeclaredStep:
 
     def _run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         num_micro_batches, source = count_and_source(micro_batches)
-        group, reducer = self.reducer.group, self.reducer
-        plan = replace(reducer.assign(num_micro_batches), step=step)
-        if source is not None:
-            plan = replace(plan, data_position=source.position, data_identity=source.identity)
-        span = reducer.recorder.span
+        plan = self.plan(num_micro_batches, source, step)
+        with self.begun(plan, source) as own:
+            data = None if source is None else source.read(own)
+            for leaf in own:
+                micro_batch = self._next(leaf, num_micro_batches, data)
+                with self.visit(micro_batch, gradients=True, last=leaf == own[-1]):
+                    yield micro_batch
+        return True
+
+    def plan(self, num_micro_batches: int, source: DataSource | None, step: int) -> StepPlan:
+        """Who computes what of step ``step``, with data from ``source``."""
+        plan = replace(self.reducer.assign(num_micro_batches), step=step)
+        if source is None:
+            return plan
+        return replace(plan, data_position=source.position, data_identity=source.identity)
+
+    @contextmanager
+    def begun(self, plan: StepPlan, source: DataSource | None = None) -> Iterator[Sequence[int]]:
+        """Around the visits of this rank's micro-batches, whose numbers it gives; then gradients are reduced.
+
+        Left by an error, the step is given up, and the other ranks are told.
+        """
+        reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
-            self._check_start(num_micro_batches)
+            self._check_start(plan.num_leaves)
             num_running = self.statistics.begin(self.registry.named_modules)
             reducer.begin(plan, weakly(self._sum_of_weights))
+            own = plan.leaves[reducer.group.rank]
             self.inputs.begin(plan.leaves, looks=source is None)
             if num_running:
                 reducer.go_on_with(self.statistics, num_running)
-        self._weight = 0
-        own = plan.leaves[group.rank]
-        data = None if source is None else source.read(own)
-        micro_batch = None
+        self._weight, self._step, self._open = 0, plan.step, plan
+        ended = False
         try:
             with self.keys.step(self.registry.named_modules):
-                for leaf in own:
-                    micro_batch = self.micro_batch = self._next(leaf, num_micro_batches, data)
-                    with span("micro-batch", lane="host", leaf=leaf):
-                        self._weight_taken = None
-                        before = self._buffer_states()
-                        reducer.open_leaf(leaf, last=leaf == own[-1])
-                        self.inputs.opened()
-                        watched = self.counters.watched(), self.statistics.leaf(leaf)
-                        with self.keys.leaf(step, leaf), watched[0], watched[1]:
-                            yield micro_batch
-                        self._check(micro_batch, before)
-                        self.written.ended(leaf)
-                        reducer.close_leaf()
-            micro_batch = self.micro_batch = None
+                yield own
             with span("finish", lane="host"):
                 self._check_statistics()
                 self.unregistered.end()
                 reducer.finish()
                 self.statistics.apply()
-                if group.rank == 0:
-                    self.inputs.compare(reducer.exchange.fed, group.ranks)
+                if reducer.group.rank == 0:
+                    self.inputs.compare(reducer.exchange.fed, reducer.group.ranks)
                 if source is not None:
                     source.advance()
-            return True
+            self._open, ended = None, True
         finally:
-            if self.micro_batch is micro_batch:  # not if another step has begun since
-                self.micro_batch = None
+            if not ended and self._open is plan:  # not if another step has begun since
+                self.micro_batch = self._open = None
                 reducer.leave()
+
+    @contextmanager
+    def visit(self, micro_batch: MicroBatch, *, gradients: bool, last: bool = False) -> Iterator[None]:
+        """Inside, forward or backward or both are of ``micro_batch``; ``gradients``: its parameters' come.
+
+        ``last``: no other micro-batch's come after these.
+        """
+        leaf = micro_batch.index
+        self.micro_batch = micro_batch
+        with self.reducer.recorder.span("micro-batch", lane="host", leaf=leaf):
+            self._weight_taken = None
+            before = self._buffer_states()
+            if gradients:
+                self.reducer.open_leaf(leaf, last=last)
+            self.inputs.opened()
+            watched = self.counters.watched(), self.statistics.leaf(leaf)
+            with self.keys.leaf(self._step, leaf), watched[0], watched[1]:
+                yield
+            self._check(micro_batch, before, gradients=gradients)
+            self.written.ended(leaf)
+            if gradients:
+                self.reducer.close_leaf()
+        self.micro_batch = None
 
     def _next(self, leaf: int, num_micro_batches: int, data: Iterator[tuple[Any, int]] | None) -> MicroBatch:
         if data is None:
@@ -242,8 +270,8 @@ class DeclaredStep:
         return MicroBatch(leaf, num_micro_batches, weight, values)
 
     def _check_start(self, num_micro_batches: int) -> None:
-        if self.micro_batch is not None:
-            self.micro_batch = None
+        if self._open is not None:
+            self.micro_batch = self._open = None
             self.reducer.leave()
             raise ValueError(
                 "micro_batches() began while the loop of another one was open, nested or left by keeping its "
@@ -278,11 +306,11 @@ class DeclaredStep:
     def _is_on_cpu(self) -> bool:
         return any(parameter.device.type == "cpu" for parameter in self.reducer.parameters)
 
-    def _check(self, micro_batch: MicroBatch, before: list[State]) -> None:
+    def _check(self, micro_batch: MicroBatch, before: list[State], *, gradients: bool) -> None:
         index = micro_batch.index
         if micro_batch is not self.micro_batch:
             raise ValueError(f"the step of micro-batch {index} was given up when another one began")
-        if self._weight_taken is None and micro_batch.weight != 0:
+        if gradients and self._weight_taken is None and micro_batch.weight != 0:
             raise ValueError(
                 f"micro-batch {index} ended without a gradient: call backward() once per micro-batch, inside "
                 "the loop (a loss over several cannot be declared), or set micro_batch.weight = 0"

@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
-from instep.ordered.placeholder import slices_of
+from instep.ordered.placeholder import by_slices, slices_of
 
 if TYPE_CHECKING:
     from instep.step.reduction import Reduction
@@ -50,9 +50,10 @@ class ParameterRegistry:
     ``named_modules`` are those of the model, as of the last ``check``.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, but: Iterable[Tensor] = ()) -> None:
         self.module = module
-        named = list(module.named_parameters())
+        self._others = set(map(id, but))  # left to others
+        named = [(name, p) for name, p in module.named_parameters() if id(p) not in self._others]
         for name, parameter in named:
             if is_lazy(parameter):
                 raise ValueError(f"parameter {name!r} has no shape yet: run one forward, then wrap")
@@ -96,7 +97,7 @@ class ParameterRegistry:
         self._remember()
 
     def _new(self) -> list[tuple[str, nn.Parameter]]:
-        known = {id(p) for _, p in [*self.trainable, *self.frozen]}
+        known = {id(p) for _, p in [*self.trainable, *self.frozen]} | self._others
         return [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
 
     def _is_as_remembered(self) -> bool:
@@ -500,6 +501,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else it may be what exchanges the gradients
         _require_reduced(parameters, guarded)
+    for slices, stand_ins in by_slices([p.grad for p in parameters if p.grad is not None]):
+        slices.used(stand_ins)
     update = None
     for reducer, places in _reducers(guarded):
         trained = next((x for i in places if (x := guarded.entries[i]) and x.position is not None), None)

@@ -1,0 +1,78 @@
+"""Gradients on other ranks of a pipeline, as far as code asks for them: norms, scaling, ``zero_grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.ordered.norm import block_square_sums
+from instep.ordered.placeholder import placeholder
+from instep.pipeline.home import PipelineHome
+
+GRADIENT_NORM = "the gradient norm"
+NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+
+
+class Elsewhere:
+    """The ``Slices`` of placeholders that stand for gradients on other ranks, of parameters of ``home``."""
+
+    def __init__(self, home: PipelineHome) -> None:
+        self.home = home
+
+    def stand_in(self) -> None:
+        """A step has ended: parameters on other ranks have a gradient, too, there."""
+        for name, p in zip(self.home.names, self.home.parameters, strict=True):
+            if p.requires_grad and not self.home.holds(p):
+                p.grad = placeholder(p, self, name, p.dtype)
+
+    def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
+        """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
+        group, parameters = self.home.group, self.home.parameters
+        sums: dict[int, list[float]] = {}
+        for i, p in enumerate(parameters):
+            if self.home.holds(p) and p.grad is not None:
+                sums[i] = block_square_sums(p.grad.to_dense() if p.grad.is_sparse else p.grad).tolist()
+        counts = [x for i, its in sums.items() for x in (i, len(its))]
+        told = [_bytes(counts, torch.int64), _bytes([x for its in sums.values() for x in its], torch.float64)]
+        numbers, values = (group.all_gather_bytes(x, GRADIENT_NORM, limit=NORM_BYTES) for x in told)
+        stand_ins = set(map(id, placeholders))
+        wanted = {i for i, p in enumerate(parameters) if id(p.grad) in stand_ins}
+        found: list[float] = []
+        for its_numbers, its_values in zip(numbers, values, strict=True):
+            at, squares = iter(_numbers(its_numbers, torch.int64)), iter(_numbers(its_values, torch.float64))
+            for i, count in zip(at, at, strict=True):
+                its = [next(squares) for _ in range(count)]
+                found += its if i in wanted else []
+        return found
+
+    def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
+        """The ranks that have them do."""
+
+    def unscale(self, placeholders: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        """``found_inf`` becomes 1 on all ranks if it is 1 on one. Collective: 1 byte."""
+        mine = bytes([int(found_inf)])
+        told = self.home.group.all_gather_bytes(mine, "the check of gradients for what is not finite")
+        found_inf.fill_(max(data[0] for data in told))
+
+    def discard(self, placeholders: Sequence[Tensor]) -> None:
+        """Their parameters have no gradient any more."""
+        gone = set(map(id, placeholders))
+        for p in self.home.parameters:
+            if id(p.grad) in gone:
+                p.grad = None
+
+    def used(self, placeholders: Sequence[Tensor]) -> None:
+        """An optimizer finds nothing to step here."""
+        self.discard(placeholders)
+
+
+def _bytes(numbers: Sequence[float], dtype: torch.dtype) -> bytes:
+    data: bytes = torch.tensor(numbers, dtype=dtype).numpy().tobytes()
+    return data
+
+
+def _numbers(data: bytes, dtype: torch.dtype) -> list[Any]:
+    return torch.frombuffer(bytearray(data), dtype=dtype).tolist() if data else []

@@ -1,0 +1,111 @@
+"""Where the parameters of a pipeline are: each whole, on the rank of its stage, and nowhere else.
+
+On the other ranks a parameter keeps its name and its shape, since every rank knows the whole model, and takes
+the memory of one NaN. What saves, hashes, compares and counts the state asks ``Home``, as for parameters in
+slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.mesh.process_group import Group
+from instep.ordered.homes import DividedOptimizer, ParameterShard, dense_strides, undivided
+
+
+class PipelineHome:
+    """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
+
+    At construction those of other ranks give their memory back. ``before`` is the home that they had in
+    another group: without values then, until a state is put.
+    """
+
+    resident = False
+    one_copy = False
+    num_others_bytes = 0
+
+    def __init__(
+        self,
+        group: Group,
+        everyone: Group,
+        named: Mapping[str, Tensor],
+        ranks: Sequence[int],
+        before: PipelineHome | None = None,
+    ) -> None:
+        self.group, self.everyone = group, everyone
+        self.names, self.parameters = list(named), list(named.values())
+        self.has_values = before is None
+        self._rank_of = {id(p): rank for p, rank in zip(self.parameters, ranks, strict=True)}
+        self._strides: dict[int, tuple[int, ...]] = (
+            {id(p): dense_strides(p) for p in self.parameters} if before is None else before._strides
+        )
+        here = [p for p in self.parameters if self.holds(p)]
+        self.held = [ParameterShard(p, 0, p.numel(), p) for p in here]
+        for p in self.parameters:
+            if not self.holds(p):
+                _hide(p)
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        return []
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` is on this rank."""
+        return self._rank_of[id(parameter)] == self.group.rank
+
+    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
+        return self._strides[id(parameter)]
+
+    def slices_with(self, parameter: Tensor) -> list[int]:
+        return [self._rank_of[id(parameter)]]
+
+    def make_room(self) -> None:
+        """As ``Home`` says: what has come to this rank from another one gets memory."""
+        for p in (x.parameter for x in self.held):
+            if is_hidden(p):
+                p.data = torch.empty_strided(p.shape, self.strides_of(p), dtype=p.dtype, device=p.device)
+
+    def loaded(self) -> None:
+        self.has_values = True
+
+    def fetch(self, parameter: Tensor) -> Tensor:
+        """As ``Home`` says."""
+        found = parameter.detach().clone(memory_format=torch.contiguous_format)
+        rank = self._rank_of[id(parameter)]
+        self.group.broadcast(found.view(-1).view(torch.uint8), "the gathering of a state dict", root=rank)
+        return found
+
+    def divided(self, optimizer: Optimizer) -> DividedOptimizer:
+        """As ``Home`` says: it steps what is here, and nothing else has a gradient."""
+        whole, here = undivided(optimizer), self.group.rank
+        held = {i: x for i, x in whole.held.items() if self._rank_of.get(id(x.parameter), here) == here}
+        return DividedOptimizer(
+            group=self.group,
+            local=optimizer,
+            held=held,
+            homes=[self],
+            num_replicas=self.everyone.size // self.group.size,
+            load=whole.load,
+            leave=optimizer.state.clear,
+        )
+
+    def vacate(self) -> None:
+        """Hold no values, and no memory, until the parameters have another home."""
+        self.has_values = False
+        for p in self.parameters:
+            _hide(p)
+
+
+def is_hidden(p: Tensor) -> bool:
+    """Whether ``p`` shows one NaN in the place of its values."""
+    return p.untyped_storage().nbytes() < p.numel() * p.element_size()
+
+
+def _hide(p: Tensor) -> None:
+    with torch.no_grad():
+        p.data = torch.full((), math.nan, dtype=p.dtype, device=p.device).expand(p.shape)

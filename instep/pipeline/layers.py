@@ -1,0 +1,86 @@
+"""The layers of a model, and those of one stage as a module, under the names that they have in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from instep.ordered.keys import is_block
+
+
+class Layer(NamedTuple):
+    """One layer: its ``path`` in the model, and what forward ``call``s, which may be a checkpoint of it."""
+
+    path: str
+    module: nn.Module
+    call: Callable[..., Any]
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of ``model``, whose forward calls one after the other.
+
+    Raises:
+        TypeError: ``model`` does not say which they are.
+        ValueError: a parameter or a buffer is of no layer, so that no stage would have it.
+    """
+    if callable(named := getattr(model, "pipeline_layers", None)):
+        found = [Layer(path, model.get_submodule(path), call) for path, call in named()]
+    elif isinstance(model, nn.Sequential | nn.ModuleList):
+        found = [Layer(path, layer, layer) for path, layer in model.named_children()]
+    else:
+        raise TypeError(
+            f"{type(model).__name__} does not say which layers a pipeline may cut between: pass an "
+            "nn.Sequential or a list of modules, or give it a method pipeline_layers(), which returns "
+            "(path, callable) of each layer in the order of forward"
+        )
+    inside = {id(x) for layer in found for x in (*layer.module.parameters(), *layer.module.buffers())}
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if id(x) not in inside:
+            raise ValueError(
+                f"{name!r} is in no layer of the pipeline, so that no stage would have it: make what uses it "
+                "a layer, or a part of one"
+            )
+    return found
+
+
+def numbered_blocks(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Module, int]:
+    """The blocks of random numbers, with the numbers that they are keyed by: the same for any cut.
+
+    Those that the model declares (``rng_block = True``) have the numbers that they have without a pipeline. A
+    layer that neither is one nor has one is one here: else its draws would depend on the layers before it.
+    """
+    declared = list(filter(is_block, model.modules()))
+    known = set(declared)
+    others = [layer.module for layer in layers if known.isdisjoint(layer.module.modules())]
+    return {block: number for number, block in enumerate([*declared, *others], start=1)}
+
+
+class Layers(nn.Module):
+    """``layers``, one after the other: a layer that returns a tuple gives the next one so many arguments."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self._calls = [layer.call for layer in layers]
+        for layer in layers:
+            *outer, last = layer.path.split(".")
+            at: nn.Module = self
+            for part in outer:
+                if part not in at._modules:
+                    at.add_module(part, nn.Module())
+                at = at.get_submodule(part)
+            at.add_module(last, layer.module)
+
+    def forward(self, *values: Any) -> Any:
+        found: Any = values
+        for call in self._calls:
+            found = call(*found) if isinstance(found, tuple) else call(found)
+        return found
+
+    def replace(self, old: Tensor, new: Any) -> None:
+        """Parameter ``old`` is ``new`` from now on, wherever it is used."""
+        for module in self.modules():
+            for key, p in module._parameters.items():
+                if p is old:
+                    module._parameters[key] = new

@@ -1,0 +1,456 @@
+"""``Pipeline``: a model whose layers are on several ranks, which work on different micro-batches at a time.
+
+    rank 0   layers 0 1 2   | 0F0 0F1         0B0 0F2 0B1 ...      forward, backward; stage, kind, micro-batch
+                            v          ^
+    rank 1   layers 3 4 5       | 1F0 1B0 1F1 1B1 ...
+
+In which order, is a schedule, which is data (``actions.py``, ``schedules.py``): ``runtime.py`` executes it.
+Each stage's gradients are reduced over the ranks that have the same stage, along the other axes of the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.mesh.agree import all_or_none
+from instep.mesh.mesh import Mesh, registered_mesh
+from instep.ordered import homes
+from instep.ordered.homes import Wrapped
+from instep.ordered.hook import Hook
+from instep.ordered.node_format import NodeFormat
+from instep.pipeline import schedules
+from instep.pipeline.actions import Schedule
+from instep.pipeline.channel import Channel
+from instep.pipeline.check import check
+from instep.pipeline.communication import programs
+from instep.pipeline.cuts import balanced
+from instep.pipeline.elsewhere import Elsewhere
+from instep.pipeline.home import PipelineHome
+from instep.pipeline.layers import Layers, layers_of, numbered_blocks
+from instep.pipeline.runtime import Executor, Inputs, Loss, Task
+from instep.pipeline.stage import Stage
+from instep.pipeline.tied import Tied, TiedParameters
+from instep.replicate.own_names import OwnNames
+from instep.replicate.strategies import find
+from instep.step.agreement import agree_on_structure, broadcast_values
+from instep.step.micro_batches import DataSource, MicroBatch, count_and_source
+from instep.step.nesting import WrappedOnce, require_unwrapped
+from instep.step.reduction import ReductionOptions
+from instep.step.watched_norms import find_norms
+
+LOSSES = "the losses of a step"
+STATISTICS = "running statistics of another stage"
+
+
+def first_of_data(micro_batch: MicroBatch) -> Any:
+    """What the first layer is called with, where a loader's samples are (inputs, targets)."""
+    return micro_batch.data[0]
+
+
+class Pipeline(WrappedOnce, OwnNames):
+    """Trains a model in stages: each rank along the mesh's axis ``pp`` has some of the layers.
+
+    A step is one call, in which every rank does its part of a schedule. It is a declared step: gradients, and
+    weights after the optimizer's step, have the same bits for every schedule and cut, for any number of ranks
+    along ``pp`` and ``dp``, and for one process. Dropout is keyed by micro-batch and layer.
+
+    At construction ranks compare their models and take those of the first one; then each gives back the
+    memory of the layers that others have. Their parameters stay there by name, and show NaN. After a step
+    ``.grad`` of this rank's parameters is the mean over all micro-batches, and of the others a placeholder,
+    which ``instep.clip_grad_norm_`` and a ``GradScaler`` understand, and ``optimizer.step()`` passes over.
+
+    Args:
+        layers: an ``nn.Sequential``, a list of modules, or a module with a method ``pipeline_layers()``,
+            which returns (path, callable) of each layer in the order in which forward calls them. A layer
+            that returns a tuple gives the next one several arguments. Between stages there are tensors, which
+            look alike in every micro-batch. mesh: of ``instep.init(pp=...)``; by default the registered one.
+            schedule: "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or "zb-v"; or the text of one
+            of your own, a row of actions per rank, as ``str`` of a schedule prints it. micro_batches: G of
+            each step, unless ``step`` is given data; the bits depend on it. chunks: stages per rank, of
+            "interleaved"; by default 2. cuts: the first layer of each stage but the first; by default stages
+            have about as many layers each. strategy, bucket_cap_mb, nodes, rounding, find_unused_parameters,
+            seed: as for ``DataParallel``.
+
+    Raises:
+        TypeError: ``layers`` does not say which layers there are. ValueError: on all ranks; models differ,
+        there are fewer layers than stages, a parameter is in no layer, or the schedule is illegal. PeerLost:
+        a rank did not come.
+
+    Example:
+        >>> model = instep.Pipeline(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1)), mesh)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> rows = lambda micro_batch: slice(micro_batch.index * 4, micro_batch.index * 4 + 4)
+        >>> losses = model.step(
+        ...     lambda output, micro_batch: loss_function(output, y[rows(micro_batch)]),
+        ...     inputs=lambda micro_batch: x[rows(micro_batch)],
+        ...     data=8,
+        ... )
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> len(losses)
+        8
+    """
+
+    __module__ = "instep"
+
+    def __init__(
+        self,
+        layers: nn.Module | Sequence[nn.Module],
+        mesh: Mesh | None = None,
+        schedule: str = "1f1b",
+        micro_batches: int | None = None,
+        *,
+        chunks: int | None = None,
+        cuts: Sequence[int] | None = None,
+        strategy: str = "bucketed",
+        bucket_cap_mb: float = 25,
+        nodes: str = "float32",
+        rounding: str = "nearest",
+        find_unused_parameters: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
+        self.schedule, self.micro_batches, self.next_step = schedule, micro_batches, 0
+        self._chunks, self._cuts, self._seed = chunks, cuts, seed
+        self._options = ReductionOptions(
+            find(strategy),
+            bucket_cap_mb,
+            unused=find_unused_parameters,
+            nodes=NodeFormat(nodes, rounding, seed),
+        )
+        self._strategy = strategy
+        self.home: PipelineHome | None = None
+        self._bind(_mesh_with_stages(mesh))
+
+    def _bind(self, mesh: Mesh) -> None:
+        """Take part in ``mesh``. Collective."""
+        self.mesh, self.recorder = mesh, mesh.recorder
+        self.group, self._row = mesh.world.duplicate(), mesh.along["pp"].duplicate()
+        try:
+            self._layers, self._parts, stage_ranks = all_or_none(
+                self.group, "the preparation of pipelines", self._prepare, errors=(ValueError, TypeError)
+            )
+            if self.home is None:
+                agree_on_structure(self.module, self._described(), self.group)
+                broadcast_values(self.module, self.group)
+        except BaseException:
+            self.group.close()
+            self._row.close()
+            raise
+        self._stage_ranks = stage_ranks
+        self._channel = Channel(self._row) if self._row.size > 1 else None
+        named = dict(self.module.named_parameters())
+        users: dict[int, list[int]] = {id(p): [] for p in named.values()}
+        for number, part in enumerate(self._parts):
+            for p in part.parameters():
+                users[id(p)].append(number)
+        ranks = [stage_ranks[users[id(p)][0]] for p in named.values()]
+        self.home = PipelineHome(self._row, self.group, named, ranks, self.home)
+        homes.settle(self.home)
+        self._guards = [
+            handle
+            for m in self.module.modules()
+            for handle in (
+                m.register_state_dict_post_hook(Hook(partial(_require_values, self.home))),
+                m.register_load_state_dict_pre_hook(Hook(partial(_refuse_values, self.home))),
+            )
+        ]
+        self._elsewhere = Elsewhere(self.home)
+        tied = [Tied(name, p, users[id(p)]) for name, p in named.items() if len(users[id(p)]) > 1]
+        self._tied = TiedParameters(tied, stage_ranks, self._row.rank, self.home, self._channel)
+        self._stages = self._make_stages()
+        # Of batch norm, which the ranks of a stage change together, and all others are to have.
+        _, running = find_norms(self.module.named_modules())
+        ranks_of = {
+            id(x): rank for part, rank in zip(self._parts, stage_ranks, strict=True) for x in part.buffers()
+        }
+        self._running = [(x, ranks_of[id(x)]) for x in running]
+
+    def _prepare(self) -> tuple[list[Any], list[Layers], Sequence[int]]:
+        """What this rank may refuse."""
+        require_unwrapped(self.module)
+        layers, schedule = layers_of(self.module), self._schedule_of(None)
+        stage_ranks = schedule.stage_ranks
+        edges = self._edges(len(layers), len(stage_ranks))
+        return layers, [Layers(layers[a:b]) for a, b in pairwise(edges)], stage_ranks
+
+    def _edges(self, num_layers: int, num_stages: int) -> list[int]:
+        if self._cuts is None:
+            return balanced([1.0] * num_layers, num_stages)
+        edges = [0, *self._cuts, num_layers]
+        if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
+            raise ValueError(
+                f"cuts={list(self._cuts)}: expected {num_stages - 1} rising numbers from 1 to "
+                f"{num_layers - 1}, the first layers of stages 1 to {num_stages - 1}, of {num_layers} layers"
+            )
+        return edges
+
+    def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
+        """That of a step with so many micro-batches in this pipeline."""
+        size = self._row.size
+        if "\n" not in self.schedule:
+            count = 2 * size if num_micro_batches is None else num_micro_batches
+            return schedules.generate(self.schedule, size, count, self._chunks)
+        found = Schedule.parse(self.schedule, "your own")
+        check(found)
+        if found.num_ranks != size or num_micro_batches not in (None, found.num_micro_batches):
+            given = "any number of" if num_micro_batches is None else num_micro_batches
+            raise ValueError(
+                f"the schedule is of {found.num_ranks} ranks and {found.num_micro_batches} micro-batches, "
+                f"and this pipeline has {size} ranks and {given} micro-batches: write one for these"
+            )
+        return found
+
+    def _make_stages(self) -> dict[int, Stage]:
+        blocks = numbered_blocks(self.module, self._layers)
+        return {
+            number: Stage(
+                number,
+                part,
+                self.mesh.data.duplicate(),
+                self.recorder,
+                self._options,
+                seed=self._seed,
+                blocks=blocks,
+                mirrored=self._tied.mirrored(number),
+                shared=self._tied.shared(number),
+            )
+            for number, part in enumerate(self._parts)
+            if self._stage_ranks[number] == self._row.rank
+        }
+
+    def _described(self) -> dict[str, object]:
+        """What has to be the same on all ranks."""
+        return {
+            "schedule": self.schedule,
+            "chunks": self._chunks,
+            "cuts": None if self._cuts is None else list(self._cuts),
+            "strategy": self._strategy,
+            "nodes": str(self._options.nodes),
+            "seed": self._seed,
+        }
+
+    def step(
+        self,
+        loss: Loss,
+        inputs: Inputs = first_of_data,
+        data: int | DataSource | None = None,
+        *,
+        step: int | None = None,
+    ) -> list[Tensor]:
+        """Forward and backward of all micro-batches; then every ``.grad`` is the mean over them. Collective.
+
+        The data of a micro-batch is a function of ``step`` and ``micro_batch.index``, never of the rank.
+
+        Args:
+            loss: ``loss(output, micro_batch)`` of what the last layer gives: a scalar mean, or a sum over
+                ``micro_batch.weight`` items, if it sets that. Called on the rank of the last stage.
+            inputs: ``inputs(micro_batch)`` is what the first layer is called with; a tuple is several
+                arguments. By default the first of what a loader has read. Called on that of the first stage.
+            data: an ``instep.Loader``, or G; by default ``micro_batches``, of when it was made.
+            step: what the random numbers are keyed by; by default the steps so far.
+
+        Returns:
+            The losses of this pipeline's micro-batches, in order, on all its ranks: () each.
+
+        Raises:
+            ValueError: a rule of declared steps is broken, or micro-batches look different between stages.
+            Desync: another rank has left the step, or is in another one.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> losses = model.step(lambda output, micro_batch: output.square().mean(), lambda _: x, data=2)
+        """
+        count, source = count_and_source(self._count(data))
+        stages, step = self._stages, self.next_step if step is None else step
+        first = next(iter(stages.values()))
+        plan = first.declared.plan(count, source, step)
+        own = plan.leaves[first.group.rank]
+        task = Task(step, own, _micro_batches(own, count, source if self._reads else None), inputs, loss)
+        executor = Executor(stages, self._stage_ranks, self._channel, task)
+        try:
+            self._tied.refresh()
+            with ExitStack() as stack:
+                for stage in stages.values():
+                    stack.enter_context(stage.begun(plan))
+                if own:
+                    executor.run(programs(self._schedule_of(len(own)))[self._row.rank])
+                if self._channel is not None:
+                    self._channel.flush()
+        except BaseException:
+            if self._channel is not None:
+                self._channel.leave(step)
+            raise
+        if source is not None:
+            source.advance()
+        for x, rank in self._running if self._channel is not None else ():
+            self._row.broadcast(x, STATISTICS, root=rank)
+        self.next_step = step + 1
+        self._elsewhere.stand_in()
+        return self._tell(executor.losses, own)
+
+    def forward(self, *values: Any) -> Any:
+        """What the model gives for ``values``, which are the same on all ranks of a pipeline, on all of them.
+
+        Without gradients: for evaluation. Collective.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipeline's backward needs its schedule: train by model.step(loss, inputs, data), and call "
+                "the model under torch.no_grad() to evaluate it"
+            )
+        self._tied.refresh()
+        found: Any = values
+        for number, (before, rank) in enumerate(pairwise([self._stage_ranks[0], *self._stage_ranks])):
+            if self._row.rank == before != rank:
+                self._messages.send_values(found, rank)
+            if self._row.rank == rank:
+                given = found if before == rank else tuple(self._messages.receive_values(before))
+                found = self._stages[number].evaluate(given)
+        last = self._stage_ranks[-1]
+        if self._channel is not None:
+            if self._row.rank == last:
+                for rank in range(self._row.size):
+                    if rank != last:
+                        self._channel.send_values(found, rank)
+            else:
+                found = tuple(self._channel.receive_values(last))
+            self._channel.flush()
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """How the ranks share a step: "strategy", "pp" (ranks of a pipeline) and "schedule"."""
+        name = "own" if "\n" in self.schedule else self.schedule
+        return {"strategy": self._strategy, "pp": self._row.size, "schedule": name}
+
+    @property
+    def step_mode(self) -> str | None:
+        """ "declared"; None before the first step."""
+        return "declared" if self.next_step else None
+
+    def close(self) -> None:
+        """Give back the groups and end the threads; parameters of other ranks stay without values."""
+        for stage in self._stages.values():
+            stage.close()
+        for handle in self._guards:
+            handle.remove()
+        self._row.close()
+        self.group.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "a pipeline cannot be copied, as a rank has some of its layers: copy before it is made"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a pipeline cannot be pickled, as a rank has some of its layers: use instep.save")
+
+    def __instep_state__(self) -> Wrapped:
+        reducers = [stage.reducer for stage in self._stages.values()]
+        buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
+        return Wrapped(
+            module=self.module,
+            group=self.group,
+            gradients=lambda: [bucket.home for bucket in buckets],
+            scratch=lambda: [
+                *(x for bucket in buckets for x in bucket.spares),
+                *(x for reducer in reducers for x in reducer.exchange.scratch),
+                *self._tied.memory,
+            ],
+            counter=self,
+            nodes=str(self._options.nodes),
+            leave=self._leave,
+            join=self._bind,
+            settled=self._settled,
+            micro_batch=lambda: next((r.micro_batch for r in reducers if r.micro_batch is not None), None),
+        )
+
+    def _settled(self) -> None:
+        for stage in self._stages.values():
+            stage.reducer.watch.settled()
+
+    def _leave(self) -> None:
+        assert self.home is not None
+        for stage in self._stages.values():
+            stage.abandon()
+        self.close()
+        self.home.vacate()
+
+    def _count(self, data: int | DataSource | None) -> int | DataSource:
+        found = self.micro_batches if data is None else data
+        if found is None:
+            raise ValueError(
+                "step(): expected the number of micro-batches, or an instep.Loader, as data=; or give "
+                "micro_batches= where the pipeline is made"
+            )
+        return found
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank needs data: inputs in the first stage, targets in the last one."""
+        return 0 in self._stages or len(self._stage_ranks) - 1 in self._stages
+
+    @property
+    def _messages(self) -> Channel:
+        assert self._channel is not None
+        return self._channel
+
+    def _tell(self, losses: Mapping[int, Tensor], own: Sequence[int]) -> list[Tensor]:
+        """Those of all micro-batches of this pipeline, on all its ranks."""
+        if self._channel is None or not own:
+            return [losses[leaf] for leaf in own]
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        found = torch.empty(len(own), device=device)
+        if losses:
+            torch.stack([losses[leaf].float() for leaf in own], out=found)
+        self._row.broadcast(found, LOSSES, root=self._stage_ranks[-1])
+        return list(found)
+
+
+def _require_values(
+    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any
+) -> None:
+    """A state dict has no parameter that is on another rank; the parameter itself it may have."""
+    for key, p in module._parameters.items():
+        if p is not None and not home.holds(p) and state.get(prefix + key, p) is not p:
+            raise RuntimeError(
+                f"state_dict() of a pipeline: {prefix + key!r} is on another rank. All ranks together have "
+                "instep.full_state_dict(model), and instep.save writes each rank's part"
+            )
+
+
+def _refuse_values(
+    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any
+) -> None:
+    for key, p in module._parameters.items():
+        if p is not None and not home.holds(p) and prefix + key in state:
+            raise RuntimeError(
+                f"load_state_dict() into a pipeline: {prefix + key!r} is on another rank. Load before the "
+                "pipeline is made, or, from a checkpoint of instep, with instep.load()"
+            )
+
+
+def _mesh_with_stages(mesh: Mesh | None) -> Mesh:
+    found = registered_mesh() if mesh is None else mesh
+    if not isinstance(found, Mesh) or found.is_view:
+        raise ValueError(
+            f"expected the mesh of instep.init(pp=...), got {found!r}: stages are along its axis pp, and "
+            "their replicas along the others"
+        )
+    return found
+
+
+def _micro_batches(own: Sequence[int], count: int, source: DataSource | None) -> Iterator[MicroBatch]:
+    if source is None:
+        yield from (MicroBatch(leaf, count) for leaf in own)
+        return
+    for leaf, (values, weight) in zip(own, source.read(own), strict=True):
+        yield MicroBatch(leaf, count, weight, values)

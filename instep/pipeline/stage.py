@@ -1,0 +1,223 @@
+"""A stage: a run of layers on one rank, trained like a model of its own by the ranks that have the same one.
+
+To data parallelism a stage is a module like any other: its parameters have buckets, and the strategy sends
+them as soon as the last backward has filled them, while other stages still compute. Of a micro-batch it sees
+a visit for the forward, and later one for the backward, with visits of other micro-batches in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.events import Recorder
+from instep.mesh.clocks import measure
+from instep.mesh.device import generators
+from instep.mesh.process_group import Group
+from instep.ordered.alignment import align
+from instep.ordered.keys import LeafKeys
+from instep.pipeline.layers import Layers
+from instep.pipeline.split_backward import Kept, input_gradients, weight_gradients
+from instep.replicate.reducer import Reducer, sparse_positions
+from instep.step import optimizer_guard
+from instep.step.backward import Backward
+from instep.step.micro_batches import DeclaredStep, MicroBatch
+from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.reduction import ReductionOptions, StepPlan
+from instep.work import Lane
+
+Values = tuple[Any, ...]  # what goes from layer to layer
+
+
+class Mirrored(NamedTuple):
+    """A ``parameter`` that belongs to an earlier stage, too: here ``alias`` is used, and ``give``n
+    gradients go to that stage, one per micro-batch."""
+
+    parameter: Tensor
+    alias: nn.Parameter
+    give: Callable[[MicroBatch, Tensor | None], None]
+
+
+class Shared(NamedTuple):
+    """A ``parameter`` that later stages use, too: ``fetch`` has what their gradients of a micro-batch are."""
+
+    parameter: Tensor
+    fetch: Callable[[MicroBatch], Tensor | None]
+
+
+class Alive(NamedTuple):
+    """What is kept of a micro-batch from its forward to its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Stage:
+    """Stage ``number`` of a pipeline: ``layers``, and the ranks of ``group``, which reduce its gradients.
+
+    A step is within ``begun``: ``forward`` of each micro-batch, then ``backward``, or ``input_gradients`` and
+    later ``weight_gradients``. ``mirrored`` and ``shared`` are parameters that several stages use.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layers: Layers,
+        group: Group,
+        recorder: Recorder,
+        options: ReductionOptions,
+        *,
+        seed: int,
+        blocks: Mapping[nn.Module, int],
+        mirrored: Sequence[Mirrored] = (),
+        shared: Sequence[Shared] = (),
+    ) -> None:
+        self.number, self.layers, self.group, self.recorder = number, layers, group, recorder
+        self.mirrored, self.shared = mirrored, shared
+        others = [x for one in mirrored for x in (one.parameter, one.alias)]
+        registry = ParameterRegistry(layers, but=others)
+        names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
+        align([*parameters, *(p for _, p in registry.frozen), *layers.buffers()])
+        sparse = sparse_positions(layers, parameters)
+        self.reducer = Reducer(names, parameters, group, recorder, options, sparse)
+        self.reducer.exchange.offsets_ns = measure(group).offsets_ns
+        self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
+        keys = LeafKeys(layers, seed, generators(self._device), blocks)
+        self.declared = DeclaredStep(layers, self.reducer, keys, registry)
+        self._backward = Backward(self.declared, broadcast=False)
+        self._unbind = weakref.finalize(self, _release, self._backward.hooks, self.reducer.lane, group)
+        optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
+        self._alive: dict[int, Alive] = {}  # by micro-batch
+        self._kept: dict[int, Alive | list[Kept]] = {}  # what weight gradients are still to be computed from
+        self._came: dict[int, Sequence[Tensor] | None] = {}  # of the first stage: gradients of its outputs
+
+    @contextmanager
+    def begun(self, plan: StepPlan) -> Iterator[None]:
+        """Around a step; at its end gradients are reduced. Collective over ``group``."""
+        self._alive.clear()
+        self._kept.clear()
+        with self.declared.begun(plan):
+            yield
+        optimizer_guard.reduced(self.reducer)
+
+    def forward(
+        self, micro_batch: MicroBatch, values: Values, loss: Callable[[Any], Tensor] | None = None
+    ) -> Values:
+        """What the stage gives for ``values``; of the last one, the ``loss`` of that."""
+        inputs = [x for x in values if _is_differentiable(x)] if self.number else []
+        for x in inputs:
+            x.requires_grad_()
+        with self._visit(micro_batch, gradients=False), self._span("forward", micro_batch):
+            found = self.layers(*values)
+            if loss is not None:
+                found = loss(found)
+        outputs = found if isinstance(found, tuple) else (found,)
+        differentiable = [x for x in outputs if _is_differentiable(x) and x.requires_grad]
+        self._alive[micro_batch.index] = Alive(inputs, differentiable)
+        return outputs
+
+    def backward(
+        self, micro_batch: MicroBatch, gradients: Sequence[Tensor] | None, *, last: bool
+    ) -> list[Tensor]:
+        """The gradients of the inputs, from those of the outputs; None: of a loss.
+
+        ``last``: no other micro-batch of this step comes after it.
+        """
+        inputs, outputs = self._alive.pop(micro_batch.index)
+        with self._backwards(micro_batch, "backward", last=last):
+            torch.autograd.backward(outputs, gradients)
+        return _filled(inputs, [x.grad for x in inputs])
+
+    def input_gradients(self, micro_batch: MicroBatch, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """As ``backward``, but for the gradients of weights, which ``weight_gradients`` computes later."""
+        alive = self._alive.pop(micro_batch.index)
+        if not alive.inputs:  # nobody waits for anything
+            self._kept[micro_batch.index], self._came[micro_batch.index] = alive, gradients
+            return []
+        visit = self._visit(micro_batch, gradients=False)
+        with visit, self._span("input gradient", micro_batch), self._without_autocast():
+            weights = list(self.layers.parameters())
+            found, kept = input_gradients(alive.outputs, gradients, alive.inputs, weights)
+        self._kept[micro_batch.index] = kept
+        return _filled(alive.inputs, found)
+
+    def weight_gradients(self, micro_batch: MicroBatch, *, last: bool) -> None:
+        """What ``input_gradients`` has left; ``last`` as of ``backward``."""
+        kept = self._kept.pop(micro_batch.index)
+        with self._backwards(micro_batch, "weight gradient", last=last):
+            if isinstance(kept, Alive):
+                torch.autograd.backward(kept.outputs, self._came.pop(micro_batch.index))
+            else:
+                weight_gradients(kept)
+
+    def evaluate(self, values: Values) -> Values:
+        """What the stage gives for ``values``, outside of a step."""
+        with torch.no_grad(), self._aliases():
+            found = self.layers(*values)
+        return found if isinstance(found, tuple) else (found,)
+
+    def abandon(self) -> None:
+        """Give up the step that is under way, and tell no rank."""
+        self.declared.abandon()
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hooks, end the lane, give back the group."""
+        self._unbind()
+
+    def _span(self, name: str, micro_batch: MicroBatch) -> Any:
+        return self.recorder.span(name, lane="compute", leaf=micro_batch.index)
+
+    @contextmanager
+    def _visit(self, micro_batch: MicroBatch, *, gradients: bool, last: bool = False) -> Iterator[None]:
+        with self.declared.visit(micro_batch, gradients=gradients, last=last), self._aliases():
+            yield
+
+    @contextmanager
+    def _backwards(self, micro_batch: MicroBatch, name: str, *, last: bool) -> Iterator[None]:
+        """Around what computes gradients of weights."""
+        visit = self._visit(micro_batch, gradients=True, last=last)
+        with visit, self._span(name, micro_batch), self._without_autocast():
+            for one in self.shared:
+                one.parameter.grad = one.fetch(micro_batch)
+            yield
+            for alone in self.mirrored:
+                gradient, alone.alias.grad = alone.alias.grad, None
+                alone.give(micro_batch, gradient)
+
+    def _without_autocast(self) -> Any:
+        """A step may be within ``torch.autocast``, which is meant for forwards alone."""
+        return torch.autocast(self._device.type, enabled=False)
+
+    @contextmanager
+    def _aliases(self) -> Iterator[None]:
+        """Inside, layers use what this stage has in the place of parameters of another one."""
+        for one in self.mirrored:
+            self.layers.replace(one.parameter, one.alias)
+        try:
+            yield
+        finally:
+            for one in self.mirrored:
+                self.layers.replace(one.alias, one.parameter)
+
+
+def _is_differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _filled(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """``gradients``, zeros for an input that was not used: the stage before waits for one of each."""
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
+
+
+def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
+    for hook in hooks:
+        hook.remove()
+    group.give_up()  # a program that ends after an error must not wait for its peers
+    lane.close()
+    group.close()

@@ -1,0 +1,247 @@
+"""A pipeline has the bits of one rank, whatever the schedule, the cut and the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import instep
+from instep.checkpoint.state import TrainingState
+from instep.errors import Desync
+from instep.mesh.mesh import Mesh
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.ordered.hash import SharedHash, state_entries, state_sha256
+from instep.pipeline import schedules
+from instep.step.micro_batches import MicroBatch
+from tests.world import world
+
+G, STEPS, MAX_NORM = 6, 2, 0.1
+
+
+def gpt(**options: Any) -> GPT:
+    net = GPT(GPTConfig(vocab_size=32, context=8, layers=4, width=16, heads=2, **options))
+    instep.initialize(net, 0)
+    return net
+
+
+def windows(step: int, micro_batch: MicroBatch) -> Tensor:
+    every = torch.randint(0, 32, (G, 2, 9), generator=torch.Generator().manual_seed(step))
+    return every[micro_batch.index]
+
+
+def loss(logits: Tensor, step: int, micro_batch: MicroBatch) -> Tensor:
+    """A sum over as many tokens as the micro-batch's number says, so that weights differ."""
+    targets = windows(step, micro_batch)[:, 1:]
+    micro_batch.weight = targets.numel()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def of_one_rank(net: nn.Module) -> str:
+    """The hash of the state after ``STEPS`` steps in one process."""
+    model = instep.DataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro_batch in model.micro_batches(G):
+            loss(net(windows(step, micro_batch)[:, :-1]), step, micro_batch).backward()
+        instep.clip_grad_norm_(net.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.close()
+    return state_sha256(state_entries(net, optimizer), STEPS)
+
+
+def train(model: instep.Pipeline, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """``STEPS`` steps, and their losses."""
+    told = []
+    for step in range(STEPS):
+        told.append(
+            model.step(
+                lambda logits, micro_batch, step=step: loss(logits, step, micro_batch),
+                lambda micro_batch, step=step: windows(step, micro_batch)[:, :-1],
+            )
+        )
+        instep.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def sha256(model: instep.Pipeline, optimizer: torch.optim.Optimizer) -> str:
+    """As every rank finds it."""
+    state = TrainingState(model, optimizer)
+    return SharedHash(state.group).digests(state.owned(state.hashed()), STEPS)[0]
+
+
+def piped(mesh: Mesh, net: nn.Module, schedule: str, **options: Any) -> str:
+    model = instep.Pipeline(net, mesh, schedule, G, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    found = sha256(model, optimizer)
+    model.close()
+    return found
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", schedules.NAMES)
+def test_two_stages_have_the_bits_of_one_rank(mesh: Mesh, schedule: str) -> None:
+    assert piped(mesh, gpt(), schedule) == of_one_rank(gpt())
+
+
+@world(4, pp=2, dp=2, backend="shm")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_two_stages_of_two_ranks_each_have_them_too(mesh: Mesh, schedule: str) -> None:
+    assert piped(mesh, gpt(checkpoint=True), schedule) == of_one_rank(gpt())
+
+
+@world(3, pp=3, dp=1)
+@pytest.mark.parametrize("cuts", [(1, 2), (3, 5), (2, 4)])
+def test_any_cut_of_untied_layers_has_them_too(mesh: Mesh, cuts: tuple[int, int]) -> None:
+    assert piped(mesh, gpt(tied=False), "1f1b", cuts=cuts) == of_one_rank(gpt(tied=False))
+
+
+@world(2, pp=2, dp=1, by="process")
+def test_dropout_is_keyed_by_micro_batch_and_layer(mesh: Mesh) -> None:
+    assert piped(mesh, gpt(dropout=0.1), "zb-h1") == of_one_rank(gpt(dropout=0.1))
+    assert piped(mesh, gpt(dropout=0.1), "1f1b", seed=1) != of_one_rank(gpt(dropout=0.1))
+
+
+@world(2, pp=2, dp=1)
+def test_a_schedule_of_ones_own_is_a_text(mesh: Mesh) -> None:
+    own = "\n".join(
+        [
+            "# all forwards from the last micro-batch to the first",
+            *(
+                f"rank {rank}: " + " ".join(f"{rank}{kind}{k}" for kind in "FB" for k in range(G))
+                for rank in range(2)
+            ),
+        ]
+    )
+    assert piped(mesh, gpt(), own) == of_one_rank(gpt())
+    with pytest.raises(
+        ValueError, match=r"rank 1 waits for ever.*put 1F0 before it(?s:.*)1B0(?s:.*)<-- here"
+    ):
+        instep.Pipeline(gpt(), mesh, "0F0 0B0\n1B0 1F0", 1)
+
+
+@world(2, pp=2, dp=1)
+def test_a_rank_has_the_memory_of_its_layers_alone(mesh: Mesh) -> None:
+    net = gpt(tied=False)
+    model = instep.Pipeline(net, mesh, "1f1b", G)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = train(model, optimizer)
+    here = [n for n, p in net.named_parameters() if p.untyped_storage().nbytes() >= p.nbytes]
+    assert here == [n for n, p in net.named_parameters() if optimizer.state[p]]
+    first = mesh.along["pp"].rank == 0
+    assert ("embedding.tokens.weight" in here) == first
+    assert ("head.out.weight" in here) == (not first)
+    assert all(len(of_step) == G and all(torch.isfinite(x) for x in of_step) for of_step in losses)
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_evaluation_gives_all_ranks_what_the_whole_model_gives(mesh: Mesh, schedule: str) -> None:
+    tokens = torch.arange(15).view(3, 5)
+    expected = gpt()(tokens)
+    model = instep.Pipeline(gpt(), mesh, schedule, G)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), expected)
+        assert torch.equal(model(tokens[:1]), expected[:1])
+    with pytest.raises(RuntimeError, match=r"model.step\(loss, inputs, data\)"):
+        model(tokens)
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_state_dicts_are_whole_or_refused(mesh: Mesh) -> None:
+    before = gpt().state_dict()
+    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
+    with pytest.raises(RuntimeError, match=r"is on another rank.*instep.full_state_dict"):
+        model.state_dict()
+    with pytest.raises(RuntimeError, match=r"is on another rank.*Load before the pipeline is made"):
+        model.load_state_dict(before)
+    whole = instep.full_state_dict(model)
+    assert list(whole) == list(before)
+    assert all(torch.equal(whole[name], before[name]) for name in before)
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_running_statistics_are_those_of_one_rank_on_all(mesh: Mesh) -> None:
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    x = torch.randn(G, 5, 4, generator=torch.Generator().manual_seed(3))
+    alone, piped = net(), net()
+    model = instep.DataParallel(alone)
+    for micro_batch in model.micro_batches(G):
+        alone(x[micro_batch.index]).square().mean().backward()
+    model.close()
+    model = instep.Pipeline(piped, mesh, "gpipe", G)
+    model.step(lambda output, _: output.square().mean(), lambda micro_batch: x[micro_batch.index])
+    assert all(torch.equal(a, b) for a, b in zip(alone.buffers(), piped.buffers(), strict=True))
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_a_rank_that_raises_is_named_by_the_others_at_once(mesh: Mesh) -> None:
+    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
+
+    def fails(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if micro_batch.index == 3:
+            raise ZeroDivisionError
+        return loss(logits, 0, micro_batch)
+
+    kinds = (Desync,) if mesh.along["pp"].rank == 0 else (ZeroDivisionError,)
+    with pytest.raises(kinds) as raised:
+        model.step(fails, lambda micro_batch: windows(0, micro_batch)[:, :-1])
+    if kinds == (Desync,):
+        assert "rank 0 waits for rank 1" in str(raised.value)
+    assert all(p.grad is None for p in model.parameters())
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_torchs_clipping_is_told_what_to_do(mesh: Mesh) -> None:
+    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
+    model.step(
+        lambda logits, micro_batch: loss(logits, 0, micro_batch),
+        lambda micro_batch: windows(0, micro_batch)[:, :-1],
+    )
+    with pytest.raises(RuntimeError, match=r"instep.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_micro_batches_of_other_shapes_are_refused_between_stages(mesh: Mesh) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = instep.Pipeline(net, mesh, "gpipe", 2)
+    last = mesh.along["pp"].rank == 1
+    with pytest.raises(Desync if last else ValueError) as raised:
+        model.step(lambda y, _: y.mean(), lambda micro_batch: torch.ones(1 + micro_batch.index, 4))
+    if not last:
+        assert "float32 (1, 4) in the first micro-batch, and now float32 (2, 4)" in str(raised.value)
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_what_cannot_be_cut_is_refused_on_all_ranks(mesh: Mesh) -> None:
+    with pytest.raises(TypeError, match=r"Linear does not say which layers.*pipeline_layers"):
+        instep.Pipeline(nn.Linear(2, 2), mesh)
+    with pytest.raises(ValueError, match=r"a layer for each of 2 stages, got 1"):
+        instep.Pipeline([nn.Linear(2, 2)], mesh)
+    with pytest.raises(ValueError, match=r"cuts=\[2\]: expected 1 rising numbers from 1 to 1"):
+        instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh, cuts=[2])
+    with pytest.raises(ValueError, match=r"naive, gpipe, 1f1b"):
+        instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh, "2f2b")
+    with pytest.raises(ValueError, match=r"the mesh of instep.init\(pp=...\)"):
+        instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh["pp"])
