@@ -53,7 +53,7 @@ class Look(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
-class Arrival(NamedTuple):
+class Received(NamedTuple):
     """A message that has come; ``weight`` is the micro-batch's, as far as its sender knows."""
 
     weight: int
@@ -69,7 +69,7 @@ class Posted:
         self.tensors: list[Tensor] = []
 
 
-class Channel:
+class StageChannel:
     """Messages between the ranks of ``group``, which has no other user; one thread uses it."""
 
     def __init__(self, group: Group) -> None:
@@ -105,7 +105,7 @@ class Channel:
         self._waiting[source].append(action)
         self._post_known(source)
 
-    def take(self, action: Action, source: int, step: int) -> Arrival:
+    def take(self, action: Action, source: int, step: int) -> Received:
         """What ``action``, which was posted, receives from ``source``, once it is there.
 
         Raises:
@@ -117,7 +117,7 @@ class Channel:
         posted = self._posted.pop(action)
         self._wait(posted, action)
         self._check(posted, action, source, step)
-        return Arrival(int(posted.words[5]), posted.tensors)
+        return Received(int(posted.words[5]), posted.tensors)
 
     def send_alone(self, x: Tensor, to: int, tag: int) -> None:
         """Begin to send ``x``, of which the other one knows how it looks; messages of another ``tag``

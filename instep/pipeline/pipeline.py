@@ -27,14 +27,14 @@ from instep.ordered.hook import Hook
 from instep.ordered.node_format import NodeFormat
 from instep.pipeline import schedules
 from instep.pipeline.actions import Schedule
-from instep.pipeline.channel import Channel
+from instep.pipeline.channel import StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
 from instep.pipeline.cuts import balanced
 from instep.pipeline.elsewhere import Elsewhere
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.layers import Layers, layers_of, numbered_blocks
-from instep.pipeline.runtime import Executor, Inputs, Loss, Task
+from instep.pipeline.runtime import Executor, Inputs, Loss, StepTask
 from instep.pipeline.stage import Stage
 from instep.pipeline.tied import Tied, TiedParameters
 from instep.replicate.own_names import OwnNames
@@ -70,21 +70,25 @@ class Pipeline(WrappedOnce, OwnNames):
         layers: an ``nn.Sequential``, a list of modules, or a module with a method ``pipeline_layers()``,
             which returns (path, callable) of each layer in the order in which forward calls them. A layer
             that returns a tuple gives the next one several arguments. Between stages there are tensors, which
-            look alike in every micro-batch. mesh: of ``instep.init(pp=...)``; by default the registered one.
-            schedule: "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or "zb-v"; or the text of one
-            of your own, a row of actions per rank, as ``str`` of a schedule prints it. micro_batches: G of
-            each step, unless ``step`` is given data; the bits depend on it. chunks: stages per rank, of
-            "interleaved"; by default 2. cuts: the first layer of each stage but the first; by default stages
-            have about as many layers each. strategy, bucket_cap_mb, nodes, rounding, find_unused_parameters,
-            seed: as for ``DataParallel``.
+            look alike in every micro-batch.
+        mesh: of ``instep.init(pp=...)``; by default the registered one.
+        schedule: "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or "zb-v"; or the text of one of
+            your own, a row of actions per rank, as ``str`` of a schedule prints it.
+        micro_batches: G of each step, unless ``step`` is given data; the bits depend on it.
+        chunks: stages per rank, of "interleaved"; by default 2.
+        cuts: the first layer of each stage but the first; by default stages have about as many layers each.
+        strategy, bucket_cap_mb, nodes, rounding, find_unused_parameters, seed: as for ``DataParallel``.
 
     Raises:
-        TypeError: ``layers`` does not say which layers there are. ValueError: on all ranks; models differ,
-        there are fewer layers than stages, a parameter is in no layer, or the schedule is illegal. PeerLost:
-        a rank did not come.
+        TypeError: ``layers`` does not say which layers there are.
+        ValueError: on all ranks; models differ, there are fewer layers than stages, a parameter is in no
+            layer, or the schedule is illegal.
+        PeerLost: a rank did not come.
 
     Example:
-        >>> model = instep.Pipeline(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1)), mesh)
+        >>> mesh = instep.init()  # pp=4, say, on four ranks
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+        >>> model = instep.Pipeline(net, mesh, schedule="zb-h1")
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> rows = lambda micro_batch: slice(micro_batch.index * 4, micro_batch.index * 4 + 4)
         >>> losses = model.step(
@@ -94,8 +98,8 @@ class Pipeline(WrappedOnce, OwnNames):
         ... )
         >>> optimizer.step()
         >>> optimizer.zero_grad()
-        >>> len(losses)
-        8
+        >>> len(losses), model.step_mode, model.placement
+        (8, 'declared', {'strategy': 'bucketed', 'pp': 1, 'schedule': 'zb-h1'})
     """
 
     __module__ = "instep"
@@ -131,7 +135,7 @@ class Pipeline(WrappedOnce, OwnNames):
 
     def _bind(self, mesh: Mesh) -> None:
         """Take part in ``mesh``. Collective."""
-        self.mesh, self.recorder = mesh, mesh.recorder
+        self.mesh, self.recorder, self._is_closed = mesh, mesh.recorder, False
         self.group, self._row = mesh.world.duplicate(), mesh.along["pp"].duplicate()
         try:
             self._layers, self._parts, stage_ranks = all_or_none(
@@ -145,7 +149,7 @@ class Pipeline(WrappedOnce, OwnNames):
             self._row.close()
             raise
         self._stage_ranks = stage_ranks
-        self._channel = Channel(self._row) if self._row.size > 1 else None
+        self._channel = StageChannel(self._row) if self._row.size > 1 else None
         named = dict(self.module.named_parameters())
         users: dict[int, list[int]] = {id(p): [] for p in named.values()}
         for number, part in enumerate(self._parts):
@@ -262,18 +266,22 @@ class Pipeline(WrappedOnce, OwnNames):
 
         Raises:
             ValueError: a rule of declared steps is broken, or micro-batches look different between stages.
+            RuntimeError: the pipeline is closed.
             Desync: another rank has left the step, or is in another one.
             PeerLost: a rank did not come.
 
         Example:
-            >>> losses = model.step(lambda output, micro_batch: output.square().mean(), lambda _: x, data=2)
+            >>> inputs = lambda micro_batch: x[rows(micro_batch)]
+            >>> losses = model.step(lambda output, micro_batch: output.square().mean(), inputs, data=2)
         """
+        if self._is_closed:
+            raise RuntimeError("this pipeline is closed: make another one of a model that has all its values")
         count, source = count_and_source(self._count(data))
         stages, step = self._stages, self.next_step if step is None else step
         first = next(iter(stages.values()))
         plan = first.declared.plan(count, source, step)
         own = plan.leaves[first.group.rank]
-        task = Task(step, own, _micro_batches(own, count, source if self._reads else None), inputs, loss)
+        task = StepTask(step, own, _micro_batches(own, count, source if self._reads else None), inputs, loss)
         executor = Executor(stages, self._stage_ranks, self._channel, task)
         try:
             self._tied.refresh()
@@ -337,7 +345,12 @@ class Pipeline(WrappedOnce, OwnNames):
         return "declared" if self.next_step else None
 
     def close(self) -> None:
-        """Give back the groups and end the threads; parameters of other ranks stay without values."""
+        """Give back the groups and end the threads; parameters of other ranks stay without values.
+
+        Example:
+            >>> model.close()
+        """
+        self._is_closed = True
         for stage in self._stages.values():
             stage.close()
         for handle in self._guards:
@@ -399,7 +412,7 @@ class Pipeline(WrappedOnce, OwnNames):
         return 0 in self._stages or len(self._stage_ranks) - 1 in self._stages
 
     @property
-    def _messages(self) -> Channel:
+    def _messages(self) -> StageChannel:
         assert self._channel is not None
         return self._channel
 

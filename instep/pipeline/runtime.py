@@ -18,7 +18,7 @@ from instep.pipeline.actions import (
     WEIGHT_GRADIENT,
     Action,
 )
-from instep.pipeline.channel import Channel
+from instep.pipeline.channel import StageChannel
 from instep.pipeline.stage import Stage
 from instep.step.micro_batches import MicroBatch
 
@@ -28,7 +28,7 @@ Inputs: TypeAlias = Callable[[MicroBatch], Any]
 """``inputs(micro_batch)``: what the first layer is called with, a tuple for several arguments."""
 
 
-class Task(NamedTuple):
+class StepTask(NamedTuple):
     """What a step computes: ``own`` are this pipeline's micro-batches, whose data ``read`` yields."""
 
     step: int
@@ -46,7 +46,11 @@ class Executor:
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], stage_ranks: Sequence[int], channel: Channel | None, task: Task
+        self,
+        stages: Mapping[int, Stage],
+        stage_ranks: Sequence[int],
+        channel: StageChannel | None,
+        task: StepTask,
     ) -> None:
         self.stages, self.stage_ranks, self.channel, self.task = stages, stage_ranks, channel, task
         self.losses: dict[int, Tensor] = {}
@@ -141,6 +145,6 @@ class Executor:
         return self._left[action.stage] == 0
 
     @property
-    def _channel(self) -> Channel:
+    def _channel(self) -> StageChannel:
         assert self.channel is not None
         return self.channel

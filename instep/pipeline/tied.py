@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.pipeline.channel import Channel
+from instep.pipeline.channel import StageChannel
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.stage import Mirrored, Shared
 from instep.step.micro_batches import MicroBatch
@@ -41,7 +41,7 @@ class TiedParameters:
         stage_ranks: Sequence[int],
         rank: int,
         home: PipelineHome,
-        channel: Channel | None,
+        channel: StageChannel | None,
     ) -> None:
         self.tied, self.stage_ranks, self.rank, self.channel = tied, stage_ranks, rank, channel
         self._home = home
@@ -114,6 +114,6 @@ class TiedParameters:
         return total
 
     @property
-    def _channel(self) -> Channel:
+    def _channel(self) -> StageChannel:
         assert self.channel is not None
         return self.channel

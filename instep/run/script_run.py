@@ -85,6 +85,8 @@ class Run:
             deviations; 0: never. With one optimizer.
         trace_events: how many events each rank keeps; 0: none on disk.
         tensorboard, wandb: log there too; ``wandb`` may be the name of a project.
+        pp: ranks of a ``Pipeline``; where a run goes on with a number of ranks that it does not divide, a
+            pipeline has as many more as it needs to.
         shard: ranks of a shard group, among which ``fully_shard`` divides; -1: all. Where a run goes on with
             another number of ranks, which cannot be cut like that, the next larger number that divides them.
         backend, timeout_s, threads: as for ``instep.init``.

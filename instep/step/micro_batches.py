@@ -216,7 +216,7 @@ class DeclaredStep:
             num_running = self.statistics.begin(self.registry.named_modules)
             reducer.begin(plan, weakly(self._sum_of_weights))
             own = plan.leaves[reducer.group.rank]
-            self.inputs.begin(plan.leaves, looks=source is None)
+            self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
             if num_running:
                 reducer.go_on_with(self.statistics, num_running)
         self._weight, self._step, self._open = 0, plan.step, plan
