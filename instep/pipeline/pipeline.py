@@ -42,7 +42,7 @@ from instep.replicate.strategies import find
 from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.micro_batches import DataSource, MicroBatch, count_and_source
 from instep.step.nesting import WrappedOnce, require_unwrapped
-from instep.step.reduction import ReductionOptions
+from instep.step.reduction import ReductionOptions, StepPlan
 from instep.step.watched_norms import find_norms
 
 LOSSES = "the losses of a step"
@@ -277,32 +277,37 @@ class Pipeline(WrappedOnce, OwnNames):
         if self._is_closed:
             raise RuntimeError("this pipeline is closed: make another one of a model that has all its values")
         count, source = count_and_source(self._count(data))
-        stages, step = self._stages, self.next_step if step is None else step
-        first = next(iter(stages.values()))
+        step = self.next_step if step is None else step
+        first = next(iter(self._stages.values()))
         plan = first.declared.plan(count, source, step)
         own = plan.leaves[first.group.rank]
-        task = StepTask(step, own, _micro_batches(own, count, source if self._reads else None), inputs, loss)
-        executor = Executor(stages, self._stage_ranks, self._channel, task)
+        read = _micro_batches(own, count, source if self._reads else None)
+        losses = self._execute(StepTask(step, own, read, inputs, loss), plan)
+        if source is not None:
+            source.advance()
+        self.next_step = step + 1
+        self._elsewhere.stand_in()
+        return self._tell(losses, own)
+
+    def _execute(self, task: StepTask, plan: StepPlan) -> dict[int, Tensor]:
+        """This rank's part of ``task``, until its gradients are reduced; the losses of the last stage."""
+        executor = Executor(self._stages, self._stage_ranks, self._channel, task)
         try:
             self._tied.refresh()
             with ExitStack() as stack:
-                for stage in stages.values():
+                for stage in self._stages.values():
                     stack.enter_context(stage.begun(plan))
-                if own:
-                    executor.run(programs(self._schedule_of(len(own)))[self._row.rank])
+                if task.own:
+                    executor.run(programs(self._schedule_of(len(task.own)))[self._row.rank])
                 if self._channel is not None:
                     self._channel.flush()
         except BaseException:
             if self._channel is not None:
-                self._channel.leave(step)
+                self._channel.leave(task.step)
             raise
-        if source is not None:
-            source.advance()
         for x, rank in self._running if self._channel is not None else ():
             self._row.broadcast(x, STATISTICS, root=rank)
-        self.next_step = step + 1
-        self._elsewhere.stand_in()
-        return self._tell(executor.losses, own)
+        return executor.losses
 
     def forward(self, *values: Any) -> Any:
         """What the model gives for ``values``, which are the same on all ranks of a pipeline, on all of them.
