@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import sys
@@ -91,6 +92,8 @@ def pytest_collection_finish() -> None:
 
     Tests of what is let go make it run, and it then looks at each of some million objects.
     """
+    if WORKER in os.environ and _loaded("torch") is not None:
+        importlib.import_module("torch._dynamo")  # the first optimizer would, and leave it to the collector
     gc.collect()
     gc.freeze()
     if (launching := _loaded("instep.mesh.launch")) is not None:

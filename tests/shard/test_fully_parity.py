@@ -57,7 +57,8 @@ SEVERAL = ODD.pop("two backwards")
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_rank_gives_the_bits_of_the_plain_loop(stage: int) -> None:
-    for run in [*RUNS.values(), *ODD.values()]:
+    """The odd models in stage 3; in stage 2 on three ranks that share memory."""
+    for run in [*RUNS.values(), *(ODD.values() if stage == 3 else ())]:
         assert_bits_of_one(world_of_one(), run, stage=stage)
 
 

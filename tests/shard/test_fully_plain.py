@@ -148,12 +148,19 @@ SCRIPTS = {
 }
 
 
+_replicated: dict[Any, dict[str, Tensor]] = {}  # each rank asks for its own: all find it, or none
+
+
 def replicated(mesh: Mesh, make: Callable[[], nn.Module], script: Script) -> dict[str, Tensor]:
-    module = filled(make())
-    model = DataParallel(module, process_group=mesh)
-    script(model, SGD(module.parameters(), **LOOP), mesh.rank)
-    model.close()
-    return {**module.state_dict()}
+    """The weights that data parallelism comes to on as many ranks, once in this process."""
+    key = make, script, mesh.world_size, mesh.rank
+    if key not in _replicated:
+        module = filled(make())
+        model = DataParallel(module, process_group=mesh)
+        script(model, SGD(module.parameters(), **LOOP), mesh.rank)
+        model.close()
+        _replicated[key] = {**module.state_dict()}
+    return _replicated[key]
 
 
 def sharded(mesh: Mesh, make: Callable[[], nn.Module], script: Script, stage: int) -> dict[str, Tensor]:
