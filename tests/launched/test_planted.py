@@ -62,7 +62,9 @@ def on_two_hosts(recipe: Sequence[str], path: Path, *flags: object, rate: str) -
     [
         ("forward", "its own compute", "computes longer"),
         ("data", "its data", "waits longer for its data"),
-        ("ledger", "its host code", "spends longer than the others in host code"),
+        pytest.param(
+            "ledger", "its host code", "spends longer than the others in host code", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_slow_rank_is_named_in_the_first_line_of_the_advice(

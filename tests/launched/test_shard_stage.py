@@ -45,7 +45,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "ranks", "backend"),
     [
-        ((1,), 4, "auto"),
+        pytest.param((1,), 4, "auto", marks=SLOW),
         pytest.param((2,), 3, "gloo", marks=SLOW),
         pytest.param((3,), 1, "auto", marks=SLOW),
         ((3,), 3, "shm"),
