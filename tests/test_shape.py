@@ -222,6 +222,14 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """The trees are a million objects, which the collector would look at in all tests after these."""
+    yield
+    tree_of.cache_clear()
+    nodes_of.cache_clear()
+
+
 def folder_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
