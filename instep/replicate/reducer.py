@@ -107,7 +107,9 @@ class Reducer(Reduction):
         """
         if self.options.nodes.rounds:
             nodes = self.options.nodes.nodes
-            raise ValueError(f"a communication hook with nodes={nodes!r}, and it makes none: leave one out")
+            raise ValueError(
+                f"a communication hook with nodes={nodes!r}, but a hook adds by itself: leave one of them out"
+            )
         self.comm_hook = hook
         self.watch = ReplicaWatch(self.group, list, ())
         return hook

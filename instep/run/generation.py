@@ -36,6 +36,7 @@ from instep.run.timing import LOOKED_AT, REMEMBERED
 from instep.run.writer import (
     METRIC_LINES,
     RunWriter,
+    is_of_another_contract,
     placement,
     position,
     starts,
@@ -76,13 +77,16 @@ class AfterSteps:
         self.last = min(config.stop_after or config.steps, config.steps)
         self._is_first = True
 
-    def begin(self) -> None:
-        """Make up for what follows the step that led here, where the state is newer than the ledger."""
+    def begin(self, *, is_saved: bool) -> None:
+        """Make up for what follows the step that led here, where the state is newer than the ledger.
+
+        ``is_saved``: its checkpoint is there, as it was before a new contract was accepted, and stays.
+        """
         training = self.training
         if training.steps_done == 0 and self.writer.written < 0:
             self.writer.before_steps(self._evaluate())
         elif training.steps_done > 0:
-            self._follow_up(stop=False)
+            self._follow_up(stop=False, is_saved=is_saved)
 
     @property
     def ending(self) -> Ending | None:
@@ -124,10 +128,10 @@ class AfterSteps:
         done = self.training.steps_done
         return done == self.last or (every > 0 and done % every == 0)
 
-    def _follow_up(self, *, stop: bool) -> None:
+    def _follow_up(self, *, stop: bool, is_saved: bool = False) -> None:
         training, config = self.training, self.training.config
         made, span = training.last, training.mesh.recorder.span
-        saves = stop or self._is_due(config.checkpoint.every)
+        saves = not is_saved and (stop or self._is_due(config.checkpoint.every))
         if made is not None and training.steps_done > self.writer.written:
             training.heartbeat.enter("gather")
             with span("ledger", lane="host"):
@@ -184,7 +188,7 @@ class Generation:
         self._files.enter_context(closing(writer))
         writer.started(begun["restarts"], begun["accepted"])
         self.after = AfterSteps(training, writer, self.display, self._aside())
-        self.after.begin()
+        self.after.begin(is_saved=begun["is_saved"])
         return self.after.ending
 
     def end(self, ending: Ending) -> None:
@@ -241,6 +245,7 @@ class Generation:
                 "is_finished": self._is_finished(),
                 "written": min(position(path), training.steps_done),  # the rest is done again
                 "canary": recorded[-1] if recorded else None,
+                "is_saved": bool(told.get("accepted")) or is_of_another_contract(path, training.steps_done),
             }
 
         seen = on_first_rank(world, "comparing with the recorded run", look)

@@ -26,6 +26,7 @@ from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.folder import METRICS
 from instep.run.jsonl import Fields, JsonLines, marked_lines, read_last_lines, read_lines
 from instep.run.ledger import (
+    ACCEPTED,
     LEAVES,
     LEDGER,
     LINES,
@@ -73,6 +74,12 @@ def require_readable(path: Path) -> None:
 def starts(path: Path) -> list[Fields]:
     """The ledger's lines of the run's beginnings so far."""
     return marked_lines(path / LEDGER, f'"event": "{STARTED}"'.encode(), STARTS)
+
+
+def is_of_another_contract(path: Path, step: int) -> bool:
+    """Whether the run has gone on from its checkpoint of ``step`` under a new contract."""
+    lines = marked_lines(path / LEDGER, f'"event": "{ACCEPTED}"'.encode(), LINES)
+    return any(line["step"] == step for line in lines)
 
 
 def placement(training: ScriptTraining) -> Placement:
