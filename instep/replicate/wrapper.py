@@ -442,7 +442,7 @@ class DataParallel(WrappedOnce, OwnNames):
                 ``bucket.buffer()``, flat, which is the gradient to go on with: the mean, not the sum.
 
         Raises:
-            TypeError, ValueError: it is no such hook, or ``nodes`` are to be rounded, and it makes none.
+            TypeError, ValueError: it is no such hook, or ``nodes`` are rounded, and a hook adds by itself.
             RuntimeError: there is one already, or the wrapper is closed.
 
         Example:

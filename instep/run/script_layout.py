@@ -132,7 +132,17 @@ def _strategy(training: ScriptTraining, shard: int) -> str:
     copied = any(there.one_copy for there in homes_of(training.registered).values())
     if parallel.pp > 1:
         stage = f", pipelines of {parallel.pp} ranks ({parallel.schedule})"
-    return f"{parallel.strategy}{order}{stage}{', one copy of the weights' if copied else ''}"
+    return (
+        f"{parallel.strategy}{order}{stage}{', one copy of the weights' if copied else ''}{_nodes(training)}"
+    )
+
+
+def _nodes(training: ScriptTraining) -> str:
+    """What sums of gradients are rounded to, where they are."""
+    wrapped = [x for model in training.registered.models.values() if isinstance(x := offered(model), Wrapped)]
+    return "".join(
+        f", nodes in {nodes}" for nodes in dict.fromkeys(x.nodes for x in wrapped if x.nodes != Wrapped.nodes)
+    )
 
 
 def _stage(registered: Registered) -> int:

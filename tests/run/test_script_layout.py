@@ -103,9 +103,15 @@ class Named(torch.utils.data.Dataset[Tensor]):
         return torch.full((4,), float(number))
 
 
-def test_a_run_says_what_it_is_about_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "said_of_nodes"),
+    [({}, ""), ({"nodes": "int8", "rounding": "stochastic"}, ", nodes in int8, stochastic")],
+)
+def test_a_run_says_what_it_is_about_to_do(
+    words: dict[str, Any], said_of_nodes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = instep.Run(tmp_path / "run", timeout_s=60)
-    model = instep.DataParallel(nn.Linear(4, 400), run.mesh)
+    model = instep.DataParallel(nn.Linear(4, 400), run.mesh, **words)
     optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, run.mesh)
     data = instep.Loader(Named(), batch_size=8, micro_batch_size=2)
     for step in run.steps(1, model=model, optimizer=optimizer, data=data):
@@ -117,8 +123,8 @@ def test_a_run_says_what_it_is_about_to_do(tmp_path: Path, capsys: pytest.Captur
     run.close()
     said = capsys.readouterr().err.splitlines()
     assert said[:3] == [
-        "2.00 k parameters on 1 rank of cpu, 1 thread(s) each; strategy bucketed, stage 1 of sharding; "
-        "registered: model, optimizer, data; deadline 60 s",
+        "2.00 k parameters on 1 rank of cpu, 1 thread(s) each; strategy bucketed, stage 1 of sharding"
+        f"{said_of_nodes}; registered: model, optimizer, data; deadline 60 s",
         f"sixteen rows; run directory {tmp_path / 'run'}",
         "global batch 8 = micro-batch 2 x accumulation 4 x 1 rank",
     ]
