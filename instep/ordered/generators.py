@@ -18,7 +18,7 @@ import threading
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +64,12 @@ class KeyedGenerator(NamedTuple):
 
 def global_generators() -> list[KeyedGenerator]:
     """``random``, and ``numpy.random`` if it has been imported: importing it costs more than most steps."""
-    loaded = sys.modules.get("numpy.random")
-    return [_python("random", random), *([_legacy_numpy("numpy.random", loaded)] if loaded else [])]
+    return [*_global_generators(sys.modules.get("numpy.random"))]
+
+
+@lru_cache(maxsize=2)
+def _global_generators(numpy: Any) -> tuple[KeyedGenerator, ...]:
+    return _python("random", random), *([_legacy_numpy("numpy.random", numpy)] if numpy else [])
 
 
 def default_generator() -> KeyedGenerator:

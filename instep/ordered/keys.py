@@ -15,7 +15,6 @@ Generators that are not torch's default ones (``ordered/generators.py``) are key
 from __future__ import annotations
 
 import hashlib
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,8 +112,6 @@ class LeafKeys:
         self._leaf: tuple[int, int] | None = None
         self._own = ModuleGenerators(module)
         self._others: list[KeyedGenerator] = []
-        self._globals: list[KeyedGenerator] = []
-        self._loaded: object = None  # numpy.random, when these were made
         # What torch.jit has compiled takes no hooks, and draws with the block around it.
         modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
         if blocks is None:
@@ -132,7 +129,7 @@ class LeafKeys:
 
         ``named_modules`` are those of the module, where they are known.
         """
-        self._others = [*self._global(), *self._own.look(named_modules)]
+        self._others = [*global_generators(), *self._own.look(named_modules)]
         before = [generator.save() for generator in self._others]
         try:
             yield
@@ -140,12 +137,6 @@ class LeafKeys:
             for generator, state in zip(self._others, before, strict=True):
                 generator.restore(state)
         self._own.ended()
-
-    def _global(self) -> list[KeyedGenerator]:
-        """Made anew where the program has loaded numpy.random since."""
-        if self._loaded is not (loaded := sys.modules.get("numpy.random")) or not self._globals:
-            self._globals, self._loaded = global_generators(), loaded
-        return self._globals
 
     @contextmanager
     def leaf(self, step: int, leaf: int) -> Iterator[None]:

@@ -21,7 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.generators import generators_of, global_generators, same_state, state_of
+from instep.ordered.generators import (
+    ModuleGenerators,
+    generators_of,
+    global_generators,
+    same_state,
+    state_of,
+)
 from instep.ordered.keys import LeafKeys
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
@@ -149,16 +155,85 @@ def test_a_twister_is_as_before_after_its_state_was_saved_and_after_it_was_put_b
     assert not same_state(generator.save(), state)
 
 
-def test_a_twister_that_lies_in_memory_in_another_way_is_saved_as_numpy_does_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("num_normal", [0, 1, 2])
+@pytest.mark.parametrize("num_words", [0, 311, 312, 700])
+def test_python_s_twister_is_as_before_after_its_state_was_put_back(num_normal: int, num_words: int) -> None:
+    for noise in (random, random.Random(5)):
+        noise.seed(3)
+        _ = [noise.random() for _ in range(num_words)], [noise.gauss(0, 1) for _ in range(num_normal)]
+        module = nn.Module()
+        module.noise = noise
+        (generator,) = generators_of(module) if noise is not random else global_generators()[:1]
+        expected, state = noise.getstate(), generator.save()
+        assert type(state).__name__ == "_TwisterState" and noise.getstate() == expected
+        generator.key(9), noise.gauss(0, 1), generator.restore(state)
+        assert noise.getstate() == expected and same_state(generator.save(), state)
+        noise.random()
+        assert not same_state(generator.save(), state)
+
+
+@pytest.mark.parametrize(("noise", "kind"), [(np.random.RandomState(4), dict), (random.Random(4), tuple)])
+def test_a_twister_that_lies_in_memory_in_another_way_is_saved_as_its_library_does_it(
+    monkeypatch: pytest.MonkeyPatch, noise: Any, kind: type
 ) -> None:
     monkeypatch.setattr("instep.ordered.generators.TWISTER_BYTES", 2496)
-    np.random.seed(4)
-    generator = global_generators()[1]
-    state, expected = generator.save(), np.random.random()
-    assert isinstance(state, dict)
+    module = nn.Module()
+    module.noise = noise
+    (generator,) = generators_of(module)
+    state, expected = generator.save(), [noise.random(), noise.random()]
+    assert type(state) is kind
     generator.key(5), generator.restore(state)
-    assert np.random.random() == expected
+    assert [noise.random(), noise.random()] == expected
+
+
+class Counting(random.Random):
+    """Its state is another one than that of the class that it is derived from."""
+
+    count = 0
+
+    def random(self) -> float:
+        self.count += 1
+        return self.count / 1e6
+
+    def getstate(self) -> tuple[Any, ...]:
+        return (self.count,)
+
+    def setstate(self, state: tuple[Any, ...]) -> None:
+        (self.count,) = state
+
+
+def test_a_generator_with_a_state_of_its_own_is_saved_by_its_own_methods() -> None:
+    module = nn.Module()
+    module.noise = Counting(1)
+    (generator,) = generators_of(module)
+    state, expected = generator.save(), module.noise.random()
+    module.noise.random(), generator.restore(state)
+    assert module.noise.random() == expected
+
+
+def test_a_generator_in_the_place_of_another_attribute_is_found_in_the_next_step() -> None:
+    module = nn.Sequential(nn.Identity(), nn.Identity())
+    module[0].noise, module[1].number = None, 1
+    looked, named = ModuleGenerators(module), [*module.named_modules()]
+    assert looked.look(named) == looked.look(named) == []
+    module[1].number = 2
+    assert looked.look(named) == []
+    module[0].noise = first = seeded()
+    assert [x.name for x in looked.look(named)] == ["module.0.noise.0"]
+    module[0].noise = seeded()
+    (found,) = looked.look(named)
+    assert not torch.equal(found.save(), first.manual_seed(2).get_state())
+    found.key(3)
+    assert module[0].noise.initial_seed() == 3
+    del module[0].noise
+    module[0].other = [seeded()]
+    assert [x.name for x in looked.look(named)] == ["module.0.other.1"]
+    module[1] = nn.Module()
+    module[1].noise = seeded()
+    assert [x.name for x in looked.look([*module.named_modules()])] == [
+        "module.0.other.1",
+        "module.1.noise.0",
+    ]
 
 
 def test_a_legacy_state_whose_bits_were_exchanged_is_put_back_or_refused() -> None:
