@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from torch.autograd import profiler
 
@@ -52,6 +53,7 @@ class Work:
     def __init__(self, operation: str, awaited: bool = True) -> None:
         self.operation, self.awaited = operation, awaited
         self.error: BaseException | None = None
+        self.ended_ns = 0
         self.finished = Once()
 
     def done(self) -> bool:
@@ -72,7 +74,7 @@ class Work:
 
     def end(self, error: BaseException | None = None) -> None:
         """The work has ended; threads that wait for it go on."""
-        self.error = error
+        self.error, self.ended_ns = error, time.monotonic_ns()
         self.finished.set()
 
 
@@ -98,6 +100,31 @@ class _State:
 
 _NOTHING = nullcontext()
 Item = tuple[Work, Callable[[], object], _State]
+
+
+class Running:
+    """Work of a lane in the form of a backend's, and what follows it."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.following: Running | None = None  # once this has ended well, what is awaited with it
+
+    @property
+    def ended_ns(self) -> int:
+        """When that was, once it is."""
+        return self._work.ended_ns if self.following is None else self.following.ended_ns
+
+    def is_completed(self) -> bool:
+        return self._work.done() and (self.following is None or self.following.is_completed())
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        """``TimeoutError`` after a while; the backend's own error, if that is why it failed."""
+        if not self._work.finished.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
+            raise TimeoutError
+        error = self._work.error
+        if error is not None:
+            raise error.__cause__ or error
+        return True if self.following is None else self.following.wait(timeout)
 
 
 class Lane:

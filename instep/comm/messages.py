@@ -6,7 +6,7 @@ in its place, a benchmark reads its counters. What many ranks send in parts is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,16 @@ class Messages:
                 oneself.
             PeerLost: a rank did not come before the deadline, or its connection closed.
         """
+        self.begin(sends, receives)()
+
+    def begin(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        """Begin all of (tensor, rank); what is returned waits for all, in any thread.
+
+        Raises:
+            ValueError, PeerLost: as ``together``; where a rank is lost already, also what is returned may.
+        """
         for x, _ in [*sends, *receives]:
             flat(x)
         begun: list[tuple[Any, int, str]] = []
@@ -77,9 +87,13 @@ class Messages:
                     begun.append((self._pg.send([x], to, self.tag), to, "to"))
                 self.num_messages += 1
                 self.bytes_sent += x.numel() * x.element_size()
-        for work, other, direction in begun:
-            with self._reaching(other, direction):
-                work.wait()  # not in slices: gloo closes the connection of a wait that times out
+
+        def wait() -> None:
+            for work, other, direction in begun:
+                with self._reaching(other, direction):
+                    work.wait()  # not in slices: gloo closes the connection of a wait that times out
+
+        return wait
 
     @property
     def _pg(self) -> ProcessGroup:

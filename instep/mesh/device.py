@@ -12,7 +12,7 @@ import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ T = TypeVar("T")
 OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
 REBASE_NS = 1_000_000_000
+HANGING_UP = 2**31 - 1  # the tag of a message that no rank sends
 SPIN_NS = 200_000  # what an event takes on an idle stream, many times over
 MAX_MARKED = 8192  # spans, if ``settled`` is never called
 
@@ -147,6 +148,19 @@ def share_memory(
     shm = importlib.import_module(OURS["shm"])
     found: dist.ProcessGroup | None = shm.share(store, rank, ranks, timeout)
     return found
+
+
+def hang_up(pg: dist.ProcessGroup) -> None:
+    """Close the connections of gloo: all that waits for one of them fails then, which its abort does not do.
+
+    A message that is given up takes the connections to all ranks along ("Application timeout caused pair
+    closure", gloo/transport/tcp/unbound_buffer.cc). One on a connection that is closed already does not.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    for other in range(pg.size()):
+        if other != pg.rank() and not hasattr(pg, "expose"):
+            with suppress(RuntimeError):
+                pg.recv([nothing], other, HANGING_UP).wait(timedelta(milliseconds=1))
 
 
 def generators(device: torch.device) -> list[torch.Generator]:

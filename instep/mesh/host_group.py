@@ -14,7 +14,7 @@ memory that they can share. Else ``near`` is None, on every rank, and the group 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import StatusRow
 from instep.mesh.peers import Peer
-from instep.mesh.process_group import Group, backend_timeout, hang_up, rendezvous
+from instep.mesh.process_group import Group, backend_timeout, rendezvous
 from instep.mesh.questions import patience_s
 
 if TYPE_CHECKING:
@@ -63,8 +63,9 @@ class HostGroup(Group):
         timeout_s: float,
         status_store: StatusStore | None = None,
         store: Store | None = None,
+        again: Callable[[], ProcessGroup] | None = None,
     ) -> None:
-        super().__init__(pg, ranks, rank, timeout_s, status_store)
+        super().__init__(pg, ranks, rank, timeout_s, status_store, again)
         self.near: Group | None = None
         self.unreached: Sequence[int] = ()  # global ranks to which a message did not get, in this operation
         self._boards: list[Tensor] = []  # of each rank of this host: who is lost, 1 by rank, and if by death
@@ -120,7 +121,7 @@ class HostGroup(Group):
         """End the waits for this rank, here and elsewhere, of those who do not wait for the lost one."""
         near.abort()
         if self.pg is not None:
-            hang_up(self.pg)
+            device.hang_up(self.pg)
 
     def _explained(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
         """``error``, or one that names the ranks that it follows from; the others are told of these."""

@@ -435,8 +435,9 @@ def _duplicate(pg: ProcessGroup, timeout_s: float, by_host: bool) -> Group:
     if len(ranks) == 1:
         return Group(None, ranks, rank, timeout_s)
     store = default_store()
-    made = from_store(store, rank, timeout_s, pg)("duplicate", ranks)
+    again = partial(from_store(store, rank, timeout_s, pg), "duplicate", ranks)
+    made = again()
     status_store = StatusStore(store, f"duplicate/{'-'.join(map(str, ranks))}", rank)
     if by_host:
-        return HostGroup(made, ranks, rank, timeout_s, status_store, store)
-    return Group(made, ranks, rank, timeout_s, status_store)
+        return HostGroup(made, ranks, rank, timeout_s, status_store, store, again)
+    return Group(made, ranks, rank, timeout_s, status_store, again)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -39,22 +38,22 @@ from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_t
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.mesh.questions import PATIENCE_S, ask_once, patience_s
 from instep.mesh.rank_process import as_told
-from instep.work import Lane, Work
+from instep.work import Lane, Running
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
+First = Callable[[], Callable[[], object]]
 T = TypeVar("T")
 MAKING = "the making of a group"
 
-HANGING_UP = 2**31 - 1  # the tag of a message that no rank sends
 EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
 # Of a message of which nothing is known yet: what is short comes with its length.
 LENGTH_BYTES, SHORT_BYTES = 8, 248
-# Groups that owe an operation, and those of them that were let go, with what they owe until it has ended:
-# gloo's destructor waits for it.
+# Groups that owe an operation, or have, and those of them that were let go, with what they owe until it has
+# ended: gloo's destructor waits for it.
 _owing: weakref.WeakSet[Group] = weakref.WeakSet()
 _lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
 
@@ -207,22 +206,9 @@ def registered_groups(
 def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
     """Let a group of ``from_store`` go; ``pending``, which the group still owes, ends with an error."""
     if pending:
-        hang_up(pg)
+        device.hang_up(pg)
     _lost.append((pg, pending))
     _sweep()
-
-
-def hang_up(pg: ProcessGroup) -> None:
-    """Close the connections of gloo: all that waits for one of them fails then, which its abort does not do.
-
-    A message that is given up takes the connections to all ranks along ("Application timeout caused pair
-    closure", gloo/transport/tcp/unbound_buffer.cc). One on a connection that is closed already does not.
-    """
-    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-    for other in range(pg.size()):
-        if other != pg.rank() and not hasattr(pg, "expose"):
-            with suppress(RuntimeError):
-                pg.recv([nothing], other, HANGING_UP).wait(timedelta(milliseconds=1))
 
 
 @atexit.register
@@ -233,7 +219,8 @@ def _end_what_is_owed() -> None:
     destructors would wait until the backend's deadline.
     """
     for group in list(_owing):
-        group.close()
+        if group._owed:
+            group.close()
     until = time.monotonic() + EXIT_S
     while _lost and time.monotonic() < until:
         time.sleep(0.001)
@@ -256,6 +243,7 @@ class Group:
 
     ``ranks[i]`` is the global rank of group rank i. Operations are named in errors by ``operation``.
     A group must be used by one thread at a time: backends match operations by the order of their issue.
+    ``again()`` makes another process group like ``pg``; collective.
     """
 
     num_hosts = 1  # among which ranks are told apart: by a ``HostGroup``
@@ -267,8 +255,11 @@ class Group:
         rank: int,
         timeout_s: float,
         status_store: StatusStore | None = None,
+        again: Callable[[], ProcessGroup] | None = None,
     ) -> None:
         self.pg = pg
+        self._again = again
+        self._line: ProcessGroup | None = None
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
@@ -390,7 +381,8 @@ class Group:
         """
         if self._shared is None and self.pg is not None:
             self._interrupted = operation
-            hang_up(self.pg)
+            for pg in filter(None, (self.pg, self._line)):
+                device.hang_up(pg)
 
     def close(self) -> None:
         """End the group: what is under way gives up, and what follows is that of a world of one.
@@ -402,9 +394,10 @@ class Group:
             self._lane.close(wait=False)
         if self._shared is not None:
             self._shared.shutdown()
-        if self.pg is not None:
-            drop(self.pg, self._owed)
-        self.pg, self._owed = None, []
+        for pg in (self.pg, self._line):
+            if pg is not None:
+                drop(pg, self._owed)
+        self.pg, self._line, self._owed = None, None, []
         self.peers.status_store = StatusStore()  # that of a segment holds it
 
     @property
@@ -425,6 +418,19 @@ class Group:
         """
         return self.pg is not None and self._shared is None
 
+    @property
+    def messages_pg(self) -> ProcessGroup | None:
+        """What messages from rank to rank go over."""
+        return self._line or self.pg
+
+    def open_line(self) -> None:
+        """Messages get connections of their own, where ``sends_best``: nothing else waits behind them.
+
+        Collective; ``PeerLost`` if not all come.
+        """
+        if self.sends_best and self._again is not None and self._line is None:
+            self._line = self._again()
+
     def run(self, function: Callable[[], object], operation: str) -> None:
         """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
 
@@ -432,11 +438,40 @@ class Group:
         its connection along.
         """
         self._require_whole(operation)
-        if self._lane is None:
-            self._lane = Lane(f"instep messages, rank {self.rank}")
         if self._flight is not None:
             self._flight.begin(operation)
-        self._finish(_Running(self._lane.submit(operation, function)), operation)
+        self._finish(self._submit(function, operation), operation)
+
+    def begin(self, send: Callable[[], First], operation: str) -> Callable[[], int]:
+        """As ``run``, but return at once: other operations may follow, before what is returned waits.
+
+        ``send()`` is called here, and waits for nothing. It returns the first half of what does, and that the
+        second, which is called after what was begun meanwhile. What is returned says when that has ended, by
+        ``time.monotonic_ns()``.
+        """
+        self._require_whole(operation)
+        if self._flight is not None:
+            self._flight.begin(operation)
+            self._flight.end()
+
+        def first_half() -> None:
+            work.following = self._submit(first(), operation)
+
+        first = send()
+        work = self._submit(first_half, operation)
+        self._owe(work)
+
+        def wait() -> int:
+            self._finish(work, operation)
+            self._owed.remove(work)
+            return work.ended_ns
+
+        return wait
+
+    def _submit(self, function: Callable[[], object], operation: str) -> Running:
+        if self._lane is None:
+            self._lane = Lane(f"instep messages, rank {self.rank}")
+        return Running(self._lane.submit(operation, function))
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""
@@ -534,13 +569,17 @@ class Group:
         except BaseException as error:
             if self._flight is not None:
                 self._flight.end(failed=True)
-                self._owed.append(work)
-                _owing.add(self)
+                if work not in self._owed:
+                    self._owe(work)
                 if not isinstance(error, PeerLost):
                     self.break_off(operation)
             raise
         if self._flight is not None:
             self._flight.end()
+
+    def _owe(self, work: device.Waitable) -> None:
+        self._owed.append(work)
+        _owing.add(self)
 
     def _require_whole(self, operation: str) -> None:
         """Raise ``PeerLost`` after an interrupt: what others have sent for that would be paired with this."""
@@ -550,25 +589,6 @@ class Group:
                 f"cannot come to {operation}: make the group anew on every rank",
                 operation=operation,
             )
-
-
-class _Running:
-    """Work of a lane in the form of a backend's."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def is_completed(self) -> bool:
-        return self._work.done()
-
-    def wait(self, timeout: timedelta = timedelta.max) -> bool:
-        """``TimeoutError`` after a while; the backend's own error, if that is why it failed."""
-        if not self._work.finished.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
-            raise TimeoutError
-        error = self._work.error
-        if error is not None:
-            raise error.__cause__ or error
-        return True
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import instep
+from instep.comm.messages import Messages
 from instep.errors import PeerLost
 from instep.mesh.hang_report import AFTER, Problem
 from instep.mesh.launch import launch
@@ -288,3 +291,71 @@ def test_what_is_short_comes_with_its_length_in_one_message(mesh):
         told = group.all_gather_bytes(mine[:length], "a test")
         assert told == [b"", (bytes(range(256)) * 400)[:length]]
         assert group.peers.flight.number == before + messages
+
+
+@world(2)
+def test_what_is_begun_goes_on_while_others_begin(mesh):
+    """The second half of the first comes after the first half of the second, which began meanwhile."""
+    group, done = mesh.world.group, list[str]()
+    may_go = threading.Event()
+
+    def halves(name: str) -> Callable[[], Callable[[], object]]:
+        def first_half() -> Callable[[], object]:
+            assert may_go.wait(10)
+            done.append(f"{name}, first half")
+            return lambda: done.append(f"{name}, second half")
+
+        return first_half
+
+    waits = [group.begin(partial(halves, name), name) for name in ("a", "b")]
+    group.barrier("something else")
+    assert done == []
+    may_go.set()
+    ended_ns = [wait() for wait in waits]
+    assert done == ["a, first half", "b, first half", "a, second half", "b, second half"]
+    assert 0 < ended_ns[0] <= ended_ns[1] <= time.monotonic_ns()
+    assert group._owed == []
+
+
+@world(2, timeout_s=0.3)
+def test_what_was_begun_is_waited_for_until_the_deadline_and_then_owed(mesh):
+    group, may_go = mesh.world.group, threading.Event()
+    wait = group.begin(lambda: lambda: may_go.wait(10) and (lambda: None), "the test")
+    with pytest.raises(PeerLost, match=r"in the test, and never came|some rank never came to the test"):
+        wait()
+    assert len(group._owed) == 1
+    may_go.set()
+    group.close()
+    assert group._owed == []
+
+
+@world(2)
+@pytest.mark.parametrize("half", [1, 2])
+def test_an_error_in_either_half_of_what_was_begun_is_that_of_who_waits(mesh, half):
+    group = mesh.world.group
+
+    def fails() -> None:
+        raise RuntimeError("the backend said so")
+
+    wait = group.begin(lambda: fails if half == 1 else lambda: fails, "the test")
+    following = group.begin(lambda: lambda: lambda: None, "what follows")
+    with pytest.raises(PeerLost, match=r"a rank left the test.*the backend said so"):
+        wait()
+    with pytest.raises(PeerLost, match="the backend said so"):
+        following()
+
+
+@world(3)
+def test_messages_may_have_connections_of_their_own(mesh):
+    group = mesh.world.duplicate()
+    assert group.messages_pg is group.pg
+    group.open_line()
+    line = group.messages_pg
+    assert line is not group.pg
+    group.open_line()
+    assert group.messages_pg is line, "one is enough"
+    Messages(line, group.ranks).exchange(
+        torch.ones(3), (group.rank + 1) % 3, torch.empty(3), (group.rank - 1) % 3
+    )
+    group.close()
+    assert group.messages_pg is None
