@@ -6,7 +6,7 @@ ranks, and all add everything: one message, where slices take two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class ByCollectives:
     ``at_once_bytes`` are small.
     """
 
+    num_under_way = 1
+
     def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
         self.group = group
         self.scratch = scratch
@@ -38,6 +40,11 @@ class ByCollectives:
         out = torch.empty(self.group.size * len(row), dtype=row.dtype, device=row.device)
         self.group.all_gather(out, row, name)
         return out.view(self.group.size, len(row))
+
+    def begin(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> Callable[[], int] | None:
+        """``reduce``, after which nothing is left to wait for."""
+        self.reduce(bucket, plan, scale, name)
+        return None
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         """The sum of all ranks' roots, times ``scale``, into the ``home`` of ``bucket``."""

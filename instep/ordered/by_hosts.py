@@ -31,7 +31,8 @@ from instep.errors import PeerLost
 from instep.mesh.host_group import HostGroup
 from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket
-from instep.ordered.by_messages import ByMessages, OwnedSlices, Parts
+from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.by_messages import OwnedSlices, Parts
 from instep.ordered.by_sharing import BySharing
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum, by_host
@@ -39,8 +40,8 @@ from instep.ordered.tree import Sum, by_host
 SPEAKER = 0  # the place on each host whose rank sends the headers of all
 
 
-class ByHosts(ByMessages):
-    """A ``Transport`` of buckets that the ranks of each host have mapped; of others, by messages."""
+class ByHosts(ByCollectives):
+    """A ``Transport`` of buckets that the ranks of each host have mapped; others travel by collectives."""
 
     group: HostGroup
 
@@ -82,7 +83,8 @@ class ByHosts(ByMessages):
                     add_up(members, subtree.plan, 1.0, [roots[-1]], bucket.nodes, first)
             own = homes[group.place]
             slices = OwnedSlices(bucket, own, group.host, first, self.scratch)
-            slices.reduce(roots, across, scale, lambda sent, received: self._across(sent, received, name))
+            for sent, received in slices.rounds(roots, across, scale):
+                self._across(sent, received, name)
             for home in homes[: group.place] + homes[group.place + 1 :]:
                 home.copy_(own)
             near.barrier(name)

@@ -1,16 +1,31 @@
 """Slices travel in messages from rank to rank: over gloo, whose all-to-all uses a link one way at a time.
 
-Own slices are added where they lie; those of the others are received, and the sum is sent back to all.
+Own slices are added where they lie; those of the others are received, and the sum is sent back to all. A link
+that carries one bucket stands still while its slices are added, and while ranks meet for the next bucket. So
+several are under way: what can be sent of a bucket is sent as soon as ranks have met for it, and what has to
+be waited for goes on in a thread of its own.
+
+    ranks meet          | 0 | 1 | 2 |     | 3 |
+    slices to owners         | 0   | 1   | 2   |     | 3   |
+    added                        |0|   |1|   |2|         |3|       in the thread of messages
+    means to all                    | 0   | 1   | 2   |     | 3   |
+
+Messages of two buckets never take each other's place: slices have one tag and means another, and of each kind
+those of the bucket that comes first are sent first, on every rank. They have connections of their own
+(``Group.open_line``): ranks that meet for a bucket do not wait behind the bytes of those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
 
 from instep.comm.messages import Messages
+from instep.errors import PeerLost
+from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up_to_send
 from instep.ordered.buckets import Bucket
 from instep.ordered.by_collectives import ByCollectives
@@ -20,23 +35,67 @@ from instep.ordered.tree import Sum
 Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 """By owner, what is sent to it, or comes from it."""
 
+SLICES, MEANS = 1, 2  # tags
+# What is received of a bucket that may travel beside others: a large one keeps a link busy on its own.
+BESIDE_BYTES = 8 << 20
+
 
 class ByMessages(ByCollectives):
-    """A ``Transport`` of buckets on the CPU; those on another device travel by the backend's collectives."""
+    """A ``Transport`` of buckets on the CPU; those on another device travel by the backend's collectives.
+
+    Buckets that are under way have memory of their own for what they receive, ``BESIDE_BYTES`` at most.
+    """
+
+    num_under_way = 3
+
+    def __init__(self, group: Group, scratch: Scratch) -> None:
+        super().__init__(group, scratch)
+        self._num_begun = 0
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         if bucket.device.type != "cpu" or self._is_small(bucket, plan):
             super().reduce(bucket, plan, scale, name)
             return
-        messages = Messages(self.group.pg, self.group.ranks)
-        whole = OwnedSlices(bucket, bucket.home, self.group.rank, 0, self.scratch)
-        roots = [root for _, root in bucket.counter.roots]
-
-        def together(sent: Parts, received: Parts) -> None:
-            messages.together(_in_turn(sent), _in_turn(received))
-
         # In one piece, because the thread that waits for messages is another one.
-        self.group.run(lambda: whole.reduce(roots, plan, scale, together), name)
+        self.group.run(lambda: self._send(bucket, plan, scale, self.scratch)()(), name)
+
+    def begin(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> Callable[[], int] | None:
+        """Send the slices of ``bucket``; what is returned waits for the rest, and says when that ended."""
+        others = sum(plan.counts) - plan.counts[self.group.rank]
+        is_large = others * bucket.nodes.wire_bytes > BESIDE_BYTES * self.group.size
+        if bucket.device.type != "cpu" or self._is_small(bucket, plan) or is_large:
+            return super().begin(bucket, plan, scale, name)
+        self._num_begun += 1
+        scratch = self.scratch.beside(self._num_begun % self.num_under_way)
+        return self.group.begin(lambda: self._send(bucket, plan, scale, scratch), name)
+
+    def _send(
+        self, bucket: Bucket, plan: Sum, scale: float, scratch: Scratch
+    ) -> Callable[[], Callable[[], None]]:
+        """Send the slices. What is returned adds them, once they have come, and returns what ends it."""
+        whole = OwnedSlices(bucket, bucket.home, self.group.rank, 0, scratch)
+        rounds = whole.rounds([root for _, root in bucket.counter.roots], plan, scale)
+        slices = self._post(next(rounds), SLICES)
+
+        def add() -> Callable[[], None]:
+            slices()
+            means = self._post(next(rounds), MEANS)
+
+            def end() -> None:
+                means()
+                next(rounds, None)
+
+            return end
+
+        return add
+
+    def _post(self, parts: tuple[Parts, Parts], tag: int) -> Callable[[], None]:
+        """Begin to send and to receive; what is returned waits for all of it, or raises why it could not."""
+        sent, received = map(_in_turn, parts)
+        try:
+            return Messages(self.group.messages_pg, self.group.ranks, tag=tag).begin(sent, received)
+        except PeerLost as lost:
+            return partial(_raise, lost)
 
 
 class OwnedSlices:
@@ -48,12 +107,10 @@ class OwnedSlices:
     def __init__(self, bucket: Bucket, home: Tensor, own: int, first: int, scratch: Scratch) -> None:
         self.bucket, self.home, self.own, self.first, self.scratch = bucket, home, own, first, scratch
 
-    def reduce(
-        self, roots: Sequence[Tensor], plan: Sum, scale: float, together: Callable[[Parts, Parts], None]
-    ) -> None:
+    def rounds(self, roots: Sequence[Tensor], plan: Sum, scale: float) -> Iterator[tuple[Parts, Parts]]:
         """``home`` becomes the sum, by ``plan``, of the ``roots`` of all owners, times ``scale``.
 
-        ``together(sent, received)`` sends and receives by owner, and returns when all is done.
+        Yields what is to be sent and received next, by owner; when the next one is asked for, it has been.
         """
         nodes, num_owners, length = self.bucket.nodes, len(plan.counts), self.bucket.slice_length
         others = [(self.own + k) % num_owners for k in range(1, num_owners)]
@@ -64,16 +121,20 @@ class OwnedSlices:
         )
         rows = iter(memory.view(-1, nodes.wire_length))
         came = {source: [next(rows) for _ in range(plan.counts[source])] for source in others}
-        together({to: [nodes.encode(each[to], firsts[to]) for each in slices] for to in others}, came)
+        yield {to: [nodes.encode(each[to], firsts[to]) for each in slices] for to in others}, came
         terms = {source: [nodes.decode(row, firsts[self.own]) for row in came[source]] for source in others}
         terms[self.own] = [each[self.own] for each in slices]
         values = [term for owner in range(num_owners) for term in terms[owner]]
         gathered = nodes.gathered(self.home, self.scratch)
         means = gathered.split(nodes.wire_length)
         add_up_to_send(values, plan, scale, nodes, firsts[self.own], means[self.own])
-        together({to: [means[self.own]] for to in others}, {source: [means[source]] for source in others})
+        yield {to: [means[self.own]] for to in others}, {source: [means[source]] for source in others}
         nodes.decode_mean(gathered, scale, self.home, self.first)
 
 
 def _in_turn(parts: Parts) -> list[tuple[Tensor, int]]:
     return [(x, owner) for owner, xs in parts.items() for x in xs]
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -22,8 +22,10 @@ G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -57,6 +59,7 @@ class Transport(Protocol):
 
     scratch: Scratch
     at_once_bytes: int  # a bucket of which all roots together have no more is exchanged in fewer messages
+    num_under_way: int  # buckets that may have begun, at most, and not ended
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) int64 of every rank, in the CPU's memory: (W, length).
@@ -67,9 +70,31 @@ class Transport(Protocol):
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         """The ``home`` of ``bucket`` becomes the sum of all ranks' roots by ``plan``, times ``scale``."""
 
+    def begin(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> Callable[[], int] | None:
+        """As ``reduce``, but what takes time may go on: then what is returned waits for it.
+
+        It says when that has ended, by ``time.monotonic_ns()``. Meanwhile other buckets may be reduced, and
+        their ranks may meet; all are waited for in the order in which they were begun.
+        """
+
+
+class _UnderWay(NamedTuple):
+    """The exchange of one bucket, which may have ended."""
+
+    header: Header
+    headers: Sequence[Header]  # of all ranks
+    num_bytes: int
+    begun_ns: int  # then this rank came to meet the others
+    agreed_ns: int
+    ended_ns: int
+    wait: Callable[[], int] | None  # for the end
+
 
 class OrderedAllReduce:
     """Reduces buckets over ``group``, one after the other, always from the same thread.
+
+    Some ``Transport``s keep several under way; they are told of as if each had begun when the one before had
+    ended, which is how long a link takes for each.
 
     ``transport`` is by default what is fastest over the group's backend.
     """
@@ -92,17 +117,22 @@ class OrderedAllReduce:
         self.compare: Callable[[Sequence[Header]], None] | None = None  # is shown the headers of a reduction
         self.buffers: list[int] = []  # what the ranks said of theirs, with the last bucket
         self.fed: list[int] = []  # and of what their micro-batches were given
+        self._under_way: deque[_UnderWay] = deque()
+        self._free_ns = 0  # since then no bucket that was begun before is under way
 
     @property
     def scratch(self) -> list[Tensor]:
         """The buffers that it keeps."""
         return self.transport.scratch.buffers
 
-    def run(self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]]) -> None:
+    def run(
+        self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]], *, more: bool = False
+    ) -> None:
         """Turn the ``counter.roots`` of ``bucket`` into the mean gradient in ``bucket.home``.
 
         ``leaves[r]`` are the leaves of rank r. The sum over all G leaves is multiplied once by
-        1 / (sum of the ranks' weights).
+        1 / (sum of the ranks' weights). If ``more`` buckets follow, this one may be under way on return;
+        without, all have ended.
 
         Raises:
             Desync: the ranks are not in the same exchange; raised on every rank alike.
@@ -112,17 +142,54 @@ class OrderedAllReduce:
         """
         name = f"the exchange of bucket {header.bucket}"
         plan = plan_sum(leaves, header.num_leaves) if self.ordered else None
+        with self._told_where(header):
+            begun_ns = time.monotonic_ns()
+            headers = self._agree(bucket, header, name, bucket, plan)
+            agreed_ns, scale, wait = time.monotonic_ns(), mean_scale(headers), None
+            self._end(self.transport.num_under_way - 1)
+            if plan is None:
+                self._unordered(bucket, scale, name)
+            elif more or self._under_way:
+                wait = self.transport.begin(bucket, plan, scale, name)
+            else:
+                self.transport.reduce(bucket, plan, scale, name)
+            ended_ns, num_bytes = time.monotonic_ns(), bucket.nodes.wire_bytes
+            now = _UnderWay(header, headers, num_bytes, begun_ns, agreed_ns, ended_ns, wait)
+            self._under_way.append(now)
+            if not more or (wait is None and len(self._under_way) == 1):
+                self._end()
+
+    def _end(self, most: int = 0) -> None:
+        """Wait until ``most`` buckets are under way, and record those that have ended."""
+        while len(self._under_way) > most:
+            first = self._under_way[0]
+            ended_ns = first.ended_ns if first.wait is None else first.wait()
+            self._under_way.popleft()
+            self._record(first.headers, first.begun_ns, first.agreed_ns)
+            start_ns = max(first.agreed_ns, self._free_ns)
+            self._free_ns = max(start_ns, ended_ns)
+            self.recorder.put(
+                "exchange",
+                start_ns,
+                self._free_ns,
+                lane="communication",
+                num_bytes=first.num_bytes,
+                bucket=first.header.bucket,
+            )
+
+    @contextmanager
+    def _told_where(self, header: Header) -> Iterator[None]:
+        """What is under way ends before an error is raised that all ranks raise; a lost rank ends it too."""
         try:
-            scale = mean_scale(self._meet(bucket, header, name, bucket, plan))
-            num_bytes = bucket.nodes.wire_bytes
-            with self.recorder.span(
-                "exchange", lane="communication", num_bytes=num_bytes, bucket=header.bucket
-            ):
-                if plan is not None:
-                    self.transport.reduce(bucket, plan, scale, name)
-                else:
-                    self._unordered(bucket, scale, name)
+            try:
+                yield
+            except PeerLost:
+                raise
+            except Exception:
+                self._end()
+                raise
         except PeerLost as lost:
+            self._under_way.clear()
             raise _lost_in(header, lost) from None
 
     def meet(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
@@ -131,10 +198,11 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost, ReplicasDiffer: as ``run``.
         """
-        try:
-            return self._meet(bucket, header, name)
-        except PeerLost as lost:
-            raise _lost_in(header, lost) from None
+        with self._told_where(header):
+            begun_ns = time.monotonic_ns()
+            headers = self._agree(bucket, header, name)
+            self._record(headers, begun_ns, time.monotonic_ns())
+            return headers
 
     def come_to(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
         """The ``words`` of every rank, at most ``NUM_WORDS``, once all have come to ``header.act``.
@@ -142,20 +210,23 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost: as ``run``.
         """
-        try:
+        with self._told_where(header):
             rows = self.transport.meet(pack(header, 0, 0, self.header_length, words), name)
             self._require_agreement(unpack(rows, 0)[0], name)
-        except PeerLost as lost:
-            raise _lost_in(header, lost) from None
         return words_of(rows, len(words))
 
     def leave(self, header: Header, name: str) -> None:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
+        self._end()
         self.transport.meet(pack(header._replace(left=1), 0, 0, self.header_length), name)
 
-    def _record(self, headers: Sequence[Header], begun_ns: int) -> None:
-        """Since ``begun_ns`` this rank was in ``_agree``; until when was that for want of the last rank?"""
-        agreed_ns, mine = time.monotonic_ns(), headers[self.group.rank]
+    def _record(self, headers: Sequence[Header], begun_ns: int, agreed_ns: int) -> None:
+        """Since ``begun_ns`` this rank was in ``_agree``; until when was that for want of the last rank?
+
+        While the bucket before was under way, it is as if this one had not begun.
+        """
+        begun_ns, agreed_ns = max(begun_ns, self._free_ns), max(agreed_ns, self._free_ns)
+        mine = headers[self.group.rank]
         ahead_ns = self.offsets_ns[self.group.rank]
         launched = [
             h.launched_ns - offset + ahead_ns for h, offset in zip(headers, self.offsets_ns, strict=True)
@@ -168,16 +239,8 @@ class OrderedAllReduce:
         told.append(("agree", until_ns, agreed_ns, -1))
         self.recorder.put_all(told, lane="communication", bucket=mine.bucket)
 
-    def _meet(
-        self, bucket: Bundle, header: Header, name: str, sent: Bucket | None = None, plan: Sum | None = None
-    ) -> list[Header]:
-        begun_ns = time.monotonic_ns()
-        headers = self._agree(bucket, header, name, sent, plan)
-        self._record(headers, begun_ns)
-        return headers
-
     def _agree(
-        self, bucket: Bundle, header: Header, name: str, sent: Bucket | None, plan: Sum | None
+        self, bucket: Bundle, header: Header, name: str, sent: Bucket | None = None, plan: Sum | None = None
     ) -> list[Header]:
         num_flags = 2 * len(bucket.slots)
         row = pack(header, bucket.flags(), num_flags, self.header_length)

@@ -28,12 +28,14 @@ def die(gradient: torch.Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_rank_one_in_an_exchange(path: str, strategy: str, declared: bool) -> None:
-    """Rank 1 dies in its second backward, when rank 0 is in an exchange already."""
+def lose_rank_one_in_an_exchange(path: str, strategy: str, declared: bool, in_slices: bool) -> None:
+    """Rank 1 dies in its second backward, when rank 0 is in an exchange already, or several."""
     mesh = init(timeout_s=30)
     model = DataParallel(
         filled(Dense()), process_group=mesh["dp"], strategy=strategy, bucket_cap_mb=1e-5, timeout_s=30
     )
+    if in_slices:
+        model._reducer.exchange.transport.at_once_bytes = 0
     run = declared_step if declared else undeclared_step
     run(model, mesh.rank)
     model.zero_grad()
@@ -76,11 +78,16 @@ def again(model: DataParallel) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("strategy", ["naive", "bucketed"])
+@pytest.mark.parametrize(
+    ("strategy", "in_slices"), [("naive", False), ("bucketed", False), ("bucketed", True)]
+)
 @pytest.mark.parametrize("declared", [False, True])
-def test_a_rank_that_dies_in_an_exchange(tmp_path: Path, strategy: str, declared: bool) -> None:
+def test_a_rank_that_dies_in_an_exchange(
+    tmp_path: Path, strategy: str, declared: bool, in_slices: bool
+) -> None:
+    told = str(tmp_path), strategy, declared, in_slices
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        launch(lose_rank_one_in_an_exchange, (str(tmp_path), strategy, declared), ranks=2, grace_s=30)
+        launch(lose_rank_one_in_an_exchange, told, ranks=2, grace_s=30)
     report = json.loads((tmp_path / "report").read_text())
     assert report["at"] - float((tmp_path / "died").read_text()) < 15  # half the deadline
     assert report["ranks"] == [1]
