@@ -109,7 +109,7 @@ def be_killed_in_the_exchange(directory: Path) -> None:
         (directory / "died").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    OrderedAllReduce._meet = deadly  # type: ignore[method-assign]
+    OrderedAllReduce._agree = deadly  # type: ignore[method-assign]
 
 
 def survive(directory: Path, backend: str) -> None:

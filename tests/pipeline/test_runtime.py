@@ -174,8 +174,11 @@ def test_state_dicts_are_whole_or_refused(mesh: Mesh) -> None:
 @world(2, pp=2, dp=1)
 def test_running_statistics_are_those_of_one_rank_on_all(mesh: Mesh) -> None:
     def net() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        with torch.no_grad():
+            for p in made.parameters():  # not drawn: ranks that are threads share the generator
+                p.copy_(torch.linspace(-1.0, 1.0, p.numel()).view(p.shape))
+        return made
 
     x = torch.randn(G, 5, 4, generator=torch.Generator().manual_seed(3))
     alone, piped = net(), net()

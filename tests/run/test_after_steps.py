@@ -24,7 +24,7 @@ def run(path: Path, config: Config) -> tuple[list[int], TextTraining]:
     books.started(0, [])
     aside = Aside(save=lambda: saved.append(training.steps_done))
     after = AfterSteps(training, books, Display(1, config.steps), aside)
-    after.begin()
+    after.begin(is_saved=False)
     while after.ending is None:
         mine.step()
         after.follow_up()
