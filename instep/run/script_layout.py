@@ -31,7 +31,7 @@ def layout_of(registered: Registered, settings: ScriptSettings, backend: str) ->
     for model in registered.models.values():
         placed |= getattr(model, "placement", None) or {}
     known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
-    stage = 0 if placed.get("pp", 1) > 1 else _stage(registered)
+    stage = 0 if "schedule" in placed else _stage(registered)
     known |= {"backend": backend, "threads": torch.get_num_threads(), "shard_stage": stage}
     layout = ScriptLayout(**known)
     loader = _loader(registered)
@@ -130,8 +130,9 @@ def _strategy(training: ScriptTraining, shard: int) -> str:
     stage = f", stage {parallel.shard_stage} of sharding" if parallel.shard_stage else ""
     stage += f" in shard groups of {shard} ranks" if parallel.shard_stage and shard > 1 else ""
     copied = any(there.one_copy for there in homes_of(training.registered).values())
-    if parallel.pp > 1:
-        stage = f", pipelines of {parallel.pp} ranks ({parallel.schedule})"
+    if parallel.schedule:
+        ranks = counted(training.mesh.axes.size("pp"), "rank")
+        stage = f", pipelines of {ranks} ({parallel.schedule})"
     return (
         f"{parallel.strategy}{order}{stage}{', one copy of the weights' if copied else ''}{_nodes(training)}"
     )

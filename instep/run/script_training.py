@@ -125,9 +125,9 @@ class ScriptTraining:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that share out the batch, or threads."""
+        """Ranks that train together, or threads."""
         threads = (getattr(model, "num_replicas", 1) for model in self.registered.models.values())
-        return self.mesh.data.size * max(threads, default=1)
+        return self.mesh.world.size * max(threads, default=1)
 
     @property
     def step_mode(self) -> str | None:

@@ -83,7 +83,6 @@ class ScriptLayout:
     ordered: bool = True
     backend: str = "auto"
     threads: int = 1
-    pp: int = 1
     schedule: str = ""
 
     @property

@@ -131,9 +131,11 @@ def _number(figures: Mapping[str, Any], name: str, form: str) -> str:
 def _steps(summary: Mapping[str, Any]) -> str:
     """How many, on how many ranks, in which way; all figures but the losses are of one layout."""
     steps, first = summary["steps"], summary.get("first_step") or 0
-    strategy, stage = summary["strategy"], (summary.get("parallel") or {}).get("shard_stage")
+    parallel = summary.get("parallel") or {}
+    strategy, stage, schedule = summary["strategy"], parallel.get("shard_stage"), parallel.get("schedule")
     layout = f"{where(strategy, summary['num_replicas'])}, {strategy}"
     layout += f", stage {stage} of sharding" if stage else ""
+    layout += f", in pipelines ({schedule})" if schedule and parallel.get("pp", 0) != 1 else ""
     if not first:
         return f"{steps} on {layout}"
     return f"{steps}; the last {steps - first} on {layout}: speed, memory and time are of these"

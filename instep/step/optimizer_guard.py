@@ -501,8 +501,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else it may be what exchanges the gradients
         _require_reduced(parameters, guarded)
-    for slices, stand_ins in by_slices([p.grad for p in parameters if p.grad is not None]):
-        slices.used(stand_ins)
     update = None
     for reducer, places in _reducers(guarded):
         trained = next((x for i in places if (x := guarded.entries[i]) and x.position is not None), None)
@@ -513,7 +511,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         reducer.steps_now()
     for reducer, _ in _reducers(guarded):
         update = update or reducer.update(optimizer)
-    if update is None and closure is None:
+    hidden = any(p.grad is not None and slices_of(p.grad) is not None for p in parameters)
+    if update is None and closure is None and not hidden:
         return None
     # Hooks of the user's own come after this one, and may still change gradients: so it is the closure that
     # makes the step, which an optimizer calls before all else.
@@ -521,9 +520,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return (args[0], instead), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
-def _checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    found = closure()
-    require_reduced(optimizer)
+def _checked(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    """What ``closure`` returns. The optimizer finds the gradients that it may use, and those alone."""
+    found = None
+    if closure is not None:
+        found = closure()
+        require_reduced(optimizer)
+    for slices, stand_ins in by_slices([p.grad for p in _parameters(optimizer) if p.grad is not None]):
+        slices.used(stand_ins)
     return found
 
 
