@@ -497,7 +497,7 @@ def test_a_rank_that_dies_in_its_update_is_named(tmp_path: Path) -> None:
 
 
 def pss_together(mesh: Mesh) -> int:
-    """Of all ranks, shared pages once; without files, of which a part is each other process's of this machine."""
+    """Of all ranks, shared pages once; without files, whose pages other processes share, too."""
     gc.collect()
     meet(mesh)
     told = dict(re.findall(r"^(Pss_\w+): +(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.M))
