@@ -78,6 +78,7 @@ class StageChannel:
         self._told: dict[Kind, list[Look]] = {}  # of what is sent
         self._sent: list[tuple[Any, Tensor]] = []
         self._posted: dict[Action, Posted] = {}
+        self._left: int | None = None  # the step that was given up
         self._waiting: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source: posted, not known
 
     def send(self, action: Action, to: int, step: int, weight: int, tensors: Sequence[Tensor]) -> None:
@@ -87,6 +88,12 @@ class StageChannel:
         Raises:
             ValueError: they do not look like those of the first micro-batch.
         """
+        self._require_whole(step)
+        if (other := next((x for x in tensors if not isinstance(x, Tensor)), None)) is not None:
+            raise TypeError(
+                f"{action}: expected tensors from one stage to the next, got a {type(other).__name__}: cut "
+                "elsewhere, or let the next layer make it"
+            )
         looks = [Look(x.dtype, tuple(x.shape)) for x in tensors]
         known = self._told.setdefault((action.stage, action.kind), looks)
         if known != looks:
@@ -112,6 +119,7 @@ class StageChannel:
             Desync: ``source`` sends something else, or has left the step.
             PeerLost: it did not come.
         """
+        self._require_whole(step)
         while action not in self._posted:
             self._learn(source, step)
         posted = self._posted.pop(action)
@@ -154,12 +162,23 @@ class StageChannel:
 
         What they have posted for tensors is never sent: the group is of no use afterwards.
         """
+        if self._left is not None:
+            return
+        self._left = step
         words = _words(Action(0, SEND_FORWARD, 0), step, 0, [])
         words[1] = 1
         for rank in range(self.group.size):
             if rank != self.group.rank:
                 with suppress(RuntimeError):
                     self._send(words, rank)
+
+    def _require_whole(self, step: int) -> None:
+        if self._left is not None:
+            raise Desync(
+                f"rank {self.group.global_rank} comes to step {step} after step {self._left} was given up, "
+                "with messages under way that nobody has taken: make another pipeline, or run the script by "
+                "`instep run`, which does"
+            )
 
     def _send(self, x: Tensor, to: int, tag: int = 0) -> None:
         if x.numel():

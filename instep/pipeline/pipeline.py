@@ -180,6 +180,11 @@ class Pipeline(WrappedOnce, OwnNames):
     def _prepare(self) -> tuple[list[Any], list[Layers], Sequence[int]]:
         """What this rank may refuse."""
         require_unwrapped(self.module)
+        for name, p in self.module.named_parameters():
+            if p.is_meta:
+                raise ValueError(
+                    f"parameter {name!r} is on the meta device: give it values, then make the pipeline"
+                )
         layers, schedule = layers_of(self.module), self._schedule_of(None)
         stage_ranks = schedule.stage_ranks
         edges = self._edges(len(layers), len(stage_ranks))

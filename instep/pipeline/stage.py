@@ -117,8 +117,7 @@ class Stage:
             if loss is not None:
                 found = loss(found)
         outputs = found if isinstance(found, tuple) else (found,)
-        differentiable = [x for x in outputs if _is_differentiable(x) and x.requires_grad]
-        self._alive[micro_batch.index] = Alive(inputs, differentiable)
+        self._alive[micro_batch.index] = Alive(inputs, [x for x in outputs if _is_differentiable(x)])
         return outputs
 
     def backward(
@@ -130,7 +129,7 @@ class Stage:
         """
         inputs, outputs = self._alive.pop(micro_batch.index)
         with self._backwards(micro_batch, "backward", last=last):
-            torch.autograd.backward(outputs, gradients)
+            _run_backward(outputs, gradients)
         return _filled(inputs, [x.grad for x in inputs])
 
     def input_gradients(self, micro_batch: MicroBatch, gradients: Sequence[Tensor] | None) -> list[Tensor]:
@@ -142,7 +141,7 @@ class Stage:
         visit = self._visit(micro_batch, gradients=False)
         with visit, self._span("input gradient", micro_batch), self._without_autocast():
             weights = list(self.layers.parameters())
-            found, kept = input_gradients(alive.outputs, gradients, alive.inputs, weights)
+            found, kept = input_gradients(*_roots(alive.outputs, gradients), alive.inputs, weights)
         self._kept[micro_batch.index] = kept
         return _filled(alive.inputs, found)
 
@@ -151,7 +150,7 @@ class Stage:
         kept = self._kept.pop(micro_batch.index)
         with self._backwards(micro_batch, "weight gradient", last=last):
             if isinstance(kept, Alive):
-                torch.autograd.backward(kept.outputs, self._came.pop(micro_batch.index))
+                _run_backward(kept.outputs, self._came.pop(micro_batch.index))
             else:
                 weight_gradients(kept)
 
@@ -181,7 +180,7 @@ class Stage:
     @contextmanager
     def _backwards(self, micro_batch: MicroBatch, name: str, *, last: bool) -> Iterator[None]:
         """Around what computes gradients of weights."""
-        visit = self._visit(micro_batch, gradients=True, last=last)
+        visit = self._visit(micro_batch, gradients=bool(self.reducer.names), last=last)
         with visit, self._span(name, micro_batch), self._without_autocast():
             for one in self.shared:
                 one.parameter.grad = one.fetch(micro_batch)
@@ -208,6 +207,22 @@ class Stage:
 
 def _is_differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _roots(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """The ``outputs`` that a backward begins at, and the gradients of these."""
+    if gradients is None:
+        return [x for x in outputs if x.requires_grad], None
+    kept = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]
+    return [x for x, _ in kept], [g for _, g in kept]
+
+
+def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+    roots, its = _roots(outputs, gradients)
+    if roots:  # else nothing is trained up to here
+        torch.autograd.backward(roots, its)
 
 
 def _filled(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
