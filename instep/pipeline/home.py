@@ -55,8 +55,8 @@ class PipelineHome:
         return []
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is on this rank."""
-        return self._rank_of[id(parameter)] == self.group.rank
+        """Whether ``parameter`` is on this rank, as one that came later is."""
+        return self._rank_of.get(id(parameter), self.group.rank) == self.group.rank
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return self._strides[id(parameter)]
@@ -82,8 +82,8 @@ class PipelineHome:
 
     def divided(self, optimizer: Optimizer) -> DividedOptimizer:
         """As ``Home`` says: it steps what is here, and nothing else has a gradient."""
-        whole, here = undivided(optimizer), self.group.rank
-        held = {i: x for i, x in whole.held.items() if self._rank_of.get(id(x.parameter), here) == here}
+        whole = undivided(optimizer)
+        held = {i: x for i, x in whole.held.items() if self.holds(x.parameter)}
         return DividedOptimizer(
             group=self.group,
             local=optimizer,

@@ -26,7 +26,7 @@ from instep.ordered.homes import Wrapped
 from instep.ordered.hook import Hook
 from instep.ordered.node_format import NodeFormat
 from instep.pipeline import schedules
-from instep.pipeline.actions import Schedule
+from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.channel import StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
@@ -149,7 +149,8 @@ class Pipeline(WrappedOnce, OwnNames):
             self._row.close()
             raise
         self._stage_ranks = stage_ranks
-        self._channel = StageChannel(self._row) if self._row.size > 1 else None
+        self._channel = StageChannel(self._row)
+        self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
         named = dict(self.module.named_parameters())
         users: dict[int, list[int]] = {id(p): [] for p in named.values()}
         for number, part in enumerate(self._parts):
@@ -303,16 +304,21 @@ class Pipeline(WrappedOnce, OwnNames):
                 for stage in self._stages.values():
                     stack.enter_context(stage.begun(plan))
                 if task.own:
-                    executor.run(programs(self._schedule_of(len(task.own)))[self._row.rank])
-                if self._channel is not None:
-                    self._channel.flush()
+                    executor.run(self._program(len(task.own)))
+                self._channel.flush()
         except BaseException:
-            if self._channel is not None:
-                self._channel.leave(task.step)
+            self._channel.leave(task.step)
             raise
-        for x, rank in self._running if self._channel is not None else ():
+        for x, rank in self._running:
             self._row.broadcast(x, STATISTICS, root=rank)
         return executor.losses
+
+    def _program(self, num_micro_batches: int) -> Sequence[Action]:
+        """What this rank does in a step of so many."""
+        if num_micro_batches not in self._programs:
+            schedule = self._schedule_of(num_micro_batches)
+            self._programs[num_micro_batches] = programs(schedule)[self._row.rank]
+        return self._programs[num_micro_batches]
 
     def forward(self, *values: Any) -> Any:
         """What the model gives for ``values``, which are the same on all ranks of a pipeline, on all of them.
@@ -328,19 +334,18 @@ class Pipeline(WrappedOnce, OwnNames):
         found: Any = values
         for number, (before, rank) in enumerate(pairwise([self._stage_ranks[0], *self._stage_ranks])):
             if self._row.rank == before != rank:
-                self._messages.send_values(found, rank)
+                self._channel.send_values(found, rank)
             if self._row.rank == rank:
-                given = found if before == rank else tuple(self._messages.receive_values(before))
+                given = found if before == rank else tuple(self._channel.receive_values(before))
                 found = self._stages[number].evaluate(given)
         last = self._stage_ranks[-1]
-        if self._channel is not None:
-            if self._row.rank == last:
-                for rank in range(self._row.size):
-                    if rank != last:
-                        self._channel.send_values(found, rank)
-            else:
-                found = tuple(self._channel.receive_values(last))
-            self._channel.flush()
+        if self._row.rank == last:
+            for rank in range(self._row.size):
+                if rank != last:
+                    self._channel.send_values(found, rank)
+        else:
+            found = tuple(self._channel.receive_values(last))
+        self._channel.flush()
         return found[0] if len(found) == 1 else found
 
     @property
@@ -421,14 +426,9 @@ class Pipeline(WrappedOnce, OwnNames):
         """Whether this rank needs data: inputs in the first stage, targets in the last one."""
         return 0 in self._stages or len(self._stage_ranks) - 1 in self._stages
 
-    @property
-    def _messages(self) -> StageChannel:
-        assert self._channel is not None
-        return self._channel
-
     def _tell(self, losses: Mapping[int, Tensor], own: Sequence[int]) -> list[Tensor]:
         """Those of all micro-batches of this pipeline, on all its ranks."""
-        if self._channel is None or not own:
+        if self._row.size == 1 or not own:
             return [losses[leaf] for leaf in own]
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         found = torch.empty(len(own), device=device)

@@ -49,7 +49,7 @@ class Executor:
         self,
         stages: Mapping[int, Stage],
         stage_ranks: Sequence[int],
-        channel: StageChannel | None,
+        channel: StageChannel,
         task: StepTask,
     ) -> None:
         self.stages, self.stage_ranks, self.channel, self.task = stages, stage_ranks, channel, task
@@ -108,11 +108,11 @@ class Executor:
         tensors = self._made.pop(action._replace(kind=FORWARD if forward else INPUT_GRADIENT))
         to = self.stage_ranks[action.stage + (1 if forward else -1)]
         weight = self._of(action)[1].checked_weight()
-        self._channel.send(action, to, self.task.step, weight, tensors)
+        self.channel.send(action, to, self.task.step, weight, tensors)
 
     def _post(self, action: Action) -> None:
         sender = action.stage + (-1 if action.kind == RECEIVE_FORWARD else 1)
-        self._channel.post(action, self.stage_ranks[sender])
+        self.channel.post(action, self.stage_ranks[sender])
 
     def _of(self, action: Action) -> tuple[Stage, MicroBatch]:
         while len(self._known) <= action.micro_batch:
@@ -131,7 +131,7 @@ class Executor:
         source = self.stage_ranks[needed.stage]
         if source == self._rank:
             return self._made.pop(needed)
-        arrival = self._channel.take(receive, source, self.task.step)
+        arrival = self.channel.take(receive, source, self.task.step)
         if receive.kind == RECEIVE_BACKWARD:  # the loss has been computed, and may have set it
             self._of(receive)[1].weight = arrival.weight
         return arrival.tensors
@@ -143,8 +143,3 @@ class Executor:
     def _is_last(self, action: Action) -> bool:
         self._left[action.stage] -= 1
         return self._left[action.stage] == 0
-
-    @property
-    def _channel(self) -> StageChannel:
-        assert self.channel is not None
-        return self.channel

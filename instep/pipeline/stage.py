@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +23,13 @@ from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
 from instep.pipeline.layers import Layers
-from instep.pipeline.split_backward import Kept, input_gradients, weight_gradients
+from instep.pipeline.split_backward import input_gradients, weight_gradients
 from instep.replicate.reducer import Reducer, sparse_positions
 from instep.step import optimizer_guard
-from instep.step.backward import Backward
+from instep.step.backward import Backward, release
 from instep.step.micro_batches import DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import ReductionOptions, StepPlan
-from instep.work import Lane
 
 Values = tuple[Any, ...]  # what goes from layer to layer
 
@@ -90,11 +90,10 @@ class Stage:
         keys = LeafKeys(layers, seed, generators(self._device), blocks)
         self.declared = DeclaredStep(layers, self.reducer, keys, registry)
         self._backward = Backward(self.declared, broadcast=False)
-        self._unbind = weakref.finalize(self, _release, self._backward.hooks, self.reducer.lane, group)
+        self._unbind = weakref.finalize(self, release, self._backward.hooks, self.reducer.lane, group)
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
         self._alive: dict[int, Alive] = {}  # by micro-batch
-        self._kept: dict[int, Alive | list[Kept]] = {}  # what weight gradients are still to be computed from
-        self._came: dict[int, Sequence[Tensor] | None] = {}  # of the first stage: gradients of its outputs
+        self._kept: dict[int, Callable[[], None]] = {}  # what computes its weight gradients
 
     @contextmanager
     def begun(self, plan: StepPlan) -> Iterator[None]:
@@ -136,23 +135,20 @@ class Stage:
         """As ``backward``, but for the gradients of weights, which ``weight_gradients`` computes later."""
         alive = self._alive.pop(micro_batch.index)
         if not alive.inputs:  # nobody waits for anything
-            self._kept[micro_batch.index], self._came[micro_batch.index] = alive, gradients
+            self._kept[micro_batch.index] = partial(_run_backward, alive.outputs, gradients)
             return []
         visit = self._visit(micro_batch, gradients=False)
         with visit, self._span("input gradient", micro_batch), self._without_autocast():
             weights = list(self.layers.parameters())
             found, kept = input_gradients(*_roots(alive.outputs, gradients), alive.inputs, weights)
-        self._kept[micro_batch.index] = kept
+        self._kept[micro_batch.index] = partial(weight_gradients, kept)
         return _filled(alive.inputs, found)
 
     def weight_gradients(self, micro_batch: MicroBatch, *, last: bool) -> None:
         """What ``input_gradients`` has left; ``last`` as of ``backward``."""
-        kept = self._kept.pop(micro_batch.index)
+        compute = self._kept.pop(micro_batch.index)
         with self._backwards(micro_batch, "weight gradient", last=last):
-            if isinstance(kept, Alive):
-                _run_backward(kept.outputs, self._came.pop(micro_batch.index))
-            else:
-                weight_gradients(kept)
+            compute()
 
     def evaluate(self, values: Values) -> Values:
         """What the stage gives for ``values``, outside of a step."""
@@ -228,11 +224,3 @@ def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None)
 def _filled(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """``gradients``, zeros for an input that was not used: the stage before waits for one of each."""
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
-
-
-def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
-    for hook in hooks:
-        hook.remove()
-    group.give_up()  # a program that ends after an error must not wait for its peers
-    lane.close()
-    group.close()

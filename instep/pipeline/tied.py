@@ -41,7 +41,7 @@ class TiedParameters:
         stage_ranks: Sequence[int],
         rank: int,
         home: PipelineHome,
-        channel: StageChannel | None,
+        channel: StageChannel,
     ) -> None:
         self.tied, self.stage_ranks, self.rank, self.channel = tied, stage_ranks, rank, channel
         self._home = home
@@ -73,10 +73,10 @@ class TiedParameters:
                 if i in self._aliases:
                     self._aliases[i].data = p.data
                 for rank in others:
-                    self._channel.send_alone(p, rank, FIRST_TAG + i)
+                    self.channel.send_alone(p, rank, FIRST_TAG + i)
             elif self.rank in others:
                 operation = f"the values of {name!r}, which two stages use"
-                self._channel.receive_alone(self._aliases[i].data, owner, FIRST_TAG + i, operation)
+                self.channel.receive_alone(self._aliases[i].data, owner, FIRST_TAG + i, operation)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class TiedParameters:
         else:
             p = self.tied[i].parameter
             whole = torch.zeros(p.shape, dtype=p.dtype) if gradient is None else gradient
-            self._channel.send_alone(whole, owner, FIRST_TAG + i)
+            self.channel.send_alone(whole, owner, FIRST_TAG + i)
 
     def _fetch(self, i: int, micro_batch: MicroBatch) -> Tensor | None:
         name, p, stages = self.tied[i]
@@ -108,12 +108,7 @@ class TiedParameters:
                 found = self._given.pop((i, stage, micro_batch.index))
             else:
                 operation = f"the gradient of {name!r} from stage {stage}, micro-batch {micro_batch.index}"
-                found = self._channel.receive_alone(torch.empty_like(p), source, FIRST_TAG + i, operation)
+                found = self.channel.receive_alone(torch.empty_like(p), source, FIRST_TAG + i, operation)
             if found is not None:
                 total = found if total is None else total.add_(found)
         return total
-
-    @property
-    def _channel(self) -> StageChannel:
-        assert self.channel is not None
-        return self.channel

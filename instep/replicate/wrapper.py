@@ -19,7 +19,6 @@ from instep.mesh.clocks import measure
 from instep.mesh.device import generators, marks_for
 from instep.mesh.join import find_ranks, num_ranks
 from instep.mesh.mesh import Mesh, registered_mesh
-from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
 from instep.ordered.buckets import Caps
 from instep.ordered.homes import Wrapped
@@ -32,7 +31,7 @@ from instep.replicate.reducer import Reducer, sparse_positions
 from instep.replicate.strategies import find
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
-from instep.step.backward import Backward
+from instep.step.backward import Backward, release
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.nesting import WrappedOnce, require_unwrapped
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
@@ -40,7 +39,6 @@ from instep.step.reduction import ReductionOptions
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
-from instep.work import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,7 +208,7 @@ class DataParallel(WrappedOnce, OwnNames):
         self._backward = Backward(
             self._declared, broadcast=self._broadcast_buffers, shared=self._shared, called=called
         )
-        self._unbind = weakref.finalize(self, _release, self._backward.hooks, self._reducer.lane, self.group)
+        self._unbind = weakref.finalize(self, release, self._backward.hooks, self._reducer.lane, self.group)
         optimizer_guard.watch(self._reducer, registry.frozen, self._unbind, weakref.ref(self))
         self._is_bound = True
 
@@ -587,11 +585,3 @@ class DataParallel(WrappedOnce, OwnNames):
     def _check_open(self) -> None:
         if not self._unbind.alive:
             raise RuntimeError("this DataParallel is closed: wrap the module again, or rebind() this one")
-
-
-def _release(hooks: list[Any], lane: Lane, group: Group) -> None:
-    for hook in hooks:
-        hook.remove()
-    group.give_up()  # a program that ends after an error must not wait for its peers
-    lane.close()
-    group.close()

@@ -36,13 +36,12 @@ from instep.shard.stage3 import Stage3
 from instep.shard.unit import Divided, Unit
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
-from instep.step.backward import Backward
+from instep.step.backward import Backward, release
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
-from instep.work import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -349,7 +348,7 @@ class Sharding:
             hooks += [m.register_forward_pre_hook(cast, prepend=True, with_kwargs=True) for m in casts]
         # The group for the weights is stage 3's to close: other ranks may still gather.
         groups = [g for g in self.ranks.groups if self.stage3 is None or g is not self.ranks.weights]
-        self._unbind = weakref.finalize(self, _release, hooks, self.reducer.lane, groups)
+        self._unbind = weakref.finalize(self, release, hooks, self.reducer.lane, *groups)
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -402,16 +401,6 @@ def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> Param
     if options.one_copy:
         checks.require_one_copy([p for _, p in registry.trainable], group)
     return registry
-
-
-def _release(hooks: list[Any], lane: Lane, groups: Sequence[Group]) -> None:
-    for hook in hooks:
-        hook.remove()
-    for group in groups:
-        group.give_up()  # a program that ends after an error must not wait for its peers
-    lane.close()
-    for group in groups:
-        group.close()
 
 
 def _subject_of(

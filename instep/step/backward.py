@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.events import BUFFERS, Span
+from instep.mesh.process_group import Group
 from instep.ordered.hook import Hook, weakly
 from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
@@ -41,6 +42,7 @@ from instep.step.first_inputs import tensors_in
 from instep.step.micro_batches import DeclaredStep
 from instep.step.nesting import require_outermost
 from instep.step.reduction import StepPlan
+from instep.work import Lane
 
 NO_TASK = -1
 
@@ -291,6 +293,17 @@ class Backward:
     def _cancel(self, name: str) -> None:
         if (span := self._open.pop(name, None)) is not None:
             span.cancel()
+
+
+def release(hooks: Iterable[Any], lane: Lane, *groups: Group) -> None:
+    """End what a wrapper does in backward: its ``hooks``, its ``lane``, its ``groups``."""
+    for hook in hooks:
+        hook.remove()
+    for group in groups:
+        group.give_up()  # a program that ends after an error must not wait for its peers
+    lane.close()
+    for group in groups:
+        group.close()
 
 
 def _one() -> int:
