@@ -379,14 +379,15 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> weights["0.weight"].shape
         torch.Size([96, 8])
     """
+    held = module.state_dict(keep_vars=True)
     fetched = {
-        name: there.fetch(x)
-        for name, x in module.state_dict(keep_vars=True).items()
+        name: value
+        for name, x in held.items()
         if isinstance(x, Tensor) and (there := home(x)) is not None
+        if (value := there.fetch(x)) is not None
     }
-    if any(value is not None for value in fetched.values()):
-        every = module.state_dict(keep_vars=True).items()
-        return {name: x.detach().clone() if fetched.get(name) is None else fetched[name] for name, x in every}
+    if fetched:
+        return {name: fetched[name] if name in fetched else x.detach().clone() for name, x in held.items()}
     live = {x.untyped_storage()._cdata for x in (*module.parameters(), *module.buffers())}
     whole: dict[str, Any] = {}
     for name, value in module.state_dict().items():  # what was in slices is in new memory
