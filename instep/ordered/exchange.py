@@ -12,9 +12,10 @@
 No collective that does arithmetic takes part, so neither the backend's algorithm nor the number of ranks
 can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots: (r + 1) S (W-1)/W; with
 one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
-the headers. Where ranks can reach into each other's buckets (backend "shm") nothing is sent: each adds its
-slices where they lie. How slices travel is a ``Transport``'s, one class a file: ``by_sharing.py``,
-``by_messages.py``, ``by_collectives.py``, ``by_hosts.py``.
+the headers. A small bucket travels whole to all ranks instead, in one step. Where ranks can reach into each
+other's buckets (backend "shm") nothing is sent: each adds its slices where they lie. How slices travel is a
+``Transport``'s, one class a file: ``by_sharing.py``, ``by_messages.py``, ``by_collectives.py``,
+``by_hosts.py``.
 
 G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 """
@@ -91,7 +92,7 @@ class _UnderWay(NamedTuple):
 
 
 class OrderedAllReduce:
-    """Reduces buckets over ``group``, one after the other, always from the same thread.
+    """Reduces buckets over ``group``, one after the other, from one thread at a time.
 
     Some ``Transport``s keep several under way; they are told of as if each had begun when the one before had
     ended, which is how long a link takes for each.
