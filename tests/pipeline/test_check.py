@@ -105,10 +105,15 @@ def test_between_input_and_weight_gradient_a_part_stays():
     assert peak_activations(Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1"), kept=0.25) == [1.25]
 
 
+def a_row(schedule: Schedule, data: st.DataObject) -> tuple[int, list[Action]]:
+    """A rank, and a copy of what it does."""
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    return rank, [*schedule.rows[rank]]
+
+
 @given(schedules(), st.data())
 def test_without_any_one_action_a_schedule_is_refused(schedule, data):
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    row = [*schedule.rows[rank]]
+    rank, row = a_row(schedule, data)
     gone = row.pop(data.draw(st.integers(0, len(row) - 1)))
     with pytest.raises(IllegalSchedule, match=rf"there is no .*{gone}: add it to rank {rank}|no {gone} or"):
         check(changed(schedule, rank, row))
@@ -116,8 +121,7 @@ def test_without_any_one_action_a_schedule_is_refused(schedule, data):
 
 @given(schedules(), st.data())
 def test_with_any_one_action_twice_a_schedule_is_refused(schedule, data):
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    row = [*schedule.rows[rank]]
+    rank, row = a_row(schedule, data)
     twice = row[data.draw(st.integers(0, len(row) - 1))]
     row.insert(data.draw(st.integers(0, len(row))), twice)
     with pytest.raises(IllegalSchedule, match=f"{twice} is there twice"):
@@ -126,8 +130,7 @@ def test_with_any_one_action_twice_a_schedule_is_refused(schedule, data):
 
 @given(schedules(), st.data())
 def test_with_a_forward_and_its_backward_swapped_a_schedule_is_refused(schedule, data):
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    row = [*schedule.rows[rank]]
+    rank, row = a_row(schedule, data)
     forward = data.draw(st.sampled_from([action for action in row if action.kind == FORWARD]))
     backward = next(a for a in row if a.result == forward._replace(kind="I"))
     i, j = row.index(forward), row.index(backward)
@@ -139,8 +142,7 @@ def test_with_a_forward_and_its_backward_swapped_a_schedule_is_refused(schedule,
 @given(schedules(), st.data())
 def test_what_is_refused_is_what_does_not_come_to_its_end(schedule, data):
     """Any two actions of a row swapped, which may be legal or not: the check and the simulator agree."""
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    row = [*schedule.rows[rank]]
+    rank, row = a_row(schedule, data)
     i, j = (data.draw(st.integers(0, len(row) - 1)) for _ in range(2))
     row[i], row[j] = row[j], row[i]
     swapped = changed(schedule, rank, row)
