@@ -393,7 +393,7 @@ def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed()
     near = replace(own_peer(1, silent), rank=1)
     far = replace(ME, rank=2, host="another")
     with pytest.raises(PeerLost):
-        a_table(near, far, timeout_s=PATIENT_S, status_store=status_store, flight=in_operation()).wait(
+        a_table(near, far, timeout_s=4 * PATIENT_S, status_store=status_store, flight=in_operation()).wait(
             Work(float("inf")), OPERATION
         )
     posted = status_store.read(1)
