@@ -98,8 +98,12 @@ class SharedModel:
         return torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0, "fused": True}
 
     def copy(self, *, checkpoint: bool = False) -> nn.Module:
-        """The module with parameters of its own over the shared storage."""
-        parameters = {id(p): nn.Parameter(p.detach()) for p in self.module.parameters()}
+        """The module with parameters of its own over the shared storage.
+
+        Each counts its own writes, as ``.detach()`` would not: to a model whose weights a variant writes on
+        one rank alone, replicas would seem to differ, and it would hash them all.
+        """
+        parameters = {id(p): nn.Parameter(p.data) for p in self.module.parameters()}
         module = copy.deepcopy(self.module, parameters)
         if isinstance(module, GPT):
             module.config = replace(module.config, checkpoint=checkpoint)
