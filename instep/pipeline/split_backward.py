@@ -6,8 +6,12 @@ rest.
                         <- weight              what hangs on it: computed later, from what came to N
 
 In the first part, what comes to each node N that weights hang on is kept. The second one begins at these
-nodes. No kernel computes anything twice: backward nodes compute what is asked of them alone. So the bits are
-those of a backward in one part.
+nodes. That is a backward in one part, in another order, where a weight hangs on one node of the path alone:
+so the bits are the same. A weight that hangs on several, or on an output that no input leads to, gets its
+gradient by a backward of its own from the outputs; on the way it computes once more what the first part did.
+
+What is recomputed in backward (activation checkpointing) would be once per part and node. There
+``gradients_at_once`` serves, a backward in one part that hands out the gradients of weights later.
 
 Source: P. Qi et al., "Zero Bubble Pipeline Parallelism", 2024, in the form of
 ``torch.distributed.pipelining``.
@@ -15,12 +19,18 @@ Source: P. Qi et al., "Zero Bubble Pipeline Parallelism", 2024, in the form of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Later: TypeAlias = Callable[[], None]
+"""Computes the gradients of weights, which accumulate in ``.grad``."""
+REENTRANT = "CheckpointFunctionBackward"  # a node's name
 
 
 class Kept(NamedTuple):
@@ -35,43 +45,88 @@ def input_gradients(
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
-    weights: Iterable[Tensor],
-) -> tuple[list[Tensor | None], list[Kept]]:
-    """The gradients of ``inputs``; and what is to be done for ``weights``, by ``weight_gradients``."""
-    own = {get_gradient_edge(w).node: w for w in weights if w.requires_grad}
-    ends = {get_gradient_edge(x).node for x in inputs}
-    order = _from_outputs([get_gradient_edge(x).node for x in outputs])
-    on_path: set[Node] = set()
-    below: dict[Node, list[Tensor]] = {}  # by node off the path: the weights under it
-    for node in order:  # the inputs' end first
-        following = [other for other, _ in node.next_functions if other is not None]
-        if node in ends or any(other in on_path for other in following):
-            on_path.add(node)
-            continue
-        found = [own[node]] if node in own else []
-        below[node] = [*found, *(w for other in following for w in below[other])]
-    kept, handles = [], []
-    for node in order:
-        if node not in on_path:
-            continue
-        off = [other for other, _ in node.next_functions if other is not None and other not in on_path]
-        hanging = list({id(w): w for other in off for w in below[other]}.values())
-        if hanging:
-            kept.append(Kept(node, hanging, []))
-            handles.append(node.register_prehook(_keeping(kept[-1].gradients)))
+    weights: Sequence[Tensor],
+) -> tuple[list[Tensor | None], Later]:
+    """The gradients of ``inputs``, None for one that is not used; and what is left to do for ``weights``."""
+    hanging, others = _hanging(outputs, inputs, weights)
+    kept = [Kept(node, its, []) for node, its in hanging.items() if its]
+    handles = [one.node.register_prehook(_keeping(one.gradients)) for one in kept]
     try:
         came = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    return list(came), kept
+    return list(came), partial(_weight_gradients, kept, outputs, gradients, others)
 
 
-def weight_gradients(kept: Sequence[Kept]) -> None:
-    """Accumulate into the ``.grad`` of all weights."""
-    for node, weights, gradients in kept:
-        edges = [GradientEdge(node, i) for i, x in enumerate(gradients) if x is not None]
-        torch.autograd.backward(edges, [x for x in gradients if x is not None], inputs=weights)
+def gradients_at_once(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> tuple[list[Tensor | None], Later]:
+    """As ``input_gradients``, in one backward: those of ``weights`` take memory until they accumulate.
+
+    Raises:
+        ValueError: a layer is checkpointed with ``use_reentrant=True``, which computes all or nothing.
+    """
+    if any(node.name() == REENTRANT for node in _from_outputs(_nodes(outputs))):
+        raise ValueError(
+            "a layer is checkpointed with use_reentrant=True, which cannot compute the gradients of inputs "
+            "alone, as this schedule asks for: pass use_reentrant=False, or take a schedule without I and W, "
+            "1f1b for instance"
+        )
+    trained = [w for w in weights if w.requires_grad]
+    came = torch.autograd.grad(outputs, [*inputs, *trained], gradients, allow_unused=True)
+    pairs = zip(trained, came[len(inputs) :], strict=True)
+    return list(came[: len(inputs)]), partial(_accumulate, [(w, g) for w, g in pairs if g is not None])
+
+
+def _accumulate(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if gradients:
+        torch.autograd.backward([w for w, _ in gradients], [g for _, g in gradients])
+
+
+def _hanging(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[dict[Node, list[Tensor]], list[Tensor]]:
+    """Of each node on the path from ``outputs`` to ``inputs`` the weights that hang on it alone; and the
+    other weights."""
+    own = {get_gradient_edge(w).node: w for w in weights if w.requires_grad}
+    ends = {get_gradient_edge(x).node for x in inputs}
+    roots = _nodes(outputs)
+    on_path: dict[Node, list[Tensor]] = {}
+    below: dict[Node, list[Tensor]] = {}  # by node off the path: the weights under it
+    for node in _from_outputs(roots):  # the inputs' end first
+        following = [other for other, _ in node.next_functions if other is not None]
+        under = {id(w): w for other in following for w in below.get(other, ())}
+        if node in ends or any(other in on_path for other in following):
+            on_path[node] = list(under.values())
+        else:
+            found = [own[node]] if node in own else []
+            below[node] = [*found, *under.values()]
+    off_path = [below[root] for root in dict.fromkeys(roots) if root in below]
+    times = Counter(id(w) for its in (*on_path.values(), *off_path, *off_path) for w in its)
+    hanging = {node: [w for w in its if times[id(w)] == 1] for node, its in on_path.items()}
+    return hanging, [w for w in own.values() if times[id(w)] > 1]
+
+
+def _weight_gradients(
+    kept: Sequence[Kept],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    others: Sequence[Tensor],
+) -> None:
+    if others:
+        torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=others)
+    for node, weights, came in kept:
+        pairs = [(GradientEdge(node, i), x) for i, x in enumerate(came) if x is not None]
+        # A hook of a tensor has changed what came, and would once more.
+        handle = node.register_prehook(lambda again, came=tuple(came): came)
+        try:
+            torch.autograd.backward([edge for edge, _ in pairs], [x for _, x in pairs], inputs=weights)
+        finally:
+            handle.remove()
 
 
 def _keeping(gradients: list[Tensor | None]) -> Any:
@@ -79,6 +134,10 @@ def _keeping(gradients: list[Tensor | None]) -> Any:
         gradients[:] = came
 
     return keep
+
+
+def _nodes(outputs: Sequence[Tensor]) -> list[Node]:
+    return [get_gradient_edge(x).node for x in outputs]
 
 
 def _from_outputs(roots: Sequence[Node]) -> list[Node]:

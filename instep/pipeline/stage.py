@@ -23,7 +23,7 @@ from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
 from instep.pipeline.layers import Layers
-from instep.pipeline.split_backward import input_gradients, weight_gradients
+from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients
 from instep.replicate.reducer import Reducer, sparse_positions
 from instep.step import optimizer_guard
 from instep.step.backward import Backward, release
@@ -93,7 +93,8 @@ class Stage:
         self._unbind = weakref.finalize(self, release, self._backward.hooks, self.reducer.lane, group)
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
         self._alive: dict[int, Alive] = {}  # by micro-batch
-        self._kept: dict[int, Callable[[], None]] = {}  # what computes its weight gradients
+        self._kept: dict[int, Later] = {}  # by micro-batch
+        self._recomputes: bool | None = None  # whether layers are called in backward; None: not known yet
 
     @contextmanager
     def begun(self, plan: StepPlan) -> Iterator[None]:
@@ -139,10 +140,29 @@ class Stage:
             return []
         visit = self._visit(micro_batch, gradients=False)
         with visit, self._span("input gradient", micro_batch), self._without_autocast():
-            weights = list(self.layers.parameters())
-            found, kept = input_gradients(*_roots(alive.outputs, gradients), alive.inputs, weights)
-        self._kept[micro_batch.index] = partial(weight_gradients, kept)
+            compute = self._learn if self._recomputes is None else self._input_gradients
+            found, later = compute(*_roots(alive.outputs, gradients), alive.inputs)
+        self._kept[micro_batch.index] = later
         return _filled(alive.inputs, found)
+
+    def _input_gradients(
+        self, outputs: list[Tensor], gradients: list[Tensor] | None, inputs: list[Tensor]
+    ) -> tuple[list[Tensor | None], Later]:
+        compute = input_gradients if self._recomputes is False else gradients_at_once
+        return compute(outputs, gradients, inputs, list(self.layers.parameters()))
+
+    def _learn(self, *given: Any) -> tuple[list[Tensor | None], Later]:
+        """Of the first micro-batch: are layers called in backward, because activations are checkpointed?"""
+        calls: list[nn.Module] = []
+        handles = [
+            m.register_forward_pre_hook(lambda module, _: calls.append(module)) for m in self.layers.modules()
+        ]
+        try:
+            return self._input_gradients(*given)
+        finally:
+            self._recomputes = bool(calls)
+            for handle in handles:
+                handle.remove()
 
     def weight_gradients(self, micro_batch: MicroBatch, *, last: bool) -> None:
         """What ``input_gradients`` has left; ``last`` as of ``backward``."""
