@@ -264,8 +264,10 @@ class Group:
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
-        self._lane: Lane | None = None
-        self._owed: list[device.Waitable] = []  # what a wait that raised has left unfinished
+        self._lanes: dict[str, Lane] = {}
+        self._owed: list[
+            device.Waitable
+        ] = []  # what is under way beside this thread, or was left so by an error
         self._interrupted = ""  # the operation in which this rank was torn from its peers, by a signal say
         status_store = status_store or StatusStore()
         known = getattr(pg, "peers", None)  # some groups have met already
@@ -359,6 +361,11 @@ class Group:
         reached: list[Tensor] = self._shared.reach(rank, places, dtype)
         return reached
 
+    @property
+    def mailboxes(self) -> Any:
+        """Of a backend whose ranks receive messages where they lie (``shm/mailboxes.py``); else None."""
+        return None if self._shared is None else self._shared.mailboxes
+
     def barrier(self, operation: str) -> None:
         """Return when all ranks have come."""
         if self._shared is not None:
@@ -390,8 +397,8 @@ class Group:
         Returns within a slice of a wait, whatever has become of the others.
         """
         self.give_up()
-        if self._lane is not None:
-            self._lane.close(wait=False)
+        for lane in self._lanes.values():
+            lane.close(wait=False)
         if self._shared is not None:
             self._shared.shutdown()
         for pg in (self.pg, self._line):
@@ -437,10 +444,25 @@ class Group:
         It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
         its connection along.
         """
+        self.start(function, operation)()
+
+    def start(self, function: Callable[[], object], operation: str, line: str = "") -> Callable[[], None]:
+        """As ``run``, but return at once: what is returned waits until ``function`` has ended.
+
+        Functions of one ``line`` are called one after the other, those of several at the same time.
+        """
         self._require_whole(operation)
-        if self._flight is not None:
-            self._flight.begin(operation)
-        self._finish(self._submit(function, operation), operation)
+        work = self._submit(function, operation, line)
+        self._owe(work)
+
+        def wait() -> None:
+            self._require_whole(operation)
+            if self._flight is not None:
+                self._flight.begin(operation)
+            self._finish(work, operation)
+            self._owed.remove(work)
+
+        return wait
 
     def begin(self, send: Callable[[], First], operation: str) -> Callable[[], int]:
         """As ``run``, but return at once: other operations may follow, before what is returned waits.
@@ -468,10 +490,10 @@ class Group:
 
         return wait
 
-    def _submit(self, function: Callable[[], object], operation: str) -> Running:
-        if self._lane is None:
-            self._lane = Lane(f"instep messages, rank {self.rank}")
-        return Running(self._lane.submit(operation, function))
+    def _submit(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
+        if line not in self._lanes:
+            self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
+        return Running(self._lanes[line].submit(operation, function))
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""

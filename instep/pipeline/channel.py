@@ -1,21 +1,26 @@
 """What the ranks of a pipeline send each other: activations on the way forward, gradients on the way back.
 
 A message is a line of words, then its tensors. The words say what it is, so that ranks that are out of step
-find out before they compute with it, and how the tensors look. With the first message of a kind that is
-learned; from then on the next ones can be received before they are waited for:
+find out before they compute with it, and how the tensors look. Two ranks send each other one message after
+the other, in the order in which they are taken.
+
+Ranks that share memory receive a message where its sender has put it (``shm/mailboxes.py``). Over connections
+a receive needs memory of its own before it is there. How much, is learned with the first message of a kind;
+from then on the next ones can be received before they are waited for:
 
     post 1RECV_F0      how it looks is not known: it is remembered
     take 1RECV_F0      wait for the words, then for the tensors
     post 1RECV_F1      words and tensors may come from now on
     take 1RECV_F1      wait until they are there
 
-Two ranks send each other one message after the other, in the order in which they are taken.
+A thread waits for each connection, in each direction: when a message comes while the rank computes it is
+there, and what is sent is let go as soon as it is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,10 +42,13 @@ FIELDS = (
 )
 NUM_WORDS = FIELDS + MAX_TENSORS * (2 + MAX_DIMS)
 NO_STAGE = -1  # of an evaluation, whose batches may have any shapes
+STAGES = 0  # the tag of what stages send each other
 ENDING = "the end of a pipeline's step"
 
 Kind: TypeAlias = tuple[int, str]
 """Stage and kind of a receive: its messages look alike."""
+Check: TypeAlias = Callable[[Sequence[int], Action], None]
+"""Raises if the words are not those that an action waits for."""
 
 
 class Look(NamedTuple):
@@ -48,6 +56,14 @@ class Look(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def new(self) -> Tensor:
+        """Memory for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+    def of(self, part: Tensor) -> Tensor:
+        """``part``, its bytes, as such a tensor."""
+        return part.view(self.dtype).view(self.shape)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
@@ -60,26 +76,14 @@ class Received(NamedTuple):
     tensors: list[Tensor]
 
 
-class Posted:
-    """A receive that is under way."""
-
-    def __init__(self) -> None:
-        self.words = torch.zeros(NUM_WORDS, dtype=torch.int64)
-        self.works: list[Any] = []
-        self.tensors: list[Tensor] = []
-
-
 class StageChannel:
     """Messages between the ranks of ``group``, which has no other user; one thread uses it."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._looks: dict[Kind, list[Look]] = {}  # of what is received
+        self._way = Connections(group) if group.mailboxes is None else SharedMemory(group.mailboxes)
         self._told: dict[Kind, list[Look]] = {}  # of what is sent
-        self._sent: list[tuple[Any, Tensor]] = []
-        self._posted: dict[Action, Posted] = {}
         self._left: int | None = None  # the step that was given up
-        self._waiting: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source: posted, not known
 
     def send(self, action: Action, to: int, step: int, weight: int, tensors: Sequence[Tensor]) -> None:
         """Begin to send ``tensors`` to group rank ``to``, as ``action``. They must not change until
@@ -102,15 +106,11 @@ class StageChannel:
                 f"{_listed(looks)}: the next stage has its memory ready for these, so give all "
                 "micro-batches the same shapes, by padding for instance"
             )
-        self._send(_words(action, step, weight, looks), to)
-        for x in tensors:
-            self._send(x.detach().contiguous(), to)
-        self._sent = [(work, x) for work, x in self._sent if not work.is_completed()]
+        self._way.send(to, STAGES, _words(action, step, weight, looks), tensors)
 
     def post(self, action: Action, source: int) -> None:
         """Receive ``action`` from group rank ``source`` from now on, if it is known how that looks."""
-        self._waiting[source].append(action)
-        self._post_known(source)
+        self._way.post(action, source)
 
     def take(self, action: Action, source: int, step: int) -> Received:
         """What ``action``, which was posted, receives from ``source``, once it is there.
@@ -120,23 +120,21 @@ class StageChannel:
             PeerLost: it did not come.
         """
         self._require_whole(step)
-        while action not in self._posted:
-            self._learn(source, step)
-        posted = self._posted.pop(action)
-        self._wait(posted, action)
-        self._check(posted, action, source, step)
-        return Received(int(posted.words[5]), posted.tensors)
+
+        def check(words: Sequence[int], action: Action) -> None:
+            self._check(words, action, source, step)
+
+        words, tensors = self._way.take(action, source, check)
+        return Received(words[5], tensors)
 
     def send_alone(self, x: Tensor, to: int, tag: int) -> None:
         """Begin to send ``x``, of which the other one knows how it looks; messages of another ``tag``
         may come before it."""
-        self._send(x.detach().contiguous(), to, tag)
+        self._way.send(to, tag, [], [x])
 
-    def receive_alone(self, x: Tensor, source: int, tag: int, operation: str) -> Tensor:
-        """``x``, when it is what ``source`` has sent by ``send_alone``."""
-        work = self._receive(x, source, tag)
-        self.group.run(work.wait, operation)
-        return x
+    def receive_alone(self, look: Look, source: int, tag: int, operation: str) -> Tensor:
+        """What ``source`` has sent by ``send_alone``, once it is there."""
+        return self._way.alone(look, source, tag, operation)
 
     def send_values(self, values: Sequence[Tensor], to: int) -> None:
         """Begin to send ``values``, of which the other one knows nothing."""
@@ -146,16 +144,12 @@ class StageChannel:
     def receive_values(self, source: int) -> list[Tensor]:
         """What ``source`` has sent by ``send_values``."""
         action = Action(NO_STAGE, SEND_FORWARD, 0)
-        self._looks.pop((NO_STAGE, SEND_FORWARD), None)
         self.post(action, source)
         return self.take(action, source, 0).tensors
 
     def flush(self) -> None:
         """Wait until what was sent may be changed."""
-        sent, self._sent = self._sent, []
-        for work, _ in sent:
-            if not work.is_completed():
-                self.group.run(work.wait, ENDING)
+        self._way.flush()
 
     def leave(self, step: int) -> None:
         """Tell the others, where they expect a message, that this rank sends no more in ``step``.
@@ -170,7 +164,7 @@ class StageChannel:
         for rank in range(self.group.size):
             if rank != self.group.rank:
                 with suppress(RuntimeError):
-                    self._send(words, rank)
+                    self._way.send(rank, STAGES, words, [])
 
     def _require_whole(self, step: int) -> None:
         if self._left is not None:
@@ -180,56 +174,8 @@ class StageChannel:
                 "`instep run`, which does"
             )
 
-    def _send(self, x: Tensor, to: int, tag: int = 0) -> None:
-        if x.numel():
-            self._sent.append((self._pg.send([_bytes(x)], to, tag), x))
-
-    def _receive(self, x: Tensor, source: int, tag: int = 0) -> Any:
-        return self._pg.recv([_bytes(x)], source, tag)
-
-    @property
-    def _pg(self) -> Any:
-        assert self.group.pg is not None
-        return self.group.pg
-
-    def _post_known(self, source: int) -> None:
-        waiting = self._waiting[source]
-        while waiting and (looks := self._looks.get((waiting[0].stage, waiting[0].kind))) is not None:
-            self._post_tensors(self._post_words(waiting.popleft(), source), looks, source)
-
-    def _post_words(self, action: Action, source: int) -> Posted:
-        posted = self._posted[action] = Posted()
-        posted.works.append(self._receive(posted.words, source))
-        return posted
-
-    def _post_tensors(self, posted: Posted, looks: Sequence[Look], source: int) -> None:
-        posted.tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in looks]
-        posted.works += [self._receive(x, source) for x in posted.tensors if x.numel()]
-
-    def _learn(self, source: int, step: int) -> None:
-        """Wait for the words of the first message of a kind, which say how the others look."""
-        action = self._waiting[source].popleft()
-        posted = self._post_words(action, source)
-        self._wait(posted, action)
-        self._check(posted, action, source, step)
-        looks = self._looks[action.stage, action.kind] = _looks(posted.words)
-        self._post_tensors(posted, looks, source)
-        self._post_known(source)
-
-    def _wait(self, posted: Posted, action: Action) -> None:
-        works, posted.works = posted.works, []
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-                if posted.words[1]:  # the sender has left: no tensors come
-                    return
-
-        if not all(work.is_completed() for work in works):
-            self.group.run(wait, str(action))
-
-    def _check(self, posted: Posted, action: Action, source: int, step: int) -> None:
-        version, left, its_step, stage, micro_batch, _, _ = posted.words[:FIELDS].tolist()
+    def _check(self, words: Sequence[int], action: Action, source: int, step: int) -> None:
+        version, left, its_step, stage, micro_batch, _, _ = words[:FIELDS]
         mine, other = self.group.global_rank, self.group.ranks[source]
         if left:
             raise Desync(
@@ -245,7 +191,142 @@ class StageChannel:
             )
 
 
-def _words(action: Action, step: int, weight: int, looks: Sequence[Look]) -> Tensor:
+class SharedMemory:
+    """Messages between ranks that reach each other's memory: what was sent lies there, and is taken there."""
+
+    def __init__(self, mailboxes: Any) -> None:
+        self._mailboxes = mailboxes
+        self._posted: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source, in order
+        self._come: dict[Action, tuple[list[int], list[Tensor]]] = {}  # before they were taken
+
+    def send(self, to: int, tag: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self._mailboxes.send(to, tag, words, tensors)
+
+    def post(self, action: Action, source: int) -> None:
+        self._posted[source].append(action)
+
+    def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
+        while action not in self._come:
+            first = self._posted[source].popleft()
+            words, parts = self._mailboxes.take(source, STAGES, str(first))
+            check(words, first)
+            found = [look.of(part) for look, part in zip(_looks(words), parts, strict=True)]
+            self._come[first] = words, found
+        return self._come.pop(action)
+
+    def alone(self, look: Look, source: int, tag: int, operation: str) -> Tensor:
+        return look.of(self._mailboxes.take(source, tag, operation).parts[0])
+
+    def flush(self) -> None:
+        """Nothing to do: what was sent has been copied."""
+
+
+class Posted:
+    """A receive that is under way: ``wait`` returns when it is there."""
+
+    def __init__(self, looks: Sequence[Look]) -> None:
+        self.words = torch.zeros(NUM_WORDS, dtype=torch.int64)
+        self.tensors = [look.new() for look in looks]
+        self.wait: Callable[[], None]
+
+
+class Connections:
+    """Messages between ranks that only a process group connects."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._looks: dict[Kind, list[Look]] = {}  # of what is received
+        self._sent: list[Callable[[], None]] = []
+        self._posted: dict[Action, Posted] = {}
+        self._waiting: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source: posted, not known
+
+    def send(self, to: int, tag: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        whole = [x.detach().contiguous() for x in tensors]
+        if words:
+            whole.insert(0, torch.tensor([*words, *[0] * (NUM_WORDS - len(words))], dtype=torch.int64))
+        works = [self._pg.send([_bytes(x)], to, tag) for x in whole if x.numel()]
+
+        def wait(kept: Sequence[Tensor] = whole) -> None:  # which gloo does not keep
+            for work in works:
+                work.wait()
+
+        del whole  # of what was sent this frame knows nothing more: ``wait`` goes when it has been called
+        self._sent.append(self.group.start(wait, ENDING, f" to rank {to}"))
+
+    def post(self, action: Action, source: int) -> None:
+        self._waiting[source].append(action)
+        self._post_known(source)
+
+    def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
+        while action not in self._posted:
+            self._learn(source, check)
+        posted = self._posted.pop(action)
+        posted.wait()
+        words: list[int] = posted.words.tolist()
+        check(words, action)
+        return words, posted.tensors
+
+    def alone(self, look: Look, source: int, tag: int, operation: str) -> Tensor:
+        x = look.new()
+        works = self._receive([x], source, tag)
+        self.group.start(lambda: _wait_for_all(works), operation, f" from rank {source}, tag {tag}")()
+        return x
+
+    def flush(self) -> None:
+        sent, self._sent = self._sent, []
+        for wait in sent:
+            wait()
+
+    @property
+    def _pg(self) -> Any:
+        assert self.group.pg is not None
+        return self.group.pg
+
+    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int = STAGES) -> list[Any]:
+        return [self._pg.recv([_bytes(x)], source, tag) for x in tensors if x.numel()]
+
+    def _post_known(self, source: int) -> None:
+        waiting = self._waiting[source]
+        while waiting and (looks := self._looks.get((waiting[0].stage, waiting[0].kind))) is not None:
+            self._post(waiting.popleft(), source, looks)
+
+    def _learn(self, source: int, check: Check) -> None:
+        """Wait for the words of the first message of a kind, which say how the others look."""
+        action = self._waiting[source].popleft()
+        posted = self._post(action, source, [])
+        posted.wait()
+        words = posted.words.tolist()
+        check(words, action)
+        looks = _looks(words)
+        if action.stage != NO_STAGE:
+            self._looks[action.stage, action.kind] = looks
+        posted.tensors = [look.new() for look in looks]
+        works = self._receive(posted.tensors, source)
+        posted.wait = self._start(lambda: _wait_for_all(works), action, source)
+        self._post_known(source)
+
+    def _post(self, action: Action, source: int, looks: Sequence[Look]) -> Posted:
+        posted = self._posted[action] = Posted(looks)
+        (first,), others = self._receive([posted.words], source), self._receive(posted.tensors, source)
+
+        def wait() -> None:
+            first.wait()
+            if not posted.words[1]:  # else the sender has left: no tensors come
+                _wait_for_all(others)
+
+        posted.wait = self._start(wait, action, source)
+        return posted
+
+    def _start(self, wait: Callable[[], None], action: Action, source: int) -> Callable[[], None]:
+        return self.group.start(wait, str(action), f" from rank {source}")
+
+
+def _wait_for_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _words(action: Action, step: int, weight: int, looks: Sequence[Look]) -> list[int]:
     if len(looks) > MAX_TENSORS or any(len(look.shape) > MAX_DIMS for look in looks):
         raise ValueError(
             f"{action}: expected at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions between two "
@@ -254,13 +335,12 @@ def _words(action: Action, step: int, weight: int, looks: Sequence[Look]) -> Ten
     words = [VERSION, 0, step, action.stage, action.micro_batch, weight, len(looks)]
     for dtype, shape in looks:
         words += [DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]
-    return torch.tensor(words + [0] * (NUM_WORDS - len(words)), dtype=torch.int64)
+    return words
 
 
-def _looks(words: Tensor) -> list[Look]:
-    numbers = words.tolist()
-    rows = [numbers[at : at + 2 + MAX_DIMS] for at in range(FIELDS, NUM_WORDS, 2 + MAX_DIMS)]
-    return [Look(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows[: numbers[FIELDS - 1]]]
+def _looks(words: Sequence[int]) -> list[Look]:
+    rows = [words[at : at + 2 + MAX_DIMS] for at in range(FIELDS, len(words), 2 + MAX_DIMS)]
+    return [Look(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows[: words[FIELDS - 1]]]
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
 
 def input_gradients(
-    outputs: Sequence[Tensor],
+    outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -60,7 +60,7 @@ def input_gradients(
 
 
 def gradients_at_once(
-    outputs: Sequence[Tensor],
+    outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -70,7 +70,7 @@ def gradients_at_once(
     Raises:
         ValueError: a layer is checkpointed with ``use_reentrant=True``, which computes all or nothing.
     """
-    if any(node.name() == REENTRANT for node in _from_outputs(_nodes(outputs))):
+    if any(node.name() == REENTRANT for node in _from_outputs([x.node for x in outputs])):
         raise ValueError(
             "a layer is checkpointed with use_reentrant=True, which cannot compute the gradients of inputs "
             "alone, as this schedule asks for: pass use_reentrant=False, or take a schedule without I and W, "
@@ -88,13 +88,13 @@ def _accumulate(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _hanging(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[dict[Node, list[Tensor]], list[Tensor]]:
     """Of each node on the path from ``outputs`` to ``inputs`` the weights that hang on it alone; and the
     other weights."""
     own = {get_gradient_edge(w).node: w for w in weights if w.requires_grad}
     ends = {get_gradient_edge(x).node for x in inputs}
-    roots = _nodes(outputs)
+    roots = [x.node for x in outputs]
     on_path: dict[Node, list[Tensor]] = {}
     below: dict[Node, list[Tensor]] = {}  # by node off the path: the weights under it
     for node in _from_outputs(roots):  # the inputs' end first
@@ -113,7 +113,7 @@ def _hanging(
 
 def _weight_gradients(
     kept: Sequence[Kept],
-    outputs: Sequence[Tensor],
+    outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor] | None,
     others: Sequence[Tensor],
 ) -> None:
@@ -134,10 +134,6 @@ def _keeping(gradients: list[Tensor | None]) -> Any:
         gradients[:] = came
 
     return keep
-
-
-def _nodes(outputs: Sequence[Tensor]) -> list[Node]:
-    return [get_gradient_edge(x).node for x in outputs]
 
 
 def _from_outputs(roots: Sequence[Node]) -> list[Node]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from instep.events import Recorder
 from instep.mesh.clocks import measure
@@ -51,10 +52,13 @@ class Shared(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """What is kept of a micro-batch from its forward to its backward."""
+    """What is kept of a micro-batch from its forward to its backward: of the outputs the graph alone.
+
+    So what was sent goes with the message, unless a layer has saved it. None: nothing is trained up to there.
+    """
 
     inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: list[GradientEdge | None]
 
 
 class Stage:
@@ -117,7 +121,7 @@ class Stage:
             if loss is not None:
                 found = loss(found)
         outputs = found if isinstance(found, tuple) else (found,)
-        self._alive[micro_batch.index] = Alive(inputs, [x for x in outputs if _is_differentiable(x)])
+        self._alive[micro_batch.index] = Alive(inputs, [_edge(x) for x in outputs if _is_differentiable(x)])
         return outputs
 
     def backward(
@@ -146,7 +150,7 @@ class Stage:
         return _filled(alive.inputs, found)
 
     def _input_gradients(
-        self, outputs: list[Tensor], gradients: list[Tensor] | None, inputs: list[Tensor]
+        self, outputs: list[GradientEdge], gradients: list[Tensor] | None, inputs: list[Tensor]
     ) -> tuple[list[Tensor | None], Later]:
         compute = input_gradients if self._recomputes is False else gradients_at_once
         return compute(outputs, gradients, inputs, list(self.layers.parameters()))
@@ -225,17 +229,21 @@ def _is_differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
+def _edge(x: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(x) if x.requires_grad else None
+
+
 def _roots(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """The ``outputs`` that a backward begins at, and the gradients of these."""
+    outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor] | None
+) -> tuple[list[GradientEdge], list[Tensor] | None]:
+    """Where a backward begins, and the gradients there; ``gradients`` None: of a loss."""
     if gradients is None:
-        return [x for x in outputs if x.requires_grad], None
-    kept = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]
+        return [x for x in outputs if x is not None], None
+    kept = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x is not None]
     return [x for x, _ in kept], [g for _, g in kept]
 
 
-def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+def _run_backward(outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor] | None) -> None:
     roots, its = _roots(outputs, gradients)
     if roots:  # else nothing is trained up to here
         torch.autograd.backward(roots, its)

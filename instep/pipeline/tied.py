@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.pipeline.channel import StageChannel
+from instep.pipeline.channel import Look, StageChannel
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.stage import Mirrored, Shared
 from instep.step.micro_batches import MicroBatch
@@ -76,7 +76,8 @@ class TiedParameters:
                     self.channel.send_alone(p, rank, FIRST_TAG + i)
             elif self.rank in others:
                 operation = f"the values of {name!r}, which two stages use"
-                self.channel.receive_alone(self._aliases[i].data, owner, FIRST_TAG + i, operation)
+                found = self.channel.receive_alone(_look(p), owner, FIRST_TAG + i, operation)
+                self._aliases[i].data.copy_(found)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -108,7 +109,11 @@ class TiedParameters:
                 found = self._given.pop((i, stage, micro_batch.index))
             else:
                 operation = f"the gradient of {name!r} from stage {stage}, micro-batch {micro_batch.index}"
-                found = self.channel.receive_alone(torch.empty_like(p), source, FIRST_TAG + i, operation)
+                found = self.channel.receive_alone(_look(p), source, FIRST_TAG + i, operation)
             if found is not None:
                 total = found if total is None else total.add_(found)
         return total
+
+
+def _look(p: Tensor) -> Look:
+    return Look(p.dtype, tuple(p.shape))

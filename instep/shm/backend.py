@@ -39,6 +39,7 @@ from instep.shm.call import NOWHERE, Call, Location
 from instep.shm.collectives import Operation, reduction_name
 from instep.shm.group_segment import FAILED, LEFT, GroupSegment
 from instep.shm.heap import Heap
+from instep.shm.mailboxes import Mailboxes
 from instep.shm.point_to_point import PointToPoint
 from instep.shm.rounds import Rounds
 from instep.work import Lane, Work
@@ -55,8 +56,8 @@ class ShmGroup(ProcessGroup):
     """A group of ranks that share one segment; ``table[r]`` is the process of group rank r.
 
     Beyond torch's methods: ``allocate`` gives memory that the peers map, in which ``allreduce`` copies
-    nothing; ``expose`` shows such memory to the others; ``monitored_barrier``. ``peers`` and ``label`` are
-    for who uses the group through instep: the liveness of its ranks, and the name of what comes next.
+    nothing; ``expose`` shows such memory to the others; ``monitored_barrier``; ``mailboxes``, messages that
+    are received where they lie. ``peers`` and ``label`` are for who uses the group through instep: the liveness of its ranks, and the name of what comes next.
 
     After an error every further operation raises it again: what follows would meet something else. Errors are
     ``PeerLost``, ``Desync``, and ``TypeError`` or ``ValueError`` for arguments, before anything is sent.
@@ -74,11 +75,13 @@ class ShmGroup(ProcessGroup):
     ) -> None:
         super().__init__(shared.rank, shared.size)
         self.label: str | None = None
-        self._rounds = Rounds(shared, table, timeout.total_seconds(), len(os.sched_getaffinity(0)), flight)
+        num_cores = len(os.sched_getaffinity(0))
+        self._rounds = Rounds(shared, table, timeout.total_seconds(), num_cores, flight)
         self.peers = self._rounds.peers
         self._heap = Heap(shared, table)
         self._lane = Lane(f"instep shm group, rank {table[shared.rank].rank}")
         self._messages = PointToPoint(shared, self._rounds.ranks, self.peers)
+        self.mailboxes = Mailboxes(shared, self._heap, self.peers, num_cores)
         self._names = {"name": "", "desc": ""}
         self._close = weakref.finalize(self, _close, shared, self._lane, self._messages, self._rounds.ranks)
 

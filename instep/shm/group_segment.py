@@ -1,7 +1,7 @@
 """The segment of a group: the shared memory in which its ranks meet, made by its first rank, mapped by all.
 
-    | title    | a block per rank                           | a word per pair | two halves per rank     |
-    | done     | posted | state | peer | reason | label |  | channel s -> d  | half 0 | half 1 | half 0 |
+    | title    | a block per rank                           | words per pair  | two halves per rank     |
+    | done     | posted | state | peer | reason | label |  | channel, box    | half 0 | half 1 | half 0 |
     | sleepers | two slots | row                           |
 
 A block is written by its rank alone, and so are its halves. *posted* counts the rounds that the rank has come
@@ -149,6 +149,7 @@ class GroupSegment:
         self.words.wake(_DONE // WORD)
         for other in range(self.size):
             self.words.wake(self.channel_word(self.rank, other))
+            self.words.wake(self.box_word(self.rank, other))
 
     def close(self) -> None:
         """It has left, and nothing of it goes on: what it failed with holds it by its traceback."""
@@ -232,6 +233,10 @@ class GroupSegment:
     def channel_word(self, source: int, destination: int) -> int:
         """Number of the word in which ``source`` publishes its channel to ``destination``; then its inode."""
         return (PAGE * (1 + self.size) + (source * self.size + destination) * LINE) // WORD
+
+    def box_word(self, source: int, destination: int) -> int:
+        """As ``channel_word``, of a box for messages that are read where they lie."""
+        return self.channel_word(source, destination) + 2
 
     def _write(self, offset: int, data: bytes) -> None:
         self._bytes[offset : offset + len(data)] = data

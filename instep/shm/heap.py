@@ -96,6 +96,15 @@ class Heap:
                     return base + location.offset
         return self._mapped(rank, location).address + location.offset
 
+    def memory(self, rank: int, location: Location) -> memoryview:
+        """The bytes that another group rank has at ``location``, as an object of their own.
+
+        Raises:
+            OSError: as ``resolve``.
+        """
+        whole = memoryview(self._mapped(rank, location).memory)
+        return whole[location.offset : location.offset + location.nbytes]
+
     def _mapped(self, rank: int, location: Location) -> Mapping:
         if self._shared.freed(rank) != self._freed[rank]:
             self._let_go(rank)

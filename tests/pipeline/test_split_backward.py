@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -80,8 +81,9 @@ def of_one_part(forward: Forward) -> list[Tensor | None]:
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_two_parts_have_the_bits_of_one(forward: Forward, split: Callable) -> None:
     x, weights = given()
-    outputs = forward(x, weights)
-    (first,), later = split(outputs, [torch.ones_like(y) for y in outputs], [x], weights)
+    made = forward(x, weights)
+    outputs, ones = [get_gradient_edge(y) for y in made], [torch.ones_like(y) for y in made]
+    (first,), later = split(outputs, ones, [x], weights)
     assert all(w.grad is None for w in weights)
     later()
     for found, expected in zip([first, *(w.grad for w in weights)], of_one_part(forward), strict=True):
@@ -91,9 +93,9 @@ def test_two_parts_have_the_bits_of_one(forward: Forward, split: Callable) -> No
 
 def test_all_of_a_reentrant_checkpoint_is_refused_with_the_ways_out() -> None:
     x, weights = given()
-    outputs = (checkpoint(lambda x: x @ weights[2], x, use_reentrant=True),)
+    output = checkpoint(lambda x: x @ weights[2], x, use_reentrant=True)
     with pytest.raises(ValueError, match=r"use_reentrant=False, or take a schedule without I and W"):
-        gradients_at_once(outputs, [torch.ones(3, 4)], [x], weights)
+        gradients_at_once([get_gradient_edge(output)], [torch.ones(3, 4)], [x], weights)
 
 
 class Checkpointed(nn.Module):

@@ -1,0 +1,211 @@
+"""Messages that are read where they lie: the sender copies into memory that the receiver maps, and that is all.
+
+A pipe (``point_to_point.py``) is for any program: a message fills the tensor that its receiver brings, so it
+is copied twice, by a thread on either side. Where the receiver takes what comes, one copy is enough, in the
+sender's own thread, and nothing waits for room:
+
+    sender     copy into a free *slot*, post its place                 . . . slot 0 is free again
+    receiver                           . wait | tensors that are the slot ... | the last of them goes
+
+Each pair of ranks has a box: a row of places of messages, and a word per slot, in which the receiver counts
+how often it has been done with it. A slot is memory of the sender's heap, of a power of two of bytes: what
+no message has touched takes no memory. There are as many as messages were under way at once, and they stay
+for the next ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from instep.mesh.axes import round_up
+from instep.mesh.peers import Peers
+from instep.shm import segment
+from instep.shm.call import Location
+from instep.shm.futex import Words
+from instep.shm.group_segment import LINE, PAGE, WORD, GroupSegment
+from instep.shm.heap import Heap
+from instep.shm.rounds import SPIN_S, Arrival, reaching
+from instep.shm.segment import Mapping
+
+MOST_SLOTS = 4096  # messages under way from one rank to another
+SMALLEST_SLOT = PAGE
+_WORDS_PER_LINE = LINE // WORD
+# Words of a box: how many messages were posted, then a line for each of the last ones, then a word per slot.
+_POSTED, _PLACES = 0, _WORDS_PER_LINE
+_DONE = _PLACES + MOST_SLOTS * _WORDS_PER_LINE
+BOX_BYTES = round_up((_DONE + MOST_SLOTS) * WORD, PAGE)
+_COUNTS = 3  # of a message: tag, number of words, number of tensors
+
+
+class Letter(NamedTuple):
+    """What has come: ``words``, and the bytes of each tensor, in the sender's memory for as long as they live."""
+
+    words: list[int]
+    parts: list[Tensor]
+
+
+@dataclass
+class _Slot:
+    """Memory of this rank for one message; it is free when the receiver was done with it ``uses`` times."""
+
+    index: int
+    memory: Tensor
+    location: Location
+    uses: int = 0
+
+
+class Mailboxes:
+    """What one rank sends to the others of its group, and gets from them; one thread uses it."""
+
+    def __init__(self, shared: GroupSegment, heap: Heap, peers: Peers, num_cores: int) -> None:
+        self._shared, self._heap, self._peers = shared, heap, peers
+        self._spin_s = SPIN_S if shared.size <= num_cores else 0.0
+        self._to: dict[int, _Outbox] = {}
+        self._from: dict[int, _Inbox] = {}
+
+    def send(self, to: int, tag: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Send ``words`` (int64) and the contents of ``tensors``, of any layout; they may change at once.
+
+        Raises:
+            TypeError: a tensor that is not on the CPU.
+            ValueError: ``MOST_SLOTS`` messages are under way, or the receiver has kept their tensors.
+        """
+        self._shared.require_own()
+        self._shared.require()
+        if (elsewhere := next((x for x in tensors if not x.is_cpu), None)) is not None:
+            raise TypeError(f"shm: expected tensors on the CPU, got one on {elsewhere.device}: use nccl")
+        if to not in self._to:
+            self._to[to] = _Outbox(self._shared, self._heap, to)
+        self._to[to].send(tag, words, tensors)
+
+    def take(self, source: int, tag: int, label: str) -> Letter:
+        """The next message from ``source`` with this ``tag``, once it is there.
+
+        Raises:
+            PeerLost: it did not come; ``label`` names what was waited for.
+        """
+        self._shared.require_own()
+        self._shared.require()
+        if source not in self._from:
+            self._from[source] = self._open(source, label)
+        box = self._from[source]
+        while not box.kept[tag]:
+            self._wait(box.words, source, _POSTED, box.num_taken + 1, label)
+            with reaching(self._shared, self._peers, source, label):
+                its_tag, letter = box.take(self._heap)
+            box.kept[its_tag].append(letter)
+        return box.kept[tag].popleft()
+
+    def _open(self, source: int, label: str) -> _Inbox:
+        shared = self._shared
+        word = shared.box_word(source, shared.rank)
+        self._wait(shared.words, source, word, 1, label)
+        with reaching(shared, self._peers, source, label):
+            pid, inode = self._peers.table[source].pid, shared.words[word + 1]
+            return _Inbox(source, segment.attach(pid, shared.words[word] - 1, inode))
+
+    def _wait(self, words: Words, rank: int, word: int, value: int, label: str) -> None:
+        """Until ``word``, which ``rank`` writes, is at least ``value``."""
+        if not words.spin(word, value, self._spin_s):
+            arrival = Arrival(self._shared, self._peers, words, {rank: word}, value, label)
+            self._peers.wait(arrival, label, missing=arrival.missing)
+
+
+class _Outbox:
+    """The box to rank ``to``, which this rank makes and fills."""
+
+    def __init__(self, shared: GroupSegment, heap: Heap, to: int) -> None:
+        self._heap = heap
+        self._mapping = segment.create(BOX_BYTES)  # others attach by its descriptor, as long as it lives
+        self._words = self._mapping.words()
+        self._num_sent = self._num_slots = 0
+        self._slots: defaultdict[int, list[_Slot]] = defaultdict(list)  # by size
+        word = shared.box_word(shared.rank, to)
+        shared.words.post(
+            word + 1, self._mapping.inode
+        )  # a descriptor's number may be another file's some day
+        shared.words.post(word, self._mapping.fd + 1)
+
+    def send(self, tag: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        lengths = [x.numel() * x.element_size() for x in tensors]
+        head = [tag, len(words), len(tensors), *words, *lengths]
+        starts, end = _places(len(head), lengths)
+        slot = self._free(end)
+        slot.memory[: len(head) * WORD].view(torch.int64).numpy()[:] = head
+        for x, start, length in zip(tensors, starts, lengths, strict=True):
+            if length:
+                slot.memory[start : start + length].view(x.dtype).view(x.shape).copy_(x.detach())
+        slot.uses += 1
+        place = slot.location._replace(nbytes=end)
+        line = _PLACES + self._num_sent % MOST_SLOTS * _WORDS_PER_LINE
+        for i, value in enumerate((slot.index, *place)):
+            self._words[line + i] = value
+        self._num_sent += 1
+        self._words.post(_POSTED, self._num_sent)
+
+    def _free(self, nbytes: int) -> _Slot:
+        """A slot that the receiver is done with, or a new one."""
+        size = max(SMALLEST_SLOT, 1 << (nbytes - 1).bit_length())
+        for slot in self._slots[size]:
+            if self._words[_DONE + slot.index] == slot.uses:
+                return slot
+        if self._num_slots == MOST_SLOTS:
+            raise ValueError(
+                f"expected at most {MOST_SLOTS} messages from one rank to another whose tensors are in use: "
+                "take fewer micro-batches per step, or let go of what was received"
+            )
+        memory = self._heap.allocate(size, LINE).tensor
+        slot = _Slot(self._num_slots, memory, self._heap.locate(memory))
+        self._slots[size].append(slot)
+        self._num_slots += 1
+        return slot
+
+
+class _Inbox:
+    """The box from rank ``source``; ``kept`` are messages that were not asked for yet, by tag."""
+
+    def __init__(self, source: int, mapping: Mapping) -> None:
+        self.source, self.words = source, mapping.words()
+        self.num_taken = 0
+        self.kept: defaultdict[int, deque[Letter]] = defaultdict(deque)
+        self._uses: defaultdict[int, int] = defaultdict(int)  # by slot
+
+    def take(self, heap: Heap) -> tuple[int, Letter]:
+        """The tag and the contents of the next message, which is there."""
+        line = _PLACES + self.num_taken % MOST_SLOTS * _WORDS_PER_LINE
+        index, *place = (self.words[line + i] for i in range(5))
+        memory = heap.memory(self.source, Location(*place))
+        self.num_taken += 1
+        self._uses[index] += 1
+        # A tensor that is made of it keeps it: it goes with the last of them.
+        done = weakref.finalize(memory, self.words.__setitem__, _DONE + index, self._uses[index])
+        done.atexit = False
+        tag, num_words, num_parts = numpy.frombuffer(memory, numpy.int64, _COUNTS).tolist()
+        numbers = numpy.frombuffer(memory, numpy.int64, _COUNTS + num_words + num_parts).tolist()
+        words, lengths = numbers[_COUNTS : _COUNTS + num_words], numbers[_COUNTS + num_words :]
+        starts, _ = _places(len(numbers), lengths)
+        with torch.inference_mode(False):  # they outlive what they are made in
+            parts = [
+                torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=length)
+                if length
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+                for start, length in zip(starts, lengths, strict=True)
+            ]
+        return tag, Letter(words, parts)
+
+
+def _places(num_numbers: int, lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Where each tensor of a message begins, after so many numbers, and where the message ends."""
+    starts, end = [], round_up(num_numbers * WORD, LINE)
+    for length in lengths:
+        starts.append(end)
+        end += round_up(length, LINE)
+    return starts, end
