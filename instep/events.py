@@ -59,7 +59,8 @@ class Event(NamedTuple):
     """One thing that took time, on one of ``LANES`` (or on "replica 0", "replica 1", ...: threads).
 
     Times are ``time.monotonic_ns()``, the same clock for all ranks of one host. ``bytes`` are those of the
-    message, ``leaf`` is the micro-batch, ``peer`` the global rank that was waited for; -1: none.
+    message, ``leaf`` is the micro-batch, ``peer`` the global rank that was waited for, ``stage`` that of a
+    pipeline for which the rank did it, or waited; -1: none.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Event(NamedTuple):
     leaf: int = -1
     bucket: int = -1
     peer: int = -1
+    stage: int = -1
 
     @property
     def duration_s(self) -> float:
@@ -157,13 +159,21 @@ class Recorder:
         self._begun_at = 0
 
     def span(
-        self, name: str, *, lane: str, num_bytes: int = 0, leaf: int = -1, bucket: int = -1, peer: int = -1
+        self,
+        name: str,
+        *,
+        lane: str,
+        num_bytes: int = 0,
+        leaf: int = -1,
+        bucket: int = -1,
+        peer: int = -1,
+        stage: int = -1,
     ) -> Span:
         """Record what the block takes, also when it raises."""
         # Filled here: the call of an ``__init__`` takes as long as the clock is read twice.
         span = _new_span(Span)
         span.recorder, span.name, span.lane = self, name, lane
-        span.bytes, span.leaf, span.bucket, span.peer = num_bytes, leaf, bucket, peer
+        span.bytes, span.leaf, span.bucket, span.peer, span.stage = num_bytes, leaf, bucket, peer, stage
         return span
 
     def put(
@@ -177,11 +187,12 @@ class Recorder:
         leaf: int = -1,
         bucket: int = -1,
         peer: int = -1,
+        stage: int = -1,
     ) -> None:
         """Record something that has ended."""
         if self._lanes:
             lane = self._lanes.get(get_ident(), lane)
-        self._ring.put(name, lane, start_ns, end_ns, num_bytes, self.step, leaf, bucket, peer)
+        self._ring.put(name, lane, start_ns, end_ns, num_bytes, self.step, leaf, bucket, peer, stage)
 
     def put_all(self, told: Iterable[tuple[str, int, int, int]], *, lane: str, bucket: int) -> None:
         """Record several things that have ended: name, start, end, peer."""
@@ -240,8 +251,13 @@ class Recorder:
             return []
         names, rank, step = self._ring.names, self.rank, self.step
         found = [
-            _new_event(Event, (rank, names[lane], names[name], start, end, size, step, leaf, bucket, peer))
-            for _, start, end, size, of, leaf, bucket, peer, name, lane in self._ring.since(self._begun_at)
+            _new_event(
+                Event,
+                (rank, names[lane], names[name], start, end, size, step, leaf, bucket, peer, stages - 1),
+            )
+            for _, start, end, size, of, leaf, bucket, peer, name, lane, stages in self._ring.since(
+                self._begun_at
+            )
             if of == step
         ]
         found.append(Event(rank, "host", STEP, self._begun_ns, time.monotonic_ns(), step=step))
@@ -278,14 +294,26 @@ class Recorder:
     def settle(self) -> None:
         """Record what the device has done since the last time."""
         if self.marks is not None:
-            for (name, lane, step, leaf), start_ns, end_ns in self.marks.settled():
-                self._ring.put(name, lane, start_ns, end_ns, 0, step, leaf, -1, -1)
+            for (name, lane, step, leaf, stage), start_ns, end_ns in self.marks.settled():
+                self._ring.put(name, lane, start_ns, end_ns, 0, step, leaf, -1, -1, stage)
 
     def _backwards(self) -> Iterator[Event]:
         names, rank = self._ring.names, self.rank
         for record in self._ring.backwards():
-            _, start_ns, end_ns, num_bytes, step, leaf, bucket, peer, name, lane = record
-            yield Event(rank, names[lane], names[name], start_ns, end_ns, num_bytes, step, leaf, bucket, peer)
+            _, start_ns, end_ns, num_bytes, step, leaf, bucket, peer, name, lane, stages = record
+            yield Event(
+                rank,
+                names[lane],
+                names[name],
+                start_ns,
+                end_ns,
+                num_bytes,
+                step,
+                leaf,
+                bucket,
+                peer,
+                stages - 1,
+            )
 
 
 class Span:
@@ -305,6 +333,7 @@ class Span:
         "on_lane",
         "peer",
         "recorder",
+        "stage",
         "start_ns",
         "token",
     )
@@ -315,6 +344,7 @@ class Span:
     leaf: int
     bucket: int
     peer: int
+    stage: int
     key: tuple[Any, ...]
     on_lane: str
     start_ns: int
@@ -352,10 +382,19 @@ class Span:
         if name in recorder.watched and recorder.watch is not None:
             recorder.watch(name, False)
         if self.token is not None and recorder.marks is not None:
-            recorder.marks.end(self.token, (name, self.lane, recorder.step, self.leaf))
+            recorder.marks.end(self.token, (name, self.lane, recorder.step, self.leaf, self.stage))
             lane = "host" if lane == self.lane else lane  # where it was issued
         recorder._ring.put(
-            name, lane, start_ns, end_ns, self.bytes, recorder.step, self.leaf, self.bucket, self.peer
+            name,
+            lane,
+            start_ns,
+            end_ns,
+            self.bytes,
+            recorder.step,
+            self.leaf,
+            self.bucket,
+            self.peer,
+            self.stage,
         )
 
     begin = __enter__

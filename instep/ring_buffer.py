@@ -27,12 +27,13 @@ MAGIC = b"instep\x00\x01"
 HEAD_BYTES, NAMES_BYTES = 4096, 12288
 FIRST = HEAD_BYTES + NAMES_BYTES
 OTHER = "other"  # every name after the names' part is full
-FIELDS = ("number", "start_ns", "end_ns", "bytes", "step", "leaf", "bucket", "peer", "name", "lane")
-RECORD = struct.Struct("<4q4i2H4x")
-_WRITTEN = struct.Struct("<4q4iI4x")  # the same bytes, with name and lane as one number
+# "stages": one more than the stage, so that the zero of files which know of none says that there is none.
+FIELDS = ("number", "start_ns", "end_ns", "bytes", "step", "leaf", "bucket", "peer", "name", "lane", "stages")
+RECORD = struct.Struct("<4q4i2Hi")
+_WRITTEN = struct.Struct("<4q4iIi")  # the same bytes, with name and lane as one number
 _LENGTH = struct.Struct("<H")
 
-Record = tuple[int, int, int, int, int, int, int, int, int, int]  # FIELDS
+Record = tuple[int, int, int, int, int, int, int, int, int, int, int]  # FIELDS
 
 
 class RingBuffer:
@@ -90,6 +91,7 @@ class RingBuffer:
         leaf: int,
         bucket: int,
         peer: int,
+        stage: int = -1,
     ) -> None:
         """Write one record over the oldest."""
         kind = self._kinds.get((name, lane))
@@ -108,6 +110,7 @@ class RingBuffer:
             bucket,
             peer,
             kind,
+            stage + 1,
         )
         if number > self.newest:  # of two threads the second may come first
             self.newest = number

@@ -18,12 +18,12 @@ def test_a_span_lies_between_what_was_before_it_and_what_comes_after():
     recorder = Recorder(rank=3)
     recorder.step = 8
     before = time.monotonic_ns()
-    with recorder.span("exchange", lane="communication", num_bytes=12, leaf=2, bucket=5, peer=1):
+    with recorder.span("exchange", lane="communication", num_bytes=12, leaf=2, bucket=5, peer=1, stage=3):
         inside = time.monotonic_ns()
     after = time.monotonic_ns()
     (event,) = recorder.events
     assert before <= event.start_ns <= inside <= event.end_ns <= after
-    assert event == Event(3, "communication", "exchange", event.start_ns, event.end_ns, 12, 8, 2, 5, 1)
+    assert event == Event(3, "communication", "exchange", event.start_ns, event.end_ns, 12, 8, 2, 5, 1, 3)
 
 
 def test_a_span_that_raises_is_recorded_and_raises():
@@ -245,6 +245,25 @@ def test_what_a_device_does_is_recorded_when_it_is_done_beside_its_issue():
     events = [event for event in recorder.events if event.name == "forward"]
     assert [(event.lane, event.step, event.leaf) for event in events] == [("host", 0, 3), ("compute", 0, 3)]
     assert (events[1].start_ns, events[1].end_ns) == (100, 500)
+
+
+def test_what_belongs_to_no_stage_says_so_and_what_a_device_does_for_one_keeps_it():
+    recorder = Recorder()
+    recorder.marks = device = Device()
+    recorder.begin_step(0)
+    with recorder.span("forward", lane="compute", leaf=3, stage=0):
+        pass
+    recorder.put("update", 1, 2, lane="host")
+    ((what, begun),) = device.given
+    device.done.append((what, begun, 500))
+    told = [(event.lane, event.name, event.stage) for event in recorder.so_far()]
+    assert told == [
+        ("host", "forward", 0),
+        ("host", "update", -1),
+        ("compute", "forward", 0),
+        ("host", STEP, -1),
+    ]
+    assert [event.stage for event in recorder.events] == [0, -1, 0]
 
 
 def test_a_timeline_is_sorted_and_knows_its_ranks_and_steps():

@@ -33,9 +33,9 @@ def test_the_newest_come_first_and_the_oldest_go(path):
     for step in range(6):
         put(ring, step)
     assert steps(ring) == [5, 4, 3, 2]
-    number, start, end, num_bytes, step, leaf, bucket, peer, name, lane = next(ring.backwards())
+    number, start, end, num_bytes, step, leaf, bucket, peer, name, lane, stages = next(ring.backwards())
     assert (number, start, end, num_bytes, step, leaf, bucket, peer) == (6, 50, 55, 5, 5, -1, -1, -1)
-    assert (ring.names[name], ring.names[lane]) == ("forward", "compute")
+    assert (ring.names[name], ring.names[lane], stages) == ("forward", "compute", 0)
 
 
 def test_what_came_since_a_count_comes_oldest_first_as_far_as_it_is_kept(path):
@@ -52,7 +52,7 @@ def test_a_place_that_holds_another_number_is_left_out(path):
     ring = RingBuffer(4, path, HEAD)
     for step in range(6):
         put(ring, step)
-    RECORD.pack_into(ring._memory, FIRST + RECORD.size, *[0] * 10)  # that of number 6, the newest
+    RECORD.pack_into(ring._memory, FIRST + RECORD.size, *[0] * 11)  # that of number 6, the newest
     assert steps(ring) == [4, 3, 2]
     assert [record[4] for record in ring.since(0)] == [2, 3, 4]
 

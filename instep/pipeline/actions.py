@@ -39,6 +39,15 @@ SEND_FORWARD, RECEIVE_FORWARD, SEND_BACKWARD, RECEIVE_BACKWARD = MESSAGES = (
     "RECV_B",
 )
 SENDS, RECEIVES = (SEND_FORWARD, SEND_BACKWARD), (RECEIVE_FORWARD, RECEIVE_BACKWARD)
+# What they are called in a timeline, measured or simulated: computation, and messages by their receive.
+SPANS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRADIENT: "input gradient",
+    WEIGHT_GRADIENT: "weight gradient",
+    RECEIVE_FORWARD: "activations",
+    RECEIVE_BACKWARD: "gradients",
+}
 IDLE = "."
 # What torch's files have besides: FSDP's gathers and sums, which are no part of an order of computation.
 _SKIPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")

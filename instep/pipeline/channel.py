@@ -19,6 +19,7 @@ there, and what is sent is let go as soon as it is.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync
+from instep.mesh.clocks import measure
 from instep.mesh.process_group import Group
 from instep.pipeline.actions import SEND_FORWARD, Action
 
@@ -36,11 +38,13 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-VERSION = 1
-FIELDS = (
-    7  # version, whether the sender has left the step, step, stage, micro-batch, weight, number of tensors
-)
+VERSION = 2
+# Version, whether the sender has left the step, step, stage, micro-batch, weight, when it was sent, number of
+# tensors.
+FIELDS = 8
+WEIGHT, SENT_NS = 5, 6
 NUM_WORDS = FIELDS + MAX_TENSORS * (2 + MAX_DIMS)
+THERE_NS = 20_000  # in which a message is taken that was there already
 NO_STAGE = -1  # of an evaluation, whose batches may have any shapes
 STAGES = 0  # the tag of what stages send each other
 ENDING = "the end of a pipeline's step"
@@ -69,11 +73,25 @@ class Look(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
+class MessageWait(NamedTuple):
+    """When a message was waited for, when it was sent, as far as clocks tell, and from when it was under way:
+    when its receive was posted, too. By this rank's clock."""
+
+    start_ns: int
+    sent_ns: int
+    under_way_ns: int
+    end_ns: int
+
+
 class Received(NamedTuple):
-    """A message that has come; ``weight`` is the micro-batch's, as far as its sender knows."""
+    """A message that has come; ``weight`` is the micro-batch's, as far as its sender knows.
+
+    ``waited`` is None if it was there already: then it is not known when it came.
+    """
 
     weight: int
     tensors: list[Tensor]
+    waited: MessageWait | None
 
 
 class StageChannel:
@@ -82,6 +100,8 @@ class StageChannel:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._way = Connections(group) if group.mailboxes is None else SharedMemory(group.mailboxes)
+        self._offsets_ns = measure(group).offsets_ns
+        self._posted_ns: dict[Action, int] = {}
         self._told: dict[Kind, list[Look]] = {}  # of what is sent
         self._left: int | None = None  # the step that was given up
 
@@ -110,6 +130,7 @@ class StageChannel:
 
     def post(self, action: Action, source: int) -> None:
         """Receive ``action`` from group rank ``source`` from now on, if it is known how that looks."""
+        self._posted_ns[action] = time.monotonic_ns()
         self._way.post(action, source)
 
     def take(self, action: Action, source: int, step: int) -> Received:
@@ -124,8 +145,17 @@ class StageChannel:
         def check(words: Sequence[int], action: Action) -> None:
             self._check(words, action, source, step)
 
+        start_ns = time.monotonic_ns()
         words, tensors = self._way.take(action, source, check)
-        return Received(words[5], tensors)
+        return Received(words[WEIGHT], tensors, self._waited(action, source, words[SENT_NS], start_ns))
+
+    def _waited(self, action: Action, source: int, sent_ns: int, start_ns: int) -> MessageWait | None:
+        end_ns, posted_ns = time.monotonic_ns(), self._posted_ns.pop(action)
+        if end_ns - start_ns < THERE_NS:
+            return None
+        ahead_ns = self._offsets_ns[source] - self._offsets_ns[self.group.rank]
+        sent_ns = min(sent_ns - ahead_ns, end_ns)
+        return MessageWait(start_ns, sent_ns, max(sent_ns, posted_ns), end_ns)
 
     def send_alone(self, x: Tensor, to: int, tag: int) -> None:
         """Begin to send ``x``, of which the other one knows how it looks; messages of another ``tag``
@@ -175,7 +205,7 @@ class StageChannel:
             )
 
     def _check(self, words: Sequence[int], action: Action, source: int, step: int) -> None:
-        version, left, its_step, stage, micro_batch, _, _ = words[:FIELDS]
+        version, left, its_step, stage, micro_batch, *_ = words[:FIELDS]
         mine, other = self.group.global_rank, self.group.ranks[source]
         if left:
             raise Desync(
@@ -332,7 +362,7 @@ def _words(action: Action, step: int, weight: int, looks: Sequence[Look]) -> lis
             f"{action}: expected at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions between two "
             f"stages, got {_listed(looks)}: cut elsewhere, or pack them into fewer"
         )
-    words = [VERSION, 0, step, action.stage, action.micro_batch, weight, len(looks)]
+    words = [VERSION, 0, step, action.stage, action.micro_batch, weight, time.monotonic_ns(), len(looks)]
     for dtype, shape in looks:
         words += [DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]
     return words

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.events import PIPELINE, Recorder
 from instep.ordered.norm import block_square_sums
 from instep.ordered.placeholder import placeholder
 from instep.pipeline.home import PipelineHome
@@ -17,10 +18,13 @@ NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
 
 
 class Elsewhere:
-    """The ``Slices`` of placeholders that stand for gradients on other ranks, of parameters of ``home``."""
+    """The ``Slices`` of placeholders that stand for gradients on other ranks, of parameters of ``home``.
 
-    def __init__(self, home: PipelineHome) -> None:
-        self.home = home
+    ``recorder`` is told of the wait for the norm, which for a rank that has computed all is the drain.
+    """
+
+    def __init__(self, home: PipelineHome, recorder: Recorder) -> None:
+        self.home, self.recorder = home, recorder
 
     def stand_in(self) -> None:
         """A step has ended: parameters on other ranks have a gradient, too, there."""
@@ -37,7 +41,8 @@ class Elsewhere:
                 sums[i] = block_square_sums(p.grad.to_dense() if p.grad.is_sparse else p.grad).tolist()
         counts = [x for i, its in sums.items() for x in (i, len(its))]
         told = [_bytes(counts, torch.int64), _bytes([x for its in sums.values() for x in its], torch.float64)]
-        numbers, values = (group.all_gather_bytes(x, GRADIENT_NORM, limit=NORM_BYTES) for x in told)
+        with self.recorder.span(PIPELINE, lane="host"):
+            numbers, values = (group.all_gather_bytes(x, GRADIENT_NORM, limit=NORM_BYTES) for x in told)
         stand_ins = set(map(id, placeholders))
         wanted = {i for i, p in enumerate(parameters) if id(p.grad) in stand_ins}
         found: list[float] = []

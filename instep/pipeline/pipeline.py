@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.events import PIPELINE, Span
 from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh, registered_mesh
 from instep.ordered import homes
@@ -167,7 +168,7 @@ class Pipeline(WrappedOnce, OwnNames):
                 m.register_load_state_dict_pre_hook(Hook(partial(_refuse_values, self.home))),
             )
         ]
-        self._elsewhere = Elsewhere(self.home)
+        self._elsewhere = Elsewhere(self.home, self.recorder)
         tied = [Tied(name, p, users[id(p)]) for name, p in named.items() if len(users[id(p)]) > 1]
         self._tied = TiedParameters(tied, stage_ranks, self._row.rank, self.home, self._channel)
         self._stages = self._make_stages()
@@ -298,20 +299,27 @@ class Pipeline(WrappedOnce, OwnNames):
     def _execute(self, task: StepTask, plan: StepPlan) -> dict[int, Tensor]:
         """This rank's part of ``task``, until its gradients are reduced; the losses of the last stage."""
         executor = Executor(self._stages, self._stage_ranks, self._channel, task)
+        self.recorder.ensure_step()
         try:
-            self._tied.refresh()
+            with self._waits():
+                self._tied.refresh()
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.begun(plan))
                 if task.own:
                     executor.run(self._program(len(task.own)))
-                self._channel.flush()
+                with self._waits():
+                    self._channel.flush()
         except BaseException:
             self._channel.leave(task.step)
             raise
         for x, rank in self._running:
             self._row.broadcast(x, STATISTICS, root=rank)
         return executor.losses
+
+    def _waits(self) -> Span:
+        """Around what waits for ranks with other stages, or for their messages."""
+        return self.recorder.span(PIPELINE, lane="host")
 
     def _program(self, num_micro_batches: int) -> Sequence[Action]:
         """What this rank does in a step of so many."""
@@ -434,7 +442,8 @@ class Pipeline(WrappedOnce, OwnNames):
         found = torch.empty(len(own), device=device)
         if losses:
             torch.stack([losses[leaf].float() for leaf in own], out=found)
-        self._row.broadcast(found, LOSSES, root=self._stage_ranks[-1])
+        with self._waits():
+            self._row.broadcast(found, LOSSES, root=self._stage_ranks[-1])
         return list(found)
 
 

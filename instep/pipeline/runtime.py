@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from instep.events import PIPELINE
 from instep.pipeline.actions import (
     BACKWARD,
     FORWARD,
@@ -15,10 +16,11 @@ from instep.pipeline.actions import (
     RECEIVE_FORWARD,
     SEND_BACKWARD,
     SEND_FORWARD,
+    SPANS,
     WEIGHT_GRADIENT,
     Action,
 )
-from instep.pipeline.channel import StageChannel
+from instep.pipeline.channel import MessageWait, StageChannel
 from instep.pipeline.stage import Stage
 from instep.step.micro_batches import MicroBatch
 
@@ -132,9 +134,31 @@ class Executor:
         if source == self._rank:
             return self._made.pop(needed)
         arrival = self.channel.take(receive, source, self.task.step)
+        if arrival.waited is not None:
+            num_bytes = sum(x.nbytes for x in arrival.tensors)
+            self._record(receive, source, arrival.waited, num_bytes)
         if receive.kind == RECEIVE_BACKWARD:  # the loss has been computed, and may have set it
             self._of(receive)[1].weight = arrival.weight
         return arrival.tensors
+
+    def _record(self, receive: Action, source: int, waited: MessageWait, num_bytes: int) -> None:
+        """Tell the timeline of a message: waited for until it was sent, by a rank, then until it was here."""
+        recorder, peer = self.stages[receive.stage].recorder, self.channel.group.ranks[source]
+        leaf, stage = self.task.own[receive.micro_batch], receive.stage
+        start_ns, sent_ns, under_way_ns, end_ns = waited
+        if sent_ns > start_ns:
+            recorder.put(PIPELINE, start_ns, sent_ns, lane="host", leaf=leaf, peer=peer, stage=stage)
+        recorder.put(PIPELINE, max(start_ns, sent_ns), end_ns, lane="host", leaf=leaf, stage=stage)
+        recorder.put(
+            SPANS[receive.kind],
+            under_way_ns,
+            end_ns,
+            lane="communication",
+            num_bytes=num_bytes,
+            leaf=leaf,
+            peer=peer,
+            stage=stage,
+        )
 
     def _keep(self, action: Action, gradients: Sequence[Tensor]) -> None:
         if action.stage:

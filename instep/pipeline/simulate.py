@@ -27,9 +27,8 @@ from instep.pipeline.actions import (
     COMPUTE,
     FORWARD,
     INPUT_GRADIENT,
-    RECEIVE_FORWARD,
     RECEIVES,
-    WEIGHT_GRADIENT,
+    SPANS,
     Action,
     Schedule,
     in_order,
@@ -37,14 +36,7 @@ from instep.pipeline.actions import (
 from instep.pipeline.communication import AHEAD, needs_of_program, programs, send_of
 
 NS = 1e9
-# What the events are called.
-SPANS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_GRADIENT: "input gradient",
-    WEIGHT_GRADIENT: "weight gradient",
-}
-ACTIVATIONS, GRADIENTS = "activations", "gradients"  # messages, by their direction
+COMPUTED = {SPANS[kind] for kind in COMPUTE}
 
 Times = float | Sequence[float]  # of every stage, or by stage
 
@@ -150,9 +142,9 @@ def run(schedule: Schedule, times: StageTimes, ahead: int = AHEAD) -> list[Simul
 def simulate(schedule: Schedule, times: StageTimes, *, step: int = 0, ahead: int = AHEAD) -> Timeline:
     """The timeline of one step, as a run of the schedule would record it.
 
-    On lane "compute" what each rank computes (``leaf``: the micro-batch), on "communication" the messages to
-    it, on "host" when it waits, for a rank (``peer``) or for a message under way, and the step, which ends on
-    all ranks when the last one has done its work.
+    On lane "compute" what each rank computes (``stage``, and ``leaf``: the micro-batch), on "communication"
+    the messages to it, on "host" when it waits, for a rank (``peer``) or for a message under way, and the
+    step, which ends on all ranks when the last one has done its work.
 
     Raises:
         ValueError: the schedule does not come to its end; ``instep.pipeline.check`` says why.
@@ -162,25 +154,31 @@ def simulate(schedule: Schedule, times: StageTimes, *, step: int = 0, ahead: int
     events = []
 
     def put(
-        rank: int, lane: str, name: str, start_s: float, end_s: float, leaf: int = -1, peer: int = -1
+        rank: int,
+        lane: str,
+        name: str,
+        start_s: float,
+        end_s: float,
+        peer: int = -1,
+        of: Action | None = None,
     ) -> None:
         if end_s > start_s or name == STEP:
-            start_ns, end_ns = round(start_s * NS), round(end_s * NS)
-            events.append(Event(rank, lane, name, start_ns, end_ns, step=step, leaf=leaf, peer=peer))
+            times = round(start_s * NS), round(end_s * NS)
+            stage, leaf = (-1, -1) if of is None else (of.stage, of.micro_batch)
+            events.append(Event(rank, lane, name, *times, step=step, leaf=leaf, peer=peer, stage=stage))
 
     for one in found:
-        rank, leaf = one.rank, one.action.micro_batch
-        if one.action.kind in RECEIVES:
-            name = ACTIVATIONS if one.action.kind == RECEIVE_FORWARD else GRADIENTS
-            put(rank, "communication", name, one.start_s, one.end_s, leaf, one.peer)
+        rank, action = one.rank, one.action
+        if action.kind in RECEIVES:
+            put(rank, "communication", SPANS[action.kind], one.start_s, one.end_s, one.peer, action)
         else:
-            put(rank, "compute", SPANS[one.action.kind], one.start_s, one.end_s, leaf)
-            put(rank, "host", PIPELINE, one.free_s, one.sent_s, leaf, one.peer)
-            put(rank, "host", PIPELINE, one.sent_s, one.start_s, leaf)
+            put(rank, "compute", SPANS[action.kind], one.start_s, one.end_s, of=action)
+            put(rank, "host", PIPELINE, one.free_s, one.sent_s, one.peer, action)
+            put(rank, "host", PIPELINE, one.sent_s, one.start_s, of=action)
             free[rank] = one.end_s
     end_s = max(free)
     for rank, its_end_s in enumerate(free):
-        put(rank, "host", PIPELINE, its_end_s, end_s, peer=free.index(end_s))
+        put(rank, "host", PIPELINE, its_end_s, end_s, free.index(end_s))
         put(rank, "host", STEP, 0.0, end_s)
     return Timeline(events)
 
@@ -207,7 +205,7 @@ def _spans(timeline: Timeline) -> list[tuple[int, int, int]]:
     """Of each rank: when its first computation begins, when its last one ends, and what it computes."""
     found: dict[int, tuple[int, int, int]] = {}
     for event in timeline.events:
-        if event.lane == "compute" and event.name in SPANS.values():
+        if event.lane == "compute" and event.name in COMPUTED:
             start, end, work = found.get(event.rank, (event.start_ns, event.end_ns, 0))
             found[event.rank] = start, max(end, event.end_ns), work + event.end_ns - event.start_ns
     if not found:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from instep.events import Recorder
+from instep.events import PIPELINE, Recorder
 from instep.mesh.clocks import measure
 from instep.mesh.device import generators
 from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
+from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.pipeline.layers import Layers
 from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients
 from instep.replicate.reducer import Reducer, sparse_positions
@@ -93,7 +94,7 @@ class Stage:
         self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
         keys = LeafKeys(layers, seed, generators(self._device), blocks)
         self.declared = DeclaredStep(layers, self.reducer, keys, registry)
-        self._backward = Backward(self.declared, broadcast=False)
+        self._backward = Backward(self.declared, broadcast=False, records=False)
         self._unbind = weakref.finalize(self, release, self._backward.hooks, self.reducer.lane, group)
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
         self._alive: dict[int, Alive] = {}  # by micro-batch
@@ -116,7 +117,7 @@ class Stage:
         inputs = [x for x in values if _is_differentiable(x)] if self.number else []
         for x in inputs:
             x.requires_grad_()
-        with self._visit(micro_batch, gradients=False), self._span("forward", micro_batch):
+        with self._visit(micro_batch, gradients=False), self._span(FORWARD, micro_batch):
             found = self.layers(*values)
             if loss is not None:
                 found = loss(found)
@@ -132,7 +133,7 @@ class Stage:
         ``last``: no other micro-batch of this step comes after it.
         """
         inputs, outputs = self._alive.pop(micro_batch.index)
-        with self._backwards(micro_batch, "backward", last=last):
+        with self._backwards(micro_batch, BACKWARD, last=last):
             _run_backward(outputs, gradients)
         return _filled(inputs, [x.grad for x in inputs])
 
@@ -143,7 +144,7 @@ class Stage:
             self._kept[micro_batch.index] = partial(_run_backward, alive.outputs, gradients)
             return []
         visit = self._visit(micro_batch, gradients=False)
-        with visit, self._span("input gradient", micro_batch), self._without_autocast():
+        with visit, self._span(INPUT_GRADIENT, micro_batch), self._without_autocast():
             compute = self._learn if self._recomputes is None else self._input_gradients
             found, later = compute(*_roots(alive.outputs, gradients), alive.inputs)
         self._kept[micro_batch.index] = later
@@ -171,7 +172,7 @@ class Stage:
     def weight_gradients(self, micro_batch: MicroBatch, *, last: bool) -> None:
         """What ``input_gradients`` has left; ``last`` as of ``backward``."""
         compute = self._kept.pop(micro_batch.index)
-        with self._backwards(micro_batch, "weight gradient", last=last):
+        with self._backwards(micro_batch, WEIGHT_GRADIENT, last=last):
             compute()
 
     def evaluate(self, values: Values) -> Values:
@@ -189,8 +190,8 @@ class Stage:
         """Remove the hooks, end the lane, give back the group."""
         self._unbind()
 
-    def _span(self, name: str, micro_batch: MicroBatch) -> Any:
-        return self.recorder.span(name, lane="compute", leaf=micro_batch.index)
+    def _span(self, kind: str, micro_batch: MicroBatch) -> Any:
+        return self.recorder.span(SPANS[kind], lane="compute", leaf=micro_batch.index, stage=self.number)
 
     @contextmanager
     def _visit(self, micro_batch: MicroBatch, *, gradients: bool, last: bool = False) -> Iterator[None]:
@@ -198,16 +199,22 @@ class Stage:
             yield
 
     @contextmanager
-    def _backwards(self, micro_batch: MicroBatch, name: str, *, last: bool) -> Iterator[None]:
+    def _backwards(self, micro_batch: MicroBatch, kind: str, *, last: bool) -> Iterator[None]:
         """Around what computes gradients of weights."""
+        gradients = self._fetched(micro_batch) if self.shared else []
         visit = self._visit(micro_batch, gradients=bool(self.reducer.names), last=last)
-        with visit, self._span(name, micro_batch), self._without_autocast():
-            for one in self.shared:
-                one.parameter.grad = one.fetch(micro_batch)
+        with visit, self._span(kind, micro_batch), self._without_autocast():
+            for one, gradient in zip(self.shared, gradients, strict=True):
+                one.parameter.grad = gradient
             yield
             for alone in self.mirrored:
-                gradient, alone.alias.grad = alone.alias.grad, None
-                alone.give(micro_batch, gradient)
+                its, alone.alias.grad = alone.alias.grad, None
+                alone.give(micro_batch, its)
+
+    def _fetched(self, micro_batch: MicroBatch) -> list[Tensor | None]:
+        """The gradients that other stages have of parameters of this one."""
+        with self.recorder.span(PIPELINE, lane="host", leaf=micro_batch.index, stage=self.number):
+            return [one.fetch(micro_batch) for one in self.shared]
 
     def _without_autocast(self) -> Any:
         """A step may be within ``torch.autocast``, which is meant for forwards alone."""

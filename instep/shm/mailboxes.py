@@ -1,4 +1,4 @@
-"""Messages that are read where they lie: the sender copies into memory that the receiver maps, and that is all.
+"""Messages that are read where they lie: the sender copies them into memory that the receiver maps.
 
 A pipe (``point_to_point.py``) is for any program: a message fills the tensor that its receiver brings, so it
 is copied twice, by a thread on either side. Where the receiver takes what comes, one copy is enough, in the
@@ -46,7 +46,7 @@ _COUNTS = 3  # of a message: tag, number of words, number of tensors
 
 
 class Letter(NamedTuple):
-    """What has come: ``words``, and the bytes of each tensor, in the sender's memory for as long as they live."""
+    """What has come: ``words``, and the bytes of each tensor, in the sender's memory as long as they live."""
 
     words: list[int]
     parts: list[Tensor]

@@ -65,7 +65,8 @@ class Backward:
 
     ``sync`` is the switch behind ``no_sync``; ``step_mode`` the one of the last step. ``hooks`` are to be
     removed when the wrapper goes. ``changes`` names what a step changes here. ``called``: whose forward is
-    watched, by default the module's.
+    watched, by default the module's. ``records``: forwards and backwards become events; else the wrapper
+    records them, which knows more.
     """
 
     changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged", "_warned")
@@ -77,6 +78,7 @@ class Backward:
         broadcast: bool,
         shared: Sequence[Tensor] = (),
         called: nn.Module | None = None,
+        records: bool = True,
     ) -> None:
         self.module = declared.module
         called = self.module if called is None else called
@@ -85,6 +87,7 @@ class Backward:
         self.reducer = declared.reducer
         self.declared = declared
         self.registry = declared.registry
+        self.records = records
         self.sync = True
         self.step_mode: str | None = None
         size = self.reducer.group.size
@@ -283,6 +286,8 @@ class Backward:
         self._cancel(name)
         micro_batch, recorder = self.declared.micro_batch, self.reducer.recorder
         recorder.ensure_step()
+        if not self.records:
+            return
         leaf = -1 if micro_batch is None else micro_batch.index
         self._open[name] = recorder.span(name, lane="compute", leaf=leaf).begin()
 

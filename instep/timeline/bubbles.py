@@ -65,7 +65,7 @@ class StepWindow:
 
     def _sort_in(self, events: Iterable[Event]) -> None:
         begin, stop = self.start_ns, self.end_ns
-        for _, lane, name, start, end, _, _, _, _, peer in events:
+        for _, lane, name, start, end, _, _, _, _, peer, _ in events:
             if start < begin:
                 start = begin
             if end > stop:

@@ -320,7 +320,7 @@ def _track(event: Event) -> str:
 def _details(event: Event) -> dict[str, int]:
     """What is known of an event besides its times."""
     known = {"step": event.step, "leaf": event.leaf, "bucket": event.bucket, "peer": event.peer}
-    return _known({**known, "bytes": event.bytes or -1})
+    return _known({**known, "stage": event.stage, "bytes": event.bytes or -1})
 
 
 def _known(figures: Mapping[str, int]) -> dict[str, int]:

@@ -26,7 +26,7 @@ from instep.ring_buffer import FIELDS, FIRST, RECORD, read_head
 FOLDER = "trace"
 PATTERN = "rank-*.ring"
 KINDS = np.dtype([*[(name, "<i8") for name in FIELDS[:4]], *[(name, "<i4") for name in FIELDS[4:8]],
-                  *[(name, "<u2") for name in FIELDS[8:]], ("padding", "<u4")])  # fmt: skip
+                  *[(name, "<u2") for name in FIELDS[8:10]], (FIELDS[10], "<i4")])  # fmt: skip
 assert KINDS.itemsize == RECORD.size
 MOST_RANKS = 1 << 20
 MOST_NS = 1 << 61  # seventy years: of a clock, and of what two clocks are apart
@@ -98,8 +98,8 @@ class RankTrace:
             rows = rows[(rows["end_ns"] > window[0]) & (rows["start_ns"] < window[1])]
         names, rank = self.names, self.rank
         return [
-            Event(rank, names[lane], names[name], start, end, num_bytes, step, leaf, bucket, peer)
-            for _, start, end, num_bytes, step, leaf, bucket, peer, name, lane, _ in rows.tolist()
+            Event(rank, names[lane], names[name], start, end, num_bytes, step, leaf, bucket, peer, stages - 1)
+            for _, start, end, num_bytes, step, leaf, bucket, peer, name, lane, stages in rows.tolist()
             if names[name] != STEP or (start, end) == window
         ]
 
@@ -269,6 +269,7 @@ def _good(records: np.ndarray, capacity: int, num_names: int) -> np.ndarray:
     good &= (records["number"] - 1) % max(capacity, 1) == np.arange(len(records))
     good &= (records["start_ns"] >= 0) & (records["end_ns"] >= records["start_ns"])
     good &= records["end_ns"] < MOST_NS
+    good &= records["stages"] >= 0
     good &= (records["name"] < num_names) & (records["lane"] < num_names)
     return good
 

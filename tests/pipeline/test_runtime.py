@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ from torch.nn import functional as F
 import instep
 from instep.checkpoint.state import TrainingState
 from instep.errors import Desync
+from instep.events import PIPELINE, Event
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.ordered.hash import SharedHash, state_entries, state_sha256
 from instep.pipeline import schedules
+from instep.pipeline.simulate import StageTimes, simulate
 from instep.step.micro_batches import MicroBatch
 from tests.world import world
 
@@ -189,6 +193,50 @@ def test_running_statistics_are_those_of_one_rank_on_all(mesh: Mesh) -> None:
     model = instep.Pipeline(piped, mesh, "gpipe", G)
     model.step(lambda output, _: output.square().mean(), lambda micro_batch: x[micro_batch.index])
     assert all(torch.equal(a, b) for a, b in zip(alone.buffers(), piped.buffers(), strict=True))
+    model.close()
+
+
+@pytest.fixture
+def waits() -> threading.Event:
+    return threading.Event()
+
+
+@world(2, pp=2, dp=1)
+def test_a_recorded_step_has_the_spans_of_the_simulated_one(mesh: Mesh, waits: threading.Event) -> None:
+    """Rank 0 begins when rank 1 waits for what it makes."""
+    model = instep.Pipeline(gpt(tied=False), mesh, "zb-h1", G)
+    row, rank = model._channel.group, mesh.rank
+    run = row.run
+
+    def watched(function: Callable[[], object], operation: str) -> None:
+        if operation == "1RECV_F0":
+            waits.set()
+        run(function, operation)
+
+    def tokens(micro_batch: MicroBatch) -> Tensor:
+        assert waits.wait(5)
+        return windows(0, micro_batch)[:, :-1]
+
+    row.run = watched  # type: ignore[method-assign]
+    mesh.recorder.begin_step(0)
+    model.step(lambda logits, micro_batch: loss(logits, 0, micro_batch), tokens)
+    mesh.recorder.end_step()
+    recorded = mesh.recorder.of_step(0)
+    simulated = simulate(schedules.generate("zb-h1", 2, G), StageTimes(1, 1, 1, 0.5)).of(rank, 0)
+
+    def told(events: list[Event], name: str) -> list[tuple[object, ...]]:
+        its = [event for event in events if name in (event.lane, event.name)]
+        return [(event.name, event.lane, event.leaf, event.stage, event.peer) for event in its]
+
+    first_has_none = ("input gradient", 0)  # nothing is sent on from the first stage
+    assert told(recorded, "compute") == [
+        one for one in told(simulated, "compute") if (one[0], one[3]) != first_has_none
+    ]
+    if rank == 1:
+        assert {(PIPELINE, "host", 0, 1, 0), (PIPELINE, "host", 0, 1, -1)} <= {*told(recorded, PIPELINE)}
+        assert ("activations", "communication", 0, 1, 0) in told(recorded, "activations")
+        (first, *_) = [event for event in recorded if event.name == "activations"]
+        assert first.bytes == 2 * 8 * 16 * 4  # windows, tokens, width, of four bytes
     model.close()
 
 

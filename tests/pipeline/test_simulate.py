@@ -38,8 +38,8 @@ def test_the_timeline_has_what_a_recorded_one_has():
     assert timeline.ranks == [0, 1]
     assert timeline.whole_steps() == [7]
     spans = [event for event in timeline.of(1, 7) if event.lane == "compute"]
-    assert [(event.name, event.leaf, event.start_ns / S) for event in spans] == [
-        ("forward", 0, 1.5), ("backward", 0, 2.5), ("forward", 1, 4.5), ("backward", 1, 5.5),
+    assert [(event.name, event.leaf, event.stage, event.start_ns / S) for event in spans] == [
+        ("forward", 0, 1, 1.5), ("backward", 0, 1, 2.5), ("forward", 1, 1, 4.5), ("backward", 1, 1, 5.5),
     ]  # fmt: skip
     messages = [event for event in timeline.of(1, 7) if event.lane == "communication"]
     # That of micro-batch 1 is sent at 2; its receive is posted at 2.5, when 1F0 has ended.

@@ -73,6 +73,24 @@ def test_what_was_recorded_is_read_step_by_step(tmp_path):
     assert traces.traces[1].windows[3][1] == run.now
 
 
+def test_what_belongs_to_a_stage_is_known_by_it_and_a_file_of_before_there_were_stages_knows_none(tmp_path):
+    ring = RingBuffer(4, tmp_path / name(0), {"rank": 0})
+    ring.put("forward", "compute", 1 * MS, 2 * MS, 0, 0, 3, -1, -1, 2)
+    ring.put("backward", "compute", 2 * MS, 3 * MS, 0, 0, 3, -1, -1, 2)
+    ring.put("step", "host", 0, 4 * MS, 0, 0, -1, -1, -1)
+
+    def stages() -> dict[str, int]:
+        return {event.name: event.stage for event in read_traces(tmp_path).timeline(0).events}
+
+    assert stages() == {"step": -1, "forward": 2, "backward": 2}
+    data = bytearray((tmp_path / name(0)).read_bytes())
+    for place in range(4):
+        last = FIRST + (place + 1) * RECORD.size
+        data[last - 4 : last] = bytes(4)  # where these had nothing
+    (tmp_path / name(0)).write_bytes(data)
+    assert stages() == {"step": -1, "forward": -1, "backward": -1}
+
+
 def test_a_step_that_has_not_ended_is_no_step_yet(tmp_path):
     run = MadeUpRun(tmp_path, 2)
     run.steps(0, 2)
@@ -228,8 +246,8 @@ def test_a_record_that_was_being_written_is_left_out_and_counted(tmp_path):
     for i in range(8):
         ring.put("forward", "compute", 10 * i, 10 * i + 5, 0, 0, -1, -1, -1)
     for place, record in ((1, (99, 1, 2)), (2, (3, 7, 6)), (3, (4, -5, 6)), (4, (5, 1, MOST_NS))):
-        RECORD.pack_into(ring._memory, FIRST + place * RECORD.size, *record, 0, 0, 0, 0, 0, 0, 0)
-    RECORD.pack_into(ring._memory, FIRST + 5 * RECORD.size, 6, 1, 2, 0, 0, 0, 0, 0, 77, 0)
+        RECORD.pack_into(ring._memory, FIRST + place * RECORD.size, *record, 0, 0, 0, 0, 0, 0, 0, 0)
+    RECORD.pack_into(ring._memory, FIRST + 5 * RECORD.size, 6, 1, 2, 0, 0, 0, 0, 0, 77, 0, 0)
     traces = read_traces(tmp_path)
     assert traces.notes == [f"{name(0)}: 5 record(s) are not whole: left out"]
     assert traces.traces[0].records["start_ns"].tolist() == [0, 60, 70]
@@ -291,7 +309,7 @@ def test_whatever_stands_in_a_head_every_other_rank_is_read(tmp_path, fields):
 numbers = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 70) | st.integers(0, 10**10)
 small = st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(-1, 4)
 records = st.tuples(
-    numbers, numbers, numbers, small, small, small, small, st.integers(0, 20), st.integers(0, 20)
+    numbers, numbers, numbers, small, small, small, small, st.integers(0, 20), st.integers(0, 20), small
 )
 
 
