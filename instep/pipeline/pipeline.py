@@ -10,7 +10,8 @@ Each stage's gradients are reduced over the ranks that have the same stage, alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.events import PIPELINE, Span
-from instep.mesh.agree import all_or_none
-from instep.mesh.mesh import Mesh, registered_mesh
+from instep.mesh.agree import all_or_none, all_tell, on_first_rank
+from instep.mesh.mesh import Mesh, UnrankedMesh, registered_mesh
 from instep.ordered import homes
 from instep.ordered.homes import Wrapped
 from instep.ordered.hook import Hook
@@ -31,10 +32,12 @@ from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.channel import StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
-from instep.pipeline.cuts import balanced
+from instep.pipeline.cuts import ADAM, LAYERS, LayerCost, edges_of, require_known
 from instep.pipeline.elsewhere import Elsewhere
 from instep.pipeline.home import PipelineHome
-from instep.pipeline.layers import Layers, layers_of, numbered_blocks
+from instep.pipeline.layer_costs import measure
+from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
+from instep.pipeline.proposal import CutProposal, RankTimes, propose, rank_times
 from instep.pipeline.runtime import Executor, Inputs, Loss, StepTask
 from instep.pipeline.stage import Stage
 from instep.pipeline.tied import Tied, TiedParameters
@@ -77,7 +80,13 @@ class Pipeline(WrappedOnce, OwnNames):
             your own, a row of actions per rank, as ``str`` of a schedule prints it.
         micro_batches: G of each step, unless ``step`` is given data; the bits depend on it.
         chunks: stages per rank, of "interleaved"; by default 2.
-        cuts: the first layer of each stage but the first; by default stages have about as many layers each.
+        cuts: where stages begin: the first layer of each but the first; or "layers", about as many in each,
+            "cost", so that a step takes least, or "memory", so that the rank that holds most holds least.
+        example: what the first layer is called with for one micro-batch, a tuple for several arguments, to
+            measure layers by; the first rank does. For cuts by "cost" and "memory", and ``propose_cuts``.
+        example_loss: the loss of what the last layer gives for ``example``, if that is to be measured, too.
+        moments: how many numbers the optimizer keeps per weight, for cuts by "memory": 2 of Adam, 1 of SGD
+            with momentum.
         strategy, bucket_cap_mb, nodes, rounding, find_unused_parameters, seed: as for ``DataParallel``.
 
     Raises:
@@ -100,7 +109,7 @@ class Pipeline(WrappedOnce, OwnNames):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
         >>> len(losses), model.step_mode, model.placement
-        (8, 'declared', {'strategy': 'bucketed', 'pp': 1, 'schedule': 'zb-h1'})
+        (8, 'declared', {'strategy': 'bucketed', 'pp': 1, 'schedule': 'zb-h1', 'cuts': []})
     """
 
     __module__ = "instep"
@@ -113,7 +122,10 @@ class Pipeline(WrappedOnce, OwnNames):
         micro_batches: int | None = None,
         *,
         chunks: int | None = None,
-        cuts: Sequence[int] | None = None,
+        cuts: str | Sequence[int] = LAYERS,
+        example: Any = None,
+        example_loss: Callable[[Any], Tensor] | None = None,
+        moments: int = ADAM,
         strategy: str = "bucketed",
         bucket_cap_mb: float = 25,
         nodes: str = "float32",
@@ -124,6 +136,9 @@ class Pipeline(WrappedOnce, OwnNames):
         super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
         self.schedule, self.micro_batches, self.next_step = schedule, micro_batches, 0
         self._chunks, self._cuts, self._seed = chunks, cuts, seed
+        require_known(cuts, is_measured=example is not None)
+        self._measured = None if example is None else (example, example_loss)
+        self._moments, self._costs = moments, list[LayerCost]()
         self._options = ReductionOptions(
             find(strategy),
             bucket_cap_mb,
@@ -139,17 +154,22 @@ class Pipeline(WrappedOnce, OwnNames):
         self.mesh, self.recorder, self._is_closed = mesh, mesh.recorder, False
         self.group, self._row = mesh.world.duplicate(), mesh.along["pp"].duplicate()
         try:
-            self._layers, self._parts, stage_ranks = all_or_none(
+            self._layers, schedule = all_or_none(
                 self.group, "the preparation of pipelines", self._prepare, errors=(ValueError, TypeError)
             )
             if self.home is None:
                 agree_on_structure(self.module, self._described(), self.group)
                 broadcast_values(self.module, self.group)
+            self._agree_on_costs()
+            self._edges = all_or_none(
+                self.group, "the cut of pipelines", partial(self._cut, schedule), errors=(ValueError,)
+            )
         except BaseException:
             self.group.close()
             self._row.close()
             raise
-        self._stage_ranks = stage_ranks
+        self._stage_ranks = stage_ranks = schedule.stage_ranks
+        self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
         self._channel = StageChannel(self._row)
         self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
         named = dict(self.module.named_parameters())
@@ -179,35 +199,35 @@ class Pipeline(WrappedOnce, OwnNames):
         }
         self._running = [(x, ranks_of[id(x)]) for x in running]
 
-    def _prepare(self) -> tuple[list[Any], list[Layers], Sequence[int]]:
-        """What this rank may refuse."""
+    def _prepare(self) -> tuple[list[Layer], Schedule]:
+        """The layers, and a schedule with the stages; what this rank may refuse."""
         require_unwrapped(self.module)
         for name, p in self.module.named_parameters():
             if p.is_meta:
                 raise ValueError(
                     f"parameter {name!r} is on the meta device: give it values, then make the pipeline"
                 )
-        layers, schedule = layers_of(self.module), self._schedule_of(None)
-        stage_ranks = schedule.stage_ranks
-        edges = self._edges(len(layers), len(stage_ranks))
-        return layers, [Layers(layers[a:b]) for a, b in pairwise(edges)], stage_ranks
+        if isinstance(self.mesh, UnrankedMesh):  # one stage, until there are others
+            return layers_of(self.module), schedules.generate("naive", 1, 1)
+        return layers_of(self.module), self._schedule_of(None)
 
-    def _edges(self, num_layers: int, num_stages: int) -> list[int]:
-        if self._cuts is None:
-            return balanced([1.0] * num_layers, num_stages)
-        edges = [0, *self._cuts, num_layers]
-        if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
-            raise ValueError(
-                f"cuts={list(self._cuts)}: expected {num_stages - 1} rising numbers from 1 to "
-                f"{num_layers - 1}, the first layers of stages 1 to {num_stages - 1}, of {num_layers} layers"
-            )
-        return edges
+    def _agree_on_costs(self) -> None:
+        """All ranks have those that the first one has measured, once: while it has the whole model."""
+        if self._measured is None:
+            return
+        measured = partial(measure, self.module, self._layers, *self._measured)
+        told = on_first_rank(self.group, "the costs of layers", lambda: self._costs or measured())
+        self._costs = [LayerCost(*one) for one in told]
+
+    def _cut(self, schedule: Schedule) -> list[int]:
+        cuts = LAYERS if isinstance(self.mesh, UnrankedMesh) else self._cuts
+        return edges_of(cuts, len(self._layers), schedule, self._costs, self._moments)
 
     def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
         """That of a step with so many micro-batches in this pipeline."""
         size = self._row.size
         if "\n" not in self.schedule:
-            count = 2 * size if num_micro_batches is None else num_micro_batches
+            count = self._usual_count() if num_micro_batches is None else num_micro_batches
             return schedules.generate(self.schedule, size, count, self._chunks)
         found = Schedule.parse(self.schedule, "your own")
         check(found)
@@ -218,6 +238,10 @@ class Pipeline(WrappedOnce, OwnNames):
                 f"and this pipeline has {size} ranks and {given} micro-batches: write one for these"
             )
         return found
+
+    def _usual_count(self) -> int:
+        """Of micro-batches in this pipeline, as far as it is known where it is made."""
+        return -(-self.micro_batches // self.mesh.data.size) if self.micro_batches else 2 * self._row.size
 
     def _make_stages(self) -> dict[int, Stage]:
         blocks = numbered_blocks(self.module, self._layers)
@@ -242,7 +266,9 @@ class Pipeline(WrappedOnce, OwnNames):
         return {
             "schedule": self.schedule,
             "chunks": self._chunks,
-            "cuts": None if self._cuts is None else list(self._cuts),
+            "cuts": self._cuts if isinstance(self._cuts, str) else list(self._cuts),
+            "measured": self._measured is not None,
+            "moments": self._moments,
             "strategy": self._strategy,
             "nodes": str(self._options.nodes),
             "seed": self._seed,
@@ -356,11 +382,52 @@ class Pipeline(WrappedOnce, OwnNames):
         self._channel.flush()
         return found[0] if len(found) == 1 else found
 
+    def propose_cuts(self, steps: int = 20) -> CutProposal:
+        """Where this pipeline had better be cut, by what the last ``steps`` steps have taken. Collective.
+
+        What each rank took, in its timeline, against the measured costs of its layers says how fast it is;
+        then the simulator tries other cuts. To follow it, make the pipeline with ``cuts=`` what is
+        ``proposed``: the bits stay the same.
+
+        Args:
+            steps: how many of the last ones count; the first of them does not, if there are others.
+
+        Returns:
+            ``CutProposal``: the cut proposed, and what a step takes, measured and predicted. Alike on all
+            ranks.
+
+        Raises:
+            ValueError: the pipeline was made without ``example``, or no step has ended.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> model = instep.Pipeline(torch.nn.Sequential(torch.nn.Linear(8, 1)), mesh, example=x[:4])
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> losses = model.step(lambda output, one: output.mean(), lambda one: x[:4], data=2)
+            >>> optimizer.step()
+            >>> model.propose_cuts().proposed
+            ()
+        """
+
+        def look() -> RankTimes:
+            if self._measured is None:
+                raise ValueError(
+                    "propose_cuts(): the layers of this pipeline have not been measured: make it with "
+                    "example=, what the first one is called with for one micro-batch"
+                )
+            return rank_times(self.recorder.last_steps(steps), self.group.global_rank, self._row.rank)
+
+        _, told = all_tell(self.group, "the proposal of cuts", look, lambda own: json.dumps(own).encode())
+        taken = [RankTimes(*json.loads(one)) for one in told]
+        schedule = self._schedule_of(max(one.num_micro_batches for one in taken))
+        return propose(self._costs, self._edges, schedule, taken)
+
     @property
     def placement(self) -> dict[str, Any]:
-        """How the ranks share a step: "strategy", "pp" (ranks of a pipeline) and "schedule"."""
+        """How ranks share a step: "strategy", "pp" (ranks of a pipeline), "schedule" and "cuts"."""
         name = "own" if "\n" in self.schedule else self.schedule
-        return {"strategy": self._strategy, "pp": self._row.size, "schedule": name}
+        cuts = self._edges[1:-1]
+        return {"strategy": self._strategy, "pp": self._row.size, "schedule": name, "cuts": cuts}
 
     @property
     def step_mode(self) -> str | None:

@@ -114,7 +114,7 @@ class Stage:
         self, micro_batch: MicroBatch, values: Values, loss: Callable[[Any], Tensor] | None = None
     ) -> Values:
         """What the stage gives for ``values``; of the last one, the ``loss`` of that."""
-        inputs = [x for x in values if _is_differentiable(x)] if self.number else []
+        inputs = [x for x in values if is_differentiable(x)] if self.number else []
         for x in inputs:
             x.requires_grad_()
         with self._visit(micro_batch, gradients=False), self._span(FORWARD, micro_batch):
@@ -122,7 +122,7 @@ class Stage:
             if loss is not None:
                 found = loss(found)
         outputs = found if isinstance(found, tuple) else (found,)
-        self._alive[micro_batch.index] = Alive(inputs, [_edge(x) for x in outputs if _is_differentiable(x)])
+        self._alive[micro_batch.index] = Alive(inputs, [_edge(x) for x in outputs if is_differentiable(x)])
         return outputs
 
     def backward(
@@ -232,7 +232,7 @@ class Stage:
                 self.layers.replace(one.alias, one.parameter)
 
 
-def _is_differentiable(x: Any) -> bool:
+def is_differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 

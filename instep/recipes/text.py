@@ -62,7 +62,7 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     model: Any = net
     if layout.pp > 1:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
-        model = instep.Pipeline(net, mesh, layout.schedule, **options)
+        model = pipeline(net, config, mesh, **options)
     elif layout.shard_stage >= 2:
         options |= {"one_copy": layout.one_copy, "device": mesh.device}
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
@@ -80,6 +80,27 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     if layout.strategy == "server":  # rank 0 steps for all
         model = instep.ParameterServer(net, optimizer, mesh, **options)
     return model, optimizer
+
+
+def pipeline(net: GPT, config: Config, mesh: Any, **options: Any) -> instep.Pipeline:
+    """Over the ranks along pp, cut as ``config`` says; if by measured layers, by these of a made-up batch."""
+    layout, cuts = config.parallel, config.parallel.numbered_cuts
+    if not isinstance(cuts, str) or cuts == "layers":
+        return instep.Pipeline(net, mesh, layout.schedule, config.num_leaves, cuts=cuts, **options)
+    made_up = torch.zeros(config.batch.micro_size, config.model.context, dtype=torch.int64)
+    made_up = made_up.to(mesh.device)
+    with autocast(config, mesh.device):
+        return instep.Pipeline(
+            net,
+            mesh,
+            layout.schedule,
+            config.num_leaves,
+            cuts=cuts,
+            example=made_up,
+            example_loss=lambda logits: of_logits(logits, made_up).mean(),
+            moments=2 if config.optim.name == "adamw" else int(config.optim.momentum > 0),
+            **options,
+        )
 
 
 def losses_of(model: nn.Module, windows: Tensor, config: Config, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ RANGES = {  # GPTConfig checks the numbers of the model
     "trace.events": FROM_0,
 }
 
+CUTS = ("layers", "cost", "memory")
 NUMERICAL_TOPICS = ("model", "batch", "optim")
 NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
 ABOUT_NODES = ("parallel.nodes", "parallel.rounding")
@@ -165,9 +167,28 @@ class ParallelConfig:
     """How many ranks a pipeline has, each with some of the layers; there are ranks / pp pipelines."""
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
     """In which order the ranks of a pipeline make forwards and backwards of their micro-batches."""
+    cuts: str = "layers"
+    """Where a pipeline is cut: as many layers in each stage; by cost, or by memory, which measure the layers;
+    or the first layers of the stages but the first: 3,5. Layers are the embedding, blocks and the output."""
     one_copy: bool = False
     """The ranks of a host, or of a shard group, share one copy of the weights; with shard-stage 1 or 2, on
     the shm backend."""
+
+    @property
+    def numbered_cuts(self) -> str | list[int]:
+        """The cuts as a word, or as numbers.
+
+        Raises:
+            ValueError: they are neither.
+        """
+        if self.cuts in CUTS:
+            return self.cuts
+        try:
+            return [int(number) for number in self.cuts.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"parallel.cuts {self.cuts!r}: expected one of {', '.join(CUTS)}, or numbers such as 3,5"
+            ) from None
 
     @property
     def named_backend(self) -> str | None:
@@ -336,7 +357,7 @@ def _check_nodes(parallel: ParallelConfig) -> None:
 
 def _check_pipeline(config: Config) -> None:
     """Raise ``ValueError`` for settings that a pipeline does not go with."""
-    parallel = config.parallel
+    parallel, given = config.parallel, config.parallel.numbered_cuts
     if parallel.pp == 1:
         return
     named = f"parallel.pp {parallel.pp}"
@@ -359,6 +380,14 @@ def _check_pipeline(config: Config) -> None:
             f"{config.model.layers + 2} layers (embedding, {config.model.layers} blocks, output): set a "
             "smaller parallel.pp or more model.layers"
         )
+    if isinstance(given, list):
+        edges = [0, *given, config.model.layers + 2]
+        if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
+            raise ValueError(
+                f"parallel.cuts {parallel.cuts}: expected {num_stages - 1} rising numbers from 1 to "
+                f"{edges[-1] - 1}, as {named} and parallel.schedule {parallel.schedule} make {num_stages} "
+                f"stages of {edges[-1]} layers"
+            )
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:

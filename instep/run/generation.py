@@ -346,5 +346,5 @@ def _summary(
         "skipped_steps": training.health.skipped,
         "restarts": restarts,
         "fingerprint": fingerprint(training.contract),
-        "parallel": asdict(config.parallel),
+        "parallel": training.parallel,
     }

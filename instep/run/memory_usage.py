@@ -13,7 +13,7 @@ counted, each once, for the first purpose that has it:
 Where the ranks of a host have one copy of the weights, each counts its slice of it: added up over the ranks,
 that is what the host has.
 
-Activations come and go: see ``run/saved_memory.py``.
+Activations come and go: see ``shard/saved_memory.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from instep.mesh.process_group import Group
 from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.ordered.homes import JoinedOptimizers, homes, offered
-from instep.run.saved_memory import parts_of, saved_beside
+from instep.shard.saved_memory import parts_of, saved_beside
 
 if TYPE_CHECKING:
     from instep.run.script_training import ScriptTraining

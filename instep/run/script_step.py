@@ -37,9 +37,9 @@ from instep.replicate.server import SERVER, Declined, ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import Holds, Made
-from instep.run.saved_memory import Saved
 from instep.run.script_training import ScriptTraining
 from instep.run.strangers import Strangers
+from instep.shard.saved_memory import Saved
 from instep.step.reduction import Reduction
 
 WISHES = ("stop", "regroup", "copy")

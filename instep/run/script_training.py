@@ -36,10 +36,10 @@ from instep.run.memory_formula import state_bytes
 from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.run.rank_state import Made, RankState
 from instep.run.recovery import Built, send
-from instep.run.saved_memory import Saved, saved_beside
 from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
 from instep.run.timing import Timing
 from instep.run.toml import to_toml
+from instep.shard.saved_memory import Saved, saved_beside
 
 CANARY_SEED = 0
 OPERATION = "the comparison of what was built"
@@ -336,6 +336,15 @@ class ScriptTraining:
         self.heartbeat.enter("evaluate")
         with self.mesh.recorder.span("evaluate", lane="host"):
             return self._held_out_loss()
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """How ranks share a step: as the run was told, and where its pipelines are cut at this moment."""
+        found = dataclasses.asdict(self.config.parallel)
+        for model in self.registered.models.values():
+            placed = getattr(model, "placement", None) or {}
+            found |= {name: placed[name] for name in ("cuts",) if name in placed}
+        return found
 
     def memory_usage(self) -> MemoryUsage:
         """What this rank holds, of all models and optimizers together."""

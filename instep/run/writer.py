@@ -84,9 +84,9 @@ def is_of_another_contract(path: Path, step: int) -> bool:
 
 def placement(training: ScriptTraining) -> Placement:
     """Who does the work from here on."""
-    axes, parallel = training.mesh.axes, training.config.parallel
+    axes = training.mesh.axes
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
-    return Placement(sizes, parallel.strategy, axes.world_size, asdict(parallel))
+    return Placement(sizes, training.config.parallel.strategy, axes.world_size, training.parallel)
 
 
 class RunWriter:

@@ -86,6 +86,10 @@ class Saved:
                 del self._uses[kept.key]
                 self.nbytes -= kept.nbytes
 
+    def keeps(self, x: Tensor) -> bool:
+        """Whether the memory of ``x`` is among what is kept now."""
+        return _key(x) in self._uses
+
     def counts(self, key: Key) -> bool:
         return key not in self._known and all(key != _key(weights) for weights in self._gathered())
 

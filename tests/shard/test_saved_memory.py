@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep.run.saved_memory import Saved, saved_beside
+from instep.shard.saved_memory import Saved, saved_beside
 from instep.shard.saved_weights import top
 
 
