@@ -35,7 +35,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("own_loop", "own loop table"),
         ("loader", "loader table"),
         *(("pipeline", f"bubble of {name}") for name in ("1f1b", "interleaved", "zb-h1", "zb-h2")),
-        *(("pipeline", name) for name in ("all schedules", "speed-up of gpipe", "throughput")),
+        *(
+            ("pipeline", name)
+            for name in ("all schedules", "speed-up of gpipe", "a better cut", "throughput")
+        ),
     ],
 )
 def test_the_place_is_there_once(folder, name, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.launched.command import train
 from tests.launched.test_shard_stage import assert_same_run, summary
 
-PP, SCHEDULE = "--parallel.pp", "--parallel.schedule"
+PP, SCHEDULE, CUTS = "--parallel.pp", "--parallel.schedule", "--parallel.cuts"
 
 
 def test_a_pipeline_that_loses_a_rank_stops_and_goes_on_cut_otherwise_is_the_run_that_nothing_disturbed(
@@ -15,13 +15,15 @@ def test_a_pipeline_that_loses_a_rank_stops_and_goes_on_cut_otherwise_is_the_run
 ) -> None:
     run = (*recipe, "--run-dir", "run")
     fault = ("--fault", "kill:rank=1,step=2,phase=backward")
-    ended = train(*run, PP, 2, SCHEDULE, "zb-v", "-n", 2, *fault, "--stop-after", 4, cwd=tmp_path)
+    cut = (PP, 2, SCHEDULE, "zb-v", CUTS, "memory")
+    ended = train(*run, *cut, "-n", 2, *fault, "--stop-after", 4, cwd=tmp_path)
     assert ended.code == 75, ended.err
     assert "strategy bucketed, pipelines of 2 ranks (zb-v); " in ended.err
-    ended = train(*run, PP, 2, SCHEDULE, "1f1b", "-n", 4, "--resume", cwd=tmp_path)
+    ended = train(*run, PP, 2, SCHEDULE, "1f1b", CUTS, "1", "-n", 4, "--resume", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "run", undisturbed)
     assert summary(tmp_path / "run")["restarts"] == 2
+    assert summary(tmp_path / "run")["parallel"]["cuts"] == [1]
 
 
 def test_what_a_pipeline_does_not_go_with_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
@@ -32,6 +34,8 @@ def test_what_a_pipeline_does_not_go_with_is_refused_before_a_rank_starts(tmp_pa
         ),
         ((PP, 2, "--ledger.leaves"), "no rank has a whole micro-batch"),
         ((PP, 2, SCHEDULE, "zb-v", "--model.layers", 1), "make 4 stages of a model that has 3 layers"),
+        ((PP, 2, CUTS, "1,9"), "parallel.cuts 1,9: expected 1 rising numbers from 1 to "),
+        ((PP, 2, CUTS, "even"), "parallel.cuts 'even': expected one of layers, cost, memory, or numbers"),
     ):
         ended = train("--steps", 1, "-n", 2, *words, cwd=tmp_path)
         assert ended.code == 2 and message in ended.err
