@@ -18,7 +18,7 @@ from instep.pipeline.check import peak_activations
 from instep.pipeline.simulate import StageTimes, run
 
 LAYERS, COST, MEMORY = BY = ("layers", "cost", "memory")
-TRIED_ACTIONS = 40_000  # of all cuts that are tried: less than a second
+TRIED_ACTIONS = 40_000  # of all cuts that are tried: a second or two
 ADAM = 2  # moments
 
 
@@ -214,20 +214,27 @@ def _activation_bytes(costs: Sequence[LayerCost], a: int, b: int) -> int:
 def _best(start: list[int], schedule: Schedule, score: Callable[[Sequence[int]], Any]) -> list[int]:
     """The edges of the smallest ``score``: of all where these are few, else of those found from ``start``."""
     num_layers, num_inner = start[-1], len(start) - 2
-    affordable = TRIED_ACTIONS // max(sum(map(len, schedule.rows)), 1)
-    if comb(num_layers - 1, num_inner) <= max(affordable, 1):
+    affordable = max(TRIED_ACTIONS // max(sum(map(len, schedule.rows)), 1), 1)
+    if comb(num_layers - 1, num_inner) <= affordable:
         every = combinations(range(1, num_layers), num_inner)
         return min(([0, *inner, num_layers] for inner in every), key=score)
     found, least = start, score(start)
-    while True:
-        nearby = [moved for i in range(1, num_inner + 1) for moved in _moved(found, i)]
-        value, candidate = min((score(edges), edges) for edges in nearby)
-        if value >= least:
-            return found
-        found, least = candidate, value
+    while affordable:
+        for edges in _nearby(found)[:affordable]:
+            affordable -= 1
+            if (value := score(edges)) < least:
+                found, least = edges, value
+                break
+        else:
+            break
+    return found
 
 
-def _moved(edges: Sequence[int], i: int) -> list[list[int]]:
-    """``edges`` with number ``i`` a layer earlier or later, where every stage keeps a layer."""
-    to = [at for at in (edges[i] - 1, edges[i] + 1) if edges[i - 1] < at < edges[i + 1]]
-    return [[*edges[:i], at, *edges[i + 1 :]] for at in to]
+def _nearby(edges: list[int]) -> list[list[int]]:
+    """``edges`` with one of them a layer earlier or later, where every stage keeps a layer."""
+    return [
+        [*edges[:i], at, *edges[i + 1 :]]
+        for i in range(1, len(edges) - 1)
+        for at in (edges[i] - 1, edges[i] + 1)
+        if edges[i - 1] < at < edges[i + 1]
+    ]

@@ -207,8 +207,6 @@ class Pipeline(WrappedOnce, OwnNames):
                 raise ValueError(
                     f"parameter {name!r} is on the meta device: give it values, then make the pipeline"
                 )
-        if isinstance(self.mesh, UnrankedMesh):  # one stage, until there are others
-            return layers_of(self.module), schedules.generate("naive", 1, 1)
         return layers_of(self.module), self._schedule_of(None)
 
     def _agree_on_costs(self) -> None:
@@ -231,6 +229,8 @@ class Pipeline(WrappedOnce, OwnNames):
             return schedules.generate(self.schedule, size, count, self._chunks)
         found = Schedule.parse(self.schedule, "your own")
         check(found)
+        if isinstance(self.mesh, UnrankedMesh):  # all stages are here, until there are ranks
+            return schedules.generate("naive", 1, 1)
         if found.num_ranks != size or num_micro_batches not in (None, found.num_micro_batches):
             given = "any number of" if num_micro_batches is None else num_micro_batches
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import instep
 from instep.events import STEP, Event
 from instep.mesh.mesh import Mesh
+from instep.ordered.homes import offered
 from instep.pipeline import cuts
 from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.cuts import (
@@ -31,7 +33,9 @@ from instep.pipeline.layers import layers_of
 from instep.pipeline.proposal import RankTimes, propose, rank_times
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import simulate
+from instep.shard.saved_memory import saved_beside
 from tests.pipeline.test_runtime import G, gpt, loss, of_one_rank, piped, windows
+from tests.rejoin import unranked
 from tests.world import world
 
 NAMES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
@@ -91,7 +95,7 @@ def test_no_cut_is_faster_in_the_simulator_than_the_fastest(costs, name, num_mic
 def test_where_cuts_are_too_many_to_try_all_of_them_none_of_the_neighbours_is_faster(costs, name, count):
     schedule, paces = generate(name, 2, count), [Pace(), Pace(2.0, 2.0)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "TRIED_ACTIONS", 0)
+        patch.setattr(cuts, "comb", lambda *of: 10**9)
         found = fastest(costs, schedule, paces)
     took_s = simulated_s(costs, found, schedule, paces)
     for edges in every_cut(len(costs), schedule.num_stages):
@@ -306,6 +310,31 @@ def test_a_measured_cut_has_the_bits_of_one_rank(mesh: Mesh, by: str) -> None:
 
 
 @world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-v"])
+def test_ranks_hold_as_many_bytes_of_activations_as_cuts_by_memory_count_with(
+    mesh: Mesh, schedule: str
+) -> None:
+    """Counted while autograd keeps them: all but what it has no need of, as of an output of a stage."""
+    targets = EXAMPLE.flatten()
+    model = instep.Pipeline(
+        gpt(tied=False),
+        mesh,
+        schedule,
+        G,
+        example=EXAMPLE,
+        example_loss=lambda logits: nn.functional.cross_entropy(logits.flatten(0, 1), targets),
+    )
+    saved = saved_beside(model.module)
+    with saved.watch():
+        model.step(lambda x, one: loss(x, 0, one), lambda one: windows(0, one)[:, :-1])
+    costs = [cost._replace(weight_bytes=0, trained_bytes=0) for cost in model._costs]
+    edges = [0, *model.placement["cuts"], len(costs)]
+    expected = peak_bytes(costs, edges, generate(schedule, 2, G))[mesh.along["pp"].rank]
+    assert 0.95 * expected <= saved.peak <= expected
+    model.close()
+
+
+@world(2, pp=2, dp=1)
 def test_ranks_agree_on_what_the_first_one_has_measured(mesh: Mesh) -> None:
     net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)], nn.Linear(2, 200), nn.Linear(200, 2))
     model = instep.Pipeline(net, mesh, "1f1b", 8, cuts="memory", example=torch.zeros(1, 2), moments=0)
@@ -333,6 +362,22 @@ def test_a_pipeline_proposes_what_its_own_steps_say(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="have not been measured: make it with example="):
         unmeasured.propose_cuts()
     unmeasured.close()
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("by", ["cost", [1]])
+def test_a_pipeline_that_is_made_before_there_are_ranks_is_cut_when_they_meet(mesh: Mesh, by: Any) -> None:
+    """As under `instep run`; each process has measured for itself, and then the first one's costs count."""
+    own = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    model = instep.Pipeline(gpt(), unranked(), own, 2, cuts=by, example=EXAMPLE)
+    assert model.placement["cuts"] == []
+    said = offered(model)
+    said.leave()
+    said.join(mesh)
+    assert len(model.placement["cuts"]) == 1 and by in ("cost", model.placement["cuts"])
+    told = mesh.world.group.all_gather_bytes(repr((model._costs, model.placement)).encode(), "a test")
+    assert len(set(told)) == 1
+    model.close()
 
 
 @world(2, pp=2, dp=1)
