@@ -175,6 +175,7 @@ ONE_USER = {
     "instep/elastic/worker_pool.py",
     "instep/ordered/by_hosts.py",
     "instep/pipeline/elsewhere.py",
+    "instep/pipeline/first_values.py",
     "instep/pipeline/layer_costs.py",
     "instep/pipeline/proposal.py",
     "instep/pipeline/runtime.py",

@@ -34,7 +34,15 @@ from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
-from instep.ordered.homes import CountsSteps, JoinedOptimizers, Wrapped, homes, offered, unwrapped
+from instep.ordered.homes import (
+    CountsSteps,
+    JoinedOptimizers,
+    Wrapped,
+    homes,
+    offered,
+    outermost,
+    unwrapped,
+)
 from instep.ordered.objects import put_together, take_apart, tensors_of
 from instep.ordered.shards import OBJECT, Shard
 from instep.ordered.stored import Source
@@ -222,7 +230,8 @@ class Registered:
             divided += [(repr(name), there.group) for there in lived_in if there.group.size > 1]
         for name, optimizer in self.optimizers.items():
             part = offered(optimizer)
-            divided += [(repr(name), part.group)] if part is not None and part.group.size > 1 else []
+            lived_in = [] if part is None else list(map(outermost, part.homes))
+            divided += [(repr(name), there.group) for there in lived_in if there.group.size > 1]
         _require_same_ranks(trained, "is trained by", "wrap all models for the same ranks")
         _require_same_ranks(divided, "is divided among", "shard all over the same ranks")
 

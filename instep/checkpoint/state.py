@@ -36,6 +36,7 @@ from instep.ordered.homes import (
     JoinedOptimizers,
     ParameterShard,
     Wrapped,
+    holders,
     home,
     homes,
     offered,
@@ -75,28 +76,27 @@ class TrainingState:
         self._parameters = dict(self.module.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._homes: list[Home] = homes(self._parameters.values())
-        self._slices: dict[int, Sequence[int]] = {}  # by the identity of a parameter
+        self._stepping: dict[int, tuple[int, ...]] = {}  # which ranks, by the identity of a parameter
         self.steps: DividedOptimizer | None = None if optimizer is None else offered(optimizer)
         divided = [self.steps.group] if self.steps is not None else []
         divided += [there.group for there in self._homes]
-        self._shard_group = max(divided, key=lambda found: found.size, default=None)
+        shard_group = max(divided, key=lambda found: found.size, default=None)
         if optimizer is not None:
             _parameter_names(self.module, optimizer)
             if isinstance(optimizer, Optimizer):
                 self.steps = self.steps or undivided(optimizer)
-        self.everyone = self._find_everyone(group)
-        self.is_divided = self._shard_group is not None and self._shard_group.size > 1
+        self.everyone = self._find_everyone(group, shard_group)
+        self.is_divided = shard_group is not None and shard_group.size > 1
         self.group = self.everyone if self.is_divided else _alone(self.everyone)
         steppers = None if wrapped is None else wrapped.steppers
         self._steppers = tuple(range(self.everyone.size)) if steppers is None else steppers
         self.is_complete = not self.is_divided and self.everyone.rank in self._steppers
 
-    def _find_everyone(self, group: Group | None) -> Group:
+    def _find_everyone(self, group: Group | None, shard_group: Group | None) -> Group:
         if group is None and self._wrapped is not None:
             group = self._wrapped.group
         if group is None:
             group = max((x.everyone for x in self._homes), key=lambda x: x.size, default=None)
-        shard_group = self._shard_group
         if shard_group is not None and (group is None or group.size <= shard_group.size):
             return shard_group
         return group or alone()
@@ -263,7 +263,7 @@ class TrainingState:
             if there is None or there.resident:
                 yield Shard.whole(MODEL + name, p, every, (place, ""))
             elif (x := held.get(id(p))) is not None:
-                yield self._of_parameter(MODEL + name, x, x.tensor.detach(), (place, ""), [there.group.rank])
+                yield self._of_parameter(MODEL + name, x, x.tensor.detach(), (place, ""), there)
         for i, (name, b) in enumerate(buffers, start=len(self._parameters)):
             yield Shard.whole(MODEL + name, b, every, (i, ""))
 
@@ -291,7 +291,7 @@ class TrainingState:
         assert self.steps is not None
         kept = {self._names[id(x.parameter)]: x for x in self.steps.held.values()}
         places = {name: place for place, name in enumerate(self._parameters, start=first)}
-        unstepped = {n for n, p in self._parameters.items() if not (p.requires_grad or self._slices_with(p))}
+        unstepped = {n for n, p in self._parameters.items() if not (p.requires_grad or self._stepped_in(p))}
         for full, stored in source.tensors.items():
             if not full.startswith(OPTIMIZER):
                 continue
@@ -313,46 +313,37 @@ class TrainingState:
     def _moment(self, full: str, x: ParameterShard, value: Tensor, order: Order) -> Shard:
         """``value``, which an optimizer keeps for ``x``: cut as that is, or one for all of the parameter."""
         if value.shape == x.tensor.shape and not x.is_whole:
-            assert self._shard_group is not None
-            return self._of_parameter(full, x, value, order, [self._shard_group.rank])
-        return Shard.whole(full, value, self._holders(self._slices_with(x.parameter)), order)
+            return self._of_parameter(full, x, value, order, self._stepped_in(x.parameter))
+        return Shard.whole(full, value, self._holders(x.parameter), order)
 
-    def _slices_with(self, parameter: Tensor) -> Sequence[int]:
-        """The ranks of the shard group that step some of ``parameter``; none where all step all of it."""
-        if id(parameter) not in self._slices:
-            assert self.steps is not None
-            lives_in = (x for x in self.steps.homes if any(p is parameter for p in x.parameters))
-            found = next(lives_in, None)
-            self._slices[id(parameter)] = () if found is None else found.slices_with(parameter)
-        return self._slices[id(parameter)]
-
-    def _of_parameter(
-        self, name: str, x: ParameterShard, value: Tensor, order: Order, slices: Sequence[int]
-    ) -> Shard:
-        """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
-        shape = tuple(x.parameter.shape)
-        return Shard(name, shape, value.dtype, x.first, x.last, value, self._holders(slices), order)
-
-    def _holders(self, slices: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of everyone that have one of ``slices``, in this shard group and all others."""
-        if not slices or self._shard_group is None:
-            return self._steppers
-        size, stride = self._shard_group.size, self._stride
-        return tuple(rank for rank in range(self.everyone.size) if rank // stride % size in slices)
+    def _stepped_in(self, parameter: Tensor) -> Home | None:
+        """The home whose ranks step parts of ``parameter``; None where all step all of it."""
+        return self._step_homes.get(id(parameter))
 
     @cached_property
-    def _stride(self) -> int:
-        """From one rank of a shard group to the next: they follow on each other, or take turns."""
-        assert self._shard_group is not None
-        ranks, size = self._shard_group.ranks, self._shard_group.size
-        places = [self.everyone.ranks.index(rank) for rank in ranks if rank in self.everyone.ranks]
-        stride = places[1] - places[0] if len(places) > 1 else 1
-        if [place // stride % size for place in places] != list(range(size)):
-            raise ValueError(
-                f"expected a shard group at even distances among ranks {list(self.everyone.ranks)}, which "
-                f"train together, got {list(ranks)}: shard over an axis of one mesh"
+    def _step_homes(self) -> dict[int, Home]:
+        """By the identity of a parameter."""
+        lived_in = () if self.steps is None else self.steps.homes
+        return {id(p): there for there in lived_in for p in there.parameters}
+
+    def _of_parameter(
+        self, name: str, x: ParameterShard, value: Tensor, order: Order, there: Home | None
+    ) -> Shard:
+        """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
+        assert there is not None
+        have = holders(there, x.parameter, [there.group.rank], self.everyone)
+        return Shard(name, tuple(x.parameter.shape), value.dtype, x.first, x.last, value, have, order)
+
+    def _holders(self, parameter: Tensor) -> tuple[int, ...]:
+        """The ranks of everyone that step some of ``parameter``."""
+        if id(parameter) not in self._stepping:
+            there = self._stepped_in(parameter)
+            self._stepping[id(parameter)] = (
+                self._steppers
+                if there is None
+                else holders(there, parameter, there.slices_with(parameter), self.everyone)
             )
-        return stride
+        return self._stepping[id(parameter)]
 
     def _options(self) -> Iterator[Shard]:
         for index, group in enumerate(self.optimizer.param_groups if self.optimizer else ()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol
 
@@ -79,7 +80,9 @@ class Home(Protocol):
 
     ``resident``: every rank has all values between steps; else a rank has its ``held`` alone. ``everyone``
     are all ranks that train these parameters, of which ``group`` may be one shard group of several.
-    ``one_copy``: all ranks of ``group`` have the same memory.
+    ``one_copy``: all ranks of ``group`` have the same memory. ``outer`` is the home whose ``held`` this one
+    divides further, if there is one. ``replicas`` is a mesh along whose data axes ranks hold just the same,
+    so that an optimizer may divide it further; None: it may not.
     """
 
     group: Group
@@ -87,6 +90,12 @@ class Home(Protocol):
     names: list[str]
     parameters: list[Tensor]
     held: list[ParameterShard]
+
+    @property
+    def outer(self) -> Home | None: ...
+
+    @property
+    def replicas(self) -> Mesh | None: ...
 
     @property
     def resident(self) -> bool: ...
@@ -112,6 +121,10 @@ class Home(Protocol):
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
+
+    def num_shares(self, parameter: Tensor) -> int:
+        """Among how many ranks of ``group`` the elements of ``parameter`` are divided, of which this rank
+        holds its share; 0: it holds none."""
 
     def make_room(self) -> None:
         """``held`` are about to get values: they have memory, if they had none."""
@@ -155,6 +168,40 @@ def homes(tensors: Iterable[Tensor]) -> list[Home]:
     return list({id(there): there for there in found}.values())
 
 
+def outermost(there: Home) -> Home:
+    """The home that is first to divide what ``there`` divides."""
+    return there if there.outer is None else outermost(there.outer)
+
+
+def holders(there: Home, parameter: Tensor, slices: Sequence[int], everyone: Group) -> tuple[int, ...]:
+    """The ranks of ``everyone`` that have one of ``slices`` of ``parameter``, in the group of ``there`` and
+    in all others like it, by their place among everyone.
+
+    Raises:
+        ValueError: the ranks of a group are not at even distances.
+    """
+    numbers = _numbers(tuple(there.group.ranks), tuple(everyone.ranks))
+    found = tuple(rank for rank, number in enumerate(numbers) if number in slices)
+    if there.outer is None:
+        return found
+    outside = holders(there.outer, parameter, there.outer.slices_with(parameter), everyone)
+    return tuple(rank for rank in found if rank in outside)
+
+
+@cache
+def _numbers(ranks: tuple[int, ...], everyone: tuple[int, ...]) -> tuple[int, ...]:
+    """For each of ``everyone`` its number in its own group, which is like that of ``ranks``: groups follow on
+    each other, or take turns."""
+    places = [everyone.index(rank) for rank in ranks if rank in everyone]
+    stride = places[1] - places[0] if len(places) > 1 else 1
+    if [place // stride % len(ranks) for place in places] != list(range(len(ranks))):
+        raise ValueError(
+            f"expected a shard group at even distances among ranks {list(everyone)}, which train together, "
+            f"got {list(ranks)}: shard over an axis of one mesh"
+        )
+    return tuple(place // stride % len(ranks) for place in range(len(everyone)))
+
+
 class CountsSteps(Protocol):
     """What counts declared steps, by which their random numbers are keyed: ``next_step`` is the next one."""
 
@@ -170,8 +217,9 @@ class Wrapped:
     are the ranks of ``group`` that have the optimizer's state; None means all. ``settled`` is called on all
     ranks when what they hold alike has been compared: what was written to it before is no edit of one alone.
     ``micro_batch()`` is the one of a declared step whose backward is under way in this thread; None if there
-    is none. ``reduction`` adds the gradients up over the ranks (``step/reduction.py``); None: nothing does.
-    ``nodes`` says in words what the sums of gradients are rounded to.
+    is none. ``reductions`` add the gradients up over the ranks (``step/reduction.py``), each those of one
+    part of the module, by the part's name on all ranks: "" where it is all of it. ``nodes`` says in words
+    what the sums of gradients are rounded to.
 
     ``leave`` gives the group back and waits for no rank, whatever has happened. A step that is under way is
     given up: gradients are None, partial sums are gone, a declared step is open no longer. ``join`` takes
@@ -195,7 +243,7 @@ class Wrapped:
     settled: Callable[[], None] = field(default=lambda: None)
     fill: Callable[[], None] = field(default=lambda: None)
     micro_batch: Callable[[], int | None] = field(default=lambda: None)
-    reduction: Any = None
+    reductions: Mapping[str, Any] = field(default_factory=dict)
     nodes: str = str(IN_FLOAT32)
 
 

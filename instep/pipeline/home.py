@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.homes import DividedOptimizer, ParameterShard, dense_strides, undivided
+from instep.shard.unit import give_value
 
 
 class PipelineHome:
     """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
 
-    At construction those of other ranks give their memory back. ``before`` is the home that they had in
-    another group: without values then, until a state is put.
+    At construction those of other ranks give their memory back. ``replicas`` is the mesh whose data axes have
+    the ranks of one stage. ``before`` is the home that they had in another group: without values then, until
+    a state is put, as those from the meta device are, which come to ``device``.
     """
 
+    outer = None
     resident = False
     one_copy = False
     num_others_bytes = 0
@@ -33,22 +37,28 @@ class PipelineHome:
         self,
         group: Group,
         everyone: Group,
+        replicas: Mesh,
         named: Mapping[str, Tensor],
         ranks: Sequence[int],
         before: PipelineHome | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
-        self.group, self.everyone = group, everyone
+        self.group, self.everyone, self.replicas = group, everyone, replicas
         self.names, self.parameters = list(named), list(named.values())
-        self.has_values = before is None
+        self.has_values = before is None and not any(p.is_meta for p in self.parameters)
         self._rank_of = {id(p): rank for p, rank in zip(self.parameters, ranks, strict=True)}
         self._strides: dict[int, tuple[int, ...]] = (
             {id(p): dense_strides(p) for p in self.parameters} if before is None else before._strides
         )
+        for p in self.parameters:
+            if p.is_meta:
+                give_value(p, _nan(p, device))
         here = [p for p in self.parameters if self.holds(p)]
         self.held = [ParameterShard(p, 0, p.numel(), p) for p in here]
         for p in self.parameters:
             if not self.holds(p):
-                _hide(p)
+                hide(p)
 
     @property
     def gathered(self) -> list[Tensor]:
@@ -63,6 +73,10 @@ class PipelineHome:
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         return [self._rank_of[id(parameter)]]
+
+    def num_shares(self, parameter: Tensor) -> int:
+        """As ``Home`` says: it is whole, here or elsewhere."""
+        return int(self.holds(parameter))
 
     def make_room(self) -> None:
         """As ``Home`` says: what has come to this rank from another one gets memory."""
@@ -98,7 +112,7 @@ class PipelineHome:
         """Hold no values, and no memory, until the parameters have another home."""
         self.has_values = False
         for p in self.parameters:
-            _hide(p)
+            hide(p)
 
 
 def is_hidden(p: Tensor) -> bool:
@@ -106,6 +120,11 @@ def is_hidden(p: Tensor) -> bool:
     return p.untyped_storage().nbytes() < p.numel() * p.element_size()
 
 
-def _hide(p: Tensor) -> None:
+def hide(p: Tensor) -> None:
+    """Let the memory of ``p`` go."""
     with torch.no_grad():
-        p.data = torch.full((), math.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+        p.data = _nan(p, p.device)
+
+
+def _nan(p: Tensor, device: torch.device | None) -> Tensor:
+    return torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape)

@@ -34,6 +34,7 @@ from instep.pipeline.check import check
 from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS, LayerCost, edges_of, require_known
 from instep.pipeline.elsewhere import Elsewhere
+from instep.pipeline.first_values import FirstOfLayers
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.layer_costs import measure
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
@@ -43,6 +44,7 @@ from instep.pipeline.stage import Stage
 from instep.pipeline.tied import Tied, TiedParameters
 from instep.replicate.own_names import OwnNames
 from instep.replicate.strategies import find
+from instep.shard.materialise import Init
 from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.micro_batches import DataSource, MicroBatch, count_and_source
 from instep.step.nesting import WrappedOnce, require_unwrapped
@@ -50,6 +52,10 @@ from instep.step.reduction import ReductionOptions, StepPlan
 from instep.step.watched_norms import find_norms
 
 LOSSES = "the losses of a step"
+NO_VALUES = (
+    "the parameters of this pipeline were on the meta device and have no values yet: call "
+    "model.materialise(), or load a state"
+)
 STATISTICS = "running statistics of another stage"
 
 
@@ -147,6 +153,8 @@ class Pipeline(WrappedOnce, OwnNames):
         )
         self._strategy = strategy
         self.home: PipelineHome | None = None
+        self._first_values: FirstOfLayers | None = None  # of parameters from the meta device
+        self._is_unfilled = any(p.is_meta for p in self.module.parameters())
         self._bind(_mesh_with_stages(mesh))
 
     def _bind(self, mesh: Mesh) -> None:
@@ -178,7 +186,7 @@ class Pipeline(WrappedOnce, OwnNames):
             for p in part.parameters():
                 users[id(p)].append(number)
         ranks = [stage_ranks[users[id(p)][0]] for p in named.values()]
-        self.home = PipelineHome(self._row, self.group, named, ranks, self.home)
+        self.home = PipelineHome(self._row, self.group, mesh, named, ranks, self.home, device=mesh.device)
         homes.settle(self.home)
         self._guards = [
             handle
@@ -203,10 +211,23 @@ class Pipeline(WrappedOnce, OwnNames):
         """The layers, and a schedule with the stages; what this rank may refuse."""
         require_unwrapped(self.module)
         for name, p in self.module.named_parameters():
-            if p.is_meta:
+            if (there := homes.home(p)) is not None and there.replicas is None:
                 raise ValueError(
-                    f"parameter {name!r} is on the meta device: give it values, then make the pipeline"
+                    f"parameter {name!r} is divided among ranks already: make the pipeline of a module that "
+                    "fully_shard has not divided, and divide its optimizer's state with "
+                    "instep.ShardedOptimizer"
                 )
+        from_meta = {p.is_meta for p in self.module.parameters()}
+        if len(from_meta) > 1:
+            raise ValueError(
+                "some parameters are on the meta device, and others are not: make the whole model there, and "
+                "fill it with materialise(), or give all of them values before the pipeline is made"
+            )
+        if True in from_meta and self._measured is not None and not self._costs:
+            raise ValueError(
+                f"cuts={self._cuts!r} of a model on the meta device: what layers cost is measured, which "
+                "takes values, so give it some before the pipeline is made, or pass cuts as numbers"
+            )
         return layers_of(self.module), self._schedule_of(None)
 
     def _agree_on_costs(self) -> None:
@@ -307,8 +328,7 @@ class Pipeline(WrappedOnce, OwnNames):
             >>> inputs = lambda micro_batch: x[rows(micro_batch)]
             >>> losses = model.step(lambda output, micro_batch: output.square().mean(), inputs, data=2)
         """
-        if self._is_closed:
-            raise RuntimeError("this pipeline is closed: make another one of a model that has all its values")
+        self._require_usable()
         count, source = count_and_source(self._count(data))
         step = self.next_step if step is None else step
         first = next(iter(self._stages.values()))
@@ -354,6 +374,45 @@ class Pipeline(WrappedOnce, OwnNames):
             self._programs[num_micro_batches] = programs(schedule)[self._row.rank]
         return self._programs[num_micro_batches]
 
+    def materialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+        """Give values to a model from the meta device: each rank to its own layers. Collective.
+
+        They have the bits that one process would give them. In a script under ``instep run`` it is done where
+        the loop over ``run.steps`` begins, and only if the run has no state yet. ``instep.load`` gives
+        values, too.
+
+        Args:
+            init: ``init(name, tensor)`` fills one whole parameter in place. By default the model's own
+                ``init_parameter`` does, as for ``instep.initialize``; else ``reset_parameters`` of its
+                submodules.
+            seed: with the name of a parameter it keys the random numbers of its values.
+
+        Raises:
+            ValueError: nothing fills a parameter, or a buffer is on the meta device.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> with torch.device("meta"):
+            ...     net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+            >>> large = instep.Pipeline(net, schedule="gpipe")
+            >>> large.materialise(seed=1)
+        """
+        assert self.home is not None
+        self._first_values = FirstOfLayers(self.module, init, seed)
+        if isinstance(self.mesh, UnrankedMesh):
+            self._first_values.prepare(self._layers, self.home)
+        else:
+            self._fill()
+
+    def _fill(self) -> None:
+        """As ``Wrapped`` says of ``fill``."""
+        assert self.home is not None
+        if not self._is_unfilled or self.home.has_values:
+            return
+        if self._first_values is None:
+            raise ValueError(NO_VALUES)
+        self._first_values.fill(self._layers, self.home, self.mesh.data.group)
+
     def forward(self, *values: Any) -> Any:
         """What the model gives for ``values``, which are the same on all ranks of a pipeline, on all of them.
 
@@ -364,6 +423,7 @@ class Pipeline(WrappedOnce, OwnNames):
                 "a pipeline's backward needs its schedule: train by model.step(loss, inputs, data), and call "
                 "the model under torch.no_grad() to evaluate it"
             )
+        self._require_usable()
         self._tied.refresh()
         found: Any = values
         for number, (before, rank) in enumerate(pairwise([self._stage_ranks[0], *self._stage_ranks])):
@@ -473,15 +533,25 @@ class Pipeline(WrappedOnce, OwnNames):
             leave=self._leave,
             join=self._bind,
             settled=self._settled,
+            fill=self._fill,
             micro_batch=lambda: next((r.micro_batch for r in reducers if r.micro_batch is not None), None),
+            reductions={f"stage {number}": stage.reducer for number, stage in self._stages.items()},
         )
 
     def _settled(self) -> None:
         for stage in self._stages.values():
             stage.reducer.watch.settled()
 
+    def _require_usable(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this pipeline is closed: make another one of a model that has all its values")
+        if self.home is None or not self.home.has_values:
+            raise ValueError(NO_VALUES)
+
     def _leave(self) -> None:
         assert self.home is not None
+        if isinstance(self.mesh, UnrankedMesh):  # what it was given there is the script's to bring
+            self._is_unfilled = not self.home.has_values
         for stage in self._stages.values():
             stage.abandon()
         self.close()

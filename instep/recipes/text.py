@@ -30,10 +30,15 @@ MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decaye
 
 
 def make_model(config: Config, device: torch.device) -> GPT:
-    """With weights by name; in stage 3 without any, since no rank is to have all of them."""
-    with torch.device("meta" if config.parallel.shard_stage == 3 else device):
+    """With weights by name; in stage 3 and in pipelines without any, since no rank is to have all of them.
+
+    Where a pipeline is cut by what its layers take, they are measured, and have weights.
+    """
+    layout = config.parallel
+    without_values = layout.shard_stage == 3 or (layout.pp > 1 and not layout.cuts_by_measure)
+    with torch.device("meta" if without_values else device):
         net = GPT(GPTConfig(**asdict(config.model)))
-    if config.parallel.shard_stage < 3:
+    if not without_values:
         instep.initialize(net, config.seed)
     return net
 
@@ -63,11 +68,13 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     if layout.pp > 1:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
         model = pipeline(net, config, mesh, **options)
+        if not layout.cuts_by_measure:
+            model.materialise(seed=config.seed)  # each rank its layers, at the latest in run.steps
     elif layout.shard_stage >= 2:
         options |= {"one_copy": layout.one_copy, "device": mesh.device}
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
         if layout.shard_stage == 3:
-            model.materialise(seed=config.seed)  # each rank its part; where ranks have not met, in run.steps
+            model.materialise(seed=config.seed)
     elif layout.strategy == "threads":
         model = instep.ThreadedReplicas(net, local_ranks(config, len(os.sched_getaffinity(0))), **rounded)
     elif layout.strategy != "server":
@@ -85,7 +92,7 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
 def pipeline(net: GPT, config: Config, mesh: Any, **options: Any) -> instep.Pipeline:
     """Over the ranks along pp, cut as ``config`` says; if by measured layers, by these of a made-up batch."""
     layout, cuts = config.parallel, config.parallel.numbered_cuts
-    if not isinstance(cuts, str) or cuts == "layers":
+    if not layout.cuts_by_measure:
         return instep.Pipeline(net, mesh, layout.schedule, config.num_leaves, cuts=cuts, **options)
     made_up = torch.zeros(config.batch.micro_size, config.model.context, dtype=torch.int64)
     made_up = made_up.to(mesh.device)

@@ -65,7 +65,7 @@ RANGES = {  # GPTConfig checks the numbers of the model
     "trace.events": FROM_0,
 }
 
-CUTS = ("layers", "cost", "memory")
+CUTS = ("layers", "cost", "memory")  # the latter two by what is measured
 NUMERICAL_TOPICS = ("model", "batch", "optim")
 NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
 ABOUT_NODES = ("parallel.nodes", "parallel.rounding")
@@ -173,6 +173,11 @@ class ParallelConfig:
     one_copy: bool = False
     """The ranks of a host, or of a shard group, share one copy of the weights; with shard-stage 1 or 2, on
     the shm backend."""
+
+    @property
+    def cuts_by_measure(self) -> bool:
+        """Whether layers are measured before it is known where a pipeline is cut."""
+        return self.cuts in CUTS[1:]
 
     @property
     def numbered_cuts(self) -> str | list[int]:
@@ -361,17 +366,17 @@ def _check_pipeline(config: Config) -> None:
     if parallel.pp == 1:
         return
     named = f"parallel.pp {parallel.pp}"
-    if parallel.strategy in ("server", "threads") or parallel.shard_stage or not parallel.ordered:
+    if parallel.strategy in ("server", "threads") or not parallel.ordered:
         raise ValueError(
-            f"{named} with parallel.strategy {parallel.strategy}, parallel.shard_stage "
-            f"{parallel.shard_stage}, parallel.ordered {str(parallel.ordered).lower()}: the stages of a "
-            "pipeline are data-parallel, in the order of the tree; leave these as they are by default, or "
-            "choose naive, flat or overlap"
+            f"{named} with parallel.strategy {parallel.strategy}, parallel.ordered "
+            f"{str(parallel.ordered).lower()}: the stages of a pipeline are data-parallel, in the order of "
+            "the tree; leave these as they are by default, or choose naive, flat or overlap"
         )
-    if config.ledger.leaves or config.checks.leaves_every:
+    if parallel.shard_stage > 1:
         raise ValueError(
-            f"{named} with ledger.leaves or checks.leaves_every, and no rank has a whole micro-batch: leave "
-            "them off, or set parallel.pp 1, whose bits are the same"
+            f"{named} with parallel.shard_stage {parallel.shard_stage}: the ranks of a stage have all of its "
+            "weights and gradients; set parallel.shard_stage 1, which divides the optimizer's state among "
+            "them, or parallel.pp 1"
         )
     num_stages = parallel.pp * (2 if parallel.schedule in ("interleaved", "zb-v") else 1)
     if num_stages > config.model.layers + 2:

@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from instep.ordered.buckets import Bundle
 from instep.ordered.hash import Entry, entry_digests
+from instep.ordered.homes import Wrapped, offered
 from instep.ordered.placeholder import slices_of
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
@@ -59,7 +61,7 @@ def observe_gradients(model: nn.Module | ParameterServer) -> Iterator[GradientHa
 
 @contextmanager
 def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
-    """As ``observe_gradients``, of any wrapper, ``fully_shard`` too, by its ``reduction``."""
+    """As ``observe_gradients``, of any wrapper, ``fully_shard`` and a stage of a pipeline too."""
     hashes = GradientHashes()
     found: dict[int, dict[int, str]] = {}  # by leaf and position
     first: dict[int, dict[int, str]] = {}
@@ -82,15 +84,37 @@ def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
         reduction.observer = None
 
 
-def joined(models: Mapping[str, GradientHashes]) -> GradientHashes:
-    """Those of several models as one; a parameter's name begins with its model's, if there are several."""
-    if len(models) == 1:
-        return next(iter(models.values()))
+def reductions_of(models: Mapping[str, Any]) -> Iterator[tuple[str, Reduction]]:
+    """What reduces gradients that can be hashed, one micro-batch after the other, by ``key``: the name of its
+    model, and of its part of the model."""
+    for name, model in models.items():
+        # Of a model that is wrapped in parts, each part.
+        for path, inner in model.named_modules() if isinstance(model, nn.Module) else [("", model)]:
+            if isinstance(said := offered(inner), Wrapped):
+                for part, reduction in said.reductions.items():
+                    yield key(f"{name}.{path}".rstrip("."), part), reduction
+
+
+def key(model: str, part: str) -> str:
+    """Of a reduction of ``part`` of ``model``, the same on all ranks that have that part."""
+    return f"{model}/{part}" if part else model
+
+
+def model_of(key: str) -> str:
+    """The model of a ``key``."""
+    return key.partition("/")[0]
+
+
+def joined(parts: Mapping[str, GradientHashes]) -> GradientHashes:
+    """Those of several reductions, by ``key``, as one; a parameter's name begins with its model's, if there
+    are several models."""
     found = GradientHashes()
-    for model, hashes in models.items():
+    is_one = len(set(map(model_of, parts))) == 1
+    for part, hashes in parts.items():
+        begin = "" if is_one else f"{model_of(part)}."
         for leaf, digests in hashes.leaves.items():
-            found.leaves.setdefault(leaf, {}).update({f"{model}.{name}": x for name, x in digests.items()})
-        found.reduced |= {f"{model}.{name}": x for name, x in hashes.reduced.items()}
+            found.leaves.setdefault(leaf, {}).update({begin + name: x for name, x in digests.items()})
+        found.reduced |= {begin + name: x for name, x in hashes.reduced.items()}
     return found
 
 

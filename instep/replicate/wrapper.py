@@ -560,7 +560,7 @@ class DataParallel(WrappedOnce, OwnNames):
             join=self._join,
             settled=lambda: reducer.watch.settled(),
             micro_batch=lambda: reducer.micro_batch,
-            reduction=reducer,
+            reductions={"": reducer},
         )
 
     def _leave(self) -> None:

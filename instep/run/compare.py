@@ -29,7 +29,7 @@ class DifferingMicroBatch:
     """A micro-batch whose gradient is another in the two runs."""
 
     leaf: int
-    ranks: tuple[int, int]  # that computed it, in A and in B
+    ranks: tuple[int, int]  # that computed it, or the first of ``parameters`` of it, in A and in B
     parameters: Sequence[str]  # in registration order
 
 
@@ -149,7 +149,8 @@ def differing_micro_batches(a: RecordedRun, b: RecordedRun, step: int) -> list[D
     for leaf in sorted(ours.keys() & theirs.keys()):
         names = _unequal(ours[leaf].parameters, theirs[leaf].parameters)
         if names:
-            found.append(DifferingMicroBatch(leaf, (ours[leaf].rank, theirs[leaf].rank), names))
+            ranks = ours[leaf].rank_of(names[0]), theirs[leaf].rank_of(names[0])
+            found.append(DifferingMicroBatch(leaf, ranks, names))
     return found
 
 

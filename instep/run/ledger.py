@@ -8,7 +8,8 @@
 blocks whose turn it is (``ordered.hash``); every so many steps there are ``state_sha256`` and the hash of
 each of its ``entries`` too. After a crash a step may be there twice; the last line of it counts.
 
-``leaves.jsonl`` has, if a run was asked for it, the hashes of each micro-batch's gradient and of their sum:
+``leaves.jsonl`` has, if a run was asked for it, the hashes of each micro-batch's gradient, of a pipeline a
+line of each stage, and of their sum:
 
     {"step": 7, "leaf": 3, "rank": 1, "parameters": {"head.weight": "9f0a51c2d4e6b870", ...}}
     {"step": 7, "reduced": {"head.weight": "51c2d4e6b8709f0a", ...}}
@@ -178,10 +179,21 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RecordedMicroBatch:
-    """Which rank computed a micro-batch, and the hash of each parameter's gradient."""
+    """The hash of each parameter's gradient of a micro-batch, and which rank computed it: ``rank``, but where
+    ``ranks`` says another, since stages of a pipeline are computed by one each."""
 
     rank: int
     parameters: Digests
+    ranks: Mapping[str, int] = field(default_factory=dict)
+
+    def rank_of(self, name: str) -> int:
+        """Which rank computed the gradient of the parameter ``name``."""
+        return self.ranks.get(name, self.rank)
+
+    def taken(self, rank: int, parameters: Digests) -> RecordedMicroBatch:
+        """This, and what a later line says that ``rank`` computed."""
+        ranks = {**self.ranks, **dict.fromkeys(parameters, rank)}
+        return RecordedMicroBatch(self.rank, {**self.parameters, **parameters}, ranks)
 
 
 @dataclass
@@ -228,8 +240,10 @@ def read_run(path: Path) -> RecordedRun:
     if (path / LEAVES).is_file():
         for line in _checked_lines(path / LEAVES, LEAF_LINES, run.notes):
             if "leaf" in line:
-                computed = RecordedMicroBatch(line["rank"], line["parameters"])
-                run.leaves.setdefault(line["step"], {})[line["leaf"]] = computed
+                computed = line["rank"], line["parameters"]
+                its = run.leaves.setdefault(line["step"], {})
+                known = its.get(line["leaf"])
+                its[line["leaf"]] = known.taken(*computed) if known else RecordedMicroBatch(*computed)
             elif "reduced" in line:
                 run.reduced[line["step"]] = line["reduced"]
     return run

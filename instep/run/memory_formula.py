@@ -11,12 +11,14 @@ section 3.1, without the halves. Its stages divide them among the W ranks of a s
     stage 3    4 / W         4 / W           8 / W              16 / W, and what is gathered
     one copy   4 / W of the host's, with stage 1 or 2
 
-Of a parameter server it is rank 0, which has all the moments.
+Of a pipeline these are a rank's own layers, whose moments a sharded optimizer divides among the ranks that
+have the same ones. Of a parameter server it is rank 0, which has all the moments.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -46,11 +48,8 @@ def state_bytes(registered: Registered) -> dict[str, int | float] | None:
         if each is None:
             return None
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        divided = offered(optimizer)
-        ranks = 1 if divided is None else divided.group.size
-        if divided is not None and any(_is_by_layers(there) for there in divided.homes):
-            trained, ranks = [x.parameter for x in divided.held.values() if x.parameter.requires_grad], 1
-        parts["optimizer", ranks] += round(each * sum(p.numel() for p in trained))
+        for shares, its in _by_shares(trained, lived_in).items():
+            parts["optimizer", shares] += round(each * sum(p.numel() for p in its))
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for (purpose, ranks), whole in parts.items():
         found[purpose] += -(-whole // ranks)
@@ -68,26 +67,28 @@ def stage_of(model: Any) -> int:
 
 
 def homes_of(registered: Registered) -> dict[int, Home]:
-    """Where parameters live, by their identity, of those whose memory is divided, or stepped in pieces."""
+    """Where parameters live, by their identity, of those whose memory is divided, or stepped in pieces: the
+    innermost home."""
+    found = [there for module in registered.modules().values() for there in homes(module.parameters())]
     divided = [offered(optimizer) for optimizer in registered.optimizers.values()]
-    found = [there for its in divided if its is not None for there in its.homes]
-    for module in registered.modules().values():
-        found += homes(module.parameters())
+    found += [there for its in divided if its is not None for there in its.homes]
     return {id(p): there for there in found for p in there.parameters}
 
 
-def _is_by_layers(there: Home) -> bool:
-    """Whether each parameter is whole, on one rank of a pipeline."""
-    return not there.resident and not there.one_copy and all(x.is_whole for x in there.held)
+def _by_shares(parameters: Iterable[Tensor], lived_in: Mapping[int, Home]) -> dict[int, list[Tensor]]:
+    """Those of which this rank has some, by the number of ranks that they are divided among."""
+    found: dict[int, list[Tensor]] = {}
+    for p in parameters:
+        there = lived_in.get(id(p))
+        found.setdefault(1 if there is None else there.num_shares(p), []).append(p)
+    found.pop(0, None)
+    return found
 
 
 def _add_parameter(parts: Parts, p: Tensor, there: Home | None, stage: int) -> None:
-    if there is not None and stage == 0 and _is_by_layers(there):
-        if there.slices_with(p) == [there.group.rank]:
-            parts["parameters", 1] += p.nbytes
-            parts["gradients", 1] += p.nbytes if p.requires_grad else 0
+    ranks = 1 if there is None else there.num_shares(p)
+    if not ranks:
         return
-    ranks = 1 if there is None else there.group.size
     # What is gathered may be of another type than the pieces that are stepped.
     kept = p if there is None or not there.held else there.held[0].tensor
     nbytes = p.numel() * kept.itemsize

@@ -144,15 +144,18 @@ def _covered(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def run_memory(training: ScriptTraining) -> dict[str, Any]:
-    """``memory`` of ``summary.json``, the same on every rank; "formula" is None where there is none.
+    """``memory`` of ``summary.json``, the same on every rank; "formula" of each rank is None where there is
+    none, and that of them all is the one that asks for most.
 
     Collective over the world.
     """
-    mine = {**asdict(training.memory_usage()), "activations": training.activations()}
-    return {**everyone(training.mesh.world.group, mine), "formula": training.memory_estimate()}
+    counted = {**asdict(training.memory_usage()), "activations": training.activations()}
+    found = everyone(training.mesh.world.group, {**counted, "formula": training.memory_estimate()})
+    said = [row["formula"] for row in found["ranks"] if row["formula"] is not None]
+    return {**found, "formula": max(said, key=_states, default=None)}
 
 
-def everyone(group: Group, mine: Mapping[str, int | None]) -> dict[str, Any]:
+def everyone(group: Group, mine: Mapping[str, Any]) -> dict[str, Any]:
     """``ranks``, a row of bytes for each: ``mine``, and what its process takes; and ``hosts``. Collective.
 
     ``resident_peak`` is the most that was resident since the process began, though it may have been one of
@@ -187,16 +190,21 @@ def words(memory: Mapping[str, Any]) -> str:
 
 def _model_states(rows: Sequence[Mapping[str, Any]], said: Mapping[str, int | float] | None) -> str:
     """Model states, and how they stand to the formula."""
-    states = [row["parameters"] + row["gradients"] + row["optimizer"] for row in rows]
+    states = list(map(_states, rows))
     most = max(states)
     if said is None:
         return f"{'' if min(states) == most else 'up to '}{_mb(most)} of state per rank"
-    predicted = said["parameters"] + said["gradients"] + said["optimizer"]
-    each, ratio = said["bytes_per_parameter"], most / predicted
+    each, ratio = said["bytes_per_parameter"], most / _states(said)
     formula = f"{each} bytes per parameter, as the formula says"
     if abs(ratio - 1) > CLOSE:
         formula = f"{each * ratio:.1f} bytes per parameter; the formula says {each}"
     return f"{'' if min(states) == most else 'up to '}{_mb(most)} of state per rank ({formula})"
+
+
+def _states(row: Mapping[str, Any]) -> int:
+    """Bytes of model states."""
+    found: int = row["parameters"] + row["gradients"] + row["optimizer"]
+    return found
 
 
 def _most(rows: Sequence[Mapping[str, Any]], name: str) -> int:

@@ -31,8 +31,7 @@ def layout_of(registered: Registered, settings: ScriptSettings, backend: str) ->
     for model in registered.models.values():
         placed |= getattr(model, "placement", None) or {}
     known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
-    stage = 0 if "schedule" in placed else _stage(registered)
-    known |= {"backend": backend, "threads": torch.get_num_threads(), "shard_stage": stage}
+    known |= {"backend": backend, "threads": torch.get_num_threads(), "shard_stage": _stage(registered)}
     layout = ScriptLayout(**known)
     loader = _loader(registered)
     batch = ScriptBatch()
@@ -132,7 +131,7 @@ def _strategy(training: ScriptTraining, shard: int) -> str:
     copied = any(there.one_copy for there in homes_of(training.registered).values())
     if parallel.schedule:
         ranks = counted(training.mesh.axes.size("pp"), "rank")
-        stage = f", pipelines of {ranks} ({parallel.schedule})"
+        stage += f", pipelines of {ranks} ({parallel.schedule})"
     return (
         f"{parallel.strategy}{order}{stage}{', one copy of the weights' if copied else ''}{_nodes(training)}"
     )
@@ -148,7 +147,11 @@ def _nodes(training: ScriptTraining) -> str:
 
 def _stage(registered: Registered) -> int:
     """What is divided: 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
-    sharded = any(offered(optimizer) is not None for optimizer in registered.optimizers.values())
+    divided = (
+        said for optimizer in registered.optimizers.values() if (said := offered(optimizer)) is not None
+    )
+    # Of layers that one rank has, with their state, nothing is divided.
+    sharded = any(there.replicas is None for said in divided for there in said.homes)
     return max([int(sharded), *map(stage_of, registered.models.values())])
 
 
@@ -163,7 +166,7 @@ def _shares(training: ScriptTraining) -> list[int]:
         if isinstance(model, ThreadedReplicas):
             return list(map(len, rank_major(training.config.batch.num_micro_batches, model.num_replicas)))
         said = offered(model)
-        if isinstance(said, Wrapped) and said.reduction is not None:
-            plan = said.reduction.assign(training.config.batch.num_micro_batches)
+        for reduction in said.reductions.values() if isinstance(said, Wrapped) else ():
+            plan = reduction.assign(training.config.batch.num_micro_batches)
             return [len(own) for own in plan.leaves]
     return []

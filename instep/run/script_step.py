@@ -32,9 +32,8 @@ from instep.mesh.process_group import Group
 from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
 from instep.ordered.norm import Clips, clipping, grad_norm
-from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction
+from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
 from instep.replicate.server import SERVER, Declined, ParameterServer
-from instep.replicate.wrapper import DataParallel
 from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import Holds, Made
 from instep.run.script_training import ScriptTraining
@@ -108,7 +107,7 @@ class StepWork:
         self._is_open = False
         self._watching = ExitStack()
         self._saved: Saved | None = None
-        self.hashes: dict[str, GradientHashes] = {}  # of the gradients of the last step that was watched
+        self.hashes: dict[str, GradientHashes] = {}  # of the last step that was watched, by reduction
         self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
         self._modes: list[str] = []
         self._logged: dict[str, float] = {}
@@ -137,20 +136,19 @@ class StepWork:
             self._logged[name] = float(value)
 
     @property
-    def reduced(self) -> dict[str, DataParallel | ParameterServer]:
-        """The models whose gradients can be hashed, one micro-batch after the other."""
+    def reduced(self) -> dict[str, Reduction]:
+        """What reduces gradients of which some rank has each whole, so that it can be hashed."""
         models = self.training.registered.models
-        return {name: x for name, x in models.items() if isinstance(x, DataParallel | ParameterServer)}
+        found = {key: x for key, x in reductions_of(models) if not x.sharded}
+        return found | {name: x._reducer for name, x in models.items() if isinstance(x, ParameterServer)}
 
     def begin(self, watched: Mapping[str, Reduction]) -> None:
         """The step begins; every gradient of what is ``watched`` is hashed."""
         training = self.training
         training.seen, self.hashes = None, {}
-        known = (
-            {name: x._reducer for name, x in self.reduced.items()} if training.config.ledger.leaves else {}
-        )
-        for name, reduction in (known | dict(watched)).items():
-            self.hashes[name] = self._watching.enter_context(observe_reduction(reduction))
+        known = self.reduced if training.config.ledger.leaves else {}
+        for key, reduction in (known | dict(watched)).items():
+            self.hashes[key] = self._watching.enter_context(observe_reduction(reduction))
         self._saved = training.watch_saved()
         if self._saved is not None:
             self._watching.enter_context(self._saved.watch())
@@ -241,7 +239,7 @@ class StepWork:
         if self._is_open:
             clipping.reset(self._token)
             if self.training.config.ledger.leaves:
-                self.training.seen = joined({name: self.hashes[name] for name in self.reduced})
+                self.training.seen = joined({key: self.hashes[key] for key in self.reduced})
         self._is_open = False
         self.phases.end()
 

@@ -28,16 +28,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from instep.errors import ReplicasDiffer
 from instep.mesh.rank_process import as_told
-from instep.ordered.homes import Wrapped, offered
 from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, together, way_out
-from instep.replicate.gradient_hashes import GradientHashes
+from instep.replicate.gradient_hashes import GradientHashes, model_of, reductions_of
 from instep.run.recovery import Copy
 from instep.run.script_step import StepWork
 from instep.step.reduction import Reduction
@@ -76,7 +73,8 @@ class Doubt(NamedTuple):
 class Twice:
     """Makes one step in ``every`` of ``work`` twice, and more often if it came out otherwise; 0: none.
 
-    ``begin`` and ``end`` of each step: ``end`` says whether it is to be made again.
+    ``begin`` and ``end`` of each step: ``end`` says whether it is to be made again. Stages of a pipeline are
+    computed by other ranks each, as parts of one model are that are reduced apart.
     """
 
     def __init__(self, work: StepWork, every: int) -> None:
@@ -86,14 +84,14 @@ class Twice:
         self._states: list[Mapping[str, str]] = []
 
     def begin(self) -> dict[str, Reduction]:
-        """A step begins, for the first time or another: what is to be watched, by a name of its model."""
+        """A step begins, for the first time or another: what is to be watched, by its key."""
         if not self.every or self.training.steps_done % self.every:
             return {}
         if self._copy is None:
             self._copy, self._seen, self._states = Copy(self.training), [], []
         found = self._reductions()
         for reduction in found.values():
-            reduction.shift = shifts(self.training.mesh.world.group.size)[len(self._states)]
+            reduction.shift = self._shifts[len(self._states)]
         return found
 
     def end(self) -> bool:
@@ -127,12 +125,11 @@ class Twice:
     def _goes_on(self) -> bool:
         """Whether there is more to find out by making the step again."""
         group = self.training.mesh.world.group
-        made, planned = len(self._states), len(shifts(group.size))
+        made, planned = len(self._states), len(self._shifts)
         if made == 1 or 2 < made < planned:
             return True
         told = self._gather()
-        names = self._names()
-        doubts = _doubts(told, made, names)
+        doubts = _doubts(told, made)
         changed = {rank: its["changed"] for rank, its in told.items() if its["changed"]}
         if not doubts and not changed:
             return False
@@ -152,7 +149,7 @@ class Twice:
         """What each rank has seen, by global rank, and which tensors of its state were others. Collective."""
         first, *others = self._states
         changed = [name for name, its in first.items() if any(x.get(name) != its for x in others)]
-        mine = json.dumps({"seen": self._seen, "changed": changed}).encode()
+        mine = json.dumps({"seen": self._seen, "changed": changed, "names": self._names()}).encode()
         group = self.training.mesh.world.group
         everyone = group.all_gather_bytes(mine, OPERATION, limit=LIMIT_BYTES)
         return {rank: json.loads(x) for rank, x in zip(group.ranks, everyone, strict=True)}
@@ -162,7 +159,11 @@ class Twice:
         return {name: reduction.names for name, reduction in self._reductions().items()}
 
     def _reductions(self) -> dict[str, Reduction]:
-        return dict(_reductions(self.training.registered.models))
+        return dict(reductions_of(self.training.registered.models))
+
+    @property
+    def _shifts(self) -> tuple[int, ...]:
+        return shifts(self.training.mesh.data.size)
 
 
 def shifts(num_ranks: int) -> tuple[int, ...]:
@@ -286,38 +287,31 @@ def _listed(lines: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in [*lines[:SHOWN], *more])
 
 
-def _reductions(models: Mapping[str, Any]) -> Iterator[tuple[str, Reduction]]:
-    """What reduces gradients that can be hashed, one micro-batch after the other, by a name of its model."""
-    for name, model in models.items():
-        # Of a model that is wrapped in parts, each part.
-        for path, part in model.named_modules() if isinstance(model, nn.Module) else [("", model)]:
-            if isinstance(said := offered(part), Wrapped) and said.reduction is not None:
-                yield f"{name}.{path}".rstrip("."), said.reduction
-
-
 def _said(seen: GradientHashes, names: Sequence[str]) -> dict[str, Any]:
     """What a rank tells of one reduction."""
     leaves = {str(leaf): [its.get(x, "")[:DIGITS] for x in names] for leaf, its in seen.firsts.items()}
     return {"declared": seen.declared, "begun_ns": seen.begun_ns, "leaves": leaves}
 
 
-def _doubts(told: Mapping[int, Any], times: int, names: Mapping[str, Sequence[str]]) -> list[Doubt]:
-    """Those micro-batches that did not come to the same each time, of the first reduction that has some:
-    later ones may have had other weights for it.
+def _doubts(told: Mapping[int, Any], times: int) -> list[Doubt]:
+    """Those micro-batches that did not come to the same each time, of the first model that has some: later
+    ones may have had other weights for it.
     """
+    names = {key: own for its in told.values() for key, own in its["names"].items()}
+    several = len(set(map(model_of, names))) > 1
     opinions: dict[tuple[str, bool, int], list[Opinion]] = {}
     for attempt in range(times):
         for rank, its in told.items():
-            for model, seen in its["seen"][attempt].items():
-                own = [f"{model}.{name}" for name in names[model]] if len(names) > 1 else names[model]
+            for key, seen in its["seen"][attempt].items():
+                own = [f"{model_of(key)}.{name}" for name in names[key]] if several else names[key]
                 for leaf, digests in seen["leaves"].items():
-                    key = model, seen["declared"], int(leaf)
-                    opinions.setdefault(key, []).append(Opinion(rank, dict(zip(own, digests, strict=True))))
+                    of_it = opinions.setdefault((key, seen["declared"], int(leaf)), [])
+                    of_it.append(Opinion(rank, dict(zip(own, digests, strict=True))))
     for first in _in_order(told):
         doubts = [
             Doubt(leaf if declared else None, its)
-            for (model, declared, leaf), its in sorted(opinions.items())
-            if model == first and any(each.gradients != its[0].gradients for each in its)
+            for (key, declared, leaf), its in sorted(opinions.items())
+            if model_of(key) == first and any(each.gradients != its[0].gradients for each in its)
         ]
         if doubts:
             return doubts
@@ -325,6 +319,8 @@ def _doubts(told: Mapping[int, Any], times: int, names: Mapping[str, Sequence[st
 
 
 def _in_order(told: Mapping[int, Any]) -> list[str]:
-    """The reductions of a step, the first one first, as a rank saw them that had a part in most."""
-    began = [{model: x["begun_ns"] for model, x in its["seen"][0].items()} for its in told.values()]
-    return max((sorted(filter(x.get, x), key=x.__getitem__) for x in began), key=len)
+    """The models of a step, the first one first, as a rank saw them that had a part in most."""
+    seen = (sorted((x["begun_ns"], key) for key, x in its["seen"][0].items()) for its in told.values())
+    return max(
+        (list(dict.fromkeys(model_of(key) for begun_ns, key in its if begun_ns)) for its in seen), key=len
+    )

@@ -195,7 +195,7 @@ class MicroBatchHashes:
     def step(self, step: int, seen: GradientHashes) -> None:
         """The gradient of step number ``step`` (steps done with it) is there. Collective."""
         first = self.group.rank == 0
-        mine = {"leaves": list(seen.leaves.items()), "reduced": seen.reduced if first else {}}
+        mine = {"leaves": list(seen.leaves.items()), "reduced": seen.reduced}
         everyone = self.group.all_gather_bytes(
             json.dumps(mine).encode(), "the exchange of the hashes of micro-batches"
         )
@@ -232,14 +232,18 @@ def trace_head(training: ScriptTraining) -> Fields:
 
 
 def _hash_lines(step: int, said: Mapping[int, bytes]) -> Iterator[Fields]:
-    """The micro-batches in their order, then the sum."""
+    """The micro-batches in their order, a line for each rank that computed parameters' gradients of it; then
+    the sum."""
     found = {rank: json.loads(data) for rank, data in said.items()}
     leaves: Sequence[tuple[int, int, Fields]] = [
         (leaf, rank, digests) for rank, its in found.items() for leaf, digests in its["leaves"]
     ]
     for leaf, rank, digests in sorted(leaves, key=lambda each: each[0]):
         yield {"step": step, "leaf": leaf, "rank": rank, "parameters": digests}
-    yield {"step": step, "reduced": found[min(found)]["reduced"]}
+    reduced: Fields = {}
+    for rank in sorted(found, reverse=True):  # of what several ranks have, the first one's
+        reduced |= found[rank]["reduced"]
+    yield {"step": step, "reduced": reduced}
 
 
 def _log_nowhere(step: int, figures: Mapping[str, float]) -> None:

@@ -145,10 +145,29 @@ def require_apart(module: nn.Module, *, frozen_too: bool) -> None:
             raise ValueError(f"{' and '.join(repr(name_of[id(x)]) for x in group)} {SHARED}")
 
 
+def require_no_pipeline(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a parameter of ``module`` is on one rank of a pipeline."""
+    for name, p in module.named_parameters():
+        if (there := homes.home(p)) is not None and there.replicas is not None:
+            raise ValueError(
+                f"parameter {name!r} is in a pipeline already, whose ranks have all weights and gradients of "
+                "their layers: divide the optimizer's state among the ranks of a stage, with "
+                "instep.ShardedOptimizer, and leave fully_shard out"
+            )
+
+
 def require_homes(parameters: Sequence[Tensor], optimizer_cls: type[Optimizer], group: Group) -> None:
     """Raise ``ValueError`` unless the spaces where ``parameters`` live already can be stepped as they are."""
     given = set(map(id, parameters))
     for space in homes.homes(parameters):
+        if space.replicas is not None:
+            if not set(group.ranks) <= set(space.replicas.data.ranks):
+                raise ValueError(
+                    f"each rank of a pipeline has layers of its own, ranks {list(space.replicas.data.ranks)} "
+                    f"have the same ones, and the optimizer is for ranks {list(group.ranks)}: pass the mesh "
+                    "of the pipeline as process_group"
+                )
+            continue
         if (problem := why_not_in_slices(optimizer_cls, {})) is not None:
             raise ValueError(problem)
         if space.group.ranks != group.ranks:
@@ -175,7 +194,7 @@ def require_one_copy(parameters: Sequence[Tensor], group: Group) -> None:
         )
     for p in parameters:
         home = homes.home(p)
-        if p.requires_grad and home is not None and not home.one_copy:
+        if p.requires_grad and home is not None and home.replicas is None and not home.one_copy:
             raise ValueError(
                 "one_copy=True, but fully_shard has given each rank a copy: pass one_copy=True to it instead"
             )
@@ -296,7 +315,7 @@ def _layout(p: Tensor) -> str:
     home = homes.home(p)
     if home is None:
         return f"strides {tuple(p.stride())}"
-    return f"strides {tuple(home.strides_of(p))}, divided by fully_shard"
+    return f"strides {tuple(home.strides_of(p))}, divided among ranks"
 
 
 def class_name(kind: object) -> str:

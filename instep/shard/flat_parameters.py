@@ -38,9 +38,10 @@ from instep.comm.messages import Messages
 from instep.comm.perform import perform
 from instep.memory import align_bytes
 from instep.mesh.axes import round_up
+from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered import homes
-from instep.ordered.homes import DividedOptimizer, ParameterShard
+from instep.ordered.homes import DividedOptimizer, Home, ParameterShard
 from instep.ordered.shards import put_elements
 from instep.shard.layout import FlatLayout, LayoutRule
 from instep.shard.one_copy import OneCopy
@@ -66,6 +67,8 @@ class FlatParameters:
 
     resident: ClassVar[bool] = True
     one_copy: bool = False
+    outer: Home | None = None
+    replicas: Mesh | None = None
     group: Group
     everyone: Group
     layout: FlatLayout
@@ -102,6 +105,10 @@ class FlatParameters:
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
         return self.layout.slices_with(next(i for i, p in enumerate(self.parameters) if p is parameter))
+
+    def num_shares(self, parameter: Tensor) -> int:
+        """As ``Home`` says: slices are equal."""
+        return self.group.size
 
     def make_room(self) -> None:
         """``held`` are about to get values: they have memory, if they had none."""
@@ -171,6 +178,10 @@ class OwnParameters(FlatParameters):
         self.group = self.everyone = group
         self.held = [ParameterShard(p, 0, p.numel(), p.detach()) for p in parameters]
 
+    def num_shares(self, parameter: Tensor) -> int:
+        """As ``Home`` says: this rank has all of it."""
+        return 1
+
     def collect(self) -> None:
         for held in self.held:
             if held.tensor.data_ptr() != held.parameter.data_ptr():
@@ -190,8 +201,9 @@ class WholeParameters(FlatParameters):
 
     At construction, collective: the parameters move into it, or beside it (see above), with the values that
     they have on the group's first rank, or, unless ``aligned``, on each; with ``one_copy`` into memory that
-    all have. ``collect`` before each update of ``held``, ``share`` and ``distribute`` after it. ``moved``
-    tells whose memory is another by now. ``let_go`` gives every rank a copy of its own again.
+    all have. ``outer`` is a home that they stay in: what ranks of ``group`` hold alike of it is divided here.
+    ``collect`` before each update of ``held``, ``share`` and ``distribute`` after it. ``moved`` tells whose
+    memory is another by now. ``let_go`` gives every rank a copy of its own again.
 
     ``flat`` is what parameters lie in, ``stepped`` what optimizers step: with one copy the same memory, but
     that what this rank writes to ``flat`` is its own until the step. What lies beside is behind the slices,
@@ -209,8 +221,10 @@ class WholeParameters(FlatParameters):
         *,
         one_copy: bool = False,
         aligned: bool = True,
+        outer: Home | None = None,
     ) -> None:
         first = parameters[0]
+        self.outer = outer
         self.parameters = list(parameters)
         self.names = list(names) or [""] * len(parameters)
         self.group = self.everyone = group
@@ -413,10 +427,11 @@ class Stage2Parameters(WholeParameters):
 class ShardedParameters:
     """Trainable parameters of the groups of an optimizer: the flat spaces where some live already, and new
     ``WholeParameters``, laid out by ``rule``, one per dtype and device, for all others; without a ``rule``
-    these stay each rank's own. Unless ``aligned``, new ones keep each rank's values.
+    these stay each rank's own. Unless ``aligned``, new ones keep each rank's values. Of a home that may be
+    divided further (``Home.replicas``), each rank has spaces for what it holds of it.
 
     Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the own pieces by
-    number, in that order; ``owned`` all parameters that are sharded.
+    number, in that order; ``owned`` all parameters that are sharded, here or elsewhere.
     """
 
     def __init__(
@@ -441,15 +456,15 @@ class ShardedParameters:
         """Take the parameters of the groups from ``first_group`` on; the own pieces of each. Collective."""
         numbers = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
         spaces_there: dict[int, FlatParameters] = {}
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device, Home | None], list[Tensor]] = {}
         for p in (p for group in groups[first_group:] for p in group["params"] if p.requires_grad):
             self.owned.append(p)
             if isinstance(there := homes.home(p), FlatParameters):
                 spaces_there[id(there)] = there
-            else:
-                by_kind.setdefault((p.dtype, p.device), []).append(p)
+            elif there is None or there.num_shares(p):
+                by_kind.setdefault((p.dtype, p.device, there), []).append(p)
         with torch.no_grad():
-            made = [self._make(members) for members in by_kind.values()]
+            made = [self._make(members, outer) for (*_, outer), members in by_kind.items()]
         self._made += made
         spaces = [*spaces_there.values(), *made]
         self.spaces += spaces
@@ -467,11 +482,18 @@ class ShardedParameters:
             for group in groups[first_group:]
         ]
 
-    def _make(self, members: Sequence[Tensor]) -> FlatParameters:
+    def _make(self, members: Sequence[Tensor], outer: Home | None) -> FlatParameters:
         if self._rule is None:
             return OwnParameters(members, self._group)
+        if outer is not None:
+            outer.make_room()
         return WholeParameters(
-            members, self._rule, self._group, one_copy=self.wants_one_copy, aligned=self._aligned
+            members,
+            self._rule,
+            self._group,
+            one_copy=self.wants_one_copy,
+            aligned=self._aligned,
+            outer=outer,
         )
 
     @property
@@ -499,8 +521,8 @@ class ShardedParameters:
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         """Those of ``parameter`` where all of it lies in memory."""
-        space = self._space_of.get(id(parameter))
-        return parameter.stride() if space is None else space.strides_of(parameter)
+        there = self._space_of.get(id(parameter)) or homes.home(parameter)
+        return parameter.stride() if there is None else there.strides_of(parameter)
 
     def collect(self) -> None:
         """The own pieces have the values that the parameters have."""

@@ -236,7 +236,7 @@ class FullySharded(WrappedOnce):
             settled=lambda: sharding.reducer.watch.settled(),
             fill=sharding.fill,
             micro_batch=lambda: sharding.reducer.micro_batch,
-            reduction=sharding.reducer,
+            reductions={"": sharding.reducer},
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -1,13 +1,14 @@
 """Values for a module that was made on the meta device: a model that no rank could hold gets its weights.
 
-Every rank makes the same values, one unit at a time, and keeps its slice of them. Where ranks have not met
-yet, nothing is made but buffers (``prepare``), which every rank has whole in any case.
+Every rank makes the same values, one unit at a time, and keeps what it is to have of them. Where ranks have
+not met yet, nothing is made but buffers (``prepare``), which every rank has whole in any case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,37 @@ from instep.ordered.generators import seed_generator
 from instep.ordered.hash import entry_digests
 from instep.ordered.keys import InitializesByName, derive
 from instep.ordered.shards import elements
-from instep.shard.unit import Unit
 
 Init = Callable[[str, Tensor], None]
 RESETS = ("reset_parameters", "_reset_parameters")  # the second is what torch's attention calls its own
 
 
-def materialise(module: nn.Module, units: Sequence[Unit], init: Init | None, seed: int) -> list[str]:
+class Unfilled(Protocol):
+    """Parameters of one dtype that have no values yet, and are filled together.
+
+    ``begin_use``, then each is whole, in memory of its own; ``keep`` what this rank is to have of number i;
+    ``hide`` when all is kept.
+    """
+
+    name: str
+    names: list[str]
+    parameters: list[Tensor]
+    own_dtype: torch.dtype
+    materialised: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def strides_of(self, parameter: Tensor) -> tuple[int, ...]: ...
+
+    def begin_use(self) -> None: ...
+
+    def keep(self, i: int, values: Tensor) -> None: ...
+
+    def hide(self) -> None: ...
+
+
+def materialise(module: nn.Module, units: Sequence[Unfilled], init: Init | None, seed: int) -> list[str]:
     """Fill ``units`` of ``module``, which have no values yet, and buffers on the meta device.
 
     Returns a line for each parameter that another rank has too if it has made the same values; or nearly: it
@@ -43,7 +68,7 @@ def materialise(module: nn.Module, units: Sequence[Unit], init: Init | None, see
     return made
 
 
-def prepare(module: nn.Module, units: Sequence[Unit], init: Init | None, seed: int) -> None:
+def prepare(module: nn.Module, units: Sequence[Unfilled], init: Init | None, seed: int) -> None:
     """Look whether ``materialise`` can fill ``units`` later, and fill buffers on the meta device.
 
     A submodule may fill its parameters with its buffers: these have memory meanwhile.
@@ -59,7 +84,7 @@ def prepare(module: nn.Module, units: Sequence[Unit], init: Init | None, seed: i
                     own = [unit for unit in units if any(id(p) in mine for p in unit.parameters)]
                     with _whole(own):
                         torch.manual_seed(derive(seed, "init", names[m]))
-                        _make_buffers(m, units[0].slice.device)
+                        _make_buffers(m, units[0].device)
                         _call_reset(m, names[m])
     _require_buffers(module)
 
@@ -91,31 +116,31 @@ def _line(name: str, values: Tensor) -> str:
     return f"{name}, which begins with the hash {entry_digests([(name, first)])[name]}"
 
 
-def _fill(unit: Unit, init: Init, made: list[str]) -> None:
+def _fill(unit: Unfilled, init: Init, made: list[str]) -> None:
     with torch.no_grad():
         for i, name in enumerate(unit.names):
             values = torch.empty_strided(
                 unit.parameters[i].shape,
                 unit.strides_of(unit.parameters[i]),
                 dtype=unit.own_dtype,
-                device=unit.slice.device,
+                device=unit.device,
             )
             init(name, values)
             unit.keep(i, values)
             made.append(_line(name, values))
 
 
-def _reset(module: nn.Module, units: Sequence[Unit], seed: int, made: list[str]) -> None:
+def _reset(module: nn.Module, units: Sequence[Unfilled], seed: int, made: list[str]) -> None:
     """Let the submodules fill their parameters themselves, children first, as at their construction."""
     names = {m: name for name, m in module.named_modules()}
-    by_place: dict[str, list[Unit]] = {}
+    by_place: dict[str, list[Unfilled]] = {}
     for unit in units:
         by_place.setdefault(unit.name, []).append(unit)
     for own in by_place.values():
         with _whole(own), torch.random.fork_rng(devices=[]):
             for m in _resetting(module, own):
                 torch.manual_seed(derive(seed, "init", names[m]))
-                _make_buffers(m, own[0].slice.device)
+                _make_buffers(m, own[0].device)
                 _call_reset(m, names[m])
             for unit in own:
                 for i, (name, p) in enumerate(zip(unit.names, unit.parameters, strict=True)):
@@ -123,11 +148,11 @@ def _reset(module: nn.Module, units: Sequence[Unit], seed: int, made: list[str])
                     made.append(_line(name, p))
     for m in _children_first(module):
         if _has_meta_buffers(m) and _reset_of(m) is not None:
-            _make_buffers(m, units[0].slice.device if units else torch.device("cpu"))
+            _make_buffers(m, units[0].device if units else torch.device("cpu"))
             _call_reset(m, names[m])
 
 
-def _resetting(module: nn.Module, units: Sequence[Unit]) -> Iterator[nn.Module]:
+def _resetting(module: nn.Module, units: Sequence[Unfilled]) -> Iterator[nn.Module]:
     """The submodules that fill the parameters of ``units``, in the order in which they do."""
     pending = {id(p) for unit in units for p in unit.parameters}
     done: set[int] = set()
@@ -167,14 +192,14 @@ def _make_buffers(m: nn.Module, device: torch.device) -> None:
 
 
 @contextmanager
-def _whole(units: Sequence[Unit]) -> Iterator[None]:
+def _whole(units: Sequence[Unfilled]) -> Iterator[None]:
     """Inside, the parameters are whole, each in its own dtype, for the units to keep their parts."""
     with torch.no_grad():
         for unit in units:
             unit.begin_use()
             for p in unit.parameters:
                 p.data = torch.empty_strided(
-                    p.shape, unit.strides_of(p), dtype=unit.own_dtype, device=unit.slice.device
+                    p.shape, unit.strides_of(p), dtype=unit.own_dtype, device=unit.device
                 )
         try:
             yield

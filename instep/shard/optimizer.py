@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from instep.mesh.agree import all_or_none, require_same_lines
 from instep.mesh.join import find_ranks
-from instep.mesh.mesh import Mesh
+from instep.mesh.mesh import Mesh, mesh_for_replicas
 from instep.mesh.process_group import Group
 from instep.ordered import homes
 from instep.ordered.homes import DividedOptimizer
@@ -51,7 +51,7 @@ from instep.shard.optimizer_state import (
     saved_lines,
 )
 from instep.shard.optimizer_status import OptimizerStatus
-from instep.shard.shard_groups import num_shard_groups, shard_group_of
+from instep.shard.shard_groups import mesh_for_shards, num_shard_groups, shard_group_of
 from instep.shard.update import ShardedUpdate
 from instep.step.optimizer_guard import requiring
 
@@ -112,6 +112,9 @@ class ShardedOptimizer(Optimizer):
     slices that are there already, with the gradients that are there, and has to get all of its parameters.
     A plain ``optimizer_cls`` steps them too, and keeps its ``state_dict`` by slice (``fully_shard``).
 
+    Of the parameters of a ``Pipeline`` each rank steps a part of those of its layers: they are divided among
+    the ranks that have the same ones. ``state_dict`` is that of all layers.
+
     Args:
         params: as for ``optimizer_cls``: parameters, groups, or named parameters.
         optimizer_cls: the class, of torch or your own.
@@ -165,6 +168,7 @@ class ShardedOptimizer(Optimizer):
 
     def _meet(self, process_group: Mesh | ProcessGroup | None, *, aligned: bool) -> None:
         """Take part in a group, with nothing of a state yet. Collective."""
+        self._asked, process_group = process_group, mesh_for_shards(process_group)
         self.group, self.recorder = find_ranks(
             shard_group_of(process_group), what="making a ShardedOptimizer"
         )
@@ -185,7 +189,13 @@ class ShardedOptimizer(Optimizer):
             f"options {options_text(self._given)}",
             f"one_copy={self._one_copy}",
         ]
-        require_same_lines(self.group, OPTIMIZERS, [*lines, *describe_groups(groups)])
+        require_same_lines(self._everyone, OPTIMIZERS, [*lines, *describe_groups(groups)])
+
+    @property
+    def _everyone(self) -> Group:
+        """The ranks that have all of the state together: those of ``group``, and of other stages."""
+        lived_in = homes.homes(self._parameters())
+        return next((there.everyone for there in lived_in if there.replicas is not None), self.group)
 
     @property
     def shards(self) -> ShardedParameters:
@@ -200,7 +210,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """By parameter, what ``optimizer_cls`` keeps for it; ``RuntimeError`` where there are more ranks."""
-        return LocalOptimizerState(self._shards.held, self._inner, self.group.size)
+        return LocalOptimizerState(self._shards.held, self._inner, self._everyone.size)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -266,7 +276,7 @@ class ShardedOptimizer(Optimizer):
         with self._status.together():
             try:
                 all_or_none(self.group, MAKING, lambda: self._add(param_group), errors=(ValueError,))
-                require_same_lines(self.group, OPTIMIZERS, describe_groups(self.param_groups))
+                require_same_lines(self._everyone, OPTIMIZERS, describe_groups(self.param_groups))
             except BaseException:
                 del self.param_groups[before:]
                 raise
@@ -288,7 +298,7 @@ class ShardedOptimizer(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self._status.together(), self.recorder.span("optimizer state", lane="host"):
-            states = gather_state(self._shards, self._inner, self._parameters(), self.group)
+            states = gather_state(self._shards, self._inner, self._parameters(), self._everyone)
         saved = format_whole(states, self.param_groups)
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
@@ -337,11 +347,11 @@ class ShardedOptimizer(Optimizer):
             return local_state(state_dict, self._shards.held, self.param_groups, self.group, cut=cut)
 
         with self._status.together():
-            prepared = all_or_none(self.group, LOADING, prepare, errors=(ValueError,))
-            require_same_lines(self.group, "optimizer states to load", saved_lines(state_dict))
+            prepared = all_or_none(self._everyone, LOADING, prepare, errors=(ValueError,))
+            require_same_lines(self._everyone, "optimizer states to load", saved_lines(state_dict))
             self._status.broken = "loading a state failed half-way"
-            inner = self._inner
-            all_or_none(self.group, LOADING, lambda: inner.load_state_dict(prepared), errors=(ValueError,))
+            put = partial(self._inner.load_state_dict, prepared)
+            all_or_none(self._everyone, LOADING, put, errors=(ValueError,))
         adopt_groups(self.param_groups, self._inner.param_groups, state_dict["param_groups"])
         self._status.broken = ""
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -440,6 +450,8 @@ class ShardedOptimizer(Optimizer):
 
     def _require_takeable(self, parameters: list[Tensor]) -> None:
         """Raise ``ValueError`` unless these can be sharded here."""
+        if self._asked is None and self._everyone is self.group:
+            mesh_for_replicas()  # which raises if its other axes have no use
         checks.require_new(parameters)
         checks.require_homes(parameters, self._optimizer_cls, self.group)
         if self._shards.wants_one_copy:

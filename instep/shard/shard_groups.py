@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from instep.events import Recorder
 from instep.mesh.join import find_ranks
-from instep.mesh.mesh import Mesh, UnrankedMesh, mesh_for_replicas
+from instep.mesh.mesh import Mesh, UnrankedMesh, mesh_for_replicas, registered_mesh
 from instep.mesh.process_group import Group
 
 if TYPE_CHECKING:
@@ -55,6 +55,13 @@ class ShardRanks:
         """Give all groups back."""
         for group in self.groups:
             group.close()
+
+
+def mesh_for_shards(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
+    """``process_group``, or the registered mesh, also where it has an axis besides those of the data: what is
+    divided along that one may be divided further (``Home.replicas``)."""
+    registered = registered_mesh() if process_group is None else None
+    return registered if isinstance(registered, Mesh) else process_group
 
 
 def shard_group_of(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:

@@ -289,7 +289,7 @@ class Sharding:
             broadcast_values(module, self.group, but=divided if alone else ())
         spaces: list[Divided]
         if not options.in_slices:
-            same = {"one_copy": options.one_copy, "aligned": not again}
+            same: dict[str, Any] = {"one_copy": options.one_copy, "aligned": not again}
             with torch.no_grad():
                 spaces = [
                     Stage2Parameters(kind.parameters, cut, self.ranks.weights, kind.names, **same)
@@ -367,6 +367,7 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> ParameterRegistry:
     """The parameters of ``module``, if they can be sharded."""
     registry = ParameterRegistry(module)
+    checks.require_no_pipeline(module)
     optimizer_guard.require_unwatched([p for _, p in [*registry.trainable, *registry.frozen]])
     for name, p in registry.trainable:
         if checks.claimed(p):

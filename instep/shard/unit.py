@@ -124,10 +124,15 @@ class Unit(FlatParameters):
             elif not self.is_vacant:
                 self.slice.fill_(torch.nan)
             for i, p in enumerate(self.parameters):
-                _replace(p, self._hidden[i])
+                give_value(p, self._hidden[i])
         self._classes = [type(p) for p in self.parameters]
         self._sliced = [sliced_class(kind, self) for kind in self._classes]
         self._dress(self._sliced)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its values are."""
+        return self.slice.device
 
     def lay_out(self, group: Group, storages: dict[int, Unit], buffers: BufferPool) -> None:
         """In slices over another ``group`` from now on, without values until they are loaded.
@@ -466,7 +471,7 @@ def _num_users(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def _replace(p: Tensor, value: Tensor) -> None:
+def give_value(p: Tensor, value: Tensor) -> None:
     """``p`` is ``value`` from now on, and the same object, also when it was on the meta device."""
     if not p.is_meta:
         p.data = value

@@ -27,8 +27,12 @@ from tests.world import world
 G, STEPS, MAX_NORM = 6, 2, 0.1
 
 
+def unfilled(**options: Any) -> GPT:
+    return GPT(GPTConfig(vocab_size=32, context=8, layers=4, width=16, heads=2, **options))
+
+
 def gpt(**options: Any) -> GPT:
-    net = GPT(GPTConfig(vocab_size=32, context=8, layers=4, width=16, heads=2, **options))
+    net = unfilled(**options)
     instep.initialize(net, 0)
     return net
 
