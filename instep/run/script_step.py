@@ -33,7 +33,7 @@ from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
 from instep.ordered.norm import Clips, clipping, grad_norm
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
-from instep.replicate.server import SERVER, Declined, ParameterServer
+from instep.replicate.server import SERVER, Declined
 from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import Holds, Made
 from instep.run.script_training import ScriptTraining
@@ -138,9 +138,7 @@ class StepWork:
     @property
     def reduced(self) -> dict[str, Reduction]:
         """What reduces gradients of which some rank has each whole, so that it can be hashed."""
-        models = self.training.registered.models
-        found = {key: x for key, x in reductions_of(models) if not x.sharded}
-        return found | {name: x._reducer for name, x in models.items() if isinstance(x, ParameterServer)}
+        return {key: x for key, x in reductions_of(self.training.registered.models) if not x.sharded}
 
     def begin(self, watched: Mapping[str, Reduction]) -> None:
         """The step begins; every gradient of what is ``watched`` is hashed."""

@@ -1,0 +1,85 @@
+"""Runs of pipelines: steps made twice, and hashes of micro-batches, of which each stage has its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.mesh.mesh import Mesh
+from instep.run.compare import compare, differing_micro_batches
+from instep.run.ledger import read_run
+from instep.step.micro_batches import MicroBatch
+from tests.parity import filled, numbers
+from tests.run.loops import Loss, squares, summary
+from tests.run.test_twice import by_the_clock, differing
+from tests.world import world
+
+G = 5
+NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def train(run: instep.Run, loss: Loss = squares, num_steps: int = 2) -> list[int]:
+    """The steps that were made, in a pipeline where the mesh has one."""
+    net = filled(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
+    model: Any = instep.Pipeline(net, run.mesh, cuts=[2] * (run.mesh.axes.size("pp") > 1))
+    optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    made = []
+    for step in run.steps(num_steps, model=model, optimizer=optimizer):
+
+        def inputs(micro_batch: MicroBatch, step: int = int(step)) -> Tensor:
+            return numbers(3, 4, key=f"{step}, {micro_batch.index}")
+
+        with step:
+            model.step(lambda y, _: loss(y), inputs, G)
+            optimizer.step()
+            optimizer.zero_grad()
+        made.append(int(step))
+    return made
+
+
+@world(2, by="process")
+def test_a_loss_by_the_clock_shows_in_all_stages(mesh: Mesh, tmp_path: Path) -> None:
+    run = instep.Run(tmp_path / "run", check_every=1, pp=2)
+    with differing(run) as error:
+        train(run, by_the_clock())
+    told = str(error.value)
+    assert told.startswith("step 0 was made twice, from the same state, and came out otherwise:")
+    assert "micro-batches 0, 1, 2, 3 and 4, by rank 0 and then rank 0: the gradient of '0.weight'" in told
+    assert "micro-batches 0, 1, 2, 3 and 4, by rank 1 and then rank 1: the gradient of '2.weight'" in told
+
+
+@world(2, by="process")
+def test_a_step_made_twice_is_the_step_and_micro_batches_have_the_hashes_of_one_rank(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    for name, options, steps in (
+        ("once", {}, [0, 1]),
+        ("twice", {"check_every": 1, "pp": 2}, [0, 0, 1, 1]),
+        ("otherwise", {"pp": 2}, [0, 1]),
+    ):
+        run = instep.Run(tmp_path / name, ledger_every=1, ledger_leaves=True, **options)
+        wrong = 2.0 if name == "otherwise" else 1.0
+        calls: list[Tensor] = []
+
+        def one_is_wrong(y: Tensor, calls: list[Tensor] = calls, wrong: float = wrong) -> Tensor:
+            calls.append(y)
+            return squares(y) * (wrong if len(calls) == G + 3 else 1.0)
+
+        assert train(run, one_is_wrong) == steps
+        run.close()
+    mesh.world.group.all_gather_bytes(b"", "the end of the runs")
+    if mesh.rank:
+        return
+    assert summary(tmp_path / "twice")["state_sha256"] == summary(tmp_path / "once")["state_sha256"]
+    once, twice, otherwise = (read_run(tmp_path / name) for name in ("once", "twice", "otherwise"))
+    assert compare(once, twice).parting is None
+    assert [tuple(x.parameters) for x in twice.leaves[1].values()] == [NAMES] * G
+    assert [set(map(x.rank_of, NAMES)) for x in twice.leaves[1].values()] == [{0, 1}] * G
+    assert once.leaves.keys() == twice.leaves.keys() and twice.reduced == once.reduced
+    assert not any(differing_micro_batches(once, twice, step) for step in (1, 2))
+    (odd,) = differing_micro_batches(twice, otherwise, 2)
+    assert (odd.leaf, odd.ranks, tuple(odd.parameters)) == (2, (0, 0), NAMES)
