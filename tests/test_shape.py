@@ -177,6 +177,7 @@ ONE_USER = {
     "instep/pipeline/elsewhere.py",
     "instep/pipeline/first_values.py",
     "instep/pipeline/layer_costs.py",
+    "instep/pipeline/one_process.py",
     "instep/pipeline/proposal.py",
     "instep/pipeline/runtime.py",
     "instep/pipeline/schedules.py",

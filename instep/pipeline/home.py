@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.homes import DividedOptimizer, ParameterShard, dense_strides, undivided
+from instep.ordered.hook import Hook
 from instep.shard.unit import give_value
 
 
@@ -128,3 +132,36 @@ def hide(p: Tensor) -> None:
 
 def _nan(p: Tensor, device: torch.device | None) -> Tensor:
     return torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape)
+
+
+def guard_state_dicts(module: nn.Module, home: PipelineHome) -> list[RemovableHandle]:
+    """From now on ``module`` neither gives nor takes, in a state dict, what is on another rank."""
+    give, take = Hook(partial(_require_values, home)), Hook(partial(_refuse_values, home))
+    return [
+        handle
+        for m in module.modules()
+        for handle in (m.register_state_dict_post_hook(give), m.register_load_state_dict_pre_hook(take))
+    ]
+
+
+def _require_values(
+    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any
+) -> None:
+    """A state dict has no parameter that is on another rank; the parameter itself it may have."""
+    for key, p in module._parameters.items():
+        if p is not None and not home.holds(p) and state.get(prefix + key, p) is not p:
+            raise RuntimeError(
+                f"state_dict() of a pipeline: {prefix + key!r} is on another rank. All ranks together have "
+                "instep.full_state_dict(model), and instep.save writes each rank's part"
+            )
+
+
+def _refuse_values(
+    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any
+) -> None:
+    for key, p in module._parameters.items():
+        if p is not None and not home.holds(p) and prefix + key in state:
+            raise RuntimeError(
+                f"load_state_dict() into a pipeline: {prefix + key!r} is on another rank. Load before the "
+                "pipeline is made, or, from a checkpoint of instep, with instep.load()"
+            )

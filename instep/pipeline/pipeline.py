@@ -25,7 +25,6 @@ from instep.mesh.agree import all_or_none, all_tell, on_first_rank
 from instep.mesh.mesh import Mesh, UnrankedMesh, registered_mesh
 from instep.ordered import homes
 from instep.ordered.homes import Wrapped
-from instep.ordered.hook import Hook
 from instep.ordered.node_format import NodeFormat
 from instep.pipeline import schedules
 from instep.pipeline.actions import Action, Schedule
@@ -35,9 +34,10 @@ from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS, LayerCost, edges_of, require_known
 from instep.pipeline.elsewhere import Elsewhere
 from instep.pipeline.first_values import FirstOfLayers
-from instep.pipeline.home import PipelineHome
+from instep.pipeline.home import PipelineHome, guard_state_dicts
 from instep.pipeline.layer_costs import measure
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
+from instep.pipeline.one_process import PipelineTrial
 from instep.pipeline.proposal import CutProposal, RankTimes, propose, rank_times
 from instep.pipeline.runtime import Executor, Inputs, Loss, StepTask
 from instep.pipeline.stage import Stage
@@ -50,6 +50,7 @@ from instep.step.micro_batches import DataSource, MicroBatch, count_and_source
 from instep.step.nesting import WrappedOnce, require_unwrapped
 from instep.step.reduction import ReductionOptions, StepPlan
 from instep.step.watched_norms import find_norms
+from instep.verify.gradient_report import Report
 
 LOSSES = "the losses of a step"
 NO_VALUES = (
@@ -188,14 +189,7 @@ class Pipeline(WrappedOnce, OwnNames):
         ranks = [stage_ranks[users[id(p)][0]] for p in named.values()]
         self.home = PipelineHome(self._row, self.group, mesh, named, ranks, self.home, device=mesh.device)
         homes.settle(self.home)
-        self._guards = [
-            handle
-            for m in self.module.modules()
-            for handle in (
-                m.register_state_dict_post_hook(Hook(partial(_require_values, self.home))),
-                m.register_load_state_dict_pre_hook(Hook(partial(_refuse_values, self.home))),
-            )
-        ]
+        self._guards = guard_state_dicts(self.module, self.home)
         self._elsewhere = Elsewhere(self.home, self.recorder)
         tied = [Tied(name, p, users[id(p)]) for name, p in named.items() if len(users[id(p)]) > 1]
         self._tied = TiedParameters(tied, stage_ranks, self._row.rank, self.home, self._channel)
@@ -331,16 +325,75 @@ class Pipeline(WrappedOnce, OwnNames):
         self._require_usable()
         count, source = count_and_source(self._count(data))
         step = self.next_step if step is None else step
-        first = next(iter(self._stages.values()))
-        plan = first.declared.plan(count, source, step)
-        own = plan.leaves[first.group.rank]
-        read = _micro_batches(own, count, source if self._reads else None)
-        losses = self._execute(StepTask(step, own, read, inputs, loss), plan)
+        plan, task = self._planned(count, source, step, inputs, loss)
+        losses = self._execute(task, plan)
         if source is not None:
             source.advance()
         self.next_step = step + 1
         self._elsewhere.stand_in()
-        return self._tell(losses, own)
+        return self._tell(losses, task.own)
+
+    def _planned(
+        self, count: int, source: DataSource | None, step: int, inputs: Inputs, loss: Loss
+    ) -> tuple[StepPlan, StepTask]:
+        """Step ``step`` of ``count`` micro-batches, and what of it is this pipeline's."""
+        first = next(iter(self._stages.values()))
+        plan = first.declared.plan(count, source, step)
+        own = plan.leaves[first.group.rank]
+        read = _micro_batches(own, count, source if self._reads else None)
+        return plan, StepTask(step, own, read, inputs, loss)
+
+    def verify(
+        self,
+        loss: Loss,
+        inputs: Inputs = first_of_data,
+        data: int | DataSource | None = None,
+        *,
+        rtol: float | None = None,
+    ) -> Report:
+        """Compare the gradients of all stages with those of one process, parameter by parameter. Collective.
+
+        All ranks make the next step, without an update; then the first one computes all micro-batches again,
+        alone, with all layers, so it needs memory for the whole model. ``inputs`` and ``loss`` are called
+        there, too. Weights, buffers, gradients, random generators and the count of steps are as before when
+        it returns or raises.
+
+        Args:
+            loss, inputs, data: as for ``step``; a loader stays where it is.
+            rtol: allowed error, relative to the norm of each gradient; by default as for ``DataParallel``.
+
+        Returns:
+            The same report on every rank: which gradients differ, on which rank, and what is probably wrong.
+
+        Raises:
+            ValueError, TypeError, InstepError: a rank raised in its part; all do.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> first = lambda micro_batch: x[rows(micro_batch)]
+            >>> report = model.verify(lambda output, micro_batch: output.square().mean(), first, data=2)
+            >>> report.ok, report.strategy
+            (True, 'bucketed, pipelines of 1 (zb-h1)')
+        """
+        self._require_usable()
+        assert self.home is not None
+        count, source = count_and_source(self._count(data))
+        plan, task = self._planned(count, source, self.next_step, inputs, loss)
+        trial = PipelineTrial(
+            self.module,
+            self._layers,
+            self._stages,
+            self.home,
+            self.group,
+            copy=self.mesh.data.rank,
+            seed=self._seed,
+            rtol=rtol,
+            floor=self._options.nodes.tolerance,
+        )
+        every = task._replace(own=range(count), read=_micro_batches(range(count), count, source))
+        placed = self.placement
+        strategy = f"{placed['strategy']}, pipelines of {placed['pp']} ({placed['schedule']})"
+        return trial.run(lambda: self._execute(task, plan), every, strategy)
 
     def _execute(self, task: StepTask, plan: StepPlan) -> dict[int, Tensor]:
         """This rank's part of ``task``, until its gradients are reduced; the losses of the last stage."""
@@ -582,29 +635,6 @@ class Pipeline(WrappedOnce, OwnNames):
         with self._waits():
             self._row.broadcast(found, LOSSES, root=self._stage_ranks[-1])
         return list(found)
-
-
-def _require_values(
-    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any
-) -> None:
-    """A state dict has no parameter that is on another rank; the parameter itself it may have."""
-    for key, p in module._parameters.items():
-        if p is not None and not home.holds(p) and state.get(prefix + key, p) is not p:
-            raise RuntimeError(
-                f"state_dict() of a pipeline: {prefix + key!r} is on another rank. All ranks together have "
-                "instep.full_state_dict(model), and instep.save writes each rank's part"
-            )
-
-
-def _refuse_values(
-    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any
-) -> None:
-    for key, p in module._parameters.items():
-        if p is not None and not home.holds(p) and prefix + key in state:
-            raise RuntimeError(
-                f"load_state_dict() into a pipeline: {prefix + key!r} is on another rank. Load before the "
-                "pipeline is made, or, from a checkpoint of instep, with instep.load()"
-            )
 
 
 def _mesh_with_stages(mesh: Mesh | None) -> Mesh:

@@ -32,6 +32,8 @@ from instep.step.backward import Backward, release
 from instep.step.micro_batches import DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import ReductionOptions, StepPlan
+from instep.verify.subject import Subject, Value
+from instep.verify.trial import RestoreOnExit
 
 Values = tuple[Any, ...]  # what goes from layer to layer
 
@@ -180,6 +182,18 @@ class Stage:
         with torch.no_grad(), self._aliases():
             found = self.layers(*values)
         return found if isinstance(found, tuple) else (found,)
+
+    @property
+    def values(self) -> list[Value]:
+        """Its weights, but those that belong to another stage."""
+        registry = self.declared.registry
+        return [Value(name, 0, p) for name, p in (*registry.trainable, *registry.frozen)]
+
+    def on_trial(self) -> RestoreOnExit:
+        """A context between two steps, for one whose gradients are compared."""
+        self._backward.look_back()
+        subject = Subject(self.layers, self._backward, "", self.declared.keys.seed, 0, (), self.values)
+        return RestoreOnExit(subject, generators(self._device))
 
     def abandon(self) -> None:
         """Give up the step that is under way, and tell no rank."""

@@ -20,7 +20,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,14 +33,14 @@ from instep.mesh.device import generators
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
-from instep.ordered.buckets import wire_dtype
 from instep.ordered.generators import seed_generator, state_of
 from instep.ordered.hash import block_digests
 from instep.ordered.keys import derive
 from instep.step import optimizer_guard
 from instep.step.reduction import StepPlan
-from instep.verify.gradient_report import GradientFigures, Reference, Report, joined, make_report
-from instep.verify.subject import GradientPiece, Loss, Subject, Value, loss_of
+from instep.verify.comparison import GradientComparison, Mean, Ours, norm, wide
+from instep.verify.gradient_report import Report, make_report
+from instep.verify.subject import Loss, Subject, Value, loss_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,13 +48,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-# Relative to the norm of a gradient: what other kernels, threads or orders of sums may make of it.
-TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-TOLERANCE = 1e-5  # of float32
-
-Ours = list[tuple[GradientPiece, Tensor | None]]
-"""What this rank has of the gradient after the exchange."""
 
 
 def verify(
@@ -82,15 +74,6 @@ def verify(
         group.close()
 
 
-@dataclass
-class Mean:
-    """One parameter's gradient in one process, as far as it has been computed; on rank 0."""
-
-    total: Tensor | None = None
-    rank_norm: float = 0.0
-    own: bool = False
-
-
 class Trial:
     """One call of ``verify``; ``group`` is for it alone, over the ranks of the subject's reducer."""
 
@@ -103,6 +86,14 @@ class Trial:
         self.group = group
         self.loss = loss
         self.rtol = rtol
+        self.comparison = GradientComparison(
+            group,
+            subject.copy,
+            self.reducer.names,
+            self.parameters,
+            rtol,
+            self.reducer.options.nodes.tolerance,
+        )
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.generators = generators(self.device)
 
@@ -118,8 +109,8 @@ class Trial:
             buffers = [Value(name, 0, x) for name, x in self.module.named_buffers()]
             odd_buffers = differing_values(buffers, self.group)
             ours = self._distributed(unpack(*packed, self.device), state)
-            means, references = self._reference(gather(*packed, self.group), ours, state)
-            copies = self._compared(ours, means, references)
+            means = self._reference(gather(*packed, self.group), ours, state)
+            references, copies = self.comparison.of(ours, means)
         return make_report(
             references,
             copies,
@@ -172,20 +163,15 @@ class Trial:
             reducer.leave()
             raise
 
-    def _reference(
-        self, batches: list[tuple[str, Tensor]], ours: Ours, state: RestoreOnExit
-    ) -> tuple[list[Mean], list[Reference]]:
-        """The mean over the ranks, on rank 0, and what all ranks are told of it. Collective."""
+    def _reference(self, batches: list[tuple[str, Tensor]], ours: Ours, state: RestoreOnExit) -> list[Mean]:
+        """The mean over the ranks, on rank 0. Collective."""
         self.backward.sync = False
         means = [Mean() for _ in self.parameters]
 
         def add(place: int) -> None:
             gradients = self._rank_gradients(*batches[place], self.group.ranks[place], state)
             for mean, gradient in zip(means, gradients, strict=True):
-                if gradient is not None:
-                    x = _wide(gradient)
-                    mean.rank_norm += _norm(x) / self.group.size
-                    mean.total = x if mean.total is None else mean.total.add_(x)
+                mean.add(gradient)
             if place == 0:
                 self._look_for_own(means, ours)
 
@@ -194,19 +180,16 @@ class Trial:
             what = f"computing the gradient of rank {rank}'s batch again"
             self._agreed(what, partial(add, place) if batches else _no_part)
         for mean in means:
-            if mean.total is not None:
-                mean.total.div_(self.group.size)
-        told = [asdict(self._described(i, mean)) for i, mean in enumerate(means) if batches]
-        text = self.group.all_gather_bytes(json.dumps(told).encode(), "the figures of the reference")[0]
-        return means, [Reference(**fields) for fields in json.loads(text)]
+            mean.divide(self.group.size)
+        return means
 
     def _look_for_own(self, means: list[Mean], ours: Ours) -> None:
         """Where has rank 0 ended with the gradient of its own batch, of which ``means`` are made so far?"""
         for piece, mine in ours:
             x = means[piece.position].total
             if x is not None and mine is not None and mine.numel() == x.numel():
-                distance = _norm(_wide(mine) - piece.of(x))
-                means[piece.position].own = distance <= self._tolerance(piece.position) * _norm(x)
+                distance = norm(wide(mine) - piece.of(x))
+                means[piece.position].own = distance <= self.comparison.tolerance(piece.position) * norm(x)
 
     def _rank_gradients(
         self, text: str, data: Tensor, rank: int, state: RestoreOnExit
@@ -215,66 +198,6 @@ class Trial:
         state.begin()
         self._forward(self.module, unpack(text, data, self.device), rank).backward()
         return [p.grad for p in self.parameters]
-
-    def _described(self, i: int, mean: Mean) -> Reference:
-        return Reference(
-            self.reducer.names[i],
-            mean.total is not None,
-            0.0 if mean.total is None else _norm(mean.total),
-            mean.rank_norm,
-            self._tolerance(i),
-            torch.finfo(wire_dtype(self.parameters[i].dtype)).eps,
-            mean.own,
-        )
-
-    def _tolerance(self, i: int) -> float:
-        if self.rtol is not None:
-            return self.rtol
-        own = TOLERANCES.get(self.parameters[i].dtype, TOLERANCE)
-        return max(own, self.reducer.options.nodes.tolerance)
-
-    def _compared(
-        self, ours: Ours, means: list[Mean], references: list[Reference]
-    ) -> list[list[GradientFigures]]:
-        """Figures by copy of the gradient, and parameter; rank 0's reference goes to all. Collective."""
-        mine: dict[int, GradientFigures] = {}
-        pieces = {piece.position: (piece, gradient) for piece, gradient in ours}
-        for i, (mean, reference) in enumerate(zip(means, references, strict=True)):
-            expected = self._told(i, mean, reference)  # one parameter at a time
-            if i in pieces:
-                mine[i] = self._figures(*pieces[i], expected)
-        said = json.dumps([self.subject.copy, {i: asdict(found) for i, found in mine.items()}])
-        everyone = self.group.all_gather_bytes(said.encode(), "the figures of all ranks")
-        copies: dict[int, list[dict[str, Any]]] = {}
-        for text in everyone:
-            number, figures = json.loads(text)
-            copies.setdefault(number, []).append(figures)
-        return [
-            [
-                joined([GradientFigures(**figures[str(i)]) for figures in parts if str(i) in figures])
-                for i in range(len(references))
-            ]
-            for _, parts in sorted(copies.items())
-        ]
-
-    def _told(self, i: int, mean: Mean, reference: Reference) -> Tensor:
-        """The reference of parameter i, which rank 0 has in ``mean``. Collective."""
-        parameter = self.parameters[i]
-        if mean.total is None:
-            dtype = _wide_dtype(parameter)
-            expected = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        else:
-            expected = mean.total
-        if reference.present and expected.numel():
-            operation = f"the broadcast of the reference of {reference.name!r}"
-            self.group.broadcast(as_bytes(expected), operation)
-        return expected
-
-    def _figures(self, piece: GradientPiece, mine: Tensor | None, expected: Tensor) -> GradientFigures:
-        r = piece.of(expected)
-        d = torch.zeros_like(r) if mine is None else _wide(mine)
-        product = torch.vdot(d.reshape(-1), r.reshape(-1)).real.item()
-        return GradientFigures(self.group.global_rank, mine is not None, _norm(d - r), _norm(d), product)
 
     def _forward(self, model: nn.Module, batch: Any, rank: int) -> Tensor:
         """The loss of ``rank``'s batch with the random numbers of that rank."""
@@ -379,20 +302,6 @@ def differing_values(values: Iterable[Value], group: Group) -> list[str]:
 
 def _no_part() -> None:
     """A rank's part where only rank 0 has one."""
-
-
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.dtype.is_complex else torch.float64
-
-
-def _wide(x: Tensor) -> Tensor:
-    """``x`` as a dense copy in double precision."""
-    x = x.detach()
-    return (x.to_dense() if x.is_sparse else x).to(_wide_dtype(x), copy=True).contiguous()
-
-
-def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x))
 
 
 # One batch per rank, as bytes: tensors in nested dicts, lists and tuples travel to the group's first rank.
