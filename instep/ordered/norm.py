@@ -18,7 +18,7 @@ from torch import Tensor
 from instep.events import Recorder
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.buckets import flat_real
-from instep.ordered.placeholder import Slices, by_slices, slices_of
+from instep.ordered.placeholder import asked_for, by_slices, slices_of
 
 
 class Clips:
@@ -84,9 +84,9 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
 
     Collective where they are divided among ranks.
     """
-    whole, divided = _by_place(gradients)
-    squares = _square_sums(whole)
-    for slices, members in divided:
+    gradients = list(gradients)
+    squares = _square_sums([x for x in gradients if slices_of(x) is None])
+    for slices, members in asked_for(gradients):
         squares += slices.square_sums(members)
     return norm_of(squares)
 
@@ -129,12 +129,6 @@ def _squares_of_all(flat: Sequence[Tensor]) -> Tensor:
     if tails:
         norms += [torch.stack(torch._foreach_norm(tails, 2, dtype=torch.float64))]
     return torch.cat(norms).square()
-
-
-def _by_place(gradients: Iterable[Tensor]) -> tuple[list[Tensor], list[tuple[Slices, list[Tensor]]]]:
-    """The gradients that are here, and of the others the placeholders, with who has the pieces."""
-    gradients = list(gradients)
-    return [x for x in gradients if slices_of(x) is None], by_slices(gradients)
 
 
 def clip_grad_norm_(
@@ -194,8 +188,8 @@ def _marks(gradients: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
 
 def _scale(gradients: Sequence[Tensor], factor: float) -> None:
     with torch.no_grad():  # after backward(create_graph=True) gradients have a graph of their own
-        whole, divided = _by_place(gradients)
-        for gradient in whole:
-            gradient.mul_(factor)
-        for slices, members in divided:
+        for gradient in gradients:
+            if slices_of(gradient) is None:
+                gradient.mul_(factor)
+        for slices, members in by_slices(gradients):
             slices.scale(members, factor)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,12 @@ CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "
 
 
 class Slices(Protocol):
-    """Has the pieces of the gradients that ``placeholders`` stand for: some on this rank, some on others."""
+    """Has the pieces of the gradients that ``placeholders`` stand for: some on this rank, some on others.
+
+    ``where`` says so in errors.
+    """
+
+    where: ClassVar[str]
 
     def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
         """Sums of squares of all blocks of these gradients. Collective."""
@@ -53,6 +58,7 @@ class Placeholder(Tensor):
 
     instep_name: str
     instep_slices: weakref.ref[Slices]
+    instep_where: str
     instep_memory: Tensor  # ()
     instep_dtype: torch.dtype  # of the pieces
     # Asked for in every step, here without a detour; nothing ever changes it.
@@ -81,15 +87,16 @@ class Placeholder(Tensor):
             return DONE_BY_SLICE[called](*args, **(kwargs or {}))
         if called in ("__get__", "__set__"):
             called = f".{func.__self__.__name__}"
-        name = next(repr(x.instep_name) for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
+        first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
         raise RuntimeError(
-            f"the gradient of {name} is in slices, one on each rank, and .grad only stands for it: {called} "
-            "cannot use it. Clip with instep.clip_grad_norm_(model.parameters(), max_norm) instead of "
-            "torch's; discard gradients with zero_grad(); scale the loss instead of them, or use a GradScaler"
+            f"the gradient of {first.instep_name!r} is {first.instep_where}, and .grad only stands for it: "
+            f"{called} cannot use it. Clip with instep.clip_grad_norm_(model.parameters(), max_norm) instead "
+            "of torch's; discard gradients with zero_grad(); scale the loss instead of them, or use a "
+            "GradScaler"
         )
 
     def __repr__(self, **others: Any) -> str:  # type: ignore[override]
-        return f"<in slices: the gradient of {self.instep_name!r}>"
+        return f"<{self.instep_where}: the gradient of {self.instep_name!r}>"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -123,6 +130,22 @@ def by_slices(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
     return list(found.values())
 
 
+def is_elsewhere(gradient: Tensor, slices: Slices) -> None:
+    """On other ranks placeholders of ``slices`` stand for ``gradient``, which is whole on this one."""
+    gradient.instep_elsewhere = weakref.ref(slices)  # type: ignore[attr-defined]
+
+
+def asked_for(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
+    """As ``by_slices``, and who other ranks ask for gradients that are whole here: on all ranks the same, in
+    the same order."""
+    found: dict[int, tuple[Slices, list[Tensor]]] = {}
+    for x in gradients:
+        elsewhere = getattr(x, "instep_elsewhere", lambda: None)()
+        if (slices := elsewhere or slices_of(x)) is not None:
+            found.setdefault(id(slices), (slices, []))[1].extend([] if elsewhere else [x])
+    return list(found.values())
+
+
 # What ``zero_grad`` of modules and optimizers, and a ``GradScaler``, do with gradients.
 DONE_BY_SLICE: Mapping[str, Callable[..., Any]] = {
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
@@ -137,7 +160,7 @@ def placeholder(like: Tensor, slices: Slices, name: str, dtype: torch.dtype) -> 
     memory = torch.full((), math.nan, dtype=like.dtype, device=like.device)
     x = Tensor._make_subclass(Placeholder, memory.expand(like.shape))  # to autograd no view of anything
     x.instep_name, x.instep_slices, x.instep_memory = name, weakref.ref(slices), memory
-    x.instep_dtype = dtype
+    x.instep_where, x.instep_dtype = slices.where, dtype
     return x
 
 

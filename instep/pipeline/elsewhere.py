@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from instep.events import PIPELINE, Recorder
 from instep.ordered.norm import block_square_sums
-from instep.ordered.placeholder import placeholder
+from instep.ordered.placeholder import is_elsewhere, placeholder
 from instep.pipeline.home import PipelineHome
 
 GRADIENT_NORM = "the gradient norm"
@@ -23,6 +23,8 @@ class Elsewhere:
     ``recorder`` is told of the wait for the norm, which for a rank that has computed all is the drain.
     """
 
+    where: ClassVar[str] = "on another rank"
+
     def __init__(self, home: PipelineHome, recorder: Recorder) -> None:
         self.home, self.recorder = home, recorder
 
@@ -31,6 +33,8 @@ class Elsewhere:
         for name, p in zip(self.home.names, self.home.parameters, strict=True):
             if p.requires_grad and not self.home.holds(p):
                 p.grad = placeholder(p, self, name, p.dtype)
+            elif p.grad is not None:
+                is_elsewhere(p.grad, self)
 
     def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
         """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""

@@ -64,6 +64,7 @@ class SliceReducer(Reduction):
     """
 
     sharded = True
+    where: ClassVar[str] = "in slices, one on each rank"
     late_fix = (
         "or several times in one micro-batch, pass overlap=False to fully_shard, which sends nothing before "
         "the micro-batch has ended, and needs memory for all of its gradients"
