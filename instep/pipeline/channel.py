@@ -113,10 +113,10 @@ class StageChannel:
             ValueError: they do not look like those of the first micro-batch.
         """
         self._require_whole(step)
-        if (other := next((x for x in tensors if not isinstance(x, Tensor)), None)) is not None:
+        if others := [x for x in tensors if not isinstance(x, Tensor)]:
             raise TypeError(
-                f"{action}: expected tensors from one stage to the next, got a {type(other).__name__}: cut "
-                "elsewhere, or let the next layer make it"
+                f"{action}: expected tensors from one stage to the next, got a {type(others[0]).__name__}: "
+                "cut elsewhere, or let the next layer make it"
             )
         looks = [Look(x.dtype, tuple(x.shape)) for x in tensors]
         known = self._told.setdefault((action.stage, action.kind), looks)

@@ -28,7 +28,7 @@ from instep.ordered.homes import Wrapped
 from instep.ordered.node_format import NodeFormat
 from instep.pipeline import schedules
 from instep.pipeline.actions import Action, Schedule
-from instep.pipeline.channel import StageChannel
+from instep.pipeline.channel import DTYPES, StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS, LayerCost, edges_of, require_known
@@ -629,12 +629,15 @@ class Pipeline(WrappedOnce, OwnNames):
         if self._row.size == 1 or not own:
             return [losses[leaf] for leaf in own]
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        found = torch.empty(len(own), device=device)
+        # Float64 has all values of the others; what they are comes last.
+        found = torch.empty(len(own) + 1, dtype=torch.float64, device=device)
         if losses:
-            torch.stack([losses[leaf].float() for leaf in own], out=found)
+            dtype = losses[own[0]].dtype
+            found[:-1] = torch.stack([losses[leaf] for leaf in own])
+            found[-1] = DTYPES.index(dtype)
         with self._waits():
             self._row.broadcast(found, LOSSES, root=self._stage_ranks[-1])
-        return list(found)
+        return list(found[:-1].to(DTYPES[int(found[-1])]))
 
 
 def _mesh_with_stages(mesh: Mesh | None) -> Mesh:

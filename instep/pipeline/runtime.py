@@ -91,7 +91,7 @@ class Executor:
             self._made[action] = stage.forward(micro_batch, values)
             return
         (loss,) = stage.forward(micro_batch, values, lambda output: self.task.loss(output, micro_batch))
-        self.losses[micro_batch.index] = loss.detach()
+        self.losses[micro_batch.index] = loss.detach().reshape(())
 
     def _backward(self, action: Action) -> None:
         gradients, (stage, micro_batch) = self._gradients(action), self._of(action)

@@ -64,6 +64,18 @@ class Alive(NamedTuple):
     outputs: list[GradientEdge | None]
 
 
+class Given(torch.autograd.Function):
+    """An input as the layers of a stage see it: no leaf, so that they may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class Stage:
     """Stage ``number`` of a pipeline: ``layers``, and the ranks of ``group``, which reduce its gradients.
 
@@ -116,16 +128,31 @@ class Stage:
         self, micro_batch: MicroBatch, values: Values, loss: Callable[[Any], Tensor] | None = None
     ) -> Values:
         """What the stage gives for ``values``; of the last one, the ``loss`` of that."""
-        inputs = [x for x in values if is_differentiable(x)] if self.number else []
-        for x in inputs:
-            x.requires_grad_()
+        inputs = [x.requires_grad_() for x in values if is_differentiable(x)] if self.number else []
         with self._visit(micro_batch, gradients=False), self._span(FORWARD, micro_batch):
-            found = self.layers(*values)
+            found = self.layers(
+                *(Given.apply(x) if self.number and is_differentiable(x) else x for x in values)
+            )
             if loss is not None:
-                found = loss(found)
+                found = self._checked_loss(loss(found), micro_batch, is_trained=bool(inputs))
         outputs = found if isinstance(found, tuple) else (found,)
         self._alive[micro_batch.index] = Alive(inputs, [_edge(x) for x in outputs if is_differentiable(x)])
         return outputs
+
+    def _checked_loss(self, found: Any, micro_batch: MicroBatch, *, is_trained: bool) -> Tensor:
+        """``found``, what a user's loss has returned; ``is_trained``: there are stages before this one."""
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            got = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise TypeError(
+                f"loss(output, micro_batch) of micro-batch {micro_batch.index}: expected a scalar tensor, "
+                f"got {got}: return a mean, or a sum over micro_batch.weight items"
+            )
+        if not found.requires_grad and (is_trained or self.reducer.names) and micro_batch.weight != 0:
+            raise ValueError(
+                f"loss(output, micro_batch) of micro-batch {micro_batch.index} has no gradient: compute it "
+                "from the output, not under torch.no_grad(), or set micro_batch.weight = 0"
+            )
+        return found
 
     def backward(
         self, micro_batch: MicroBatch, gradients: Sequence[Tensor] | None, *, last: bool
