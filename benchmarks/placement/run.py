@@ -85,17 +85,27 @@ def recipe(data: Path) -> Config:
 
 
 def hash_of(placement: Placement, base: Config, directory: Path) -> str:
-    """The hash of weights, moments and step at the end of the run, made in ``directory``."""
+    """The hash of the run in this placement, made in ``directory``."""
     parallel = ParallelConfig(
         strategy=placement.strategy,  # type: ignore[arg-type]
         bucket_mb=placement.bucket_mb,
         ordered=placement.ordered,
         backend=placement.backend,  # type: ignore[arg-type]
     )
-    config = replace(base, parallel=parallel, run_dir=directory / "run", ranks=placement.ranks)
-    if placement.resumed_on:
-        _expect(PREEMPTED, train(replace(config, stop_after=STEPS // 2), config.ranks))
-        config = replace(config, resume=True, ranks=placement.resumed_on)
+    config = replace(base, parallel=parallel, ranks=placement.ranks)
+    resumed = replace(config, ranks=placement.resumed_on) if placement.resumed_on else None
+    return trained(config, directory, resumed)
+
+
+def trained(config: Config, directory: Path, resumed: Config | None = None) -> str:
+    """The hash of weights, moments and step at the end of a run in ``directory``.
+
+    ``resumed`` is what its second half is trained with, if it was stopped.
+    """
+    config = replace(config, run_dir=directory / "run")
+    if resumed is not None:
+        _expect(PREEMPTED, train(replace(config, stop_after=config.steps // 2), config.ranks))
+        config = replace(resumed, run_dir=config.run_dir, resume=True)
     _expect(DONE, train(config, config.ranks))
     return str(json.loads((directory / "run" / SUMMARY).read_text())["state_sha256"])
 
@@ -133,14 +143,22 @@ def environment() -> dict[str, Any]:
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Rows are strategies, columns are ranks; ``2 → 3`` began on two and was resumed on three."""
+    placed = [
+        (Placement(**{name: entry[name] for name in Placement.__dataclass_fields__}), entry["same"])
+        for entry in runs
+    ]
+    return grid([(placement.row, placement.column, same) for placement, same in placed])
+
+
+def grid(answers: Sequence[tuple[str, str, bool]], corner: str = "ranks") -> str:
+    """A Markdown table of answers, each with its row and its column."""
     cells: dict[str, dict[str, str]] = {}
-    for entry in runs:
-        placement = Placement(**{name: entry[name] for name in Placement.__dataclass_fields__})
-        cells.setdefault(placement.row, {})[placement.column] = "same" if entry["same"] else "differs"
+    for row, column, same in answers:
+        cells.setdefault(row, {})[column] = "same" if same else "differs"
     columns = sorted(
         {column for row in cells.values() for column in row}, key=lambda column: (len(column), column)
     )
-    lines = [["ranks", *columns], ["---"] * (len(columns) + 1)]
+    lines = [[corner, *columns], ["---"] * (len(columns) + 1)]
     lines += [[row, *(found.get(column, "") for column in columns)] for row, found in cells.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -34,6 +34,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("data_parallel", "workers table"),
         ("own_loop", "own loop table"),
         ("loader", "loader table"),
+        *(("placement", name) for name in ("placement table", "pipelines table")),
         *(("pipeline", f"bubble of {name}") for name in ("1f1b", "interleaved", "zb-h1", "zb-h2")),
         *(
             ("pipeline", name)
