@@ -156,6 +156,7 @@ SAME_NAME = {
     "doctor.py": {"bench", "cli"},
     "naive.py": {"comm", "replicate"},
     "pairs.py": {"data", "recipes"},
+    "pipeline.py": {"bench", "pipeline"},
     "reducer.py": {"replicate", "shard"},
     "report.py": {"cli", "timeline"},
     "text.py": {"data", "recipes"},
@@ -164,6 +165,7 @@ SAME_NAME = {
 ONE_USER = {
     "instep/bench/buckets_rank.py",
     "instep/bench/collectives_rank.py",
+    "instep/bench/pipeline_rank.py",
     "instep/checkpoint/moments.py",
     "instep/cli/run.py",
     "instep/comm/butterfly.py",
@@ -180,7 +182,6 @@ ONE_USER = {
     "instep/pipeline/one_process.py",
     "instep/pipeline/proposal.py",
     "instep/pipeline/runtime.py",
-    "instep/pipeline/schedules.py",
     "instep/pipeline/split_backward.py",
     "instep/pipeline/tied.py",
     "instep/recipes/images_config.py",

@@ -228,7 +228,11 @@ def measure(name: str, samples: int) -> dict[str, Any]:
     print(f"{model.text} ...", file=sys.stderr, flush=True)
     ranks = on_ranks(body, {"model": name, "samples": samples}, ranks=RANKS)
     times = {one: slowest_rank([rank["times"][one] for rank in ranks]) for one in ranks[0]["times"]}
-    return {"model": name, "rows": rows_of(model, times), "ms": {k: [1e3 * s for s in v] for k, v in times.items()}}
+    return {
+        "model": name,
+        "rows": rows_of(model, times),
+        "ms": {k: [1e3 * s for s in v] for k, v in times.items()},
+    }
 
 
 def rows_of(model: Model, times: dict[str, list[float]]) -> list[dict[str, Any]]:

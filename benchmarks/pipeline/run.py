@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.chart import grids
 from benchmarks.pipeline.published import (
     GPIPE_MICRO_BATCHES,
     GPIPE_SPEED_UPS,
@@ -24,7 +23,9 @@ from benchmarks.pipeline.published import (
     WITHIN,
     Measured,
 )
+from instep.bench.charts import StepPanel, pipeline_steps
 from instep.bench.tables import cell, markdown, prepare, show, write_between, write_json
+from instep.events import Timeline
 from instep.pipeline.actions import Schedule
 from instep.pipeline.check import check, peak_activations
 from instep.pipeline.closed_forms import cost_s
@@ -35,6 +36,7 @@ from instep.pipeline.simulate import StageTimes, bubble_rate, makespan_s, simula
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/pipeline/run.py"
 RANKS, MICRO_BATCHES = 4, 8  # of the chart and of the table of all schedules
+LONGEST = 34.0  # forwards of a micro-batch on one rank: what goes on after it is cut off
 UNIT_S = 3.0  # of a rank's forward, input-gradient and weight-gradient of one micro-batch, a second each
 
 Table = list[dict[str, Any]]
@@ -58,7 +60,7 @@ def main() -> int:
         show(rows, name)
         write_between(folder / "README.md", name, markdown(rows))
     write_json(folder / "results.json", {"tables": tables}, command=COMMAND)
-    grids([generate(name, RANKS, MICRO_BATCHES) for name in NAMES], folder / "chart.svg")
+    draw(folder / "chart.svg")
     beyond = too_far(found)
     print("\n".join(beyond) if beyond else "all within what was set")
     return 1 if beyond else 0
@@ -160,10 +162,39 @@ def all_schedules() -> Table:
     return rows
 
 
+def draw(path: Path) -> list[Path]:
+    """Every schedule as boxes in time; F, I and W of all a rank's stages take one unit each."""
+    panels = []
+    for schedule in (generate(name, RANKS, MICRO_BATCHES) for name in NAMES):
+        timeline, chunks = units(schedule), schedule.num_stages // RANKS
+        peak = max(peak_activations(schedule)) / chunks
+        noun = "activation" if peak == 1 else "activations"
+        said = f"{bubble_rate(timeline):.0%} bubble, at most {peak:g} {noun}"
+        panels.append(StepPanel(schedule.name, said, timeline))
+    return pipeline_steps(
+        panels,
+        path,
+        title="What a pipeline's schedule makes of its ranks' time",
+        subtitle=f"{RANKS} ranks, {MICRO_BATCHES} micro-batches, simulated; a number is a micro-batch, "
+        "underlined: in a rank's second stage; grey is a rank that waits. A backward is an input gradient "
+        "and a weight gradient. Bubbles count from a rank's first box to its last, activations are what a "
+        "rank keeps of one micro-batch.",
+        label="time, in forwards of one micro-batch on one rank",
+        unit_s=1.0,
+        longest=LONGEST,
+        length=lambda units: f"{units:g}",
+    )
+
+
+def units(schedule: Schedule) -> Timeline:
+    """Simulated without messages, F, I and W of all a rank's stages a second each."""
+    chunks = schedule.num_stages // schedule.num_ranks
+    return simulate(schedule, StageTimes(1 / chunks, 1 / chunks, 1 / chunks))
+
+
 def waited(schedule: Schedule) -> float:
     """The seconds of the longest rank's time in which it does not compute."""
-    chunks = schedule.num_stages // schedule.num_ranks
-    rate = bubble_rate(simulate(schedule, StageTimes(1 / chunks, 1 / chunks, 1 / chunks)))
+    rate = bubble_rate(units(schedule))
     return UNIT_S * schedule.num_micro_batches * rate / (1 - rate)
 
 

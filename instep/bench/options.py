@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from instep.bench.hosts import RATE
-from instep.bench.workloads import MLPS, VOCAB, WORKLOADS, Workload
-from instep.models.config import PRESETS
+from instep.bench.workloads import HEAD_WIDTH, MLPS, VOCAB, WORKLOADS, Workload
+from instep.models.config import PRESETS, GPTConfig
+from instep.pipeline.schedules import NAMES, generate
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
@@ -319,6 +320,67 @@ class MemorySaversOptions(OutputFiles):
                 f"seeds={self.seeds}"
             )
         parse_count(self.params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(OutputFiles):
+    """A step of a pipeline by schedule and number of micro-batches: measured, simulated, by closed form."""
+
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
+    """Number of ranks, each with a share of the layers; where there are fewer cores, bubbles are not
+    measured."""
+    schedules: Words = ()
+    """Schedules to compare, measured alternately; if none is named, all of them."""
+    micro_batches: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M[,M ...]")] = ("1,2,4,8,16",)
+    """Numbers of micro-batches in a step."""
+    layers: int = 8
+    """Transformer blocks of the model; every stage has as many."""
+    width: int = 256
+    """Width of the blocks, in heads of 64."""
+    micro_size: int = 4
+    """Windows of text in a micro-batch, however many of them a step has."""
+    context: int = 64
+    """Tokens of a window."""
+    backend: Literal["gloo", "shm"] = "gloo"
+    """What the ranks talk through."""
+    samples: int = 10
+    """Steps of each schedule and number of micro-batches that are timed."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The schedules to compare."""
+        return split_words(self.schedules) or tuple(NAMES)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of micro-batches, from the smallest."""
+        return tuple(sorted(map(parse_count, split_words(self.micro_batches))))
+
+    @property
+    def model(self) -> GPTConfig:
+        """The model; its output layer has weights of its own, so that stages send activations alone."""
+        heads = max(self.width // HEAD_WIDTH, 1)
+        return GPTConfig(context=self.context, layers=self.layers, width=self.width, heads=heads, tied=False)
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        _check_ranks(self.ranks)
+        if self.samples < 1 or self.micro_size < 1:
+            raise ValueError(
+                f"expected at least 1 sample and 1 window, got samples={self.samples}, "
+                f"micro_size={self.micro_size}"
+            )
+        if not self.counts:
+            raise ValueError("expected a number of micro-batches, such as --micro-batches 1,2,4,8")
+        for name in self.names:
+            num_stages = generate(name, self.ranks, self.counts[0]).num_stages
+            if self.layers % num_stages:
+                raise ValueError(
+                    f"{self.layers} blocks cannot be shared out alike among the {num_stages} stages of "
+                    f"{name} on {self.ranks} ranks: pass --layers "
+                    f"{num_stages * -(-self.layers // num_stages)}"
+                )
+        _ = self.model
 
 
 def _check_ranks(*numbers: int) -> None:

@@ -15,6 +15,7 @@ from instep.bench.options import (
     DataParallelOptions,
     MemorySaversOptions,
     ModelOptions,
+    PipelineOptions,
     ScalingOptions,
     StepsOptions,
 )
@@ -33,6 +34,7 @@ AnyOptions = (
     | ScalingOptions
     | DataParallelOptions
     | MemorySaversOptions
+    | PipelineOptions
 )
 Options = (
     Annotated[CollectivesOptions, tyro.conf.subcommand("collectives")]
@@ -41,6 +43,7 @@ Options = (
     | Annotated[ScalingOptions, tyro.conf.subcommand("scaling")]
     | Annotated[DataParallelOptions, tyro.conf.subcommand("data-parallel")]
     | Annotated[MemorySaversOptions, tyro.conf.subcommand("memory-savers")]
+    | Annotated[PipelineOptions, tyro.conf.subcommand("pipeline")]
 )
 MODULES = {
     CollectivesOptions: "instep.bench.collectives",
@@ -49,6 +52,7 @@ MODULES = {
     ScalingOptions: "instep.bench.scaling",
     DataParallelOptions: "instep.bench.data_parallel",
     MemorySaversOptions: "instep.bench.memory_savers",
+    PipelineOptions: "instep.bench.pipeline",
 }
 LINK = "instep.bench.link"
 

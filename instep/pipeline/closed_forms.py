@@ -61,6 +61,24 @@ def cost_s(
     return m * s + fill_s + (messages * message_s if p > 1 else 0.0)
 
 
+def is_exact(name: str, ranks: int, micro_batches: int) -> bool:
+    """Whether ``cost_s`` is that of equal stages and messages that take nothing, not less."""
+    p, m = ranks, micro_batches
+    always = True
+    return _of(
+        name,
+        {
+            "naive": always,
+            "gpipe": always,
+            "1f1b": always,
+            "interleaved": m % p == 0,
+            "zb-h1": m >= p,
+            "zb-h2": m >= 2 * p - 1,
+            "zb-v": m >= 2 * p - 1,
+        },
+    )
+
+
 def peak_activations(name: str, ranks: int, micro_batches: int, chunks: int = 1, rank: int = 0) -> int:
     """The most activations that ``rank`` holds, in stages times micro-batches; of zb-v, at most.
 

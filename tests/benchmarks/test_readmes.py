@@ -36,10 +36,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("loader", "loader table"),
         *(("placement", name) for name in ("placement table", "pipelines table")),
         *(("pipeline", f"bubble of {name}") for name in ("1f1b", "interleaved", "zb-h1", "zb-h2")),
-        *(
-            ("pipeline", name)
-            for name in ("all schedules", "speed-up of gpipe", "a better cut", "throughput")
-        ),
+        *(("pipeline", name) for name in ("all schedules", "speed-up of gpipe", "throughput")),
+        *(("pipeline", name) for name in ("few and many", "measured", "notes on the measured", "kept")),
+        *(("pipeline", name) for name in ("environment", "a better cut", "against torch")),
+        ("pipeline", "against torch environment"),
     ],
 )
 def test_the_place_is_there_once(folder, name, tmp_path):

@@ -12,6 +12,7 @@ from instep.bench.options import (
     CollectivesOptions,
     DataParallelOptions,
     MemorySaversOptions,
+    PipelineOptions,
     ScalingOptions,
     StepsOptions,
 )
@@ -21,7 +22,7 @@ from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.errors import PeerLost
 from tests.cli.quick import assert_quick
 
-COMMANDS = ("collectives", "steps", "buckets", "scaling", "data-parallel", "memory-savers")
+COMMANDS = ("collectives", "steps", "buckets", "scaling", "data-parallel", "memory-savers", "pipeline")
 FLAGS = [
     ("collectives", CollectivesOptions()),
     ("collectives -n 3", CollectivesOptions(ranks=(3,))),
@@ -59,6 +60,11 @@ FLAGS = [
     ("data-parallel -n 4 --setting python", DataParallelOptions(ranks=4, setting="python")),
     ("memory-savers", MemorySaversOptions()),
     ("memory-savers -n 3 --params 2M --steps 0", MemorySaversOptions(ranks=3, params="2M", steps=0)),
+    ("pipeline", PipelineOptions()),
+    (
+        "pipeline -n 4 --schedules gpipe,1f1b --micro-batches 1,8 --backend shm",
+        PipelineOptions(ranks=4, schedules=("gpipe,1f1b",), micro_batches=("1,8",), backend="shm"),
+    ),
 ]
 
 
@@ -130,6 +136,10 @@ def test_what_is_no_option_is_a_usage_error(words):
         ("data-parallel -n 1", "expected at least 2 ranks, got 1"),
         ("data-parallel --samples 1", "expected at least 2 samples, got 1"),
         ("memory-savers --samples 1", "expected at least 2 samples, 1 window"),
+        ("pipeline --schedules gpipe,2f2b", "expected a schedule of naive, gpipe, 1f1b, interleaved"),
+        ("pipeline --layers 6", "6 blocks cannot be shared out alike among the 4 stages of interleaved"),
+        ("pipeline --micro-batches 1,none", "expected a number such as 512, 64K or 1.5M, got 'none'"),
+        ("pipeline --samples 0", "expected at least 1 sample and 1 window"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(words, line, runs, capsys):

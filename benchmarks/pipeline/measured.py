@@ -1,0 +1,127 @@
+"""Pipelines on this machine's cores, beside the simulator that is fed with their times.
+
+python benchmarks/pipeline/measured.py            some five minutes; writes measured.json, two charts and the
+                                                  tables of README.md
+python benchmarks/pipeline/measured.py --width 64 --samples 1 --out DIR      a trial, elsewhere
+
+Exit code 1 if the measured bubble of gpipe or 1f1b is further from the simulated one than WITHIN, or if ranks
+keep other activations than their schedule says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from instep.bench.options import PipelineOptions
+from instep.bench.pipeline import PipelineResults, draw, measure, short
+from instep.bench.tables import (
+    Row,
+    environment,
+    made_where,
+    markdown,
+    prepare,
+    show,
+    write_between,
+    write_json,
+)
+
+HERE = Path(__file__).parent
+COMMAND = "python benchmarks/pipeline/measured.py"
+WITHIN = 0.10
+AT = 8  # micro-batches: where bubbles are judged
+PROVED = ("gpipe", "1f1b")
+DEEP = 4  # ranks, of which activations are counted: a schedule's depth shows, whatever the cores
+KEPT = ("schedule", "kept", "kept by schedule", "kept(MB)")
+KEPT_WITHIN = 0.05  # of a micro-batch's activations: what the ends of the model keep besides
+
+
+def main() -> int:
+    wanted = arguments()
+    began = time.monotonic()
+    options = PipelineOptions(samples=wanted.samples, width=wanted.width, backend=wanted.backend)
+    results = measure(options)
+    deep = measure(replace(options, ranks=DEEP, micro_batches=(str(AT),), samples=1))
+    tables = {
+        "few and many": few_and_many(results.rows),
+        "measured": [short(row) for row in results.rows],
+        "kept": [{name: row[name] for name in KEPT} for row in deep.rows],
+    }
+    minutes = (time.monotonic() - began) / 60
+    write(tables, results, wanted.out, minutes)
+    for name, rows in tables.items():
+        show(rows, name)
+    beyond = too_far(results.rows, deep)
+    print("\n".join(beyond) if beyond else "all within what was set")
+    return 1 if beyond else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    as_it_is = PipelineOptions()
+    parser.add_argument("--samples", type=int, default=as_it_is.samples)
+    parser.add_argument("--width", type=int, default=as_it_is.width)
+    parser.add_argument("--backend", choices=("gloo", "shm"), default=as_it_is.backend)
+    parser.add_argument("--out", type=Path, default=HERE)
+    return parser.parse_args()
+
+
+def write(tables: dict[str, list[Row]], results: PipelineResults, folder: Path, minutes: float) -> None:
+    """Results, charts and tables into ``folder``, and a README with them."""
+    prepare(folder, HERE)
+    payload = {"minutes": round(minutes, 1), **results.as_json(), "kept": tables["kept"]}
+    write_json(folder / "measured.json", payload, command=COMMAND)
+    draw(results, folder / "measured.svg")
+    readme = folder / "README.md"
+    for name, rows in tables.items():
+        write_between(readme, name, markdown(rows))
+    said = "\n".join(f"- {note}" for note in results.notes)
+    write_between(readme, "notes on the measured", said)
+    write_between(
+        readme,
+        "environment",
+        f"{made_where(environment(COMMAND), minutes)}. {results.text}; of {DEEP} ranks only what they keep.",
+    )
+
+
+def few_and_many(rows: Sequence[Row]) -> list[Row]:
+    """What micro-batches do to bubble and step of gpipe and 1f1b, from one micro-batch on."""
+    return [
+        {
+            "schedule": row["schedule"],
+            "micro-batches": row["micro-batches"],
+            "(p-1) / (m+p-1)": f"{row['by formula']:.1%}",
+            "simulated bubble": f"{row['simulated bubble']:.1%}",
+            "bubble": f"{row['bubble']:.1%} ({row['bubble q25']:.1%} to {row['bubble q75']:.1%})",
+            "measured / simulated": f"{row['x simulated']:.2f}",
+            "step(ms)": f"{row['step(ms)']:.0f} ({row['q25(ms)']:.0f} to {row['q75(ms)']:.0f})",
+            "simulated(ms)": f"{row['simulated(ms)']:.0f}",
+        }
+        for row in rows
+        if row["schedule"] in PROVED
+    ]
+
+
+def too_far(rows: Sequence[Row], deep: PipelineResults) -> list[str]:
+    """What is not as the simulator or the schedule says."""
+    found = [
+        f"{row['schedule']}, {AT} micro-batches: a bubble of {row['bubble']:.4f}, simulated "
+        f"{row['simulated bubble']:.4f}"
+        for row in rows
+        if row["schedule"] in PROVED and row["micro-batches"] == AT and abs(row["x simulated"] - 1) > WITHIN
+    ]
+    for one in deep.steps:
+        for rank, (kept, said) in enumerate(one.activations):
+            if abs(kept - said) > KEPT_WITHIN * said:
+                found.append(f"{one.name}: rank {rank} keeps {kept:.2f} micro-batches, expected {said:g}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
