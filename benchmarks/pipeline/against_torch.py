@@ -1,6 +1,6 @@
 """A pipelined training step beside torch.distributed.pipelining: same model, cut, micro-batches, processes.
 
-python benchmarks/pipeline/against_torch.py                          some three minutes; writes against_torch.json, README
+python benchmarks/pipeline/against_torch.py           some three minutes; writes into this folder
 python benchmarks/pipeline/against_torch.py --samples 3 --out DIR    a trial, which leaves this folder alone
 
 All contestants of a model are in the same processes, with weights of their own, and take turns: torch's

@@ -2,13 +2,17 @@
 
 A layer's backward begins at ones in the place of the gradients that would come, and gradients are handed to
 nobody: ``.grad`` is not touched. Buffers and random generators are afterwards as they were before.
+
+One rank measures, and the others believe it: they all have to cut alike.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,14 +20,92 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.events import Event
+from instep.mesh.agree import all_or_none, all_tell, on_first_rank
 from instep.mesh.device import generators, synchronize
+from instep.mesh.process_group import Group
 from instep.ordered.generators import generators_of, global_generators, state_of
-from instep.pipeline.cuts import LayerCost
+from instep.pipeline.actions import Schedule
+from instep.pipeline.cuts import LAYERS, LayerCost, edges_of, require_known
 from instep.pipeline.layers import Layer
+from instep.pipeline.proposal import CutProposal, RankTimes, propose, rank_times
 from instep.pipeline.stage import is_differentiable
 from instep.shard.saved_memory import saved_beside
 
 REPETITIONS = 5
+
+
+class Cutter:
+    """Says where a pipeline is cut, as its user has asked.
+
+    When the pipeline takes part in a mesh, ``edges``; the first time layers are measured, where there is an
+    ``example``, and from then on their ``costs`` are known. After some steps, ``propose``.
+    """
+
+    def __init__(
+        self,
+        cuts: str | Sequence[int],
+        example: Any,
+        loss: Callable[[Any], Tensor] | None,
+        moments: int,
+    ) -> None:
+        require_known(cuts, is_measured=example is not None)
+        self.cuts = cuts if isinstance(cuts, str) else list(cuts)
+        self.example, self.loss, self.moments = example, loss, moments
+        self.costs: list[LayerCost] = []
+
+    @property
+    def is_to_measure(self) -> bool:
+        """Whether the first rank is going to run the layers."""
+        return self.example is not None and not self.costs
+
+    def described(self) -> dict[str, object]:
+        """What has to be the same on all ranks."""
+        return {"cuts": self.cuts, "has an example": self.example is not None, "moments": self.moments}
+
+    def edges(
+        self, model: nn.Module, layers: Sequence[Layer], schedule: Schedule, group: Group, *, is_whole: bool
+    ) -> list[int]:
+        """Those of ``layers``, of ``model``; ``is_whole``: no other rank is there yet. Collective.
+
+        The first rank has to have the whole model when it is asked first.
+
+        Raises:
+            ValueError: on all ranks; there are no such cuts, or what a layer raises.
+        """
+        if self.example is not None:
+            measured = partial(measure, model, layers, self.example, self.loss)
+            told = on_first_rank(group, "the costs of layers", lambda: self.costs or measured())
+            self.costs = [LayerCost(*one) for one in told]
+        cuts = LAYERS if is_whole else self.cuts
+        find = partial(edges_of, cuts, len(layers), schedule, self.costs, self.moments)
+        return all_or_none(group, "the cut of pipelines", find, errors=(ValueError,))
+
+    def propose(
+        self,
+        edges: Sequence[int],
+        schedule_of: Callable[[int], Schedule],
+        events: Iterable[Event],
+        group: Group,
+        place: int,
+    ) -> CutProposal:
+        """What is better than ``edges``, by the ``events`` of all ranks' last steps. Collective.
+
+        This one is at ``place`` along pp, and ``schedule_of`` a number of micro-batches is what they do.
+        """
+
+        def look() -> RankTimes:
+            if not self.costs:
+                raise ValueError(
+                    "propose_cuts(): the layers of this pipeline have not been measured: make it with "
+                    "example=, what the first one is called with for one micro-batch"
+                )
+            return rank_times(events, group.global_rank, place)
+
+        _, told = all_tell(group, "the proposal of cuts", look, lambda own: json.dumps(own).encode())
+        taken = [RankTimes(*json.loads(one)) for one in told]
+        schedule = schedule_of(max(one.num_micro_batches for one in taken))
+        return propose(self.costs, edges, schedule, taken)
 
 
 class Ran(NamedTuple):
@@ -46,8 +128,16 @@ def measure(
 
     A tuple is several arguments. ``loss`` of what the last layer gives counts as a part of that. Times are
     medians of ``repetitions``, after one in which memory is counted.
+
+    Raises:
+        ValueError: the model has no values.
     """
     first = example if isinstance(example, tuple) else (example,)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "layers on the meta device cannot be measured: give them values before the pipeline is made, or "
+            "leave example= out and cut it in numbers"
+        )
     with _untouched(model), torch.enable_grad():
         counted = [*_run(layers, first, loss, is_counted=True)]
         timed = [[*_run(layers, first, loss)] for _ in range(repetitions)]

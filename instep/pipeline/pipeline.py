@@ -10,7 +10,6 @@ Each stage's gradients are reduced over the ranks that have the same stage, alon
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.events import PIPELINE, Span
-from instep.mesh.agree import all_or_none, all_tell, on_first_rank
+from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh, UnrankedMesh, registered_mesh
 from instep.ordered import homes
 from instep.ordered.homes import Wrapped
@@ -31,14 +30,14 @@ from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.channel import DTYPES, StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
-from instep.pipeline.cuts import ADAM, LAYERS, LayerCost, edges_of, require_known
+from instep.pipeline.cuts import ADAM, LAYERS
 from instep.pipeline.elsewhere import Elsewhere
 from instep.pipeline.first_values import FirstOfLayers
 from instep.pipeline.home import PipelineHome, guard_state_dicts
-from instep.pipeline.layer_costs import measure
+from instep.pipeline.layer_costs import Cutter
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
-from instep.pipeline.proposal import CutProposal, RankTimes, propose, rank_times
+from instep.pipeline.proposal import CutProposal
 from instep.pipeline.runtime import Executor, Inputs, Loss, StepTask
 from instep.pipeline.stage import Stage
 from instep.pipeline.tied import Tied, TiedParameters
@@ -142,10 +141,8 @@ class Pipeline(WrappedOnce, OwnNames):
     ) -> None:
         super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
         self.schedule, self.micro_batches, self.next_step = schedule, micro_batches, 0
-        self._chunks, self._cuts, self._seed = chunks, cuts, seed
-        require_known(cuts, is_measured=example is not None)
-        self._measured = None if example is None else (example, example_loss)
-        self._moments, self._costs = moments, list[LayerCost]()
+        self._chunks, self._seed = chunks, seed
+        self._cutter = Cutter(cuts, example, example_loss, moments)
         self._options = ReductionOptions(
             find(strategy),
             bucket_cap_mb,
@@ -169,9 +166,8 @@ class Pipeline(WrappedOnce, OwnNames):
             if self.home is None:
                 agree_on_structure(self.module, self._described(), self.group)
                 broadcast_values(self.module, self.group)
-            self._agree_on_costs()
-            self._edges = all_or_none(
-                self.group, "the cut of pipelines", partial(self._cut, schedule), errors=(ValueError,)
+            self._edges = self._cutter.edges(
+                self.module, self._layers, schedule, self.group, is_whole=isinstance(mesh, UnrankedMesh)
             )
         except BaseException:
             self.group.close()
@@ -217,24 +213,12 @@ class Pipeline(WrappedOnce, OwnNames):
                 "some parameters are on the meta device, and others are not: make the whole model there, and "
                 "fill it with materialise(), or give all of them values before the pipeline is made"
             )
-        if True in from_meta and self._measured is not None and not self._costs:
+        if True in from_meta and self._cutter.is_to_measure:
             raise ValueError(
-                f"cuts={self._cuts!r} of a model on the meta device: what layers cost is measured, which "
-                "takes values, so give it some before the pipeline is made, or pass cuts as numbers"
+                "example= with a model on the meta device: to measure its layers takes values, so give it some "
+                "before the pipeline is made, or pass cuts as numbers"
             )
         return layers_of(self.module), self._schedule_of(None)
-
-    def _agree_on_costs(self) -> None:
-        """All ranks have those that the first one has measured, once: while it has the whole model."""
-        if self._measured is None:
-            return
-        measured = partial(measure, self.module, self._layers, *self._measured)
-        told = on_first_rank(self.group, "the costs of layers", lambda: self._costs or measured())
-        self._costs = [LayerCost(*one) for one in told]
-
-    def _cut(self, schedule: Schedule) -> list[int]:
-        cuts = LAYERS if isinstance(self.mesh, UnrankedMesh) else self._cuts
-        return edges_of(cuts, len(self._layers), schedule, self._costs, self._moments)
 
     def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
         """That of a step with so many micro-batches in this pipeline."""
@@ -281,9 +265,7 @@ class Pipeline(WrappedOnce, OwnNames):
         return {
             "schedule": self.schedule,
             "chunks": self._chunks,
-            "cuts": self._cuts if isinstance(self._cuts, str) else list(self._cuts),
-            "measured": self._measured is not None,
-            "moments": self._moments,
+            **self._cutter.described(),
             "strategy": self._strategy,
             "nodes": str(self._options.nodes),
             "seed": self._seed,
@@ -521,19 +503,9 @@ class Pipeline(WrappedOnce, OwnNames):
             >>> model.propose_cuts().proposed
             ()
         """
-
-        def look() -> RankTimes:
-            if self._measured is None:
-                raise ValueError(
-                    "propose_cuts(): the layers of this pipeline have not been measured: make it with "
-                    "example=, what the first one is called with for one micro-batch"
-                )
-            return rank_times(self.recorder.last_steps(steps), self.group.global_rank, self._row.rank)
-
-        _, told = all_tell(self.group, "the proposal of cuts", look, lambda own: json.dumps(own).encode())
-        taken = [RankTimes(*json.loads(one)) for one in told]
-        schedule = self._schedule_of(max(one.num_micro_batches for one in taken))
-        return propose(self._costs, self._edges, schedule, taken)
+        return self._cutter.propose(
+            self._edges, self._schedule_of, self.recorder.last_steps(steps), self.group, self._row.rank
+        )
 
     @property
     def placement(self) -> dict[str, Any]:

@@ -293,6 +293,8 @@ def test_what_is_measured_of_memory_is_what_layers_have():
     deep = nn.Sequential(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)), nn.Linear(8, 1))
     costs = measure(deep, layers_of(deep), torch.zeros(16, 8), repetitions=1)
     assert [cost.saved_bytes for cost in costs] == [4 * 16 * 4, 0]
+    with pytest.raises(ValueError, match="on the meta device cannot be measured"):
+        measure(deep.to("meta"), layers_of(deep), torch.zeros(16, 8))
     tied = gpt()
     costs = measure(tied, layers_of(tied), torch.zeros(2, 8, dtype=torch.int64), repetitions=1)
     assert sum(cost.trained_bytes for cost in costs) == sum(p.nbytes for p in tied.parameters())
@@ -327,7 +329,7 @@ def test_ranks_hold_as_many_bytes_of_activations_as_cuts_by_memory_count_with(
     saved = saved_beside(model.module)
     with saved.watch():
         model.step(lambda x, one: loss(x, 0, one), lambda one: windows(0, one)[:, :-1])
-    costs = [cost._replace(weight_bytes=0, trained_bytes=0) for cost in model._costs]
+    costs = [cost._replace(weight_bytes=0, trained_bytes=0) for cost in model._cutter.costs]
     edges = [0, *model.placement["cuts"], len(costs)]
     expected = peak_bytes(costs, edges, generate(schedule, 2, G))[mesh.along["pp"].rank]
     assert 0.95 * expected <= saved.peak <= expected
@@ -339,8 +341,8 @@ def test_ranks_agree_on_what_the_first_one_has_measured(mesh: Mesh) -> None:
     net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)], nn.Linear(2, 200), nn.Linear(200, 2))
     model = instep.Pipeline(net, mesh, "1f1b", 8, cuts="memory", example=torch.zeros(1, 2), moments=0)
     assert model.placement["cuts"] == [4]
-    told = mesh.world.group.all_gather_bytes(repr(model._costs).encode(), "a test")
-    assert len(set(told)) == 1 and len(model._costs) == 5
+    told = mesh.world.group.all_gather_bytes(repr(model._cutter.costs).encode(), "a test")
+    assert len(set(told)) == 1 and len(model._cutter.costs) == 5
     model.close()
 
 
@@ -375,7 +377,7 @@ def test_a_pipeline_that_is_made_before_there_are_ranks_is_cut_when_they_meet(me
     said.leave()
     said.join(mesh)
     assert len(model.placement["cuts"]) == 1 and by in ("cost", model.placement["cuts"])
-    told = mesh.world.group.all_gather_bytes(repr((model._costs, model.placement)).encode(), "a test")
+    told = mesh.world.group.all_gather_bytes(repr((model._cutter.costs, model.placement)).encode(), "a test")
     assert len(set(told)) == 1
     model.close()
 
