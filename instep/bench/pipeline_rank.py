@@ -31,7 +31,7 @@ from instep.ordered.keys import initialize
 from instep.pipeline.actions import FORWARD, SPANS
 from instep.pipeline.pipeline import Pipeline
 from instep.pipeline.schedules import generate
-from instep.run.saved_memory import saved_beside
+from instep.shard.saved_memory import saved_beside
 from instep.step.micro_batches import MicroBatch
 
 SEED = 0

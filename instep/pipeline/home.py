@@ -23,6 +23,11 @@ from instep.ordered.homes import DividedOptimizer, ParameterShard, dense_strides
 from instep.ordered.hook import Hook
 from instep.shard.unit import give_value
 
+NO_VALUES = (
+    "the parameters of this pipeline were on the meta device and have no values yet: call "
+    "model.materialise(), or load a state"
+)
+
 
 class PipelineHome:
     """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
@@ -92,7 +97,13 @@ class PipelineHome:
         self.has_values = True
 
     def fetch(self, parameter: Tensor) -> Tensor:
-        """As ``Home`` says."""
+        """As ``Home`` says.
+
+        Raises:
+            ValueError: parameters have no values yet.
+        """
+        if not self.has_values:
+            raise ValueError(NO_VALUES)
         found = parameter.detach().clone(memory_format=torch.contiguous_format)
         rank = self._rank_of[id(parameter)]
         self.group.broadcast(found.view(-1).view(torch.uint8), "the gathering of a state dict", root=rank)

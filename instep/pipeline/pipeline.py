@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +32,7 @@ from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS
 from instep.pipeline.elsewhere import Elsewhere
 from instep.pipeline.first_values import FirstOfLayers
-from instep.pipeline.home import PipelineHome, guard_state_dicts
+from instep.pipeline.home import NO_VALUES, PipelineHome, guard_state_dicts
 from instep.pipeline.layer_costs import Cutter
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
@@ -52,10 +51,6 @@ from instep.step.watched_norms import find_norms
 from instep.verify.gradient_report import Report
 
 LOSSES = "the losses of a step"
-NO_VALUES = (
-    "the parameters of this pipeline were on the meta device and have no values yet: call "
-    "model.materialise(), or load a state"
-)
 STATISTICS = "running statistics of another stage"
 
 
@@ -215,8 +210,8 @@ class Pipeline(WrappedOnce, OwnNames):
             )
         if True in from_meta and self._cutter.is_to_measure:
             raise ValueError(
-                "example= with a model on the meta device: to measure its layers takes values, so give it some "
-                "before the pipeline is made, or pass cuts as numbers"
+                "example= with a model on the meta device: to measure its layers takes values, so give it "
+                "some before the pipeline is made, or pass cuts as numbers"
             )
         return layers_of(self.module), self._schedule_of(None)
 
