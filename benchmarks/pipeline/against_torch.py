@@ -1,7 +1,7 @@
 """A pipelined training step beside torch.distributed.pipelining: same model, cut, micro-batches, processes.
 
-python benchmarks/pipeline/against_torch.py           some three minutes; writes into this folder
-python benchmarks/pipeline/against_torch.py --samples 3 --out DIR    a trial, which leaves this folder alone
+python benchmarks/pipeline/against_torch.py                        three minutes; writes into this folder
+python benchmarks/pipeline/against_torch.py --samples 3 --out DIR  a trial, which leaves this folder alone
 
 All contestants of a model are in the same processes, with weights of their own, and take turns: torch's
 pipelines over gloo, instep's over gloo and over shared memory, by each schedule. A step is forward and

@@ -265,9 +265,7 @@ class Group:
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
         self._lanes: dict[str, Lane] = {}
-        self._owed: list[
-            device.Waitable
-        ] = []  # what is under way beside this thread, or was left so by an error
+        self._owed: list[device.Waitable] = []  # what is under way beside this thread, or was left so
         self._interrupted = ""  # the operation in which this rank was torn from its peers, by a signal say
         status_store = status_store or StatusStore()
         known = getattr(pg, "peers", None)  # some groups have met already
@@ -299,7 +297,7 @@ class Group:
             out.copy_(x)
         else:
             options = self._begin(AllgatherOptions(), operation, x)
-            self._wait(self.pg._allgather_base(out, x, options), x, operation)
+            self._finish(self.pg._allgather_base(out, x, options), operation, on_gpu=x.is_cuda)
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], operation: str
@@ -310,7 +308,7 @@ class Group:
         else:
             options = self._begin(dist.AllToAllOptions(), operation, x)
             work = self.pg.alltoall_base(out, x, list(out_splits), list(in_splits), options)
-            self._wait(work, x, operation)
+            self._finish(work, operation, on_gpu=x.is_cuda)
 
     def broadcast(self, x: Tensor, operation: str, *, root: int = 0) -> None:
         """``x`` of group rank ``root`` overwrites that of all."""
@@ -318,14 +316,14 @@ class Group:
             options = self._begin(dist.BroadcastOptions(), operation, x)
             options.rootRank = root
             options.rootTensor = 0
-            self._wait(self.pg.broadcast([x], options), x, operation)
+            self._finish(self.pg.broadcast([x], options), operation, on_gpu=x.is_cuda)
 
     def all_reduce(self, x: Tensor, operation: str) -> None:
         """``x`` becomes the sum over ranks, in the order in which the backend adds."""
         if self.pg is not None:
             options = self._begin(dist.AllreduceOptions(), operation, x)
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-            self._wait(self.pg.allreduce([x], options), x, operation)
+            self._finish(self.pg.allreduce([x], options), operation, on_gpu=x.is_cuda)
 
     def expose(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
         """Every rank's ``tensors``, flat, by group rank, in memory that this rank can read and write.
@@ -361,11 +359,6 @@ class Group:
         reached: list[Tensor] = self._shared.reach(rank, places, dtype)
         return reached
 
-    @property
-    def mailboxes(self) -> Any:
-        """Of a backend whose ranks receive messages where they lie (``shm/mailboxes.py``); else None."""
-        return None if self._shared is None else self._shared.mailboxes
-
     def barrier(self, operation: str) -> None:
         """Return when all ranks have come."""
         if self._shared is not None:
@@ -374,7 +367,7 @@ class Group:
         elif self.pg is not None:
             nothing = torch.empty(0, device="cpu")
             options = self._begin(dist.BarrierOptions(), operation, nothing)
-            self._wait(self.pg.barrier(options), nothing, operation)
+            self._finish(self.pg.barrier(options), operation)
 
     def give_up(self) -> None:
         """End the wait that is under way, from another thread: it raises, and so does what follows."""
@@ -392,10 +385,7 @@ class Group:
                 device.hang_up(pg)
 
     def close(self) -> None:
-        """End the group: what is under way gives up, and what follows is that of a world of one.
-
-        Returns within a slice of a wait, whatever has become of the others.
-        """
+        """End the group: what is under way gives up, within a slice; what follows is of a world of one."""
         self.give_up()
         for lane in self._lanes.values():
             lane.close(wait=False)
@@ -431,10 +421,7 @@ class Group:
         return self._line or self.pg
 
     def open_line(self) -> None:
-        """Messages get connections of their own, where ``sends_best``: nothing else waits behind them.
-
-        Collective; ``PeerLost`` if not all come.
-        """
+        """Messages get connections of their own, where ``sends_best``. Collective; may raise ``PeerLost``."""
         if self.sends_best and self._again is not None and self._line is None:
             self._line = self._again()
 
@@ -444,32 +431,28 @@ class Group:
         It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
         its connection along.
         """
-        self.start(function, operation)()
+        self.wait(self.start(function, operation), operation)
 
-    def start(self, function: Callable[[], object], operation: str, line: str = "") -> Callable[[], None]:
-        """As ``run``, but return at once: what is returned waits until ``function`` has ended.
-
-        Functions of one ``line`` are called one after the other, those of several at the same time.
-        """
+    def start(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
+        """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
         self._require_whole(operation)
         work = self._submit(function, operation, line)
         self._owe(work)
+        return work
 
-        def wait() -> None:
-            self._require_whole(operation)
-            if self._flight is not None:
-                self._flight.begin(operation)
-            self._finish(work, operation)
-            self._owed.remove(work)
-
-        return wait
+    def wait(self, work: Running, operation: str) -> None:
+        """Return when ``work``, which ``start`` has given, has ended."""
+        self._require_whole(operation)
+        if self._flight is not None:
+            self._flight.begin(operation)
+        self._finish(work, operation)
+        self._owed.remove(work)
 
     def begin(self, send: Callable[[], First], operation: str) -> Callable[[], int]:
         """As ``run``, but return at once: other operations may follow, before what is returned waits.
 
         ``send()`` is called here, and waits for nothing. It returns the first half of what does, and that the
-        second, which is called after what was begun meanwhile. What is returned says when that has ended, by
-        ``time.monotonic_ns()``.
+        second, called after what was begun meanwhile. What is returned says when that ended (monotonic_ns).
         """
         self._require_whole(operation)
         if self._flight is not None:
@@ -480,8 +463,7 @@ class Group:
             work.following = self._submit(first(), operation)
 
         first = send()
-        work = self._submit(first_half, operation)
-        self._owe(work)
+        work = self.start(first_half, operation)
 
         def wait() -> int:
             self._finish(work, operation)
@@ -542,9 +524,8 @@ class Group:
     def statuses(self) -> list[StatusRow]:
         """The status of every rank, in group order: operation, number, call site, stack. Not collective.
 
-        Ranks of this host are asked, which costs them a moment, and takes half a second if one gives no
-        answer; of others there is what they have posted when they waited for long. ``dataclasses.asdict`` of
-        a row is JSON; ``hang_report.status_table`` shows them.
+        Ranks of this host are asked, which takes half a second if one gives no answer; of others there is
+        what they have posted. ``dataclasses.asdict`` of a row is JSON; ``hang_report.status_table`` shows them.
         """
         return self.peers.rows()
 
@@ -581,9 +562,6 @@ class Group:
             self._shared.label = operation
             options.asyncOp = False  # in this thread, which has nothing else to do
         return options
-
-    def _wait(self, work: Any, x: Tensor, operation: str) -> None:
-        self._finish(work, operation, on_gpu=x.is_cuda)
 
     def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
         try:

@@ -23,15 +23,20 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from instep.errors import Desync
+from instep.memory import ALIGN_BYTES
+from instep.mesh.axes import round_up
 from instep.mesh.clocks import measure
 from instep.mesh.process_group import Group
 from instep.pipeline.actions import SEND_FORWARD, Action
+from instep.work import Running
 
 MAX_TENSORS, MAX_DIMS = 16, 8
 DTYPES = (
@@ -42,8 +47,12 @@ VERSION = 2
 # Version, whether the sender has left the step, step, stage, micro-batch, weight, when it was sent, number of
 # tensors.
 FIELDS = 8
-WEIGHT, SENT_NS = 5, 6
+LEFT, WEIGHT, SENT_NS = 1, 5, 6
 NUM_WORDS = FIELDS + MAX_TENSORS * (2 + MAX_DIMS)
+WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
+HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
+TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
+SHORT_BYTES = 1 << 18  # of a message: to copy so much costs less than a second one
 THERE_NS = 20_000  # in which a message is taken that was there already
 NO_STAGE = -1  # of an evaluation, whose batches may have any shapes
 STAGES = 0  # the tag of what stages send each other
@@ -60,6 +69,10 @@ class Look(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
     def new(self) -> Tensor:
         """Memory for such a tensor."""
@@ -99,10 +112,11 @@ class StageChannel:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._way = Connections(group) if group.mailboxes is None else SharedMemory(group.mailboxes)
+        mailboxes = getattr(group.pg, "mailboxes", None)  # of a backend whose ranks share memory
+        self._way = Connections(group) if mailboxes is None else SharedMemory(group, mailboxes)
+        self._told: dict[Kind, tuple[list[Look], list[int]]] = {}  # of what is sent, and in words
         self._offsets_ns = measure(group).offsets_ns
         self._posted_ns: dict[Action, int] = {}
-        self._told: dict[Kind, list[Look]] = {}  # of what is sent
         self._left: int | None = None  # the step that was given up
 
     def send(self, action: Action, to: int, step: int, weight: int, tensors: Sequence[Tensor]) -> None:
@@ -118,15 +132,18 @@ class StageChannel:
                 f"{action}: expected tensors from one stage to the next, got a {type(others[0]).__name__}: "
                 "cut elsewhere, or let the next layer make it"
             )
-        looks = [Look(x.dtype, tuple(x.shape)) for x in tensors]
-        known = self._told.setdefault((action.stage, action.kind), looks)
+        looks, kind = [Look(x.dtype, tuple(x.shape)) for x in tensors], (action.stage, action.kind)
+        is_first = kind not in self._told or action.stage == NO_STAGE
+        if is_first:
+            self._told[kind] = looks, _of_looks(action, looks)
+        known, its_words = self._told[kind]
         if known != looks:
             raise ValueError(
                 f"{action}: stage {action.stage} gave {_listed(known)} in the first micro-batch, and now "
                 f"{_listed(looks)}: the next stage has its memory ready for these, so give all "
                 "micro-batches the same shapes, by padding for instance"
             )
-        self._way.send(to, STAGES, _words(action, step, weight, looks), tensors)
+        self._way.send(to, STAGES, _words(action, step, weight, its_words), tensors, is_known=not is_first)
 
     def post(self, action: Action, source: int) -> None:
         """Receive ``action`` from group rank ``source`` from now on, if it is known how that looks."""
@@ -168,7 +185,6 @@ class StageChannel:
 
     def send_values(self, values: Sequence[Tensor], to: int) -> None:
         """Begin to send ``values``, of which the other one knows nothing."""
-        self._told.pop((NO_STAGE, SEND_FORWARD), None)
         self.send(Action(NO_STAGE, SEND_FORWARD, 0), to, 0, 1, values)
 
     def receive_values(self, source: int) -> list[Tensor]:
@@ -181,20 +197,19 @@ class StageChannel:
         """Wait until what was sent may be changed."""
         self._way.flush()
 
-    def leave(self, step: int) -> None:
+    def leave(self, step: int, *, patient: bool) -> None:
         """Tell the others, where they expect a message, that this rank sends no more in ``step``.
 
-        What they have posted for tensors is never sent: the group is of no use afterwards.
+        What they have posted for tensors is never sent: the group is of no use afterwards. ``patient``: wait
+        a moment until they know, as what follows may be the end of this rank.
         """
         if self._left is not None:
             return
         self._left = step
-        words = _words(Action(0, SEND_FORWARD, 0), step, 0, [])
-        words[1] = 1
-        for rank in range(self.group.size):
-            if rank != self.group.rank:
-                with suppress(RuntimeError):
-                    self._way.send(rank, STAGES, words, [])
+        words = _words(Action(0, SEND_FORWARD, 0), step, 0)
+        words[LEFT] = 1
+        with suppress(RuntimeError):
+            self._way.tell(words, TELLING_S if patient else 0.0)
 
     def _require_whole(self, step: int) -> None:
         if self._left is not None:
@@ -224,12 +239,21 @@ class StageChannel:
 class SharedMemory:
     """Messages between ranks that reach each other's memory: what was sent lies there, and is taken there."""
 
-    def __init__(self, mailboxes: Any) -> None:
+    def __init__(self, group: Group, mailboxes: Any) -> None:
         self._mailboxes = mailboxes
+        self._others = [rank for rank in range(group.size) if rank != group.rank]
         self._posted: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source, in order
         self._come: dict[Action, tuple[list[int], list[Tensor]]] = {}  # before they were taken
 
-    def send(self, to: int, tag: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def send(
+        self,
+        to: int,
+        tag: int,
+        words: Sequence[int],
+        tensors: Sequence[Tensor],
+        *,
+        is_known: bool = False,
+    ) -> None:
         self._mailboxes.send(to, tag, words, tensors)
 
     def post(self, action: Action, source: int) -> None:
@@ -248,16 +272,31 @@ class SharedMemory:
         return look.of(self._mailboxes.take(source, tag, operation).parts[0])
 
     def flush(self) -> None:
-        """Nothing to do: what was sent has been copied."""
+        self._mailboxes.flush(ENDING)
+
+    def tell(self, words: Sequence[int], seconds: float) -> None:
+        """Let all ranks have ``words``, for which there is no need to wait."""
+        for to in self._others:
+            self._mailboxes.send(to, STAGES, words, [])
 
 
 class Posted:
-    """A receive that is under way: ``wait`` returns when it is there."""
+    """A receive that is under way, by ``work``. What is short comes with its words."""
 
     def __init__(self, looks: Sequence[Look]) -> None:
-        self.words = torch.zeros(NUM_WORDS, dtype=torch.int64)
-        self.tensors = [look.new() for look in looks]
-        self.wait: Callable[[], None]
+        starts, nbytes = _places(looks)
+        self.is_short = nbytes <= SHORT_BYTES
+        self.memory = torch.zeros(nbytes if self.is_short else HEAD_BYTES, dtype=torch.uint8)
+        self.tensors = [
+            look.of(self.memory[start : start + look.nbytes]) if self.is_short else look.new()
+            for look, start in zip(looks, starts, strict=True)
+        ]
+        self.work: Running
+
+    @property
+    def words(self) -> list[int]:
+        found: list[int] = self.memory[: NUM_WORDS * WORD].view(torch.int64).tolist()
+        return found
 
 
 class Connections:
@@ -266,22 +305,46 @@ class Connections:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._looks: dict[Kind, list[Look]] = {}  # of what is received
-        self._sent: list[Callable[[], None]] = []
+        self._sent: list[Running] = []
         self._posted: dict[Action, Posted] = {}
         self._waiting: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source: posted, not known
 
-    def send(self, to: int, tag: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        whole = [x.detach().contiguous() for x in tensors]
+    def send(
+        self,
+        to: int,
+        tag: int,
+        words: Sequence[int],
+        tensors: Sequence[Tensor],
+        *,
+        is_known: bool = False,
+    ) -> None:
+        """``is_known``: the receiver is ready for such tensors, so that what is short comes at once."""
+        whole = [x.detach().contiguous().resolve_conj().resolve_neg() for x in tensors]
         if words:
-            whole.insert(0, torch.tensor([*words, *[0] * (NUM_WORDS - len(words))], dtype=torch.int64))
+            starts, nbytes = _places([Look(x.dtype, tuple(x.shape)) for x in whole])
+            is_short = is_known and nbytes <= SHORT_BYTES
+            packet = torch.zeros(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8)
+            packet[: len(words) * WORD].view(torch.int64).copy_(torch.tensor(words))
+            if is_short:
+                for x, start in zip(whole, starts, strict=True):
+                    packet[start : start + x.nbytes].copy_(_bytes(x))
+            whole = [packet] if is_short else [packet, *whole]
         works = [self._pg.send([_bytes(x)], to, tag) for x in whole if x.numel()]
 
-        def wait(kept: Sequence[Tensor] = whole) -> None:  # which gloo does not keep
-            for work in works:
-                work.wait()
+        def wait(kept: Sequence[Tensor] = whole) -> None:  # until it is sent, and not longer
+            _wait_for_all(works)
 
-        del whole  # of what was sent this frame knows nothing more: ``wait`` goes when it has been called
         self._sent.append(self.group.start(wait, ENDING, f" to rank {to}"))
+
+    def tell(self, words: Sequence[int], seconds: float) -> None:
+        """Send all ranks ``words``, and wait so long at most until they have them."""
+        self._sent, until = [], time.monotonic() + seconds
+        for rank in range(self.group.size):
+            if rank != self.group.rank:
+                self.send(rank, STAGES, words, [])
+        for work in self._sent:
+            with suppress(TimeoutError):
+                work.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
 
     def post(self, action: Action, source: int) -> None:
         self._waiting[source].append(action)
@@ -291,21 +354,22 @@ class Connections:
         while action not in self._posted:
             self._learn(source, check)
         posted = self._posted.pop(action)
-        posted.wait()
-        words: list[int] = posted.words.tolist()
+        self.group.wait(posted.work, str(action))
+        words = posted.words
         check(words, action)
         return words, posted.tensors
 
     def alone(self, look: Look, source: int, tag: int, operation: str) -> Tensor:
         x = look.new()
         works = self._receive([x], source, tag)
-        self.group.start(lambda: _wait_for_all(works), operation, f" from rank {source}, tag {tag}")()
+        line = f" from rank {source}, tag {tag}"
+        self.group.wait(self.group.start(lambda: _wait_for_all(works), operation, line), operation)
         return x
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
-        for wait in sent:
-            wait()
+        for work in sent:
+            self.group.wait(work, ENDING)
 
     @property
     def _pg(self) -> Any:
@@ -324,30 +388,30 @@ class Connections:
         """Wait for the words of the first message of a kind, which say how the others look."""
         action = self._waiting[source].popleft()
         posted = self._post(action, source, [])
-        posted.wait()
-        words = posted.words.tolist()
-        check(words, action)
+        self.group.wait(posted.work, str(action))
+        check(words := posted.words, action)
         looks = _looks(words)
         if action.stage != NO_STAGE:
             self._looks[action.stage, action.kind] = looks
         posted.tensors = [look.new() for look in looks]
         works = self._receive(posted.tensors, source)
-        posted.wait = self._start(lambda: _wait_for_all(works), action, source)
+        posted.work = self._start(lambda: _wait_for_all(works), action, source)
         self._post_known(source)
 
     def _post(self, action: Action, source: int, looks: Sequence[Look]) -> Posted:
         posted = self._posted[action] = Posted(looks)
-        (first,), others = self._receive([posted.words], source), self._receive(posted.tensors, source)
+        (first,) = self._receive([posted.memory], source)
+        others = [] if posted.is_short else self._receive(posted.tensors, source)
 
         def wait() -> None:
             first.wait()
-            if not posted.words[1]:  # else the sender has left: no tensors come
+            if not posted.words[LEFT]:  # else no tensors come
                 _wait_for_all(others)
 
-        posted.wait = self._start(wait, action, source)
+        posted.work = self._start(wait, action, source)
         return posted
 
-    def _start(self, wait: Callable[[], None], action: Action, source: int) -> Callable[[], None]:
+    def _start(self, wait: Callable[[], None], action: Action, source: int) -> Running:
         return self.group.start(wait, str(action), f" from rank {source}")
 
 
@@ -356,13 +420,20 @@ def _wait_for_all(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def _words(action: Action, step: int, weight: int, looks: Sequence[Look]) -> list[int]:
+def _words(action: Action, step: int, weight: int, looks: Sequence[int] = ()) -> list[int]:
+    """``looks`` are the words of ``_of_looks``."""
+    num_tensors = len(looks) // (2 + MAX_DIMS)
+    numbers = [VERSION, 0, step, action.stage, action.micro_batch, weight, time.monotonic_ns()]
+    return [*numbers, num_tensors, *looks]
+
+
+def _of_looks(action: Action, looks: Sequence[Look]) -> list[int]:
     if len(looks) > MAX_TENSORS or any(len(look.shape) > MAX_DIMS for look in looks):
         raise ValueError(
             f"{action}: expected at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions between two "
             f"stages, got {_listed(looks)}: cut elsewhere, or pack them into fewer"
         )
-    words = [VERSION, 0, step, action.stage, action.micro_batch, weight, time.monotonic_ns(), len(looks)]
+    words = []
     for dtype, shape in looks:
         words += [DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]
     return words
@@ -371,6 +442,15 @@ def _words(action: Action, step: int, weight: int, looks: Sequence[Look]) -> lis
 def _looks(words: Sequence[int]) -> list[Look]:
     rows = [words[at : at + 2 + MAX_DIMS] for at in range(FIELDS, len(words), 2 + MAX_DIMS)]
     return [Look(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows[: words[FIELDS - 1]]]
+
+
+def _places(looks: Sequence[Look]) -> tuple[list[int], int]:
+    """Where each tensor of a message begins, after its words, and where the message ends."""
+    starts, end = [], HEAD_BYTES
+    for look in looks:
+        starts.append(end)
+        end += round_up(look.nbytes, ALIGN)
+    return starts, end
 
 
 def _bytes(x: Tensor) -> Tensor:

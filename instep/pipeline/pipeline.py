@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.errors import InstepError
 from instep.events import PIPELINE, Span
 from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh, UnrankedMesh, registered_mesh
@@ -386,8 +387,8 @@ class Pipeline(WrappedOnce, OwnNames):
                     executor.run(self._program(len(task.own)))
                 with self._waits():
                     self._channel.flush()
-        except BaseException:
-            self._channel.leave(task.step)
+        except BaseException as error:  # one of instep's, the others have too
+            self._channel.leave(task.step, patient=not isinstance(error, InstepError))
             raise
         for x, rank in self._running:
             self._row.broadcast(x, STATISTICS, root=rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -257,13 +257,17 @@ class Stage:
         with self.recorder.span(PIPELINE, lane="host", leaf=micro_batch.index, stage=self.number):
             return [one.fetch(micro_batch) for one in self.shared]
 
-    def _without_autocast(self) -> Any:
+    def _without_autocast(self) -> AbstractContextManager[object]:
         """A step may be within ``torch.autocast``, which is meant for forwards alone."""
-        return torch.autocast(self._device.type, enabled=False)
+        kind = self._device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+    def _aliases(self) -> AbstractContextManager[None]:
+        """Inside, layers use what this stage has in the place of parameters of another one."""
+        return self._replaced() if self.mirrored else nullcontext()
 
     @contextmanager
-    def _aliases(self) -> Iterator[None]:
-        """Inside, layers use what this stage has in the place of parameters of another one."""
+    def _replaced(self) -> Iterator[None]:
         for one in self.mirrored:
             self.layers.replace(one.parameter, one.alias)
         try:

@@ -56,8 +56,8 @@ class ShmGroup(ProcessGroup):
     """A group of ranks that share one segment; ``table[r]`` is the process of group rank r.
 
     Beyond torch's methods: ``allocate`` gives memory that the peers map, in which ``allreduce`` copies
-    nothing; ``expose`` shows such memory to the others; ``monitored_barrier``; ``mailboxes``, messages that
-    are received where they lie. ``peers`` and ``label`` are for who uses the group through instep: the
+    nothing; ``expose`` shows such memory to the others; ``monitored_barrier``; ``mailboxes`` has messages
+    that are read where they lie. ``peers`` and ``label`` are for who uses the group through instep: the
     liveness of its ranks, and the name of what comes next.
 
     After an error every further operation raises it again: what follows would meet something else. Errors are

@@ -30,7 +30,7 @@ from instep.shm.segment import Mapping
 PAGE = 4096
 LINE = 64
 WORD = 8
-TITLE = b"instep group segment, version 2 "
+TITLE = b"instep group segment, version 3 "
 TOKEN_BYTES = 16
 HALF_BYTES = 2 << 20
 

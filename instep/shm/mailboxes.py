@@ -18,10 +18,9 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from struct import unpack_from
+from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -37,29 +36,46 @@ from instep.shm.segment import Mapping
 
 MOST_SLOTS = 4096  # messages under way from one rank to another
 SMALLEST_SLOT = PAGE
+MOST_KEPT = 32  # views of a slot
 _WORDS_PER_LINE = LINE // WORD
-# Words of a box: how many messages were posted, then a line for each of the last ones, then a word per slot.
-_POSTED, _PLACES = 0, _WORDS_PER_LINE
+# Words of a box: how many messages were posted, and how many were taken; a line for the place of each of the
+# last ones; a word per slot.
+_POSTED, _TAKEN, _PLACES = 0, _WORDS_PER_LINE, 2 * _WORDS_PER_LINE
 _DONE = _PLACES + MOST_SLOTS * _WORDS_PER_LINE
 BOX_BYTES = round_up((_DONE + MOST_SLOTS) * WORD, PAGE)
 _COUNTS = 3  # of a message: tag, number of words, number of tensors
 
 
 class Letter(NamedTuple):
-    """What has come: ``words``, and the bytes of each tensor, in the sender's memory as long as they live."""
+    """What has come: ``words``, and the bytes of each tensor, in memory of the sender."""
 
     words: list[int]
     parts: list[Tensor]
 
 
-@dataclass
 class _Slot:
     """Memory of this rank for one message; it is free when the receiver was done with it ``uses`` times."""
 
-    index: int
-    memory: Tensor
-    location: Location
-    uses: int = 0
+    def __init__(self, index: int, memory: Tensor, location: Location) -> None:
+        self.index, self.location, self.uses = index, location, 0
+        self._memory = memory
+        self._numbers = memory.view(torch.int64).numpy()
+        self._parts: dict[Any, Tensor] = {}  # by where they begin, and how they look
+
+    def fill(self, head: Sequence[int], tensors: Sequence[Tensor], starts: Sequence[int]) -> None:
+        self._numbers[: len(head)] = head
+        for x, start in zip(tensors, starts, strict=True):
+            if x.numel():
+                self._part(start, x).copy_(x.detach())
+
+    def _part(self, start: int, like: Tensor) -> Tensor:
+        key = start, like.dtype, like.shape
+        if key not in self._parts:
+            if len(self._parts) >= MOST_KEPT:
+                self._parts.clear()
+            flat = self._memory[start : start + like.numel() * like.element_size()]
+            self._parts[key] = flat.view(like.dtype).view(like.shape)
+        return self._parts[key]
 
 
 class Mailboxes:
@@ -104,6 +120,15 @@ class Mailboxes:
             box.kept[its_tag].append(letter)
         return box.kept[tag].popleft()
 
+    def flush(self, label: str) -> None:
+        """Wait until all that was sent has been taken: what lies in memory of this rank goes with it.
+
+        Raises:
+            PeerLost: a rank did not take it.
+        """
+        for rank, box in self._to.items():
+            self._wait(box.words, rank, _TAKEN, box.num_sent, label)
+
     def _open(self, source: int, label: str) -> _Inbox:
         shared = self._shared
         word = shared.box_word(source, shared.rank)
@@ -125,9 +150,9 @@ class _Outbox:
     def __init__(self, shared: GroupSegment, heap: Heap, to: int) -> None:
         self._heap = heap
         self._mapping = segment.create(BOX_BYTES)  # others attach by its descriptor, as long as it lives
-        self._words = self._mapping.words()
-        self._num_sent = self._num_slots = 0
-        self._slots: defaultdict[int, list[_Slot]] = defaultdict(list)  # by size
+        self.words = self._mapping.words()
+        self.num_sent = self.num_slots = 0
+        self._slots: defaultdict[int, deque[_Slot]] = defaultdict(deque)  # by size, the last used at the end
         word = shared.box_word(shared.rank, to)
         shared.words.post(
             word + 1, self._mapping.inode
@@ -139,33 +164,32 @@ class _Outbox:
         head = [tag, len(words), len(tensors), *words, *lengths]
         starts, end = _places(len(head), lengths)
         slot = self._free(end)
-        slot.memory[: len(head) * WORD].view(torch.int64).numpy()[:] = head
-        for x, start, length in zip(tensors, starts, lengths, strict=True):
-            if length:
-                slot.memory[start : start + length].view(x.dtype).view(x.shape).copy_(x.detach())
+        slot.fill(head, tensors, starts)
         slot.uses += 1
         place = slot.location._replace(nbytes=end)
-        line = _PLACES + self._num_sent % MOST_SLOTS * _WORDS_PER_LINE
+        line = _PLACES + self.num_sent % MOST_SLOTS * _WORDS_PER_LINE
         for i, value in enumerate((slot.index, *place)):
-            self._words[line + i] = value
-        self._num_sent += 1
-        self._words.post(_POSTED, self._num_sent)
+            self.words[line + i] = value
+        self.num_sent += 1
+        self.words.post(_POSTED, self.num_sent)
 
     def _free(self, nbytes: int) -> _Slot:
         """A slot that the receiver is done with, or a new one."""
         size = max(SMALLEST_SLOT, 1 << (nbytes - 1).bit_length())
-        for slot in self._slots[size]:
-            if self._words[_DONE + slot.index] == slot.uses:
-                return slot
-        if self._num_slots == MOST_SLOTS:
+        slots = self._slots[size]
+        for _ in range(len(slots)):
+            slots.rotate(-1)
+            if self.words[_DONE + slots[-1].index] == slots[-1].uses:
+                return slots[-1]
+        if self.num_slots == MOST_SLOTS:
             raise ValueError(
                 f"expected at most {MOST_SLOTS} messages from one rank to another whose tensors are in use: "
                 "take fewer micro-batches per step, or let go of what was received"
             )
         memory = self._heap.allocate(size, LINE).tensor
-        slot = _Slot(self._num_slots, memory, self._heap.locate(memory))
-        self._slots[size].append(slot)
-        self._num_slots += 1
+        slot = _Slot(self.num_slots, memory, self._heap.locate(memory))
+        slots.append(slot)
+        self.num_slots += 1
         return slot
 
 
@@ -184,14 +208,15 @@ class _Inbox:
         index, *place = (self.words[line + i] for i in range(5))
         memory = heap.memory(self.source, Location(*place))
         self.num_taken += 1
+        self.words.post(_TAKEN, self.num_taken)
         self._uses[index] += 1
         # A tensor that is made of it keeps it: it goes with the last of them.
         done = weakref.finalize(memory, self.words.__setitem__, _DONE + index, self._uses[index])
         done.atexit = False
-        tag, num_words, num_parts = numpy.frombuffer(memory, numpy.int64, _COUNTS).tolist()
-        numbers = numpy.frombuffer(memory, numpy.int64, _COUNTS + num_words + num_parts).tolist()
-        words, lengths = numbers[_COUNTS : _COUNTS + num_words], numbers[_COUNTS + num_words :]
-        starts, _ = _places(len(numbers), lengths)
+        tag, num_words, num_parts = unpack_from(f"{_COUNTS}q", memory)
+        numbers = unpack_from(f"{num_words + num_parts}q", memory, _COUNTS * WORD)
+        words, lengths = list(numbers[:num_words]), numbers[num_words:]
+        starts, _ = _places(_COUNTS + len(numbers), lengths)
         with torch.inference_mode(False):  # they outlive what they are made in
             parts = [
                 torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=length)
