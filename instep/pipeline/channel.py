@@ -1,8 +1,9 @@
 """What the ranks of a pipeline send each other: activations on the way forward, gradients on the way back.
 
 A message is a line of words, then its tensors. The words say what it is, so that ranks that are out of step
-find out before they compute with it, and how the tensors look. Two ranks send each other one message after
-the other, in the order in which they are taken.
+find out before they compute with it, and how the tensors look. Strides go along: what is computed from a
+transposed tensor, or from one in ``torch.channels_last``, has other last bits than from a contiguous copy.
+Two ranks send each other one message after the other, in the order in which they are taken.
 
 Ranks that share memory receive a message where its sender has put it (``shm/mailboxes.py``). Over connections
 a receive needs memory of its own before it is there. How much, is learned with the first message of a kind;
@@ -35,6 +36,7 @@ from instep.memory import ALIGN_BYTES
 from instep.mesh.axes import round_up
 from instep.mesh.clocks import measure
 from instep.mesh.process_group import Group
+from instep.ordered.homes import dense_strides, with_strides
 from instep.pipeline.actions import SEND_FORWARD, Action
 from instep.work import Running
 
@@ -48,7 +50,8 @@ VERSION = 2
 # tensors.
 FIELDS = 8
 LEFT, WEIGHT, SENT_NS = 1, 5, 6
-NUM_WORDS = FIELDS + MAX_TENSORS * (2 + MAX_DIMS)
+ROW = 2 + 2 * MAX_DIMS  # of a tensor: dtype, number of dimensions, shape, strides
+NUM_WORDS = FIELDS + MAX_TENSORS * ROW
 WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
 HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
 TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
@@ -114,7 +117,7 @@ class StageChannel:
         self.group = group
         mailboxes = getattr(group.pg, "mailboxes", None)  # of a backend whose ranks share memory
         self._way = Connections(group) if mailboxes is None else SharedMemory(group, mailboxes)
-        self._told: dict[Kind, tuple[list[Look], list[int]]] = {}  # of what is sent, and in words
+        self._told: dict[Kind, list[Look]] = {}  # of what is sent
         self._offsets_ns = measure(group).offsets_ns
         self._posted_ns: dict[Action, int] = {}
         self._left: int | None = None  # the step that was given up
@@ -133,17 +136,19 @@ class StageChannel:
                 "cut elsewhere, or let the next layer make it"
             )
         looks, kind = [Look(x.dtype, tuple(x.shape)) for x in tensors], (action.stage, action.kind)
+        dense = [with_strides(x.detach(), dense_strides(x)) for x in tensors]
         is_first = kind not in self._told or action.stage == NO_STAGE
-        if is_first:
-            self._told[kind] = looks, _of_looks(action, looks)
-        known, its_words = self._told[kind]
+        known = looks if is_first else self._told[kind]
         if known != looks:
             raise ValueError(
                 f"{action}: stage {action.stage} gave {_listed(known)} in the first micro-batch, and now "
                 f"{_listed(looks)}: the next stage has its memory ready for these, so give all "
                 "micro-batches the same shapes, by padding for instance"
             )
-        self._way.send(to, STAGES, _words(action, step, weight, its_words), tensors, is_known=not is_first)
+        words = _words(action, step, weight, _rows(action, looks, [x.stride() for x in dense]))
+        self._told[kind] = looks
+        flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
+        self._way.send(to, STAGES, words, flat, is_known=not is_first)
 
     def post(self, action: Action, source: int) -> None:
         """Receive ``action`` from group rank ``source`` from now on, if it is known how that looks."""
@@ -163,8 +168,10 @@ class StageChannel:
             self._check(words, action, source, step)
 
         start_ns = time.monotonic_ns()
-        words, tensors = self._way.take(action, source, check)
-        return Received(words[WEIGHT], tensors, self._waited(action, source, words[SENT_NS], start_ns))
+        words, contiguous = self._way.take(action, source, check)
+        waited = self._waited(action, source, words[SENT_NS], start_ns)
+        strided = zip(contiguous, _strides(words), strict=True)
+        return Received(words[WEIGHT], [x.as_strided(x.shape, its) for x, its in strided], waited)
 
     def _waited(self, action: Action, source: int, sent_ns: int, start_ns: int) -> MessageWait | None:
         end_ns, posted_ns = time.monotonic_ns(), self._posted_ns.pop(action)
@@ -420,28 +427,35 @@ def _wait_for_all(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def _words(action: Action, step: int, weight: int, looks: Sequence[int] = ()) -> list[int]:
-    """``looks`` are the words of ``_of_looks``."""
-    num_tensors = len(looks) // (2 + MAX_DIMS)
+def _words(action: Action, step: int, weight: int, rows: Sequence[int] = ()) -> list[int]:
+    """``rows`` are those of ``_rows``."""
     numbers = [VERSION, 0, step, action.stage, action.micro_batch, weight, time.monotonic_ns()]
-    return [*numbers, num_tensors, *looks]
+    return [*numbers, len(rows) // ROW, *rows]
 
 
-def _of_looks(action: Action, looks: Sequence[Look]) -> list[int]:
+def _rows(action: Action, looks: Sequence[Look], strides: Sequence[tuple[int, ...]]) -> list[int]:
     if len(looks) > MAX_TENSORS or any(len(look.shape) > MAX_DIMS for look in looks):
         raise ValueError(
             f"{action}: expected at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions between two "
             f"stages, got {_listed(looks)}: cut elsewhere, or pack them into fewer"
         )
     words = []
-    for dtype, shape in looks:
-        words += [DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]
+    for (dtype, shape), its in zip(looks, strides, strict=True):
+        left = [0] * (MAX_DIMS - len(shape))
+        words += [DTYPES.index(dtype), len(shape), *shape, *left, *its, *left]
     return words
 
 
 def _looks(words: Sequence[int]) -> list[Look]:
-    rows = [words[at : at + 2 + MAX_DIMS] for at in range(FIELDS, len(words), 2 + MAX_DIMS)]
-    return [Look(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows[: words[FIELDS - 1]]]
+    return [Look(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in _rows_of(words)]
+
+
+def _strides(words: Sequence[int]) -> list[list[int]]:
+    return [list(row[2 + MAX_DIMS : 2 + MAX_DIMS + row[1]]) for row in _rows_of(words)]
+
+
+def _rows_of(words: Sequence[int]) -> list[Sequence[int]]:
+    return [words[FIELDS + i * ROW : FIELDS + (i + 1) * ROW] for i in range(words[FIELDS - 1])]
 
 
 def _places(looks: Sequence[Look]) -> tuple[list[int], int]:

@@ -33,7 +33,7 @@ from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS
 from instep.pipeline.elsewhere import Elsewhere
 from instep.pipeline.first_values import FirstOfLayers
-from instep.pipeline.home import NO_VALUES, PipelineHome, guard_state_dicts
+from instep.pipeline.home import NO_VALUES, PipelineHome, guard_state_dicts, is_hidden
 from instep.pipeline.layer_costs import Cutter
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
@@ -197,6 +197,11 @@ class Pipeline(WrappedOnce, OwnNames):
         """The layers, and a schedule with the stages; what this rank may refuse."""
         require_unwrapped(self.module)
         for name, p in self.module.named_parameters():
+            if self.home is None and is_hidden(p):
+                raise ValueError(
+                    f"parameter {name!r} has no values here, as another pipeline had it on another rank: "
+                    "make the model anew, and load its values"
+                )
             if (there := homes.home(p)) is not None and there.replicas is None:
                 raise ValueError(
                     f"parameter {name!r} is divided among ranks already: make the pipeline of a module that "

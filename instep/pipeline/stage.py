@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ class Alive(NamedTuple):
     """
 
     inputs: list[Tensor]
+    came: list[Tensor | None]  # their gradients; ``.grad`` would have the strides of the inputs
     outputs: list[GradientEdge | None]
 
 
@@ -136,7 +138,11 @@ class Stage:
             if loss is not None:
                 found = self._checked_loss(loss(found), micro_batch, is_trained=bool(inputs))
         outputs = found if isinstance(found, tuple) else (found,)
-        self._alive[micro_batch.index] = Alive(inputs, [_edge(x) for x in outputs if is_differentiable(x)])
+        came: list[Tensor | None] = [None] * len(inputs)
+        for i, x in enumerate(inputs):
+            x.register_hook(partial(setitem, came, i))
+        edges = [_edge(x) for x in outputs if is_differentiable(x)]
+        self._alive[micro_batch.index] = Alive(inputs, came, edges)
         return outputs
 
     def _checked_loss(self, found: Any, micro_batch: MicroBatch, *, is_trained: bool) -> Tensor:
@@ -161,10 +167,10 @@ class Stage:
 
         ``last``: no other micro-batch of this step comes after it.
         """
-        inputs, outputs = self._alive.pop(micro_batch.index)
+        inputs, came, outputs = self._alive.pop(micro_batch.index)
         with self._backwards(micro_batch, BACKWARD, last=last):
             _run_backward(outputs, gradients)
-        return _filled(inputs, [x.grad for x in inputs])
+        return _filled(inputs, came)
 
     def input_gradients(self, micro_batch: MicroBatch, gradients: Sequence[Tensor] | None) -> list[Tensor]:
         """As ``backward``, but for the gradients of weights, which ``weight_gradients`` computes later."""

@@ -1,4 +1,7 @@
-"""A pipeline refused, or waited for ever, where one process trains, as where its cut lies should not matter.
+"""A pipeline had other bits than one process, or refused, or waited for ever: it mattered where a cut is.
+
+Tensors came to the next stage contiguous, whatever they were before: transposed, or in channels_last, they
+have other last bits there, and so had the gradients that went back.
 
 A layer that changes its input in place was refused behind a cut: there the input was a leaf of the graph. The
 norm over the parameters of one stage alone is asked for on all ranks, but the rank that has all of these
@@ -119,3 +122,52 @@ def test_none_between_stages_is_refused_in_words(mesh: Mesh) -> None:
     with pytest.raises((TypeError, Desync), match=r"got a NoneType: cut elsewhere|rank 0 has left"):
         model.step(lambda output, _: output.mean(), rows, data=G)
     model.close()
+
+
+class Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 3)
+
+
+class Watched(nn.Module):
+    """Notes the strides of what comes to it, on both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, tuple[int, ...]]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(("forward", x.stride()))
+        out = x * 2
+        out.register_hook(lambda gradient: self.seen.add(("backward", gradient.stride())))
+        return out
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_what_goes_between_stages_keeps_its_strides(mesh: Mesh, cut: int, schedule: str) -> None:
+    def net() -> nn.Sequential:
+        found = nn.Sequential(nn.Conv2d(3, 4, 3), Watched(), Turn(), Watched(), nn.Linear(4, 4))
+        return found.to(memory_format=torch.channels_last)
+
+    def inputs(micro_batch: MicroBatch) -> Tensor:
+        return torch.ones(2, 3, 8, 6).to(memory_format=torch.channels_last)
+
+    alone, here = net(), net()
+    alone(inputs(MicroBatch(0, G))).square().mean().backward()
+    model = instep.Pipeline(here, mesh, schedule, cuts=[cut])
+    model.step(lambda output, _: output.square().mean(), inputs, data=G)
+    watched = [(one.seen, other.seen) for one, other in zip(here, alone, strict=True) if type(one) is Watched]
+    seen = [pair for pair in watched if pair[0]]
+    assert len(seen) == sum((i < cut) == (mesh.along["pp"].rank == 0) for i in (1, 3))
+    assert all(one == other for one, other in seen)
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_layers_whose_values_went_with_another_pipeline_are_refused(mesh: Mesh) -> None:
+    net = layers()
+    instep.Pipeline(net, mesh).close()
+    with pytest.raises(ValueError, match=r"has no values here, as another pipeline had it on another rank"):
+        instep.Pipeline(net, mesh)
