@@ -343,7 +343,7 @@ class PipelineOptions(OutputFiles):
     """Tokens of a window."""
     backend: Literal["gloo", "shm"] = "gloo"
     """What the ranks talk through."""
-    samples: int = 10
+    samples: int = 8
     """Steps of each schedule and number of micro-batches that are timed."""
 
     @property

@@ -1,14 +1,16 @@
 """``instep bench pipeline``: a step of a pipeline by each schedule, measured, simulated and by closed form.
 
-    measured     what ranks have recorded of their forwards and backwards, the median over steps
-    simulated    the same schedule in virtual time (``instep.pipeline.simulate``), of which every action takes
-                 what it has taken on average, and every message what those took that a rank waited for
+    measured     what ranks have recorded of their forwards and backwards
+    simulated    the same schedule in virtual time (``instep.pipeline.simulate``), fed with each step's own
+                 times: every action takes what it has taken there on average, every message what those took
+                 that a rank waited for
     by formula   ``instep.pipeline.closed_forms`` with equal stages, F = I = W, and messages that take
                  nothing: of gpipe and 1f1b that is (p-1) / (m+p-1)
 
 The bubble is the same share of all three, ``simulate.bubble_rate``: of the longest time of a rank from its
 first computation to its last, what it does not compute. With one micro-batch each rank waits for (p-1) / p
-of the step. All micro-batches are equally large, so that a step of more of them is a longer one.
+of the step. All micro-batches are equally large, so that a step of more of them is a longer one. Figures are
+medians over steps; what disturbs a step is in its simulation, too, as far as it makes a stage slow.
 """
 
 from __future__ import annotations
@@ -16,22 +18,25 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from instep.bench.charts import StepPanel, against_micro_batches, pipeline_steps
 from instep.bench.options import PipelineOptions
 from instep.bench.pipeline_rank import measure_pipelines, variant
-from instep.bench.tables import Row, machine, quantile, show, write
+from instep.bench.steps import spread, with_quartiles
+from instep.bench.tables import Row, machine, paired_ratio, quantile, show, write
 from instep.bench.workloads import FLOAT_BYTES
 from instep.bench.worlds import on_ranks, require_memory
 from instep.events import Event, Timeline
 from instep.models.config import num_parameters
 from instep.pipeline.actions import (
     BACKWARD,
+    COMPUTE,
     FORWARD,
     INPUT_GRADIENT,
     SPANS,
@@ -52,7 +57,7 @@ DRAWN = ("gpipe", "1f1b")  # whose steps are drawn; all others if neither was me
 MOST_DRAWN = 8  # micro-batches: numbers of more have no room in their boxes
 # What the table on stdout leaves to the files.
 FILES_ONLY = (
-    *("q25(ms)", "q75(ms)", "bubble q25", "bubble q75"),
+    *("q25(ms)", "q75(ms)", "bubble q25", "bubble q75", "x simulated q25", "x simulated q75"),
     *("forward(ms)", "backward(ms)", "input gradient(ms)", "weight gradient(ms)"),
 )
 SHARES = ("bubble", "simulated bubble", "by formula")
@@ -64,41 +69,108 @@ OF_BUBBLES = (
     "bubble q75",
     "x simulated",
     "message(ms)",
-    "between(ms)",
+    "around(ms)",
 )
 
 
-class Gaps(NamedTuple):
-    """Seconds between two computations, of which the second began as soon as it could.
+def whole_actions(events: Iterable[Event]) -> list[Event]:
+    """What a rank computed, by its ``events``, computations and waits: each from when the rank turned to it.
 
-    ``messages``: the first was on another rank, and the second waited for it: a message, and all that its
-    two ends do. ``between``: both were on one rank, and the second needed no message.
+    That is the end of the action before, or of the wait after that. What a rank does around a computation,
+    with a micro-batch or a message, is then a part of it, and no bubble.
+    """
+    found: list[Event] = []
+    free_ns: int | None = None
+    for event in sorted(events, key=lambda event: event.end_ns):
+        if event.name in KINDS:
+            found.append(event._replace(start_ns=event.start_ns if free_ns is None else free_ns))
+        if event.stage >= 0:
+            free_ns = event.end_ns
+    return found
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step as all ranks have recorded it, and what the simulator makes of its times.
+
+    ``step_s`` is that of the slowest rank, ``around_s`` the most that a rank did beside computing.
     """
 
-    messages: list[float]
-    between: list[float]
+    schedule: Schedule
+    step_s: float
+    timeline: Timeline  # of whole actions
+    around_s: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, by_rank: Sequence[Mapping[str, Any]]) -> MeasuredStep:
+        """What each rank has measured of it: "step_s" and "events"."""
+        recorded = [[Event(*fields) for fields in of_rank["events"]] for of_rank in by_rank]
+        whole = [whole_actions(events) for events in recorded]
+        around = [
+            sum(event.duration_s for event in actions) - sum(e.duration_s for e in events if e.name in KINDS)
+            for actions, events in zip(whole, recorded, strict=True)
+        ]
+        steps_s = [of_rank["step_s"] for of_rank in by_rank]
+        return cls(schedule, max(steps_s), Timeline(chain.from_iterable(whole)), max(around))
+
+    @cached_property
+    def took(self) -> Mapping[str, list[float]]:
+        """Seconds of an action of each kind by stage, the mean over micro-batches; 0 where there is none."""
+        found: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for event in self.timeline.events:
+            found[event.stage, KINDS[event.name]].append(event.duration_s)
+        stages = range(self.schedule.num_stages)
+        return {kind: [statistics.fmean(found.get((k, kind), [0.0])) for k in stages] for kind in COMPUTE}
+
+    @property
+    def times(self) -> StageTimes:
+        """What the simulator is fed with; for messages, the median of those that a rank has waited for."""
+        # A backward in one part takes I + W: it does not matter which of them is all of it.
+        whole_or_first = zip(self.took[BACKWARD], self.took[INPUT_GRADIENT], strict=True)
+        return StageTimes(
+            self.took[FORWARD], list(map(sum, whole_or_first)), self.took[WEIGHT_GRADIENT], self.message_s
+        )
+
+    @cached_property
+    def message_s(self) -> float:
+        """From the end of an action to when a rank that has waited for it turns to its own, in the median."""
+        ranks, events = self.schedule.stage_ranks, self.timeline.events
+        done = {Action(event.stage, KINDS[event.name], event.leaf).result: event for event in events}
+        found = []
+        for rank, row in enumerate(self.schedule.rows):
+            free_ns = -1
+            came: list[int] = []
+            for action in row:
+                needed = [one for one in self.schedule.needs(action) if ranks[one.stage] != rank]
+                came += [done[one].end_ns for one in needed]
+                if (event := done.get(action.result)) is None:
+                    continue  # an input gradient of the first stage, which has no inputs: the next one waits
+                if came and free_ns <= max(came):
+                    found.append((event.start_ns - max(came)) / NS)
+                free_ns, came = event.end_ns, []
+        return statistics.median(found or [0.0])
+
+    @cached_property
+    def simulated(self) -> Timeline:
+        """The step, if every action took what it takes on average."""
+        return simulate(self.schedule, self.times)
 
 
 @dataclass(frozen=True)
 class PipelineSteps:
-    """The steps of one schedule and number of micro-batches, as all ranks have recorded them."""
+    """The steps of one schedule and number of micro-batches."""
 
     schedule: Schedule
-    steps_s: Sequence[float]  # of the slowest rank
-    timelines: Sequence[Timeline]
+    steps: Sequence[MeasuredStep]
     kept: Sequence[Mapping[str, float]]  # by rank
 
     @classmethod
     def of(cls, schedule: Schedule, by_rank: Sequence[Mapping[str, Any]]) -> PipelineSteps:
         """Those among what ranks have measured."""
         name = variant(schedule.name, schedule.num_micro_batches)
-        turns = list(zip(*(rank["steps"][name] for rank in by_rank), strict=True))
-        return cls(
-            schedule,
-            [max(of_rank["step_s"] for of_rank in turn) for turn in turns],
-            [Timeline(Event(*fields) for of_rank in turn for fields in of_rank["events"]) for turn in turns],
-            [rank["kept"][name] for rank in by_rank],
-        )
+        turns = zip(*(rank["steps"][name] for rank in by_rank), strict=True)
+        steps = [MeasuredStep.of(schedule, turn) for turn in turns]
+        return cls(schedule, steps, [rank["kept"][name] for rank in by_rank])
 
     @property
     def name(self) -> str:
@@ -110,62 +182,11 @@ class PipelineSteps:
         """Stages per rank."""
         return self.schedule.num_stages // self.schedule.num_ranks
 
-    @cached_property
-    def times(self) -> StageTimes:
-        """What the simulator is fed with: of every stage and kind the median over steps of the mean over
-        micro-batches, and the median of all messages that a rank has waited for."""
-        took: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for timeline in self.timelines:
-            of_step: dict[tuple[int, str], list[float]] = defaultdict(list)
-            for event in timeline.events:
-                of_step[event.stage, KINDS[event.name]].append(event.duration_s)
-            for of, found in of_step.items():
-                took[of].append(statistics.fmean(found))
-
-        def by_stage(kind: str) -> list[float]:
-            return [statistics.median(took.get((k, kind), [0.0])) for k in range(self.schedule.num_stages)]
-
-        # A backward in one part takes I + W: it does not matter which of them is all of it.
-        whole, first = by_stage(BACKWARD), by_stage(INPUT_GRADIENT)
-        return StageTimes(
-            by_stage(FORWARD),
-            [sum(parts) for parts in zip(whole, first, strict=True)],
-            by_stage(WEIGHT_GRADIENT),
-            statistics.median(self.gaps.messages or [0.0]),
-        )
-
-    @cached_property
-    def gaps(self) -> Gaps:
-        """Of all steps."""
-        found = Gaps([], [])
-        for timeline in self.timelines:
-            for event, came_ns, before_ns in self._in_turn(timeline):
-                if came_ns is None and before_ns is not None:
-                    found.between.append((event.start_ns - before_ns) / NS)
-                elif came_ns is not None and (before_ns is None or before_ns <= came_ns):
-                    found.messages.append((event.start_ns - came_ns) / NS)
-        return found
-
-    def _in_turn(self, timeline: Timeline) -> Iterator[tuple[Event, int | None, int | None]]:
-        """Every computation; when the last that it needs of other ranks ended; when the one before it did."""
-        ranks = self.schedule.stage_ranks
-        done = {Action(event.stage, KINDS[event.name], event.leaf).result: event for event in timeline.events}
-        for rank, row in enumerate(self.schedule.rows):
-            before_ns: int | None = None
-            came: list[int] = []
-            for action in row:
-                needed = [one for one in self.schedule.needs(action) if ranks[one.stage] != rank]
-                came += [done[one].end_ns for one in needed]
-                if (event := done.get(action.result)) is not None:
-                    yield event, max(came, default=None), before_ns
-                    before_ns, came = event.end_ns, []
-                # Else an input gradient of the first stage, which has no inputs: what it waits for, the next
-                # action does.
-
-    @cached_property
-    def simulated(self) -> Timeline:
-        """A step of which every action takes what it has taken on average."""
-        return simulate(self.schedule, self.times)
+    @property
+    def activations(self) -> list[tuple[float, float]]:
+        """By rank, the most that autograd keeps and the schedule says, in micro-batches of the whole rank."""
+        said = peak_activations(self.schedule)
+        return [(of["micro_batches"], x / self.chunks) for of, x in zip(self.kept, said, strict=True)]
 
     def by_formula(self) -> float | None:
         """The bubble by the closed form; None where that is not exact."""
@@ -175,47 +196,51 @@ class PipelineSteps:
         third = {"forward_s": 1.0, "input_gradient_s": 1.0, "weight_gradient_s": 1.0}
         return 1 - m * sum(third.values()) / cost_s(self.schedule.name, p, m, self.chunks, **third)
 
-    @property
-    def activations(self) -> list[tuple[float, float]]:
-        """By rank, the most that autograd keeps and the schedule says, in micro-batches of the whole rank."""
-        said = peak_activations(self.schedule)
-        return [(of["micro_batches"], x / self.chunks) for of, x in zip(self.kept, said, strict=True)]
-
-    def middle(self) -> Timeline:
+    def middle(self) -> MeasuredStep:
         """The step that took as long as most."""
-        middle = statistics.median(map(makespan_s, self.timelines))
-        return min(self.timelines, key=lambda timeline: abs(makespan_s(timeline) - middle))
+        middle = statistics.median(makespan_s(step.timeline) for step in self.steps)
+        return min(self.steps, key=lambda step: abs(makespan_s(step.timeline) - middle))
 
     def row(self) -> dict[str, Any]:
-        """All figures of it."""
-        rates = [bubble_rate(timeline) for timeline in self.timelines]
-        rate, simulated = statistics.median(rates), bubble_rate(self.simulated)
-        took = [
-            statistics.fmean(found)
-            for found in (self.times.forward_s, self.times.input_gradient_s, self.times.weight_gradient_s)
-            if not isinstance(found, float)
-        ]
+        """All figures of it, medians over steps; ``x simulated`` compares each step with its own "
+        "simulation."""
+        steps_s = [step.step_s for step in self.steps]
+        rates = [bubble_rate(step.timeline) for step in self.steps]
+        simulated = [bubble_rate(step.simulated) for step in self.steps]
+        against = paired_ratio(rates, simulated) if all(simulated) else None
         return {
             "schedule": self.schedule.name,
             "micro-batches": self.schedule.num_micro_batches,
-            "step(ms)": MS * statistics.median(self.steps_s),
-            "q25(ms)": MS * quantile(self.steps_s, 0.25),
-            "q75(ms)": MS * quantile(self.steps_s, 0.75),
-            "simulated(ms)": MS * makespan_s(self.simulated),
-            "bubble": rate,
+            "step(ms)": MS * statistics.median(steps_s),
+            "q25(ms)": MS * quantile(steps_s, 0.25),
+            "q75(ms)": MS * quantile(steps_s, 0.75),
+            "simulated(ms)": MS * statistics.median(makespan_s(step.simulated) for step in self.steps),
+            "bubble": statistics.median(rates),
             "bubble q25": quantile(rates, 0.25),
             "bubble q75": quantile(rates, 0.75),
-            "simulated bubble": simulated,
+            "simulated bubble": statistics.median(simulated),
             "by formula": self.by_formula(),
-            "x simulated": rate / simulated if simulated else None,
-            "forward(ms)": MS * took[0],
-            "backward(ms)": MS * (took[1] + took[2]),
-            "weight gradient(ms)": MS * took[2] or None,
-            "message(ms)": MS * statistics.median(self.gaps.messages or [0.0]),
-            "between(ms)": MS * statistics.median(self.gaps.between or [0.0]),
+            **spread("x simulated", against),
+            **self._taken(),
             "kept": ", ".join(f"{kept:.3g}" for kept, _ in self.activations),
             "kept by schedule": ", ".join(f"{said:.3g}" for _, said in self.activations),
             "kept(MB)": max(of_rank["bytes"] for of_rank in self.kept) / MEGABYTE,
+        }
+
+    def _taken(self) -> dict[str, float | None]:
+        """Milliseconds of a stage's action, of a message and of all that is around actions, in the median."""
+        both = (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+
+        def ms(*kinds: str) -> float:
+            of_steps = (sum(statistics.fmean(step.took[kind]) for kind in kinds) for step in self.steps)
+            return MS * statistics.median(of_steps)
+
+        return {
+            "forward(ms)": ms(FORWARD),
+            "backward(ms)": ms(*both),
+            "weight gradient(ms)": ms(WEIGHT_GRADIENT) or None,
+            "message(ms)": MS * statistics.median(step.message_s for step in self.steps),
+            "around(ms)": MS * statistics.median(step.around_s for step in self.steps),
         }
 
 
@@ -262,12 +287,12 @@ class PipelineResults:
             ]
         return [
             f"step: forward and backward of the slowest rank, median of {self.options.samples}, all in "
-            "turns; simulated: from the first computation to the last.",
+            "turns; simulated: each step with its own times, from the first computation to the last.",
             "bubble: of the longest time from a rank's first computation to its last, what ranks do not "
-            "compute. simulated: with the times of this row. by formula: F = I = W, messages that take "
-            "nothing.",
-            "message: from the end of a computation to the begin of one on another rank that waits for it; "
-            "between: from one to the next on a rank that waits for nothing, which the simulator leaves out.",
+            "compute. x simulated: the measured bubble over that step's simulated one, with quartiles. by "
+            "formula: F = I = W, messages that take nothing.",
+            "message: from the end of an action to when a rank that waits for it goes on; around: all that a "
+            "rank does in a step besides computing and waiting, which counts to its forwards and backwards.",
             kept,
         ]
 
@@ -278,7 +303,7 @@ class PipelineResults:
             **{name: asked[name] for name in said},
             "text": self.text,
             "rows": self.rows,
-            "times": {one.name: asdict(one.times) for one in self.steps},
+            "times": {one.name: [asdict(step.times) for step in one.steps] for one in self.steps},
         }
 
 
@@ -328,12 +353,12 @@ def is_crowded(options: PipelineOptions) -> bool:
 
 
 def short(row: Row) -> dict[str, Any]:
-    """A row for people: shares as percentages, the spread and the times of stages in the files."""
-    return {
-        name: f"{value:.1%}" if name in SHARES and value is not None else value
-        for name, value in row.items()
-        if name not in FILES_ONLY
-    }
+    """A row for people: shares as percentages, the rest of the spread and the times of stages in the "
+    "files."""
+    said: dict[str, Any] = {name: f"{row[name]:.1%}" for name in SHARES if row.get(name) is not None}
+    if "x simulated" in row:
+        said["x simulated"] = with_quartiles(row, "x simulated")
+    return {name: said.get(name, value) for name, value in row.items() if name not in FILES_ONLY}
 
 
 def draw(results: PipelineResults, path: Path) -> list[Path]:
@@ -361,11 +386,11 @@ def draw(results: PipelineResults, path: Path) -> list[Path]:
 
 
 def panels_of(one: PipelineSteps) -> list[StepPanel]:
-    """The step that took as long as most, and the simulated one."""
-    measured, name = one.middle(), one.schedule.name
+    """The step that took as long as most, and what the simulator makes of it."""
+    step, name = one.middle(), one.schedule.name
     return [
         StepPanel(f"{name}, {how}", f"{bubble_rate(timeline):.1%} bubble", timeline)
-        for how, timeline in (("measured", measured), ("simulated", one.simulated))
+        for how, timeline in (("measured", step.timeline), ("simulated", step.simulated))
     ]
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from instep.bench.steps_rank import DROPPED, order
 from instep.bench.worlds import World
+from instep.events import PIPELINE
 from instep.mesh.join import meet
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import default_store
@@ -92,13 +93,13 @@ def variant(schedule: str, micro_batches: int) -> str:
 
 
 def _turn(world: World, mesh: Mesh, loop: PipelineLoop, micro_batches: int) -> dict[str, Any]:
-    """The seconds of a step, and what this rank computed in it and when."""
+    """The seconds of a step, and when this rank computed in it, and waited."""
     world.barrier()
     mesh.recorder.begin_step(0)
     began = time.perf_counter()
     loop.step(micro_batches)
     step_s = time.perf_counter() - began
-    events = [one for one in mesh.recorder.so_far() if one.lane == "compute"]
+    events = [one for one in mesh.recorder.so_far() if one.lane == "compute" or one.name == PIPELINE]
     mesh.recorder.drop_step()
     return {"step_s": step_s, "events": events}
 

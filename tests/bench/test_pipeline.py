@@ -11,20 +11,35 @@ import pytest
 import torch
 
 from instep.bench.options import PipelineOptions
-from instep.bench.pipeline import PipelineResults, PipelineSteps, draw, is_crowded, run, short
+from instep.bench.pipeline import (
+    MeasuredStep,
+    PipelineResults,
+    PipelineSteps,
+    draw,
+    is_crowded,
+    run,
+    short,
+    whole_actions,
+)
 from instep.bench.pipeline_rank import PipelineLoop, count_kept, variant
-from instep.events import Timeline
+from instep.events import PIPELINE, Event, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.pipeline.check import peak_activations
 from instep.pipeline.schedules import NAMES, generate
-from instep.pipeline.simulate import StageTimes, simulate
+from instep.pipeline.simulate import StageTimes, makespan_s, simulate
 from tests.launched.command import instep
 from tests.world import world
 
 FORWARD_S, INPUT_GRADIENT_S, WEIGHT_GRADIENT_S = [0.010, 0.012], [0.008, 0.009], [0.007, 0.010]
 MESSAGE_S = 0.001
 TINY = GPTConfig(vocab_size=16, context=16, layers=4, width=32, heads=2, tied=False)
+
+
+def told(timeline: Timeline, rank: int) -> Any:
+    """What a rank tells of a step: its computations and waits, as JSON."""
+    events = [one for one in timeline.of(rank, 0) if one.lane == "compute" or one.name == PIPELINE]
+    return json.loads(json.dumps(events))
 
 
 def recorded(schedule: str, m: int, *, late_s: float = 0.0, steps: int = 3) -> list[dict[str, Any]]:
@@ -41,9 +56,7 @@ def recorded(schedule: str, m: int, *, late_s: float = 0.0, steps: int = 3) -> l
         )
         timeline = simulate(made, times)
         for rank, turn in enumerate(turns):
-            events = [event for event in timeline.of(rank, 0) if event.lane == "compute"]
-            sent = json.loads(json.dumps(events))
-            turn.append({"step_s": 0.5 + 0.1 * rank + number, "events": sent})
+            turn.append({"step_s": 0.5 + 0.1 * rank + number, "events": told(timeline, rank)})
     peaks = peak_activations(made)
     kept = [{"bytes": 1e6 * peak, "micro_batches": peak} for peak in peaks]
     return [
@@ -60,19 +73,20 @@ def test_what_went_as_simulated_is_simulated_as_it_went(schedule: str) -> None:
     row = steps_of(schedule, 4).row()
     assert row["x simulated"] == pytest.approx(1, abs=1e-6)
     assert row["message(ms)"] == pytest.approx(1, abs=1e-4)
-    assert row["between(ms)"] == pytest.approx(0, abs=1e-4)
+    assert row["around(ms)"] == pytest.approx(0, abs=1e-4)
 
 
-def test_of_every_stage_the_median_step_counts() -> None:
-    times = steps_of("1f1b", 4, late_s=0.002).times
-    assert times.forward_s == pytest.approx([0.012, 0.014])
-    assert times.input_gradient_s == pytest.approx([0.017, 0.021])  # and weight gradients, in one part
-    assert times.weight_gradient_s == [0.0, 0.0]
-    split = steps_of("zb-h1", 4).times
-    assert (split.input_gradient_s, split.weight_gradient_s) == (
-        pytest.approx([0.008, 0.009]),
-        pytest.approx([0.007, 0.010]),
-    )
+def test_each_step_is_simulated_with_its_own_times() -> None:
+    found = steps_of("1f1b", 4, late_s=0.002)
+    assert found.steps[2].times.forward_s == pytest.approx([0.014, 0.016])
+    # Of a backward in one part, input gradients and weight gradients are not known.
+    assert found.steps[2].times.input_gradient_s == pytest.approx([0.019, 0.023])
+    assert found.steps[2].times.weight_gradient_s == [0.0, 0.0]
+    row = found.row()
+    assert [row[f"x simulated{part}"] for part in ("", " q25", " q75")] == pytest.approx([1, 1, 1], abs=1e-6)
+    assert (row["forward(ms)"], row["backward(ms)"]) == pytest.approx((13, 19))
+    assert row["weight gradient(ms)"] is None
+    assert steps_of("zb-h1", 4).row()["weight gradient(ms)"] == pytest.approx(8.5)
 
 
 def test_one_micro_batch_waits_for_half_of_the_step_and_more_of_them_for_less() -> None:
@@ -90,14 +104,29 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 def test_the_first_stage_has_no_input_gradient_and_waits_all_the_same() -> None:
     made = generate("zb-h1", 2, 2)
     times = StageTimes([0.010, 0.010], [0.0, 0.010], [0.020, 0.010], 0.003)
-    events = [event for event in simulate(made, times).events if event.lane == "compute" and event.duration_s]
-    found = PipelineSteps(made, [1.0], [Timeline(events)], [])
-    assert found.gaps.messages == pytest.approx([0.003] * len(found.gaps.messages))
-    assert found.gaps.between == pytest.approx([0.0] * len(found.gaps.between))
-    assert (found.times.input_gradient_s, found.times.weight_gradient_s) == (
-        pytest.approx([0.0, 0.010]),
-        pytest.approx([0.020, 0.010]),
-    )
+    timeline = simulate(made, times)
+    found = MeasuredStep.of(made, [{"step_s": 1.0, "events": told(timeline, rank)} for rank in (0, 1)])
+    assert found.message_s == pytest.approx(0.003)
+    assert found.times.input_gradient_s == pytest.approx([0.0, 0.010])
+    assert found.times.weight_gradient_s == pytest.approx([0.020, 0.010])
+    assert makespan_s(found.simulated) == pytest.approx(makespan_s(timeline))
+
+
+def test_an_action_begins_when_the_rank_turns_to_it() -> None:
+    def event(name: str, start_ns: int, end_ns: int, stage: int = 0) -> Event:
+        return Event(0, "compute", name, start_ns, end_ns, stage=stage)
+
+    recorded = [
+        event(PIPELINE, 0, 5, stage=-1),  # of the step, not of an action
+        event("forward", 10, 20),
+        event("forward", 22, 30),
+        event(PIPELINE, 31, 50),
+        event(PIPELINE, 50, 60),
+        event("backward", 63, 80),
+        event("backward", 85, 99),
+    ]
+    whole = whole_actions(recorded)
+    assert [(one.start_ns, one.end_ns) for one in whole] == [(10, 20), (20, 30), (60, 80), (80, 99)]
 
 
 def results(options: PipelineOptions, schedules: Sequence[str] = ("gpipe", "1f1b")) -> PipelineResults:
@@ -151,6 +180,6 @@ def test_the_command_writes_a_row_per_schedule_and_number_of_micro_batches(tmp_p
         ("zb-v", 3),
     ]
     assert all(0 < row["bubble"] < 1 and 0 < row["simulated bubble"] < 1 for row in found["rows"])
-    assert len(found["times"]["zb-v, 3"]["forward_s"]) == 4
+    assert len(found["times"]["zb-v, 3"][0]["forward_s"]) == 4
     assert "A step by schedule: GPT of 4 blocks" in ended.out
     assert all((tmp_path / name).exists() for name in ("a.csv", "a.svg", "a.png", "a-steps.png"))
