@@ -3,6 +3,8 @@
 A layer's backward begins at ones in the place of the gradients that would come, and gradients are handed to
 nobody: ``.grad`` is not touched. Buffers and random generators are afterwards as they were before.
 
+A layer on the meta device has made-up values for as long as it runs, and no other one has any.
+
 One rank measures, and the others believe it: they all have to cut alike.
 """
 
@@ -128,16 +130,8 @@ def measure(
 
     A tuple is several arguments. ``loss`` of what the last layer gives counts as a part of that. Times are
     medians of ``repetitions``, after one in which memory is counted.
-
-    Raises:
-        ValueError: the model has no values.
     """
     first = example if isinstance(example, tuple) else (example,)
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "layers on the meta device cannot be measured: give them values before the pipeline is made, or "
-            "leave example= out and cut it in numbers"
-        )
     with _untouched(model), torch.enable_grad():
         counted = [*_run(layers, first, loss, is_counted=True)]
         timed = [[*_run(layers, first, loss)] for _ in range(repetitions)]
@@ -185,6 +179,19 @@ def _run_layer(
     is_first: bool,
     is_counted: bool,
 ) -> Ran:
+    here = next((x.device for x in values if isinstance(x, Tensor)), torch.device("cpu"))
+    with _filled(layer.module, here):
+        return _run_filled(layer, values, loss, is_first=is_first, is_counted=is_counted)
+
+
+def _run_filled(
+    layer: Layer,
+    values: tuple[Any, ...],
+    loss: Callable[[Any], Tensor] | None,
+    *,
+    is_first: bool,
+    is_counted: bool,
+) -> Ran:
     leaves = [x.detach() if isinstance(x, Tensor) else x for x in values]
     inputs = [] if is_first else [x.requires_grad_() for x in leaves if is_differentiable(x)]
     # A layer may change its inputs in place, as long as they are no leaves.
@@ -211,6 +218,34 @@ def _run_layer(
     # What goes on has no history.
     plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in outputs)
     return Ran(between - begun, ended - ready, saved_bytes, plain)
+
+
+@contextmanager
+def _filled(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, what ``module`` has on the meta device has values, of the size that first values have."""
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (kept, key, x)
+        for m in module.modules()
+        for kept in (m._parameters, m._buffers)
+        for key, x in kept.items()
+        if x is not None and x.is_meta
+    ]
+    generator = torch.Generator(device)
+    made: dict[int, Tensor] = {}
+    for kept, key, x in places:
+        if id(x) not in made:
+            values = torch.zeros(x.shape, dtype=x.dtype, device=device)
+            if isinstance(x, nn.Parameter):
+                bound = x.shape[-1] ** -0.5 if x.ndim > 1 else 1.0
+                values.uniform_(-bound, bound, generator=generator)
+                values = nn.Parameter(values, x.requires_grad)
+            made[id(x)] = values
+        kept[key] = made[id(x)]
+    try:
+        yield
+    finally:
+        for kept, key, x in places:
+            kept[key] = x
 
 
 def _now_s(device: torch.device) -> float:

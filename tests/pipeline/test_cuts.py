@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import instep
 from instep.events import STEP, Event
 from instep.mesh.mesh import Mesh
+from instep.models.transformer import GPT
 from instep.ordered.homes import offered
 from instep.pipeline import cuts
 from instep.pipeline.actions import Action, Schedule
@@ -257,8 +258,7 @@ def entries(net: nn.Module) -> dict[str, Tensor]:
     return {**{name: x.clone() for name, x in net.state_dict().items()}, **grads}
 
 
-@world(1, by="process")
-def test_measuring_leaves_no_trace(mesh: Mesh) -> None:
+def test_measuring_leaves_no_trace():
     net = nn.Sequential(Tall(16), Tall(64), nn.ReLU(inplace=True), nn.Linear(8, 1))
     x = torch.randn(32, 8)
     net(x.clone()).sum().backward()
@@ -293,11 +293,25 @@ def test_what_is_measured_of_memory_is_what_layers_have():
     deep = nn.Sequential(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)), nn.Linear(8, 1))
     costs = measure(deep, layers_of(deep), torch.zeros(16, 8), repetitions=1)
     assert [cost.saved_bytes for cost in costs] == [4 * 16 * 4, 0]
-    with pytest.raises(ValueError, match="on the meta device cannot be measured"):
-        measure(deep.to("meta"), layers_of(deep), torch.zeros(16, 8))
     tied = gpt()
     costs = measure(tied, layers_of(tied), torch.zeros(2, 8, dtype=torch.int64), repetitions=1)
     assert sum(cost.trained_bytes for cost in costs) == sum(p.nbytes for p in tied.parameters())
+
+
+def test_a_model_without_values_is_measured_too_and_has_none_afterwards():
+    """From the meta device, layer by layer: no process has to hold all of it."""
+    whole = gpt()
+    with torch.device("meta"):
+        without = GPT(whole.config)
+    parameters = list(without.parameters())
+    assert without.head.out.weight is without.embedding.tokens.weight
+    state = torch.get_rng_state()
+    of_values, found = (measure(net, layers_of(net), EXAMPLE, repetitions=1) for net in (whole, without))
+    assert [cost[2:] for cost in found] == [cost[2:] for cost in of_values]  # all but times
+    assert all(cost.time_s > 0 for cost in found)
+    assert all(p is q and p.is_meta for p, q in zip(without.parameters(), parameters, strict=True))
+    assert without.head.out.weight is without.embedding.tokens.weight
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # On ranks.
