@@ -49,9 +49,10 @@ class Pace(NamedTuple):
     backward: float = 1.0
     weight_share: float = 0.5
 
-    @property
-    def slowness(self) -> float:
-        return (self.forward + self.backward) / 2
+    def slowness(self, costs: Sequence[LayerCost]) -> float:
+        """How many times as long as these ``costs`` it takes for all of them."""
+        taken_s = sum(self.forward * cost.forward_s + self.backward * cost.backward_s for cost in costs)
+        return taken_s / max(sum(cost.time_s for cost in costs), 1e-12)
 
 
 def require_known(cuts: str | Sequence[int], *, is_measured: bool) -> None:
@@ -138,7 +139,7 @@ def _smallest(num_layers: int, num_stages: int, cost: Callable[[int, int, int], 
 def fastest(costs: Sequence[LayerCost], schedule: Schedule, paces: Sequence[Pace] | None = None) -> list[int]:
     """The edges with which ``schedule`` ends first, on ranks of these ``paces``."""
     by_rank = [Pace()] * schedule.num_ranks if paces is None else paces
-    speeds = [1 / by_rank[rank].slowness for rank in schedule.stage_ranks]
+    speeds = [1 / by_rank[rank].slowness(costs) for rank in schedule.stage_ranks]
     start = balanced([cost.time_s for cost in costs], schedule.num_stages, speeds)
 
     def score(edges: Sequence[int]) -> int:  # in ns: cuts that differ by rounding alone are as good

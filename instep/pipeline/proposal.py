@@ -143,7 +143,11 @@ class CutProposal:
             return "there is one stage"
         ratio = self.stage_s[stage] / max(mean(self.stage_s[i] for i in others), 1e-12)
         slower = self.slowness[stage] / mean(self.slowness[i] for i in others)
-        why = f", as rank {self.ranks[stage]} is {slower:.1f} times slower" if slower >= SLOW else ""
+        why = (
+            f", as rank {self.ranks[stage]} is {slower:.1f} times slower"
+            if min(slower, ratio) >= SLOW
+            else ""
+        )
         return f"stage {stage} takes {ratio:.1f} times as long as the others{why}"
 
 
@@ -166,7 +170,7 @@ def propose(
     if expected_s > (1 - LEAST_GAIN) * step_s:
         found, expected_s = list(edges), step_s
     times = stage_times(costs, edges, schedule, paces)
-    fastest_pace = min(pace.slowness for pace in paces)
+    slowness = [pace.slowness(costs) for pace in paces]
     return CutProposal(
         cuts=tuple(edges[1:-1]),
         proposed=tuple(found[1:-1]),
@@ -178,7 +182,7 @@ def propose(
             sum(times.of(Action(stage, kind, 0)) for kind in (FORWARD, BACKWARD))
             for stage in range(schedule.num_stages)
         ),
-        slowness=tuple(paces[place].slowness / fastest_pace for place in schedule.stage_ranks),
+        slowness=tuple(slowness[place] / min(slowness) for place in schedule.stage_ranks),
     )
 
 
