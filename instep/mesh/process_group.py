@@ -524,9 +524,8 @@ class Group:
     def statuses(self) -> list[StatusRow]:
         """The status of every rank, in group order: operation, number, call site, stack. Not collective.
 
-        Ranks of this host are asked, which takes half a second if one gives no answer; of others there is
-        what they have posted. ``dataclasses.asdict`` of a row is JSON;
-        ``hang_report.status_table`` shows them.
+        Ranks of this host are asked, which takes half a second if one gives no answer; others have posted
+        theirs. ``dataclasses.asdict`` of a row is JSON; ``hang_report.status_table`` shows them.
         """
         return self.peers.rows()
 
