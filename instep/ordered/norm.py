@@ -18,7 +18,7 @@ from torch import Tensor
 from instep.events import Recorder
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.buckets import flat_real
-from instep.ordered.placeholder import asked_for, by_slices, slices_of
+from instep.ordered.placeholder import by_slices, slices_of
 
 
 class Clips:
@@ -86,7 +86,7 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
     """
     gradients = list(gradients)
     squares = _square_sums([x for x in gradients if slices_of(x) is None])
-    for slices, members in asked_for(gradients):
+    for slices, members in by_slices(gradients):
         squares += slices.square_sums(members)
     return norm_of(squares)
 

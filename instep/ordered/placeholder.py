@@ -27,6 +27,7 @@ ABOUT = frozenset(
 )
 # What ``module.to()`` calls: allowed where it has no effect.
 CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"})
+_ELSEWHERE = "instep_elsewhere"
 
 
 class Slices(Protocol):
@@ -43,8 +44,17 @@ class Slices(Protocol):
     def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
         """Multiply this rank's pieces of these gradients."""
 
-    def unscale(self, placeholders: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-        """As ``scale``; ``found_inf`` is 1 on all ranks if one has a piece that is not finite. Collective."""
+    def unscale(
+        self,
+        placeholders: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        found_inf: Tensor,
+        inverse_scale: Tensor,
+    ) -> None:
+        """As ``scale``; ``found_inf`` is 1 on all ranks if one has a piece that is not finite. Collective.
+
+        ``whole`` are the gradients that were unscaled with these, and are here.
+        """
 
     def discard(self, placeholders: Sequence[Tensor]) -> None:
         """Their parameters have no gradient any more."""
@@ -118,32 +128,27 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
     if whole:
         torch._amp_foreach_non_finite_check_and_unscale_(whole, found_inf, inverse_scale)
     for slices, own in by_slices(gradients):
-        slices.unscale(own, found_inf, inverse_scale)
+        slices.unscale(own, whole, found_inf, inverse_scale)
 
 
 def by_slices(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
-    """The placeholders among ``gradients``, with who has their pieces."""
+    """The placeholders among ``gradients``, with who has their pieces.
+
+    Of those that are whole here, and placeholders on other ranks, only who is asked there is in it: what is
+    collective there is so here.
+    """
     found: dict[int, tuple[Slices, list[Tensor]]] = {}
     for x in gradients:
         if (slices := slices_of(x)) is not None:
             found.setdefault(id(slices), (slices, []))[1].append(x)
+        elif (elsewhere := getattr(x, _ELSEWHERE, None)) is not None and (slices := elsewhere()) is not None:
+            found.setdefault(id(slices), (slices, []))
     return list(found.values())
 
 
-def is_elsewhere(gradient: Tensor, slices: Slices) -> None:
-    """On other ranks placeholders of ``slices`` stand for ``gradient``, which is whole on this one."""
-    gradient.instep_elsewhere = weakref.ref(slices)  # type: ignore[attr-defined]
-
-
-def asked_for(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
-    """As ``by_slices``, and who other ranks ask for gradients that are whole here: on all ranks the same, in
-    the same order."""
-    found: dict[int, tuple[Slices, list[Tensor]]] = {}
-    for x in gradients:
-        elsewhere = getattr(x, "instep_elsewhere", lambda: None)()
-        if (slices := elsewhere or slices_of(x)) is not None:
-            found.setdefault(id(slices), (slices, []))[1].extend([] if elsewhere else [x])
-    return list(found.values())
+def stands_in_elsewhere(gradient: Tensor, slices: Slices) -> None:
+    """``gradient`` is whole here, and has a placeholder of ``slices`` on other ranks."""
+    setattr(gradient, _ELSEWHERE, weakref.ref(slices))
 
 
 # What ``zero_grad`` of modules and optimizers, and a ``GradScaler``, do with gradients.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from instep.errors import Desync
 from instep.events import PIPELINE, Recorder
 from instep.ordered.norm import block_square_sums
-from instep.ordered.placeholder import is_elsewhere, placeholder
+from instep.ordered.placeholder import placeholder, stands_in_elsewhere
 from instep.pipeline.home import PipelineHome
 
 GRADIENT_NORM = "the gradient norm"
@@ -33,8 +35,8 @@ class Elsewhere:
         for name, p in zip(self.home.names, self.home.parameters, strict=True):
             if p.requires_grad and not self.home.holds(p):
                 p.grad = placeholder(p, self, name, p.dtype)
-            elif p.grad is not None:
-                is_elsewhere(p.grad, self)
+            elif p.requires_grad and p.grad is not None:
+                stands_in_elsewhere(p.grad, self)
 
     def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
         """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
@@ -60,10 +62,28 @@ class Elsewhere:
     def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
         """The ranks that have them do."""
 
-    def unscale(self, placeholders: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-        """``found_inf`` becomes 1 on all ranks if it is 1 on one. Collective: 1 byte."""
-        mine = bytes([int(found_inf)])
+    def unscale(
+        self,
+        placeholders: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        found_inf: Tensor,
+        inverse_scale: Tensor,
+    ) -> None:
+        """``found_inf`` becomes 1 on all ranks if it is 1 on one. Collective: some bytes.
+
+        Raises:
+            Desync: other ranks are asked of other gradients; raised on every rank alike.
+        """
+        asked = {id(x) for x in (*placeholders, *whole)}
+        names = [i for i, p in enumerate(self.home.parameters) if id(p.grad) in asked]
+        mine = bytes([int(found_inf)]) + hashlib.sha256(repr(names).encode()).digest()
         told = self.home.group.all_gather_bytes(mine, "the check of gradients for what is not finite")
+        if any(data[1:] != mine[1:] for data in told):
+            raise Desync(
+                "ranks of a pipeline unscale gradients of different parameters: where a stage has all those of "
+                "an optimizer and a dtype, its GradScaler asks no other rank. Make one optimizer of "
+                "model.parameters(), with groups of parameters if they need options of their own"
+            )
         found_inf.fill_(max(data[0] for data in told))
 
     def discard(self, placeholders: Sequence[Tensor]) -> None:

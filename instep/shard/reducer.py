@@ -282,7 +282,13 @@ class SliceReducer(Reduction):
         for piece in self._pieces(placeholders):
             piece.mul_(factor)
 
-    def unscale(self, placeholders: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    def unscale(
+        self,
+        placeholders: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        found_inf: Tensor,
+        inverse_scale: Tensor,
+    ) -> None:
         """As ``scale``, by a ``GradScaler``; ``found_inf`` is 1 on all ranks if a piece is not finite on one.
         Collective: 4 bytes."""
         if pieces := list(self._pieces(placeholders)):
