@@ -131,7 +131,7 @@ class PipelineHome:
 
 
 def is_hidden(p: Tensor) -> bool:
-    """Whether ``p`` shows one NaN in the place of its values."""
+    """Whether ``p`` shows one number in the place of its values."""
     return p.untyped_storage().nbytes() < p.numel() * p.element_size()
 
 
@@ -142,7 +142,9 @@ def hide(p: Tensor) -> None:
 
 
 def _nan(p: Tensor, device: torch.device | None) -> Tensor:
-    return torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape)
+    """In the place of values, or a zero, where the dtype has none."""
+    shown = math.nan if p.is_floating_point() or p.is_complex() else 0
+    return torch.full((), shown, dtype=p.dtype, device=device).expand(p.shape)
 
 
 def guard_state_dicts(module: nn.Module, home: PipelineHome) -> list[RemovableHandle]:

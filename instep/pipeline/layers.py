@@ -49,11 +49,11 @@ def numbered_blocks(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Module
     """The blocks of random numbers, with the numbers that they are keyed by: the same for any cut.
 
     Those that the model declares (``rng_block = True``) have the numbers that they have without a pipeline. A
-    layer that neither is one nor has one is one here: else its draws would depend on the layers before it.
+    layer that is none is one here, also if it has some: else what it draws outside of them would depend on
+    the layers before it.
     """
     declared = list(filter(is_block, model.modules()))
-    known = set(declared)
-    others = [layer.module for layer in layers if known.isdisjoint(layer.module.modules())]
+    others = [layer.module for layer in layers if not is_block(layer.module)]
     return {block: number for number, block in enumerate([*declared, *others], start=1)}
 
 
@@ -62,7 +62,7 @@ class Layers(nn.Module):
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
-        self._calls = [layer.call for layer in layers]
+        self._layers = tuple(layers)
         for layer in layers:
             *outer, last = layer.path.split(".")
             at: nn.Module = self
@@ -74,8 +74,8 @@ class Layers(nn.Module):
 
     def forward(self, *values: Any) -> Any:
         found: Any = values
-        for call in self._calls:
-            found = call(*found) if isinstance(found, tuple) else call(found)
+        for layer in self._layers:
+            found = layer.call(*found) if isinstance(found, tuple) else layer.call(found)
         return found
 
     def replace(self, old: Tensor, new: Any) -> None:

@@ -64,8 +64,9 @@ class Pipeline(WrappedOnce, OwnNames):
     """Trains a model in stages: each rank along the mesh's axis ``pp`` has some of the layers.
 
     A step is one call, in which every rank does its part of a schedule. It is a declared step: gradients, and
-    weights after the optimizer's step, have the same bits for every schedule and cut, for any number of ranks
-    along ``pp`` and ``dp``, and for one process. Dropout is keyed by micro-batch and layer.
+    weights after the optimizer's step, have the same bits for every schedule and cut, and for any number of
+    ranks along ``pp`` and ``dp``, one included. Dropout is keyed by micro-batch and layer. ``DataParallel``
+    gives the same bits, but for the dropout of layers that are no blocks (``rng_block = True``).
 
     At construction ranks compare their models and take those of the first one; then each gives back the
     memory of the layers that others have. Their parameters stay there by name, and show NaN. After a step
@@ -580,6 +581,7 @@ class Pipeline(WrappedOnce, OwnNames):
             self._is_unfilled = not self.home.has_values
         for stage in self._stages.values():
             stage.abandon()
+        self.module.zero_grad()  # those of other ranks, too, which only the optimizer's step would discard
         self.close()
         self.home.vacate()
 

@@ -36,9 +36,9 @@ LIMIT_BYTES = 1 << 32  # of one rank's
 class RunningStatistics:
     """The running statistics of a module in declared steps, which ranks of ``group`` exchange on ``lane``.
 
-    A step: ``begin``; each micro-batch within ``leaf``; ``exchange``, when all gradients have arrived, and
-    ``apply``, when nothing can fail any more. Or ``leave`` in the place of ``exchange``. ``handles`` are of
-    the hooks.
+    A step: ``begin``; each visit of a micro-batch within ``leaf``; ``exchange``, when all gradients have
+    arrived, and ``apply``, when nothing can fail any more. Or ``leave`` in the place of ``exchange``.
+    ``handles`` are of the hooks.
     """
 
     def __init__(self, group: Group, lane: Lane) -> None:
@@ -73,7 +73,7 @@ class RunningStatistics:
         self._recording.hide(norm)
 
     def leaf(self, index: int) -> AbstractContextManager[None]:
-        """Around micro-batch ``index``, to which belongs what forwards measure.
+        """Around a visit of micro-batch ``index``, to which belongs what forwards measure. Several add up.
 
         Raises:
             ValueError: forward has looked at a counter that it changes.
@@ -85,7 +85,7 @@ class RunningStatistics:
         with self._recording.open():
             yield
         if changes := self._recording.changes():
-            self._measured[index] = changes
+            self._measured[index] = [*self._measured.get(index, ()), *changes]
 
     def exchange(self) -> None:
         """Tell the others what the micro-batches of this rank have measured. Collective.
