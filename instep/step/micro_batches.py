@@ -253,7 +253,7 @@ class DeclaredStep:
             if gradients:
                 self.reducer.open_leaf(leaf, last=last)
             self.inputs.opened()
-            watched = self.counters.watched(), self.statistics.leaf(leaf)
+            watched = self.counters.watched(self._steps, leaf), self.statistics.leaf(leaf)
             with self.keys.leaf(self._step, leaf), watched[0], watched[1]:
                 yield
             self._check(micro_batch, before, gradients=gradients)
@@ -274,8 +274,9 @@ class DeclaredStep:
             self.micro_batch = self._open = None
             self.reducer.leave()
             raise ValueError(
-                "micro_batches() began while the loop of another one was open, nested or left by keeping its "
-                "iterator: run one to its end, or close() the iterator, before the next one begins"
+                "a declared step began while another one was open, within it, or after a loop over "
+                "micro_batches() that was left by keeping its iterator: run one to its end, or close() the "
+                "iterator, before the next one begins"
             )
         # One micro-batch is one rank's in every placement.
         if self._steps == 0 and num_micro_batches > 1 and self.reducer.group.rank == 0 and self._is_on_cpu:
@@ -312,8 +313,9 @@ class DeclaredStep:
             raise ValueError(f"the step of micro-batch {index} was given up when another one began")
         if gradients and self._weight_taken is None and micro_batch.weight != 0:
             raise ValueError(
-                f"micro-batch {index} ended without a gradient: call backward() once per micro-batch, inside "
-                "the loop (a loss over several cannot be declared), or set micro_batch.weight = 0"
+                f"micro-batch {index} ended without a gradient: its loss has to depend on trained weights; in "
+                "a loop over micro_batches() call backward() inside, once per micro-batch (a loss over several "
+                "cannot be declared). Or set micro_batch.weight = 0"
             )
         if self._weight_taken is not None and micro_batch.weight != self._weight_taken:
             raise ValueError(
@@ -347,12 +349,17 @@ class Counters:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._micro_batches = 0
+        self._seen: set[tuple[int, int]] = set()  # the first micro-batches
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Around a micro-batch: warns, in the second one, of a number that has changed in it."""
-        self._micro_batches += 1
-        return self._compared() if self._micro_batches == LOOKED_AT else nullcontext()
+    def watched(self, step: int, leaf: int) -> AbstractContextManager[None]:
+        """Around a visit of a micro-batch: warns, in the second one's forward, of a number that has changed.
+
+        Of a micro-batch that has several visits, forward is in the first.
+        """
+        if len(self._seen) == LOOKED_AT or (step, leaf) in self._seen:
+            return nullcontext()
+        self._seen.add((step, leaf))
+        return self._compared() if len(self._seen) == LOOKED_AT else nullcontext()
 
     @contextmanager
     def _compared(self) -> Iterator[None]:
@@ -426,8 +433,8 @@ class WrittenWeights:
         if name in self._left and not torch.equal(self._left[name], value):
             raise ValueError(
                 f"parameter {name!r} was written to in micro-batch {index}: what other micro-batches find "
-                "would depend on which rank has them. Write to weights outside of micro_batches(), or put "
-                "back what was there before the micro-batch ends"
+                "would depend on which rank has them. Write to weights between steps, or put back what was "
+                "there before the micro-batch ends"
             )
         self._left[name] = value
 
@@ -445,9 +452,8 @@ def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> 
             parameter.grad = None
         if parameter.grad is not None:
             raise ValueError(
-                f"parameter {name!r} already has a gradient when micro_batches() begins: call "
-                "optimizer.zero_grad() before it; the step is the sum of its own "
-                "micro-batches alone"
+                f"parameter {name!r} already has a gradient when a declared step begins: call "
+                "optimizer.zero_grad() before it; the step is the sum of its own micro-batches alone"
             )
 
 
