@@ -80,8 +80,8 @@ class Elsewhere:
         told = self.home.group.all_gather_bytes(mine, "the check of gradients for what is not finite")
         if any(data[1:] != mine[1:] for data in told):
             raise Desync(
-                "ranks of a pipeline unscale gradients of different parameters: where a stage has all those "
-                "of an optimizer and a dtype, its GradScaler asks no other rank. Make one optimizer of "
+                "ranks of a pipeline unscale gradients of different parameters: where one has all that an "
+                "optimizer steps of a dtype, a GradScaler asks no other there. Make one optimizer of "
                 "model.parameters(), with groups of parameters if they need options of their own"
             )
         found_inf.fill_(max(data[0] for data in told))

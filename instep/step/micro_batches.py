@@ -313,9 +313,9 @@ class DeclaredStep:
             raise ValueError(f"the step of micro-batch {index} was given up when another one began")
         if gradients and self._weight_taken is None and micro_batch.weight != 0:
             raise ValueError(
-                f"micro-batch {index} ended without a gradient: its loss has to depend on trained weights; in "
-                "a loop over micro_batches() call backward() inside, once per micro-batch (a loss over several "
-                "cannot be declared). Or set micro_batch.weight = 0"
+                f"micro-batch {index} ended without a gradient: its loss has to depend on trained weights; "
+                "in a loop over micro_batches() call backward() inside, once per micro-batch (a loss over "
+                "several cannot be declared). Or set micro_batch.weight = 0"
             )
         if self._weight_taken is not None and micro_batch.weight != self._weight_taken:
             raise ValueError(
