@@ -180,7 +180,6 @@ ONE_USER = {
     "instep/pipeline/first_values.py",
     "instep/pipeline/layer_costs.py",
     "instep/pipeline/one_process.py",
-    "instep/pipeline/runtime.py",
     "instep/pipeline/split_backward.py",
     "instep/pipeline/tied.py",
     "instep/recipes/images_config.py",

@@ -502,8 +502,9 @@ def against_micro_batches(
                 axes.set_title(names[place], loc="left", fontsize=12, fontweight="bold", color=INK, pad=6)
         grid[0][0].set_ylim(0, 1.18 * max(row["bubble q75"] for row in rows))
         grid[0][0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        for axes in grid[-1]:
+        for axes in list(grid.flat)[max(len(names) - across, 0) : len(names)]:  # none is below
             axes.set_xlabel("micro-batches")
+            axes.tick_params(axis="x", labelbottom=True)
         _lines_legend(figure)
         return style.save(figure, path)
 
@@ -516,7 +517,8 @@ def _bubbles(axes: Axes, rows: Sequence[Row]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.12)
     known = [(row["micro-batches"], row["by formula"]) for row in rows if row["by formula"] is not None]
-    axes.plot(*zip(*known, strict=True), color=MUTED, linestyle=DASHES, linewidth=1.8, zorder=2)
+    look: Any = {"color": MUTED, "linestyle": DASHES, "linewidth": 1.8, "clip_on": False}  # also at zero
+    axes.plot([m for m, _ in known], [rate for _, rate in known], zorder=2, **look)
     axes.plot(counts, [row["simulated bubble"] for row in rows], color=style.ORANGE, linewidth=2.2, zorder=3)
     for row in rows:
         around = [row["bubble q25"], row["bubble q75"]]

@@ -379,7 +379,7 @@ def draw(results: PipelineResults, path: Path) -> list[Path]:
         path.with_stem(f"{path.stem}-steps"),
         title="A pipeline's step, measured and simulated",
         subtitle=f"{place}; {most} micro-batches. Above the step that took as long as most, below the "
-        "simulator with the median forward, backward and message; grey is a rank that waits",
+        "simulator with its average forward and backward and its median message; grey is a rank that waits",
         label="ms since the first forward began",
     )
     return [*bubbles, *steps]

@@ -198,16 +198,16 @@ class Pipeline(WrappedOnce, OwnNames):
         """The layers, and a schedule with the stages; what this rank may refuse."""
         require_unwrapped(self.module)
         for name, p in self.module.named_parameters():
-            if self.home is None and is_hidden(p):
-                raise ValueError(
-                    f"parameter {name!r} has no values here, as another pipeline had it on another rank: "
-                    "make the model anew, and load its values"
-                )
             if (there := homes.home(p)) is not None and there.replicas is None:
                 raise ValueError(
                     f"parameter {name!r} is divided among ranks already: make the pipeline of a module that "
                     "fully_shard has not divided, and divide its optimizer's state with "
                     "instep.ShardedOptimizer"
+                )
+            if self.home is None and is_hidden(p):
+                raise ValueError(
+                    f"parameter {name!r} has no values here, as another pipeline had it on another rank: "
+                    "make the model anew, and load its values"
                 )
         from_meta = {p.is_meta for p in self.module.parameters()}
         if len(from_meta) > 1:

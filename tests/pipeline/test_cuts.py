@@ -20,6 +20,7 @@ from instep.models.transformer import GPT
 from instep.ordered.homes import offered
 from instep.pipeline import cuts
 from instep.pipeline.actions import Action, Schedule
+from instep.pipeline.channel import HEAD_BYTES
 from instep.pipeline.cuts import (
     LayerCost,
     Pace,
@@ -346,7 +347,8 @@ def test_ranks_hold_as_many_bytes_of_activations_as_cuts_by_memory_count_with(
     costs = [cost._replace(weight_bytes=0, trained_bytes=0) for cost in model._cutter.costs]
     edges = [0, *model.placement["cuts"], len(costs)]
     expected = peak_bytes(costs, edges, generate(schedule, 2, G))[mesh.along["pp"].rank]
-    assert 0.95 * expected <= saved.peak <= expected
+    headers = 2 * G * HEAD_BYTES  # what is short comes in one piece of memory with what is said of it
+    assert 0.95 * expected <= saved.peak <= expected + headers
     model.close()
 
 

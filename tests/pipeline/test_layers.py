@@ -133,6 +133,8 @@ def test_a_pipeline_that_left_between_step_and_zero_grad_has_no_gradient_of_any_
         for p in model.parameters():
             if model.home is not None and model.home.holds(p):
                 p.data = torch.ones(p.shape)
+    assert model.home is not None
+    model.home.loaded()
     model.step(mean_square, lambda micro_batch: x[micro_batch.index])
     model.close()
 

@@ -22,6 +22,7 @@ from instep.ordered.hash import SharedHash, state_entries, state_sha256
 from instep.pipeline import schedules
 from instep.pipeline.simulate import StageTimes, simulate
 from instep.step.micro_batches import MicroBatch
+from instep.work import Running
 from tests.world import world
 
 G, STEPS, MAX_NORM = 6, 2, 0.1
@@ -210,18 +211,18 @@ def test_a_recorded_step_has_the_spans_of_the_simulated_one(mesh: Mesh, waits: t
     """Rank 0 begins when rank 1 waits for what it makes."""
     model = instep.Pipeline(gpt(tied=False), mesh, "zb-h1", G)
     row, rank = model._channel.group, mesh.rank
-    run = row.run
+    start = row.start
 
-    def watched(function: Callable[[], object], operation: str) -> None:
+    def watched(function: Callable[[], None], operation: str, *place: str) -> Running:
         if operation == "1RECV_F0":
             waits.set()
-        run(function, operation)
+        return start(function, operation, *place)
 
     def tokens(micro_batch: MicroBatch) -> Tensor:
         assert waits.wait(5)
         return windows(0, micro_batch)[:, :-1]
 
-    row.run = watched  # type: ignore[method-assign]
+    row.start = watched  # type: ignore[method-assign]
     mesh.recorder.begin_step(0)
     model.step(lambda logits, micro_batch: loss(logits, 0, micro_batch), tokens)
     mesh.recorder.end_step()
