@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from instep.run.rank_state import Made
+from instep.run.rank_state import BUBBLE_MS, Made
 from instep.run.summary import throughput
 from instep.timeline.straggler import SlowRank
 
@@ -64,6 +64,8 @@ class Display:
 
 def _figures(made: Made, slow: SlowRank | None) -> str:
     waiting = f", {made.waiting_ms:.0f} waiting" if made.waiting_ms >= 0.5 else ""
+    if made.logged.get(BUBBLE_MS, 0.0) >= 0.5:
+        waiting += f", {made.logged[BUBBLE_MS]:.0f} bubble"
     culprit = f"  rank {slow.rank} is slow: {slow.phase}, +{slow.excess_s * 1e3:.0f} ms" if slow else ""
     known = {"loss": (made.loss, ".3f"), "norm": (made.norm, ".2f"), "lr": (made.rate, ".1e")}
     shown = "  ".join(f"{name} {x:{form}}" for name, (x, form) in known.items() if not math.isnan(x))

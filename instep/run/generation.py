@@ -309,7 +309,7 @@ class Generation:
         figures = _summary(self.training, self.path, first, self._begun["restarts"], state)
         analysis = self._look([RankBreakdown.from_json(json.loads(each)) for each in told], first)
         folder.end(self.path, {**figures, "memory": memory, **analysis.figures()})
-        shown = summary_lines(analysis.breakdowns, analysis.slow, analysis.advice)
+        shown = summary_lines(analysis.breakdowns, analysis.slow, analysis.advice, analysis.pipeline)
         said = [("memory", words(memory)), *shown]
         summary.show(figures, self.path, said, loss_unit=self.training.loss_unit)
 

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+BUBBLE_MS = "bubble_ms"  # among what is logged of a pipeline: waited for other stages
+
 
 @dataclass
 class Made:

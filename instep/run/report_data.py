@@ -23,8 +23,17 @@ from instep.run.jsonl import OF_STEPS, Fields, read_lines, read_object, replace_
 from instep.run.ledger import LEDGER, STARTED
 from instep.run.status import last_part, run_status
 from instep.run.summary import throughput_name
-from instep.timeline.analysis import WARM_UP, Analysis, analyse, summary_lines
-from instep.timeline.breakdown import PARTS, Parts, RankBreakdown
+from instep.timeline.advice import in_percent
+from instep.timeline.analysis import (
+    WARM_UP,
+    Analysis,
+    analyse,
+    bubble_of,
+    formula_of,
+    stage_slowness,
+    summary_lines,
+)
+from instep.timeline.breakdown import BUBBLE, PARTS, Parts, RankBreakdown
 from instep.timeline.bubbles import Bubble, bubbles
 from instep.timeline.bucket_times import BucketRow
 from instep.timeline.chrome_trace import write_traces
@@ -58,12 +67,12 @@ def write_report(path: Path, out: Path | None, steps: Sequence[int], trace_steps
     yield f"{'run':<7}{printable(str(path))}: {data['run']['state']}"
     for note in data["run"]["notes"]:
         yield f"{'note':<7}{note}"
-    for label, text in summary_lines(insight.breakdowns, insight.slow, insight.advice):
+    for label, text in summary_lines(insight.breakdowns, insight.slow, insight.advice, insight.pipeline):
         yield f"{label:<7}{text}"
     written = [_write(out / PAGE, render(data)), _write(out / FIGURES, to_json(data))]
     part = sorted({row.step for rows in insight.rows.values() for row in rows})
     written += _traces(tapes, data, out / FOLDER, part[-trace_steps:] if trace_steps > 0 else [])
-    written += _picture(tapes, data, out / FOLDER / PICTURE)
+    written += _picture(tapes, insight, data, out / FOLDER / PICTURE)
     for file in written:
         yield f"{'wrote':<7}{printable(str(file))}"
 
@@ -106,7 +115,8 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
         "run": {**about, "first_step": min(part, default=0), "notes": notes},
         "advice": [_advice(one) for one in insight.figures()["advice"]],
         "slow": _slow(insight),
-        "breakdown": {"parts": list(PARTS), "ranks": [_breakdown(row) for row in insight.breakdowns]},
+        "breakdown": {"parts": _parts(insight), "ranks": [_breakdown(row) for row in insight.breakdowns]},
+        **_pipeline(insight),
         "over_time": _over_time(whole.rows),
         "buckets": _buckets(insight, tapes, notes),
         "curves": _curves(metrics),
@@ -238,7 +248,7 @@ def _step(
             "end_us": (windows[rank][1] - origin) / 1e3,
             "events": [
                 [number(lanes, e.lane), number(names, e.name), *span(e.start_ns, e.end_ns),
-                 e.bytes, e.leaf, e.bucket, e.peer]
+                 e.bytes, e.leaf, e.bucket, e.peer, e.stage]
                 for e in events
             ],
             "bubbles": [[*span(b.start_ns, b.end_ns), b.cause, b.peer] for b in waits],
@@ -299,6 +309,35 @@ def _breakdown(row: RankBreakdown) -> Fields:
     }
 
 
+def _parts(insight: Analysis) -> list[str]:
+    """The names of the parts of a step; a pipeline's alone has a bubble."""
+    return [name for name in PARTS if name != BUBBLE or insight.pipeline is not None]
+
+
+def _pipeline(insight: Analysis) -> Fields:
+    """The bubble of a pipeline, in words and by rank, and its stages."""
+    pipeline = insight.pipeline
+    if pipeline is None:
+        return {}
+    stages = {stage.stage: stage for stage in pipeline.stages}
+    rows = [
+        {
+            "rank": row.rank,
+            "stages": ", ".join(map(str, row.stages)),
+            "forward_ms": sum(stages[number].forward_s for number in row.stages) * 1e3,
+            "backward_ms": sum(stages[number].backward_s for number in row.stages) * 1e3,
+            "computes_ms": row.computes_s * 1e3,
+            "fill_ms": row.fill_s * 1e3,
+            "steady_ms": row.steady_s * 1e3,
+            "drain_ms": row.drain_s * 1e3,
+        }
+        for row in pipeline.ranks
+    ]
+    slow = "" if pipeline.slow is None else stage_slowness(pipeline.slow)
+    said = [bubble_of(pipeline), formula_of(pipeline)]
+    return {"pipeline": {"said": said, "slow": slow, "span_ms": pipeline.span_s * 1e3, "ranks": rows}}
+
+
 def _in_ms(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: value * 1e3 for name, value in seconds.items()}
 
@@ -355,7 +394,7 @@ def _traces(tapes: RunTraces, data: Fields, folder: Path, steps: Sequence[int]) 
     return write_traces(timeline, folder, world_size=tapes.world_size, hosts=hosts, backend=backend)
 
 
-def _picture(tapes: RunTraces, data: Fields, path: Path) -> list[Path]:
+def _picture(tapes: RunTraces, insight: Analysis, data: Fields, path: Path) -> list[Path]:
     """The median step, or the one that was asked for."""
     shown = data["timeline"]["steps"]
     if not shown:
@@ -363,14 +402,19 @@ def _picture(tapes: RunTraces, data: Fields, path: Path) -> list[Path]:
     step, run = shown[0]["step"], data["run"]
     ranks = tapes.ranks(step)[:MOST_PICTURED]
     known = step >= run["first_step"]  # how a step of an earlier part was made is not told
+    how, bubble = run["strategy"], ""
+    if insight.pipeline is not None:
+        how = f"in a pipeline: {insight.pipeline.schedule or 'a schedule of its own'}"
+        share = in_percent(insight.pipeline.bubble)
+        bubble = f"; bubble of all steps {share}; {formula_of(insight.pipeline)}"
     return step_chart(
         tapes.timeline(step),
         path,
         step=step,
         ranks=ranks,
-        title=_no_formula(f"One step on {len(tapes.ranks(step))} rank(s)" + known * f", {run['strategy']}"),
+        title=_no_formula(f"One step on {len(tapes.ranks(step))} rank(s)" + known * f", {how}"),
         subtitle=_no_formula(
-            f"{run['name']}, step {step} ({shown[0]['why']})" + known * f", backend {run['backend']}"
+            f"{run['name']}, step {step} ({shown[0]['why']})" + known * f", backend {run['backend']}{bubble}"
         ),
     )
 

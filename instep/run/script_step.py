@@ -35,7 +35,7 @@ from instep.ordered.norm import Clips, clipping, grad_norm
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
 from instep.replicate.server import SERVER, Declined
 from instep.run.nonfinite import NonFiniteSearch
-from instep.run.rank_state import Holds, Made
+from instep.run.rank_state import BUBBLE_MS, Holds, Made
 from instep.run.script_training import ScriptTraining
 from instep.run.strangers import Strangers
 from instep.shard.saved_memory import Saved
@@ -194,9 +194,11 @@ class StepWork:
         health = training.health
         if skipped and health.exhausted and health.planned(training.steps_done) is None:
             self.search.give_up(skipped, norm)
-        exposed_s, waiting_s = training.timing.waits()
+        exposed_s, waiting_s, bubble_s = training.timing.waits()
         step_s = time.monotonic() - self._began
         logged = {name: x for name, x in made.items() if name != "loss"}
+        if bubble_s:
+            logged[BUBBLE_MS] = bubble_s * 1e3
         training.rank_state.counted(
             Made(
                 loss=made.get("loss", math.nan),

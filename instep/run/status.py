@@ -13,7 +13,7 @@ from instep.run.again import again
 from instep.run.folder import CONFIG, SUMMARY, workers
 from instep.run.jsonl import Fields
 from instep.run.ledger import part_begins
-from instep.timeline.analysis import setting_of
+from instep.timeline.run_setting import setting_of
 from instep.timeline.trace_files import RunTraces
 
 

@@ -47,12 +47,15 @@ class Timing:
         """The ``own`` figures of every rank; those of a rank without a step yet are zeros."""
         self._heard += [figures for figures in told if any(figures)]
 
-    def waits(self) -> tuple[float, float]:
+    def waits(self) -> tuple[float, float, float]:
         """The step is made, but for what follows it, which is host code: the seconds of it in which messages
-        travelled, and in which another rank was not ready."""
+        travelled, in which another rank was not ready, and in which a pipeline's other stages were waited
+        for."""
         with self.recorder.span("timing", lane="host"):
             self._made = made = sums(self.recorder.so_far())
-            return (0.0, 0.0) if made is None else (made.exposed / 1e9, made.waiting / 1e9)
+            if made is None:
+                return 0.0, 0.0, 0.0
+            return made.exposed / 1e9, made.waiting / 1e9, made.bubble / 1e9
 
     def slow(self, steps: int = LOOKED_AT) -> SlowRank | None:
         """The rank that holds the others up, as far as the last ``steps`` tell."""

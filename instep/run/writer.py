@@ -41,7 +41,7 @@ from instep.run.ledger import (
 from instep.run.rank_state import Made
 from instep.run.script_training import ScriptTraining
 from instep.run.shape import COUNT, NUMBER, Shape
-from instep.timeline.advice import RunSetting
+from instep.timeline.run_setting import RunSetting
 
 METRIC_LINES = Shape({"step": COUNT}, required={"step"}, others=NUMBER)
 
@@ -225,6 +225,8 @@ def trace_head(training: ScriptTraining) -> Fields:
         bucket_mb=config.parallel.bucket_mb,
         num_leaves=config.batch.num_micro_batches,
         micro_size=config.batch.micro_size,
+        pp=mesh.axes.size("pp"),
+        schedule=config.parallel.schedule,
     )
     num_parameters = sum(p.numel() for p in training.module.parameters())
     head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}

@@ -22,6 +22,7 @@ from statistics import median
 
 from instep.events import GRADIENT_SYNC
 from instep.timeline.breakdown import (
+    BUBBLE,
     COMPUTE,
     DATA,
     EXPOSED,
@@ -46,6 +47,8 @@ from instep.timeline.predict import (
     pause_s,
     saved_s,
 )
+from instep.timeline.run_setting import RunSetting
+from instep.timeline.stages import SlowStage
 from instep.timeline.straggler import PHASES, SlowRank
 
 WORTH_IT = 0.01  # of the median step
@@ -78,8 +81,8 @@ NO_BUCKETS = ("server", "threads", "fully_shard")  # nothing that is sent is of 
 class Advice:
     """One thing to do.
 
-    ``cause``: "slow rank", "loader", "threads", "uneven", "strategy", "giant bucket", "tiny buckets", "gloo",
-    "slow link" or "accumulate".
+    ``cause``: "slow rank", "slow stage", "loader", "threads", "uneven", "strategy", "giant bucket", "tiny
+    buckets", "gloo", "slow link" or "accumulate".
     """
 
     cause: str
@@ -90,26 +93,6 @@ class Advice:
     how: str  # how the gain was predicted
     confidence: float  # the share of ``gain_ms`` that three of four steps would gain at least: 0 to 1
     changes_training: bool = False  # and not only how the same training is done
-
-
-@dataclass(frozen=True)
-class RunSetting:
-    """What the run was told."""
-
-    strategy: str
-    backend: str
-    world_size: int
-    ranks_per_host: int  # that share cores
-    hosts: int  # that share no memory
-    threads: int  # per rank
-    cores: int  # of a host
-    bucket_mb: float  # the cap, in 2**20 bytes
-    num_leaves: int  # micro-batches per step, of all ranks; 0: unknown
-    micro_size: int = 0  # samples in one; 0: unknown
-
-    @property
-    def overlaps(self) -> bool:
-        return self.strategy in ("overlap", "bucketed")
 
 
 @dataclass(frozen=True)
@@ -143,7 +126,7 @@ class RunMeasurements:
     @property
     def waited_s(self) -> float:
         """Seconds per step that the others wait for the slow rank, some of it perhaps as a message's time."""
-        return 0.0 if self.slow is None else min(self.slow.excess_s, self.part_s(WAITING, EXPOSED))
+        return 0.0 if self.slow is None else min(self.slow.excess_s, self.part_s(WAITING, EXPOSED, BUBBLE))
 
     @property
     def sync_s(self) -> float:
@@ -227,6 +210,7 @@ def advise(
     optimizer: str = "adamw",
     num_parameters: int = 0,
     slowdown: float | None = None,
+    slow_stage: SlowStage | None = None,
 ) -> list[Advice]:
     """What is worth doing, the largest gain first; what changes the training, after all that does not.
 
@@ -239,6 +223,7 @@ def advise(
         optimizer: "adamw" shows by its update how fast the memory is.
         num_parameters: elements, of all parameters that the update changes; 0: as the buckets have.
         slowdown: as ``RankBreakdown.slowdown``; None: theirs, where they know it.
+        slow_stage: the stage of a pipeline that takes longer than the others.
     """
     known = [row.slowdown for row in breakdowns if row.slowdown is not None]
     if slowdown is None and known:
@@ -246,10 +231,10 @@ def advise(
     run = RunMeasurements(breakdowns, buckets, slow, setting, backward_s, optimizer, num_parameters, slowdown)
     if not breakdowns or run.step_s <= 0:
         return []
-    found = [slow_rank(run), loader(run), threads(run), uneven(run), *exchange_advice(run)]
+    own = [slow_rank(run), equal_stages(run, slow_stage), loader(run), threads(run), uneven(run)]
     worth_it = [
         advice
-        for advice in found
+        for advice in [*own, *exchange_advice(run)]
         if advice and advice.gain_share >= WORTH_IT and advice.confidence >= CONFIDENT
     ]
     return sorted(worth_it, key=lambda advice: (advice.changes_training, -advice.gain_ms))
@@ -268,7 +253,23 @@ def slow_rank(run: RunMeasurements) -> Advice | None:
         f"Rank {slow.rank} {what}, {in_ms(slow.excess_s)} in every step since step {slow.since}, "
         f"and all ranks wait for it: look at {slow.phase} on rank {slow.rank}.",
         f"the {in_ms(slow.excess_s)} that rank {slow.rank} takes longer than the median of the other ranks, "
-        f"at most the {in_ms(run.part_s(WAITING, EXPOSED))} that those wait.",
+        f"at most the {in_ms(run.part_s(WAITING, EXPOSED, BUBBLE))} that those wait.",
+    )
+
+
+def equal_stages(run: RunMeasurements, slow: SlowStage | None) -> Advice | None:
+    """A pipeline goes as fast as its slowest stage: others have time for layers of it."""
+    if slow is None:
+        return None
+    waiting = [row for row in run.breakdowns if row.rank not in slow.ranks]
+    return run.advice(
+        "slow stage",
+        slow.gain_s,
+        run.waited(BUBBLE, waiting),
+        f"Stage {slow.stage} takes {slow.times:.1f} times as long per micro-batch as the others, which wait "
+        "for it: cut the model so that it has fewer layers.",
+        f"the schedule simulated with what the stages take, a bubble of {in_percent(slow.bubble)}, and with "
+        f"stages that take equally long, {in_percent(slow.even_bubble)}; messages are left out.",
     )
 
 
@@ -322,7 +323,7 @@ def threads(run: RunMeasurements) -> Advice | None:
 def uneven(run: RunMeasurements) -> Advice | None:
     """All ranks wait for those with one micro-batch more."""
     setting = run.setting
-    num, num_ranks = setting.num_leaves, setting.world_size
+    num, num_ranks = setting.num_leaves, setting.world_size // setting.pp
     if not num or num % num_ranks == 0:
         return None
     most = math.ceil(num / num_ranks)
@@ -374,7 +375,7 @@ class RunExchanges:
         """None where ranks do not exchange gradients with one another, or nothing is known of it."""
         setting = run.setting
         rows = [row for row in run.buckets if row.bytes and row.flight_ms > 0 and row.ready_ms]
-        if setting.world_size == 1 or setting.strategy in NO_BUCKETS or not rows:
+        if setting.world_size == 1 or setting.strategy in NO_BUCKETS or setting.pp > 1 or not rows:
             return None
         model = ExchangeModel(
             rows,

@@ -8,16 +8,18 @@ straggler and the advice. ``summary_lines`` says it in lines to read; ``Analysis
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from instep.events import Event
-from instep.timeline.advice import Advice, RunSetting, advise, in_ms, in_percent
+from instep.timeline.advice import Advice, advise, in_ms, in_percent
 from instep.timeline.breakdown import PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
 from instep.timeline.bubbles import BACKWARD
 from instep.timeline.bucket_times import BucketRow, bucket_rows
+from instep.timeline.run_setting import MOST, setting_of
+from instep.timeline.stages import FORMULAS, PipelineFigures, RankBubble, SlowStage, pipeline_figures
 from instep.timeline.straggler import OwnTimes, SlowRank, find_slow_rank
 
 if TYPE_CHECKING:  # it needs numpy
@@ -25,7 +27,6 @@ if TYPE_CHECKING:  # it needs numpy
 
 SAMPLED = 60  # steps, for what needs all events of all ranks at once
 WARM_UP = 2  # steps in which the order of the buckets is learned
-MOST = 1 << 40  # of anything that a setting counts
 WORTH_SAYING = 0.0005  # of a step
 ARGUMENTS = {  # of what a script calls, for flags of instep train
     "--batch.global-size": "batch_size",
@@ -45,14 +46,16 @@ class Analysis:
     buckets: Sequence[BucketRow]
     slow: SlowRank | None
     advice: Sequence[Advice]
+    pipeline: PipelineFigures | None = None
 
     def figures(self) -> dict[str, Any]:
         """For ``summary.json``."""
-        return {
+        found = {
             "breakdown": [row.to_json() for row in self.breakdowns],
             "slow_rank": None if self.slow is None else asdict(self.slow),
             "advice": [asdict(advice) for advice in self.advice],
         }
+        return found | ({} if self.pipeline is None else {"pipeline": self.pipeline.to_json()})
 
 
 def analyse(
@@ -81,10 +84,13 @@ def analyse(
         slow = find_slow_rank(OwnTimes.of(found) for each in present.values() for found in each)
     breakdowns = [row for row in breakdowns if row.steps]
     buckets = bucket_rows(traces.timeline(step) for step in sampled)
-    advice = _advice(traces, breakdowns, buckets, slow, sampled) if breakdowns else []
+    setting = None if traces.first is None else setting_of(traces.first.head.get("setting"))
+    schedule = "" if setting is None else setting.schedule
+    pipeline = pipeline_figures((traces.timeline(step) for step in sampled), schedule)
+    advice = _advice(traces, breakdowns, buckets, slow, pipeline, sampled) if breakdowns else []
     if traces.first is not None and traces.first.head.get("script"):
         advice = [replace(one, try_=_as_arguments(one.try_)) for one in advice]
-    return Analysis(rows, breakdowns, buckets, slow, advice)
+    return Analysis(rows, breakdowns, buckets, slow, advice, pipeline)
 
 
 def _as_arguments(flags: str) -> str:
@@ -98,7 +104,10 @@ def _as_arguments(flags: str) -> str:
 
 
 def summary_lines(
-    breakdowns: Sequence[RankBreakdown], slow: SlowRank | None, advice: Sequence[Advice]
+    breakdowns: Sequence[RankBreakdown],
+    slow: SlowRank | None,
+    advice: Sequence[Advice],
+    pipeline: PipelineFigures | None = None,
 ) -> Iterator[tuple[str, str]]:
     """(label, text): where the time of a step went, on average over the ranks; who is slow; what to do."""
     if not breakdowns:
@@ -113,6 +122,8 @@ def summary_lines(
             else ""
         )
         yield "", f"{in_ms(hidden_s)} of communication hidden under compute{slower}{_gathers(breakdowns)}"
+    if pipeline is not None and pipeline.num_ranks > 1:
+        yield from _pipeline_lines(pipeline)
     if slow is not None:
         yield "slow", slowness(slow)
     for number, one in enumerate(advice):
@@ -129,6 +140,66 @@ def slowness(slow: SlowRank) -> str:
         f"rank {slow.rank} is slow in {slow.phase}: {in_ms(slow.excess_s)} a step more than the others "
         f"({in_percent(slow.share)}), since step {slow.since}"
     )
+
+
+def _pipeline_lines(pipeline: PipelineFigures) -> Iterator[tuple[str, str]]:
+    """The bubble beside its closed form, each stage's part in it, and the stage that is slow."""
+    yield "bubble", f"{bubble_of(pipeline)}; {formula_of(pipeline)}"
+    stages = {stage.stage: stage for stage in pipeline.stages}
+    for its in dict.fromkeys(row.stages for row in pipeline.ranks):
+        rows = [row for row in pipeline.ranks if row.stages == its]
+        forward_s = sum(stages[number].forward_s for number in its)
+        backward_s = sum(stages[number].backward_s for number in its)
+        ranks = _counted("rank", [row.rank for row in rows])
+        yield (
+            "",
+            (
+                f"{_counted('stage', its)} ({ranks}): {_phases(rows)}; per micro-batch "
+                f"forward {in_ms(forward_s)}, backward {in_ms(backward_s)}"
+            ),
+        )
+    if pipeline.slow is not None:
+        yield "slow", stage_slowness(pipeline.slow)
+
+
+def bubble_of(pipeline: PipelineFigures) -> str:
+    """The measured bubble in words and numbers."""
+    return (
+        f"{pipeline.bubble:.1%} of the {in_ms(pipeline.span_s)} from the first forward to the last backward: "
+        f"{_phases(pipeline.ranks)} on average over {len(pipeline.ranks)} ranks"
+    )
+
+
+def formula_of(pipeline: PipelineFigures) -> str:
+    """The closed form of its schedule."""
+    p, m, v = pipeline.num_ranks, pipeline.micro_batches, pipeline.chunks
+    sizes = f"p = {p} ranks" + (f", v = {v} stages each" if v > 1 else "") + f", m = {m} micro-batches"
+    if pipeline.formula is None:
+        return f"{sizes}, and no formula for this schedule"
+    formula = FORMULAS.get(pipeline.schedule, "the formula")
+    return f"for equal stages {formula} of {pipeline.schedule} is {pipeline.formula:.1%}, {sizes}"
+
+
+def stage_slowness(slow: SlowStage) -> str:
+    """Which stage is slow, by how much, what the bubble becomes by it, and what to do."""
+    return (
+        f"stage {slow.stage} ({_counted('rank', slow.ranks)}) takes {slow.times:.1f} times as long per "
+        f"micro-batch as the others: forward {in_ms(slow.forward_s)}, theirs {in_ms(slow.others_forward_s)}; "
+        f"backward {in_ms(slow.backward_s)}, theirs {in_ms(slow.others_backward_s)}. Simulated, the bubble "
+        f"is {slow.bubble:.1%} with it, and {slow.even_bubble:.1%} with equal stages: cut it"
+    )
+
+
+def _phases(rows: Sequence[RankBubble]) -> str:
+    fill_s, steady_s, drain_s = (
+        fmean(figures) for figures in zip(*((x.fill_s, x.steady_s, x.drain_s) for x in rows), strict=True)
+    )
+    return f"fill {in_ms(fill_s)} + steady state {in_ms(steady_s)} + drain {in_ms(drain_s)}"
+
+
+def _counted(what: str, numbers: Sequence[int]) -> str:
+    """ "rank 0", "ranks 0, 2"."""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _gathers(breakdowns: Sequence[RankBreakdown]) -> str:
@@ -157,6 +228,7 @@ def _advice(
     breakdowns: Sequence[RankBreakdown],
     buckets: Sequence[BucketRow],
     slow: SlowRank | None,
+    pipeline: PipelineFigures | None,
     steps: Sequence[int],
 ) -> list[Advice]:
     trace = traces.first
@@ -179,27 +251,8 @@ def _advice(
         optimizer=str(trace.head.get("optimizer")),
         num_parameters=trace.figure("num_parameters", MOST),
         slowdown=median(slowdowns) if slowdowns else None,
+        slow_stage=None if pipeline is None else pipeline.slow,
     )
-
-
-def setting_of(found: Any) -> RunSetting | None:
-    """The ``RunSetting`` in the head of a file; None if it is not whole, or cannot be."""
-    if not isinstance(found, Mapping):
-        return None
-    known = {field.name: found[field.name] for field in fields(RunSetting) if field.name in found}
-    needed = {field.name for field in fields(RunSetting) if field.default is MISSING}
-    if needed - known.keys() or not all(_can_be(name, value) for name, value in known.items()):
-        return None
-    return RunSetting(**known)
-
-
-def _can_be(name: str, value: object) -> bool:
-    if name in ("strategy", "backend"):
-        return isinstance(value, str)
-    if isinstance(value, bool) or not isinstance(value, int | float if name == "bucket_mb" else int):
-        return False
-    least = 0 if name in ("bucket_mb", "num_leaves", "micro_size") else 1
-    return least <= value <= MOST
 
 
 def _sample(steps: Sequence[int]) -> list[int]:

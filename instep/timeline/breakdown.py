@@ -17,13 +17,14 @@ from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
 from instep.events import GRADIENT_SYNC, Event
-from instep.timeline.bubbles import BACKWARD, StepWindow, find_bubbles, idle_intervals
+from instep.timeline.bubbles import BACKWARD, PHASES, StepWindow, find_bubbles, idle_intervals
 from instep.timeline.intervals import Interval, difference, intersection, total_ns, union, union_ns
 
-PARTS = COMPUTE, EXPOSED, WAITING, DATA, UPDATE, HOST, UNATTRIBUTED = (
+PARTS = COMPUTE, EXPOSED, WAITING, BUBBLE, DATA, UPDATE, HOST, UNATTRIBUTED = (
     "compute",
     "exposed communication",
     "waiting for a slower rank",
+    "pipeline bubble",
     "waiting for data",
     "update",
     "host",
@@ -45,12 +46,14 @@ class Parts:
     compute: float
     exposed: dict[str, float]  # by cause: waited while messages travelled
     waiting: dict[int, float]  # by peer: waited because that rank was not ready
+    bubble: dict[str, float]  # by phase of a pipeline: waited for other stages, and their messages
     data: float
     update: float
     host: dict[str, float]  # by name
     unattributed: float
     hidden: float  # communication that ran while this rank did something else: an "of which", not a part
     micro_batches: int  # micro-batches; 0: unknown
+    stage: int = -1  # the first one that the rank has; -1: there is no pipeline
     gathers: float = 0.0  # weights were gathered, hidden or exposed
     gathers_hidden: float = 0.0
 
@@ -67,6 +70,10 @@ class Parts:
         return sum(self.waiting.values())
 
     @property
+    def bubble_s(self) -> float:
+        return sum(self.bubble.values())
+
+    @property
     def host_s(self) -> float:
         return sum(self.host.values())
 
@@ -78,6 +85,7 @@ class Parts:
             EXPOSED: self.exposed_s,
             GRADIENT_SYNC: self.exposed.get(GRADIENT_SYNC, 0.0),
             IDLE: self.exposed_s + self.waiting_s,
+            BUBBLE: self.bubble_s,
         }
 
     def totals(self) -> dict[str, float]:
@@ -86,6 +94,7 @@ class Parts:
             self.compute,
             self.exposed_s,
             self.waiting_s,
+            self.bubble_s,
             self.data,
             self.update,
             self.host_s,
@@ -108,10 +117,12 @@ class Sums(NamedTuple):
     compute: int
     exposed: int
     waiting: int
+    bubble: int
     data: int
     update: int
     rest: int
     micro_batches: int
+    stage: int  # the first one that the rank has; -1: there is no pipeline
 
 
 def sums(events: Sequence[Event]) -> Sums | None:
@@ -119,15 +130,17 @@ def sums(events: Sequence[Event]) -> Sums | None:
     window = StepWindow.of(events)
     if window is None:
         return None
-    exposed = waiting = 0
+    exposed = waiting = bubble = 0
     covered = []
-    for start, end, _, peer in find_bubbles(window):
+    for start, end, cause, peer in find_bubbles(window):
         covered.append((start, end))
-        if peer < 0:
+        if cause in PHASES:
+            bubble += end - start
+        elif peer < 0:
             exposed += end - start
         else:
             waiting += end - start
-    covered_ns = exposed + waiting
+    covered_ns = exposed + waiting + bubble
     figures = []
     for kind in (window.compute, window.update, window.data):  # of each, what is not covered before
         covered += kind
@@ -143,10 +156,12 @@ def sums(events: Sequence[Event]) -> Sums | None:
         compute,
         exposed,
         waiting,
+        bubble,
         data,
         update,
         rest,
         window.micro_batches,
+        min(window.stages, default=-1),
     )
 
 
@@ -162,8 +177,11 @@ def parts(events: Sequence[Event]) -> Parts | None:
     waited = find_bubbles(window)
     exposed: dict[str, int] = {}
     waiting: dict[int, int] = {}
+    bubble: dict[str, int] = {}
     for start, end, cause, peer in waited:
-        if peer < 0:
+        if cause in PHASES:
+            bubble[cause] = bubble.get(cause, 0) + end - start
+        elif peer < 0:
             exposed[cause] = exposed.get(cause, 0) + end - start
         else:
             waiting[peer] = waiting.get(peer, 0) + end - start
@@ -189,12 +207,14 @@ def parts(events: Sequence[Event]) -> Parts | None:
         compute=compute,
         exposed={cause: _seconds(figure) for cause, figure in exposed.items()},
         waiting={peer: _seconds(figure) for peer, figure in waiting.items()},
+        bubble={phase: _seconds(figure) for phase, figure in bubble.items()},
         data=data,
         update=update,
         host={name: _seconds(figure) for name, figure in host.items()},
         unattributed=_seconds(window.end_ns - window.start_ns - total_ns(known)),
         hidden=hidden_of(window.travel),
         micro_batches=window.micro_batches,
+        stage=min(window.stages, default=-1),
         gathers=_seconds(total_ns(union(window.gathers))),
         gathers_hidden=hidden_of(window.gathers),
     )

@@ -18,11 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from instep.events import PARAMETER_GATHER, STEP, WAITS, Event
+from instep.events import PARAMETER_GATHER, PIPELINE, STEP, WAITS, Event
+from instep.pipeline.actions import SPANS, WEIGHT_GRADIENT
 from instep.timeline.intervals import Interval, difference, intersection, union
 
 QUEUED, WAIT, AGREE = "queued", "wait", "agree"  # of a bucket, on lane "communication"
 BACKWARD, UPDATE = "backward", "update"
+LAST_OF_MICRO_BATCH = (BACKWARD, SPANS[WEIGHT_GRADIENT])
+# Waits for other stages of a pipeline: before a rank's first computation, between, and after its last.
+PHASES = FILL, STEADY, DRAIN = "pipeline fill", "pipeline steady state", "pipeline drain"
 ISSUED = frozenset({"forward", BACKWARD, "clip", UPDATE})  # on lane "host": what a device does later
 
 
@@ -43,6 +47,7 @@ class StepWindow:
     gathers: list[Interval] = field(default_factory=list)  # of those, weights that come
     late: list[tuple[int, int, int]] = field(default_factory=list)  # ... and peer: a bucket waits for a rank
     micro_batches: int = 0
+    stages: dict[int, list[Interval]] = field(default_factory=dict)  # of a pipeline
     on_device: bool = False  # lane "compute" is a device's, not that of the thread that trains
 
     @classmethod
@@ -65,7 +70,7 @@ class StepWindow:
 
     def _sort_in(self, events: Iterable[Event]) -> None:
         begin, stop = self.start_ns, self.end_ns
-        for _, lane, name, start, end, _, _, _, _, peer, _ in events:
+        for _, lane, name, start, end, _, _, _, _, peer, stage in events:
             if start < begin:
                 start = begin
             if end > stop:
@@ -87,7 +92,9 @@ class StepWindow:
                     self.on_device = self.on_device or name in ISSUED
             elif lane == "compute":
                 (self.update if name == UPDATE else self.compute).append((start, end))
-                self.micro_batches += name == BACKWARD
+                self.micro_batches += name in LAST_OF_MICRO_BATCH
+                if stage >= 0:
+                    self.stages.setdefault(stage, []).append((start, end))
             elif lane == "data":
                 self.data.append((start, end))
             else:  # a thread of its own, under an event "replicas" of the thread that trains
@@ -96,7 +103,11 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class Bubble:
-    """One interval of waiting; ``peer`` is the rank that was not ready, -1: messages travelled."""
+    """One interval of waiting; ``peer`` is the rank that was not ready, -1: messages travelled.
+
+    In a pipeline ranks wait for each other by its schedule: then ``cause`` is one of ``PHASES``, and a
+    ``peer`` is no slower rank.
+    """
 
     rank: int
     step: int
@@ -108,6 +119,11 @@ class Bubble:
     @property
     def duration_s(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
+
+    @property
+    def is_slowness(self) -> bool:
+        """Whether it was waited for a rank that is slower."""
+        return self.peer >= 0 and self.cause not in PHASES
 
 
 def bubbles(events: Sequence[Event]) -> list[Bubble]:
@@ -133,7 +149,22 @@ def find_bubbles(window: StepWindow) -> list[tuple[int, int, str, int]]:
             found += [(low, high, cause, slow) for low, high in intersection(idle, intervals)]
             idle = difference(idle, intervals)
         found += [(low, high, cause, -1) for low, high in idle]
-    return found
+    return _in_phases(window, found) if window.stages else found
+
+
+def _in_phases(
+    window: StepWindow, found: Iterable[tuple[int, int, str, int]]
+) -> list[tuple[int, int, str, int]]:
+    """The same bubbles; what was waited for other stages is of one of ``PHASES``."""
+    begins = [begin for intervals in window.stages.values() for begin, _ in intervals]
+    first, last = min(begins), max(begins)
+
+    def phase(start: int) -> str:
+        return FILL if start < first else STEADY if start < last else DRAIN
+
+    return [
+        (start, end, phase(start) if cause == PIPELINE else cause, peer) for start, end, cause, peer in found
+    ]
 
 
 def idle_intervals(window: StepWindow) -> list[Interval]:

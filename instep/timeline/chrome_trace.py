@@ -214,7 +214,7 @@ def _all_ranks(
 
 
 def _cause(bubble: Bubble) -> str:
-    return f"{bubble.cause}: rank {bubble.peer} is late" if bubble.peer >= 0 else bubble.cause
+    return f"{bubble.cause}: rank {bubble.peer} is late" if bubble.is_slowness else bubble.cause
 
 
 def _arrows(timeline: Timeline, steps: list[int], ranks: list[int]) -> Iterator[Arrow]:

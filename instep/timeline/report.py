@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader, Undefined
 from markupsafe import Markup
 
-from instep.timeline.breakdown import COMPUTE, DATA, EXPOSED, HOST, UNATTRIBUTED, UPDATE, WAITING
+from instep.timeline.breakdown import BUBBLE, COMPUTE, DATA, EXPOSED, HOST, UNATTRIBUTED, UPDATE, WAITING
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = (
@@ -100,6 +100,7 @@ def _verb(part: str, slow: int | None) -> str:
     return {
         EXPOSED: "waits for messages",
         WAITING: "waits for slower ranks" if slow is None else f"waits for rank\u00a0{slow}",
+        BUBBLE: "is the pipeline's bubble",
         DATA: "waits for data",
         UPDATE: "updates the weights",
         HOST: "is host work",

@@ -6,6 +6,9 @@
     rank 0   |forward|backward |////|update|      hatched: a bubble, by its cause
                    ___|0|_|1|_|  2  |             a number: a bucket; a line: one is ready, but not its turn
 
+In a step of a pipeline the numbers in forwards and backwards are micro-batches; over the rows stands when the
+pipeline fills, is in its steady state, in which all ranks have begun and none is done, and drains.
+
 Per rank there is a row of the thread that trains, and under it one of the thread of exchanges. Events nest,
 the boxes of a row do not: of what covers each other, only what is on top is there.
 
@@ -20,11 +23,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -38,13 +42,17 @@ from instep.events import (
     GLOBAL_LOSS,
     GRADIENT_SYNC,
     PARAMETER_UPDATE,
+    PIPELINE,
     STEP,
     WAITS,
     Event,
     Timeline,
 )
+from instep.pipeline.actions import INPUT_GRADIENT as I
+from instep.pipeline.actions import SPANS
+from instep.pipeline.actions import WEIGHT_GRADIENT as W
 from instep.timeline import style
-from instep.timeline.bubbles import bubbles
+from instep.timeline.bubbles import DRAIN, FILL, PHASES, STEADY, StepWindow, bubbles
 from instep.timeline.style import GRID, INK, MUTED
 
 TRAINS, SENDS = "compute", "communication"  # the rows of a rank
@@ -57,19 +65,24 @@ HOST, DATA, UPDATE, OTHER, FORWARD, BACKWARD = (
     "forward",
     "backward",
 )
+INPUT_GRADIENT, WEIGHT_GRADIENT = SPANS[I], SPANS[W]
 SLOWER = "waits for a slower rank"
-QUEUED, LATE, HEADERS, EXCHANGE = (
+QUEUED, LATE, HEADERS, EXCHANGE, MESSAGE = (
     "ready, queued",
     "ready, waits for another rank",
     "headers",
     "exchange",
+    "message between stages",
 )
 OF_EXCHANGES = {"queued": QUEUED, "wait": LATE, "agree": HEADERS}  # and all else is EXCHANGE
-BUBBLES = (SLOWER, *sorted(WAITS))
+BUBBLES = (SLOWER, *PHASES, *sorted(WAITS - {PIPELINE}))
+SHORT = {FILL: "fill", STEADY: "waits", DRAIN: "drain"}  # in boxes
 # In the order in which a reader meets them.
-KINDS = (DATA, FORWARD, BACKWARD, OTHER, UPDATE, HOST, EXCHANGE, HEADERS, LATE, QUEUED, *BUBBLES)
+_WORK = (DATA, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OTHER, UPDATE, HOST)
+KINDS = (*_WORK, MESSAGE, EXCHANGE, HEADERS, LATE, QUEUED, *BUBBLES)
 # What covers what: the later one. Bubbles lie on the backward that they are in, but not on each other.
-_COVERS = (HOST, DATA, UPDATE, OTHER, FORWARD, BACKWARD, QUEUED, LATE, EXCHANGE, HEADERS)
+_ON_TOP = (QUEUED, LATE, MESSAGE, EXCHANGE, HEADERS)
+_COVERS = (HOST, DATA, UPDATE, OTHER, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, *_ON_TOP)
 _LAYERS = {kind: _COVERS.index(kind) if kind in _COVERS else len(_COVERS) for kind in KINDS}
 
 HATCHES = {
@@ -79,10 +92,13 @@ HATCHES = {
     BATCH_NORM: "||||",
     COMPARISON: "++++",
     SLOWER: "\\\\\\\\",
+    FILL: "////",
+    STEADY: "....",
+    DRAIN: "\\\\\\\\",
 }
 OTHER_HATCH = "//"
 MOSTLY = 0.9  # bubbles next to each other are labelled as one if so much of them is of one kind
-DARK = {BACKWARD, UPDATE, DATA, OTHER, HEADERS}  # words on them are white
+DARK = {BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE, DATA, OTHER, HEADERS}  # words on them are white
 LINE = 0.22  # how much of a row's height a line has
 
 NARROWEST = 0.3 / style.PNG_DPI  # inches
@@ -93,6 +109,7 @@ RANK_NAME = 0.17  # inches of height that a rank's name needs
 PAD = 0.02  # inches beside them
 LEFT, RIGHT = 0.8, 0.2  # inches beside the axes
 AXIS, LEGEND, TITLE = 0.56, 0.24, 0.36  # inches: under the axes, per line of the legend, over a panel
+BAND = 0.26  # inches over the rows, where a pipeline's phases are named
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,9 @@ def step_chart(
         ValueError: these ranks have no events of this step.
     """
     with style.styled():
-        return style.save(draw([panel(timeline, step, ranks)], ONE, title, subtitle), path)
+        one = panel(timeline, step, ranks)
+        size = ONE if one.phases_ns is None else replace(ONE, width=SEVERAL.width)  # many boxes, with numbers
+        return style.save(draw([one], size, title, subtitle), path)
 
 
 def side_by_side(
@@ -162,6 +181,10 @@ class Box:
     texts: tuple[str, ...] = ()
 
 
+Phases: TypeAlias = tuple[int, int, int, int]
+"""When a pipeline's fill, its steady state and its drain begin, and when that ends."""
+
+
 @dataclass(frozen=True)
 class Panel:
     """One step of some ranks; times count from ``start_ns``, when the first of them began."""
@@ -171,6 +194,7 @@ class Panel:
     rows: dict[int, dict[str, list[Box]]]  # by rank, and by lane from the top
     ends_ns: dict[int, int]
     start_ns: int
+    phases_ns: Phases | None = None  # of a pipeline
 
     @property
     def ms(self) -> float:
@@ -208,7 +232,19 @@ def panel(
         {rank: rows(events, windows[rank]) for rank, events in found.items()},
         {rank: window.end_ns for rank, window in windows.items()},
         min(window.start_ns for window in windows.values()),
+        _phases_of(found.values()),
     )
+
+
+def _phases_of(ranks: Iterable[Sequence[Event]]) -> Phases | None:
+    """Those of the step; None without stages, and where one rank is done before another begins."""
+    windows = [window for events in ranks if (window := StepWindow.of(events)) is not None and window.stages]
+    computed = [[x for intervals in window.stages.values() for x in intervals] for window in windows]
+    begins = [min(start for start, _ in its) for its in computed]
+    ends = [max(end for _, end in its) for its in computed]
+    if len(windows) < 2 or max(begins) > min(ends):
+        return None
+    return min(begins), max(begins), min(ends), max(ends)
 
 
 def _extent(events: Sequence[Event]) -> Event:
@@ -226,8 +262,8 @@ def rows(events: Sequence[Event], window: Event) -> dict[str, list[Box]]:
     for bubble in bubbles(events):
         times, peer = (bubble.start_ns, bubble.end_ns), f"rank {bubble.peer}"
         found[TRAINS].append(
-            Box(bubble.cause, *times, (bubble.cause,))
-            if bubble.peer < 0
+            Box(bubble.cause, *times, (SHORT.get(bubble.cause, bubble.cause),))
+            if not bubble.is_slowness
             else Box(SLOWER, *times, (f"waits for {peer}", peer))
         )
     order = sorted(found, key=lambda lane: (lane != TRAINS, lane == SENDS, lane))
@@ -236,6 +272,11 @@ def rows(events: Sequence[Event], window: Event) -> dict[str, list[Box]]:
 
 def _box(event: Event) -> Box:
     times = event.start_ns, event.end_ns
+    if event.stage >= 0:
+        kind = MESSAGE if event.lane == SENDS else event.name
+        # The second text keeps boxes of two stages apart.
+        named = (str(event.leaf), f"stage {event.stage}")
+        return Box(kind if kind in KINDS else OTHER, *times, named)
     if event.lane == SENDS:
         kind = OF_EXCHANGES.get(event.name, EXCHANGE)
         texts = (f"bucket {event.bucket}", str(event.bucket)) if event.bucket >= 0 else (event.name,)
@@ -315,7 +356,8 @@ def draw(panels: Sequence[Panel], size: Size, title: str = "", subtitle: str = "
     """The panels one under the other, below a head, above an axis of time and a legend."""
     titles = TITLE if any(one.name for one in panels) else 0.06
     layouts = [PanelLayout.of(one, size) for one in panels]
-    kinds = list(dict.fromkeys(kind for one in panels for kind in one.kinds))
+    seen = {kind for one in panels for kind in one.kinds}
+    kinds = [kind for kind in KINDS if kind in seen]
     lines = _legend_lines(kinds, size.width)
     top = style.head_inches(title, subtitle, size.width) + titles
     bottom = AXIS + LEGEND * len(lines) + 0.06
@@ -352,7 +394,7 @@ class PanelLayout:
 
     @classmethod
     def of(cls, one: Panel, size: Size) -> PanelLayout:
-        rows, ranks, y = {}, {}, 0.0
+        rows, ranks, y = {}, {}, BAND if one.phases_ns is not None else 0.0
         for rank, lanes in one.rows.items():
             top, y = y, y + size.apart / 2
             for lane in lanes:
@@ -387,8 +429,25 @@ def _panel(axes: Axes, one: Panel, layout: PanelLayout) -> None:
     middles = [top + high / 2 for top, high in (layout.rows[rank, TRAINS] for rank in named)]
     axes.set_yticks(middles, [f"rank {rank}" for rank in named])
     axes.tick_params(axis="y", labelcolor=INK, labelsize=10.5)
+    if one.phases_ns is not None:
+        _phases(axes, one, layout, per_ms)
     if one.name:
         _name(axes, one)
+
+
+def _phases(axes: Axes, one: Panel, layout: PanelLayout, per_ms: float) -> None:
+    """Name them in the band over the rows, with a line down from where one ends and the next begins."""
+    assert one.phases_ns is not None
+    at = [(time - one.start_ns) / 1e6 for time in one.phases_ns]
+    line, under = BAND * 0.75, BAND * 0.6
+    for (start, end), text in zip(pairwise(at), ("fill", "steady state", "drain"), strict=True):
+        ends: dict[str, Any] = {"arrowstyle": "|-|,widthA=0.2,widthB=0.2", "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (start, line), (end, line), arrowprops={**ends, "color": MUTED})
+        fits = _inches(text, WORDS) < (end - start) * per_ms
+        where, aligned = ((start + end) / 2, "center") if fits else (start, "left")
+        axes.text(where, under, text, ha=aligned, va="bottom", fontsize=WORDS, color=MUTED)
+    look: Any = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (4, 3)), "zorder": 3}
+    axes.vlines(at[1:3], line, layout.height, **look)
 
 
 def _name(axes: Axes, one: Panel) -> None:
@@ -457,7 +516,8 @@ def _write(axes: Axes, text: str, at: tuple[float, float], kind: str) -> None:
 def _look(kind: str) -> dict[str, Any]:
     if kind not in BUBBLES:
         return {"facecolor": style.COLOURS[kind], "linewidth": 0}
-    colour = style.COLOURS[kind if kind == SLOWER else "waits for messages"]
+    named = {SLOWER: SLOWER, **dict.fromkeys(PHASES, "waits for another stage")}
+    colour = style.COLOURS[named.get(kind, "waits for messages")]
     hatch = HATCHES.get(kind, OTHER_HATCH)
     return {"facecolor": "white", "edgecolor": colour, "hatch": hatch, "linewidth": 0}
 
@@ -490,7 +550,7 @@ def _legend(figure: Figure, lines: Sequence[Sequence[str]]) -> None:
 
 
 def _label(kind: str) -> str:
-    return f"bubble: {kind}" if kind in BUBBLES else kind
+    return f"bubble: {kind.removeprefix('pipeline ')}" if kind in BUBBLES else kind
 
 
 def _length(ms: float) -> str:

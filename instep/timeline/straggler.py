@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -29,6 +29,7 @@ class OwnTimes:
     data: float
     host: float  # host phases and what is unattributed; not the update, which a server makes for all
     wall: float
+    stage: int = -1  # the first that it has of a pipeline's; -1: there is none
 
     @classmethod
     def of(cls, parts: Parts) -> OwnTimes:
@@ -40,6 +41,7 @@ class OwnTimes:
             parts.data,
             parts.host_s + parts.unattributed,
             parts.wall,
+            parts.stage,
         )
 
     @classmethod
@@ -53,19 +55,21 @@ class OwnTimes:
             sums.data / 1e9,
             (sums.rest + after_ns) / 1e9,
             (sums.end_ns - sums.start_ns + after_ns) / 1e9,
+            sums.stage,
         )
 
     def to_list(self) -> list[float]:
-        """Seven figures, for a message."""
-        return [self.rank, self.step, self.micro_batches, self.compute, self.data, self.host, self.wall]
+        """Eight figures, for a message."""
+        counts = [self.rank, self.step, self.micro_batches]
+        return [*counts, self.compute, self.data, self.host, self.wall, self.stage]
 
     @classmethod
     def from_list(cls, figures: list[float]) -> OwnTimes:
         """What ``to_list`` gave."""
-        if len(figures) != 7:
-            raise ValueError(f"expected 7 figures of a rank's step, got {len(figures)}")
-        rank, step, micro_batches, *seconds = figures
-        return cls(int(rank), int(step), int(micro_batches), *map(float, seconds))
+        if len(figures) != 8:
+            raise ValueError(f"expected 8 figures of a rank's step, got {len(figures)}")
+        rank, step, micro_batches, compute, data, host, wall, stage = figures
+        return cls(int(rank), int(step), int(micro_batches), compute, data, host, wall, int(stage))
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ class _Step:
 def find_slow_rank(rows: Iterable[OwnTimes]) -> SlowRank | None:
     """The rank that is slower than the others, step after step until the last; None if no one is.
 
-    Compute and data are compared per micro-batch, so that 3, 3, 2 of 8 is fair. A rank may become slow in
+    Compute and data are compared per micro-batch, so that 3, 3, 2 of 8 is fair, and of a pipeline's ranks
+    those are compared that have the same stage; stages, in ``stages.py``. A rank may become slow in
     the middle of a run, so of all last steps those are looked at that speak most against it: at least 5,
     and at least a twentieth of all. It is named if in these
     - its median excess is more than 10 % of the others' step, and
@@ -106,10 +111,21 @@ def find_slow_rank(rows: Iterable[OwnTimes]) -> SlowRank | None:
         steps.setdefault(row.step, {})[row.rank] = row
     found = []
     for phase in PHASES:
-        behind = _behind(phase, [steps[step] for step in sorted(steps)])
-        noise = _noise(behind.values())
-        found += [slow for rank in behind if (slow := _judge(rank, phase, behind[rank], noise))]
+        for alike in _alike(phase, [steps[step] for step in sorted(steps)]):
+            behind = _behind(phase, alike)
+            noise = _noise(behind.values())
+            found += [slow for rank in behind if (slow := _judge(rank, phase, behind[rank], noise))]
     return max(found, key=lambda slow: slow.excess_s, default=None)
+
+
+def _alike(phase: str, steps: Sequence[Mapping[int, OwnTimes]]) -> Iterator[Sequence[Mapping[int, OwnTimes]]]:
+    """The ranks that are to take equally long in ``phase``: all, or those with the same stage."""
+    stages = {own.stage for owns in steps for own in owns.values()} if phase != HOST else {-1}
+    for stage in sorted(stages):
+        if len(stages) == 1:
+            yield steps
+        else:
+            yield [{own.rank: own for own in owns.values() if own.stage == stage} for owns in steps]
 
 
 def _behind(phase: str, steps: Sequence[Mapping[int, OwnTimes]]) -> dict[int, list[_Step]]:

@@ -55,6 +55,8 @@ COLOURS = {
     "data": OLIVE,
     "forward": SKY,
     "backward": BLUE,
+    "input gradient": "#123f73",
+    "weight gradient": YELLOW,
     "other compute": VIOLET,
     "update": GREEN,
     "host code": "#c6cad0",
@@ -62,8 +64,10 @@ COLOURS = {
     "ready, waits for another rank": "#ecd3e1",
     "headers": BROWN,
     "exchange": ORANGE,
+    "message between stages": "#f3c56b",
     "waits for messages": VERMILION,
     "waits for a slower rank": PURPLE,
+    "waits for another stage": GREY,
 }
 SPARE = (YELLOW, BROWN, GREY, VIOLET, OLIVE)
 STYLE: Any = {

@@ -27,9 +27,9 @@ from instep.events import Recorder, Timeline
 from instep.mesh.process_group import Group
 from instep.ring_buffer import read_head
 from instep.timeline import trace_files
-from instep.timeline.advice import RunSetting
 from instep.timeline.analysis import Analysis, analyse, summary_lines
 from instep.timeline.breakdown import breakdown, parts, slowdown
+from instep.timeline.run_setting import RunSetting
 
 T = TypeVar("T")
 CAPACITY = 1 << 17
@@ -128,7 +128,8 @@ class TraceSession:
     def __str__(self) -> str:
         found = self.analysis()
         said = [
-            f"{label:<7}{text}" for label, text in summary_lines(found.breakdowns, found.slow, found.advice)
+            f"{label:<7}{text}"
+            for label, text in summary_lines(found.breakdowns, found.slow, found.advice, found.pipeline)
         ]
         return "\n".join(said or ["no step has ended"])
 
@@ -139,11 +140,11 @@ def trace(
 ) -> Iterator[TraceSession]:
     """Record the steps of a training loop: where does its time go, and which rank is slow?
 
-    A context manager around the loop. Inside, each step ends with an optimizer's step, and is cut into seven
-    parts: compute, exposed communication, waiting for a slower rank, waiting for data, update, host code, and
-    what is in no event. Needs no profiler, and takes some microseconds per micro-batch and bucket. What the
-    wrapper cannot see, the loop can say: ``data`` around a loader, ``span`` around a part of its own.
-    Collective with a ``path``: the ranks compare their clocks.
+    A context manager around the loop. Inside, each step ends with an optimizer's step, and is cut into eight
+    parts: compute, exposed communication, waiting for a slower rank, a pipeline's bubble, waiting for data,
+    update, host code, and what is in no event. Needs no profiler, and takes some microseconds per micro-batch
+    and bucket. What the wrapper cannot see, the loop can say: ``data`` around a loader, ``span`` around a
+    part of its own. Collective with a ``path``: the ranks compare their clocks.
 
     Args:
         model: a ``DataParallel``, ``ParameterServer``, or module that ``fully_shard`` has sharded.

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instep
+from instep import events
 from instep.checkpoint.state import TrainingState
 from instep.errors import Desync
-from instep.events import PIPELINE, Event
+from instep.events import PIPELINE, Event, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
@@ -22,6 +23,7 @@ from instep.ordered.hash import SharedHash, state_entries, state_sha256
 from instep.pipeline import schedules
 from instep.pipeline.simulate import StageTimes, simulate
 from instep.step.micro_batches import MicroBatch
+from instep.timeline.stages import pipeline_figures
 from instep.work import Running
 from tests.world import world
 
@@ -242,6 +244,72 @@ def test_a_recorded_step_has_the_spans_of_the_simulated_one(mesh: Mesh, waits: t
         assert ("activations", "communication", 0, 1, 0) in told(recorded, "activations")
         (first, *_) = [event for event in recorded if event.name == "activations"]
         assert first.bytes == 2 * 8 * 16 * 4  # windows, tokens, width, of four bytes
+    model.close()
+
+
+class OwnClock(threading.local):
+    """A thread's time, which only layers make pass."""
+
+    now_ns = 1
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+
+CLOCK = OwnClock()
+
+
+class Takes(torch.autograd.Function):
+    """What it is given; forward takes 1 ms, and backward 2 ms."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        CLOCK.now_ns += 1_000_000
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        CLOCK.now_ns += 2_000_000
+        return gradient
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Takes.apply(x * self.factor)
+        return found
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Event]]:
+    monkeypatch.setattr(events, "time", CLOCK)
+    return {}
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_with_three_times_the_layers_is_named_by_the_timeline(
+    mesh: Mesh, schedule: str, recorded: dict[int, list[Event]]
+) -> None:
+    model = instep.Pipeline([Layer() for _ in range(8)], mesh, schedule, G, cuts=[2])
+    for step in range(3):
+        mesh.recorder.begin_step(step)
+        model.step(lambda output, _: output.square().mean(), lambda _: torch.ones(3))
+        model.zero_grad()
+    mesh.recorder.end_step()
+    recorded[mesh.rank] = mesh.recorder.events
+    mesh.world.group.barrier("the end of the steps")
+    figures = pipeline_figures([Timeline([*recorded[0], *recorded[1]])], schedule)
+    assert figures is not None and figures.slow is not None
+    slow = figures.slow
+    assert (figures.num_ranks, figures.micro_batches, slow.stage, slow.ranks) == (2, G, 1, (1,))
+    assert slow.times == pytest.approx(3)
+    assert (slow.forward_s, slow.others_forward_s) == pytest.approx((0.006, 0.002))
+    assert (slow.backward_s, slow.others_backward_s) == pytest.approx((0.012, 0.004))
+    assert slow.bubble > slow.even_bubble
     model.close()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from instep.events import PIPELINE, STEP, Event, Timeline
+from instep.events import STEP, Event, Timeline
 from instep.pipeline.actions import Schedule
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import StageTimes, bubble_rate, makespan_s, run, simulate
-from instep.timeline.bubbles import StepWindow, bubbles
+from instep.timeline.bubbles import DRAIN, FILL, STEADY, StepWindow, bubbles
 
 S = 1_000_000_000
 EVEN = StageTimes(1, 1, 1, 0.5)
@@ -59,7 +59,9 @@ def test_bubbles_are_read_from_it_as_from_a_measured_one():
 
     assert found(0) == [(2, 4.5, 1), (4.5, 5, -1), (7, 7.5, 1), (7.5, 8, -1)]
     assert found(1) == [(0, 1, 0), (1, 1.5, -1), (7.5, 10, 0)]
-    assert {one.cause for one in bubbles(timeline.of(0, 0))} == {PIPELINE}
+    phases = [[one.cause for one in bubbles(timeline.of(rank, 0))] for rank in range(2)]
+    assert phases == [[STEADY] * 4, [FILL, FILL, DRAIN]]
+    assert not any(one.is_slowness for rank in range(2) for one in bubbles(timeline.of(rank, 0)))
     window = StepWindow.of(timeline.of(0, 0))
     assert window is not None
     assert window.micro_batches == 2

@@ -80,14 +80,14 @@ def test_an_optimizers_step_does_not_end_a_step_that_is_begun_by_name(played: Pl
 
 def test_waits_are_those_of_the_open_step_so_far(played: Played) -> None:
     timing = Timing(played.recorder, num_ranks=2)
-    assert timing.waits() == (0, 0)
+    assert timing.waits() == (0, 0, 0)
     timing.begin(0)
     played.step()
-    assert timing.waits() == pytest.approx((0.005, 0))
+    assert timing.waits() == pytest.approx((0.005, 0, 0))
     played.span("parameter update", 11, peer=0)
-    assert timing.waits() == pytest.approx((0.005, 0.011))
+    assert timing.waits() == pytest.approx((0.005, 0.011, 0))
     timing.begin(1)
-    assert timing.waits() == (0, 0)
+    assert timing.waits() == (0, 0, 0)
 
 
 def test_the_breakdown_is_of_all_steps_and_of_no_step_it_is_empty(played: Played) -> None:

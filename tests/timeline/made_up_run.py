@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.ring_buffer import RingBuffer
-from instep.timeline.advice import RunSetting
+from instep.timeline.run_setting import RunSetting
 
 MS = 1_000_000
 HOUR = 3600 * 1000 * MS

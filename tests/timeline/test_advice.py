@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from instep.events import GLOBAL_LOSS, GRADIENT_SYNC
-from instep.timeline.advice import Advice, RunSetting, advise
+from instep.timeline.advice import Advice, advise
 from instep.timeline.breakdown import COMPUTE, DATA, EXPOSED, IDLE, PARTS, WAITING, RankBreakdown, Waited
 from instep.timeline.bucket_times import BucketRow
+from instep.timeline.run_setting import RunSetting
 from instep.timeline.straggler import SlowRank
 
 MB = 1 << 20

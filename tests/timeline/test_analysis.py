@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instep.timeline.advice import Advice
-from instep.timeline.analysis import SAMPLED, analyse, setting_of, slowness, summary_lines
+from instep.timeline.analysis import SAMPLED, analyse, slowness, summary_lines
 from instep.timeline.breakdown import PARTS, RankBreakdown
+from instep.timeline.run_setting import setting_of
 from instep.timeline.straggler import SlowRank
 from instep.timeline.trace_files import read_traces
 from tests.timeline.made_up_run import DATA, FLIGHT, HOST, UPDATE, MadeUpRun, setting

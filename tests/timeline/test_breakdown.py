@@ -382,6 +382,7 @@ def test_means_over_steps_by_part_cause_and_name() -> None:
             "compute": 0.006,
             "exposed communication": 0.002,
             "waiting for a slower rank": 0.002,
+            "pipeline bubble": 0,
             "waiting for data": 0,
             "update": 0.001,
             "host": 0.0015,

@@ -106,6 +106,7 @@ def test_a_gpu_s_step_has_a_breakdown_that_sums_to_its_wall_time(tmp_path):
         "compute": 450,  # 200 to 600, 950 to 1000
         "exposed communication": 200,  # 600 to 800
         "waiting for a slower rank": 0,
+        "pipeline bubble": 0,
         "waiting for data": 150,
         "update": 100,
         "host": 50,  # 150 to 200: operators before the first kernel
@@ -194,6 +195,7 @@ def test_without_a_device_operators_and_gloo_make_the_figures(tmp_path):
         "compute": 340,
         "exposed communication": 220,  # 400 to 420, 500 to 700
         "waiting for a slower rank": 0,
+        "pipeline bubble": 0,
         "waiting for data": 100,
         "update": 100,
         "host": 50,  # forward around its operator, and what somebody called "step"

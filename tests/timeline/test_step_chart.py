@@ -10,20 +10,27 @@ from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
 
 from instep.events import STEP, Event, Timeline
+from instep.pipeline.schedules import generate
+from instep.pipeline.simulate import StageTimes, simulate
 from instep.timeline import style
+from instep.timeline.bubbles import DRAIN, FILL, STEADY
 from instep.timeline.step_chart import (
     BACKWARD,
+    BUBBLES,
     DATA,
     EXCHANGE,
     FORWARD,
     HEADERS,
     HOST,
+    INPUT_GRADIENT,
     LATE,
+    MESSAGE,
     ONE,
     QUEUED,
     SEVERAL,
     SLOWER,
     UPDATE,
+    WEIGHT_GRADIENT,
     Box,
     draw,
     merged,
@@ -313,3 +320,53 @@ def test_names_of_ranks_do_not_overlap_however_many_there_are():
 def test_a_step_without_events_is_said_with_those_that_have_some(tmp_path):
     with pytest.raises(ValueError, match=r"step 8: no events of ranks .*steps that have events: 7 to 7"):
         step_chart(made("flat"), tmp_path / "a", step=8)
+
+
+def test_micro_batches_are_numbered_and_gradients_of_inputs_and_weights_have_colours_of_their_own():
+    timeline = simulate(generate("zb-h1", 2, 4), StageTimes(0.01, 0.01, 0.01, 0.001))
+    one = panel(timeline, 0)
+    for rank, lanes in one.rows.items():
+        computed = [
+            (event.name, str(event.leaf)) for event in timeline.of(rank, 0) if event.lane == "compute"
+        ]
+        assert [(box.kind, box.texts[0]) for box in lanes["compute"] if box.kind not in BUBBLES] == computed
+        assert {box.kind for box in lanes["communication"]} == {MESSAGE}
+    assert {INPUT_GRADIENT, WEIGHT_GRADIENT} < {box.kind for box in one.rows[0]["compute"]}
+    looks = [style.COLOURS[kind] for kind in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)]
+    assert len(set(looks)) == 5
+
+
+def test_forwards_of_two_stages_with_one_micro_batch_are_two_boxes():
+    one = panel(simulate(generate("zb-v", 2, 4), StageTimes(0.01, 0.01, 0.01)), 0)
+    boxes = [box for lanes in one.rows.values() for box in lanes["compute"] if box.kind not in BUBBLES]
+    assert len(boxes) == 2 * 4 * 2 * 3  # ranks, micro-batches, stages, kinds
+    assert {box.end_ns - box.start_ns for box in boxes} == {10_000_000}
+
+
+def test_a_pipelines_waits_are_fill_steady_state_and_drain_and_no_slower_rank():
+    """1f1b, 2 ranks, 2 micro-batches, forward 10 ms, backward 20 ms, a message 5 ms."""
+    one = panel(simulate(generate("1f1b", 2, 2), StageTimes(0.01, 0.01, 0.01, 0.005)), 0)
+    found = [
+        [
+            (box.kind, box.start_ns // 10**6, box.end_ns // 10**6)
+            for box in lanes["compute"]
+            if box.kind in BUBBLES
+        ]
+        for lanes in one.rows.values()
+    ]
+    assert found == [[(STEADY, 20, 50), (STEADY, 70, 80)], [(FILL, 0, 15), (DRAIN, 75, 100)]]
+    assert one.phases_ns == (0, 15_000_000, 75_000_000, 100_000_000)
+    figure = draw([one], ONE)
+    told = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert {"fill", "steady state", "drain", "waits"} <= {*told}
+    legend = {text.get_text() for text in figure.texts}
+    assert {"bubble: fill", "bubble: steady state", "bubble: drain", "message between stages"} <= legend
+
+
+def test_a_pipeline_in_which_one_rank_is_done_before_another_begins_has_no_steady_state_to_mark():
+    whole = simulate(generate("gpipe", 3, 1), StageTimes(0.01, 0.01, 0.01)).events
+    forwards = [event for event in whole if event.name in ("forward", STEP)]
+    assert panel(Timeline(whole), 0).phases_ns is not None
+    one = panel(Timeline(forwards), 0)
+    assert one.phases_ns is None
+    draw([one], ONE)

@@ -179,5 +179,5 @@ def test_own_time_is_all_but_waits_and_the_update_and_travels_as_figures() -> No
     own = OwnTimes.of(found)
     assert own == OwnTimes(3, 7, 1, 0.004, 0.002, pytest.approx(0.002), 0.017)
     assert OwnTimes.from_list(own.to_list()) == own
-    with pytest.raises(ValueError, match="expected 7 figures of a rank's step, got 2"):
+    with pytest.raises(ValueError, match="expected 8 figures of a rank's step, got 2"):
         OwnTimes.from_list([1.0, 2.0])

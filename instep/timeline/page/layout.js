@@ -15,7 +15,10 @@ const DENSITIES = [
 const AXIS = 30;
 
 const COMMUNICATION = { queued: "queued", wait: "waiting for a slower rank", agree: "agree" };
-const WORK = { forward: "forward", update: "update", data: "waiting for data" };
+const WORK = {
+  forward: "forward", update: "update", data: "waiting for data",
+  "input gradient": "input gradient", "weight gradient": "weight gradient",
+};
 
 function toneOf(lane, name) {
   if (lane === "communication") return COMMUNICATION[name] ?? "exchange";
@@ -24,8 +27,12 @@ function toneOf(lane, name) {
   return WORK[name] ?? "compute";
 }
 
+// Waits for other stages of a pipeline, which follow from its schedule: no rank is slower by them.
+const isPhase = (cause) => String(cause).startsWith("pipeline ");
+
 function prepareBubble([start, length, cause, peer]) {
-  return { start, end: start + length, cause: typeof cause === "number" ? eventNames[cause] : cause, peer };
+  const name = typeof cause === "number" ? eventNames[cause] : cause;
+  return { start, end: start + length, cause: name, peer, slowness: peer >= 0 && !isPhase(name) };
 }
 
 const prepared = new Map();
@@ -37,9 +44,9 @@ function prepare(index) {
 
 function prepareRank(told) {
   const tracks = new Map([["", { title: "", items: [], ends: [] }]]);
-  const events = list(told.events).map(([lane, name, start, length, bytes, leaf, bucket, peer]) => ({
+  const events = list(told.events).map(([lane, name, start, length, bytes, leaf, bucket, peer, stage]) => ({
     rank: told.rank, lane: String(laneNames[lane]), name: String(eventNames[name]), start, end: start + length,
-    bytes, leaf, bucket, peer,
+    bytes, leaf, bucket, peer, stage,
   })).filter((event) => event.name !== "step" && isNumber(event.start) && isNumber(event.end));
   events.sort((a, b) => a.start - b.start || b.end - a.end);
   for (const event of events) {

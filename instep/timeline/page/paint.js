@@ -3,6 +3,8 @@
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const MOTIFS = ["falling", "upright", "flat", "cross", "grid"];
 const DARK_TEXT = new Set(["forward", "waiting for a slower rank", "waiting for data", "agree"]);
+const SHORT = { "pipeline fill": "fill", "pipeline steady state": "waits", "pipeline drain": "drain" };
+const PHASES = { "pipeline fill": "rising", "pipeline steady state": "upright", "pipeline drain": "falling" };
 let hatches = new Map();
 
 // scene: {width, gutter, from, to, rows, size, height, focused (rank), picked (item), pointer ({x} or null)}
@@ -87,9 +89,11 @@ function paintItem(pen, scene, track, item, start, end) {
   const seam = end - start > 4 ? 1 : 0; // between neighbours of one colour
   pen.fillRect(start, y, end - start - seam, height);
   const [from, to] = [Math.max(start, scene.gutter), Math.min(end, scene.width)];
-  if (height < 13 || to - from < 24 || item.tone === "wait") return;
+  if (height < 13 || to - from < (item.stage >= 0 ? 17 : 24) || item.tone === "wait") return;
   const of = item.lane === "communication" && item.bucket >= 0;
-  const text = of ? `${to - from > 62 ? "bucket " : ""}${item.bucket}` : item.name;
+  const ofStage = item.stage >= 0 && item.leaf >= 0;
+  const text = of ? `${to - from > 62 ? "bucket " : ""}${item.bucket}`
+    : ofStage ? `${to - from > 110 ? `${item.name} ` : ""}${item.leaf}` : item.name;
   write(pen, text, from, to, y + height / 2, tone(DARK_TEXT.has(item.tone) ? "on-light" : "on-dark"));
 }
 
@@ -111,8 +115,8 @@ function paintBubble(pen, scene, track, bubble, start, end) {
   pen.fillStyle = hatch(pen, bubble);
   pen.fillRect(start, track.y, end - start, track.main);
   const [from, to] = [Math.max(start, scene.gutter), Math.min(end, scene.width)];
-  if (track.main < 14 || to - from < 54 || !(bubble.peer >= 0)) return;
-  const text = `waits for rank ${bubble.peer}`;
+  if (track.main < 14 || to - from < 30 || !(bubble.slowness || isPhase(bubble.cause))) return;
+  const text = bubble.slowness ? `waits for rank ${bubble.peer}` : SHORT[bubble.cause] ?? bubble.cause;
   pen.font = `600 11px ${FONT}`;
   const width = pen.measureText(text).width;
   if (width + 16 > to - from) return;
@@ -164,10 +168,12 @@ function mark(pen, name, row) {
 
 // The colour says whether a rank or messages are waited for, the lines say what for.
 function hatch(pen, bubble) {
-  const waits = bubble.peer >= 0;
-  const key = waits ? "rising" : MOTIFS[causes.indexOf(bubble.cause) % MOTIFS.length];
-  const colour = tone(waits ? "waiting for a slower rank" : "exposed communication");
-  if (!hatches.has(key)) hatches.set(key, pen.createPattern(tile(key, colour), "repeat"));
+  const motif = bubble.slowness ? "rising" : MOTIFS[causes.indexOf(bubble.cause) % MOTIFS.length];
+  const shape = PHASES[bubble.cause] ?? motif;
+  const part = isPhase(bubble.cause) ? "pipeline bubble" : "exposed communication";
+  const colour = tone(bubble.slowness ? "waiting for a slower rank" : part);
+  const key = `${shape} ${colour}`;
+  if (!hatches.has(key)) hatches.set(key, pen.createPattern(tile(shape, colour), "repeat"));
   const pattern = hatches.get(key);
   pattern.setTransform(new DOMMatrix().scale(0.25));
   return pattern;

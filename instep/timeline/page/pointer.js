@@ -110,7 +110,8 @@ function hideTip() {
 function showTip(one, item, bubbles, x, y) {
   const tip = find("tip");
   const said = (text) => element("span", {}, text);
-  const why = (bubble) => (bubble.peer >= 0 ? `for rank ${bubble.peer}, which was not ready` : "while messages travelled");
+  const why = (bubble) => (bubble.slowness ? `for rank ${bubble.peer}, which was not ready`
+    : bubble.peer >= 0 ? `for rank ${bubble.peer}` : "while messages travelled");
   const waited = bubbles.map((bubble) =>
     said(`${milliseconds(bubble.end - bubble.start)} ${why(bubble)} (${bubble.cause})`));
   const name = element("b", {}, item ? item.name : "waits");
@@ -126,6 +127,7 @@ function details(item) {
   const parts = [];
   if (item.bytes > 0) parts.push(size(item.bytes));
   if (item.bucket >= 0) parts.push(`bucket ${item.bucket}`);
+  if (item.stage >= 0) parts.push(`stage ${item.stage}`);
   if (item.leaf >= 0) parts.push(`micro-batch ${item.leaf}`);
   if (item.peer >= 0) parts.push(`for rank ${item.peer}`);
   return [`${milliseconds(item.end - item.start)}, from ${milliseconds(item.start)}`,

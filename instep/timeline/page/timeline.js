@@ -185,7 +185,8 @@ function legend() {
   const ranks = steps.flatMap((_, i) => prepare(i).ranks);
   const seen = new Set(ranks.flatMap((rank) => rank.events.map((event) => event.tone)));
   const words = {
-    forward: "forward", compute: "backward and other compute", "waiting for data": "data", update: "update",
+    forward: "forward", compute: "backward and other compute", "input gradient": "input gradient",
+    "weight gradient": "weight gradient", "waiting for data": "data", update: "update",
     host: "host",
     queued: "bucket is ready, queued", agree: "headers", exchange: "exchange",
   };
@@ -195,10 +196,10 @@ function legend() {
     return element("li", {}, swatch, text);
   });
   const bubbles = ranks.flatMap((rank) => rank.bubbles);
-  const travelling = (cause) => bubbles.find((bubble) => bubble.cause === cause && !(bubble.peer >= 0));
+  const travelling = (cause) => bubbles.find((bubble) => bubble.cause === cause && !bubble.slowness);
   const kinds = [
-    [bubbles.find((bubble) => bubble.peer >= 0), "waits for a slower rank"],
-    ...causes.map((cause) => [travelling(cause), `waits for messages: ${cause}`]),
+    [bubbles.find((bubble) => bubble.slowness), "waits for a slower rank"],
+    ...causes.map((cause) => [travelling(cause), isPhase(cause) ? cause : `waits for messages: ${cause}`]),
   ];
   const hatched = kinds.filter(([bubble]) => bubble).map(([bubble, text]) => {
     const swatch = element("canvas", { class: "swatch", width: 36, height: 24 });
@@ -220,7 +221,7 @@ function asTable(one) {
 
 function fillTable(one) {
   const row = prepare(one.view.index).ranks.find((rank) => String(rank.rank) === find("table-rank").value);
-  const columns = ["lane", "name", "start ms", "takes ms", "size", "micro-batch", "bucket", "peer"];
+  const columns = ["lane", "name", "start ms", "takes ms", "size", "micro-batch", "bucket", "peer", "stage"];
   const waits = list(row?.bubbles).map((bubble) => ({ ...bubble, lane: "bubble", name: bubble.cause }));
   const lines = [...list(row?.events), ...waits].sort((a, b) => a.start - b.start);
   const cells = (values) => values.map((text) => element("td", {}, text));
@@ -230,8 +231,8 @@ function fillTable(one) {
     ...lines.map((line) => element("tr", {}, ...cells(figures(line)))));
 }
 
-function figures({ lane, name, start, end, bytes, leaf, bucket, peer }) {
+function figures({ lane, name, start, end, bytes, leaf, bucket, peer, stage }) {
   const index = (value) => (isNumber(value) && value >= 0 ? String(value) : "");
   return [lane, name, figure(start / 1000), figure((end - start) / 1000), bytes ? size(bytes) : "",
-    index(leaf), index(bucket), index(peer)];
+    index(leaf), index(bucket), index(peer), index(stage)];
 }
