@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.advice.causes import AFTER
 from instep.bench.hosts import Network
 from instep.run.folder import SUMMARY
-from instep.timeline.analysis import setting_of
+from instep.timeline.run_setting import setting_of
 from instep.timeline.trace_files import FOLDER, read_traces
 
 ROOT = Path(__file__).parents[2]
