@@ -9,15 +9,18 @@ between the two. Padding is -0.0, the only float that changes no other by being 
 
 The gradients of a rank's micro-batches are added as they come, in the order of the sum tree, by a binary
 counter (``TreeAccumulator``). Like adding one to a binary number: a leaf is put on a stack, and while the
-two top entries are siblings in the tree they are merged, left plus right. Peak memory is log2(k) + 1 buffers
-for k leaves that make one node, against one for plain accumulation: 8 leaves of 1 GB take 4 GB. Leaves that
-straddle nodes leave more roots, and take at most twice as many buffers.
+two top entries are siblings in the tree they are merged, left plus right. One that comes out of turn, as a
+schedule of a pipeline may have it, goes to its place, and may merge on either side. Peak memory is log2(k) +
+1 buffers for k leaves that make one node, against one for plain accumulation: 8 leaves of 1 GB take 4 GB.
+Leaves that straddle nodes leave more roots, and take at most twice as many buffers. Out of turn,
+it may be one for each leaf.
 
 W: number of ranks.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -77,17 +80,37 @@ class TreeAccumulator:
     def push(self, leaf: int, buffer: Tensor) -> None:
         """Leaf number ``leaf`` is whole in ``buffer``, which came from ``open``."""
         self._nodes.round(buffer, (leaf, leaf + 1))
-        self.roots.append(((leaf, leaf + 1), buffer))
-        while len(self.roots) > 1 and self._merge_now():
-            (_, hi), right = self.roots.pop()
-            (lo, _), left = self.roots[-1]
+        at = bisect_left(self._leaves, leaf) if self.ordered else len(self.roots)
+        if at == 0 and self.roots:  # it comes after a later one
+            buffer = self._swap_home(buffer)
+        self.roots.insert(at, ((leaf, leaf + 1), buffer))
+        while (at := self._mergeable(at)) >= 0:
+            (_, hi), right = self.roots.pop(at + 1)
+            (lo, _), left = self.roots[at]
             self._nodes.add(left, right, (lo, hi))
             self._free.append(right)
-            self.roots[-1] = ((lo, hi), left)
+            self.roots[at] = ((lo, hi), left)
 
-    def _merge_now(self) -> bool:
-        # Unordered sums are a left fold: what .grad accumulation does.
-        return not self.ordered or are_siblings(self.roots[-2][0], self.roots[-1][0], self.num_leaves)
+    @property
+    def _leaves(self) -> list[int]:
+        return [lo for (lo, _), _ in self.roots]
+
+    def _swap_home(self, buffer: Tensor) -> Tensor:
+        """``home``, with what is in ``buffer``, which has what the leftmost root was."""
+        moved = self.home.clone()
+        self.home.copy_(buffer)
+        self.roots[0] = self.roots[0][0], buffer.copy_(moved)
+        return self.home
+
+    def _mergeable(self, at: int) -> int:
+        """The left one of root ``at`` and a neighbour, if they are to be merged; else -1."""
+        for left in (at - 1, at):
+            if 0 <= left < len(self.roots) - 1:
+                pair = self.roots[left][0], self.roots[left + 1][0]
+                # Unordered sums are a left fold: what .grad accumulation does.
+                if not self.ordered or are_siblings(*pair, self.num_leaves):
+                    return left
+        return -1
 
 
 MEBIBYTE = 1 << 20

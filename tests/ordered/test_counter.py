@@ -58,6 +58,19 @@ def test_partial_sums_have_the_bits_of_the_tree(num_leaves, data, seed):
         assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
 
 
+@given(st.permutations(range(7)), st.integers(0, 7), st.integers(0, 1000))
+@settings(deadline=None)
+def test_so_have_those_of_leaves_that_come_in_any_order(order, num_absent, seed):
+    own, gradients, memory = order[num_absent:], drawn(7, seed), Memory()
+    counter = TreeAccumulator(memory.home, memory.spare)
+    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, 7)
+    assert [node for node, _ in counter.roots] == maximal_nodes(set(own), 7)
+    for (lo, hi), value in counter.roots:
+        assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
+    if own:
+        assert counter.roots[0][1] is memory.home
+
+
 @pytest.mark.parametrize("num_leaves", range(1, 40))
 def test_a_whole_tree_takes_log2_plus_one_buffers(num_leaves):
     memory = Memory()
