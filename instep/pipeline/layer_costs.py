@@ -56,11 +56,6 @@ class Cutter:
         self.example, self.loss, self.moments = example, loss, moments
         self.costs: list[LayerCost] = []
 
-    @property
-    def is_to_measure(self) -> bool:
-        """Whether the first rank is going to run the layers."""
-        return self.example is not None and not self.costs
-
     def described(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
         return {"cuts": self.cuts, "has an example": self.example is not None, "moments": self.moments}

@@ -28,7 +28,6 @@ from instep.ordered.node_format import NodeFormat
 from instep.pipeline import schedules
 from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.channel import DTYPES, StageChannel
-from instep.pipeline.check import check
 from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS
 from instep.pipeline.elsewhere import Elsewhere
@@ -82,7 +81,7 @@ class Pipeline(WrappedOnce, OwnNames):
         schedule: "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or "zb-v"; or the text of one of
             your own, a row of actions per rank, as ``str`` of a schedule prints it.
         micro_batches: G of each step, unless ``step`` is given data; the bits depend on it.
-        chunks: stages per rank, of "interleaved"; by default 2.
+        chunks: stages per rank, of "interleaved", by default 2; any other schedule says that itself.
         cuts: where stages begin: the first layer of each but the first; or "layers", about as many in each,
             "cost", so that a step takes least, or "memory", so that the rank that holds most holds least.
         example: what the first layer is called with for one micro-batch, a tuple for several arguments, to
@@ -215,21 +214,15 @@ class Pipeline(WrappedOnce, OwnNames):
                 "some parameters are on the meta device, and others are not: make the whole model there, and "
                 "fill it with materialise(), or give all of them values before the pipeline is made"
             )
-        if True in from_meta and self._cutter.is_to_measure:
-            raise ValueError(
-                "example= with a model on the meta device: to measure its layers takes values, so give it "
-                "some before the pipeline is made, or pass cuts as numbers"
-            )
         return layers_of(self.module), self._schedule_of(None)
 
     def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
         """That of a step with so many micro-batches in this pipeline."""
         size = self._row.size
-        if "\n" not in self.schedule:
+        found = schedules.own(self.schedule, self._chunks)
+        if found is None:
             count = self._usual_count() if num_micro_batches is None else num_micro_batches
             return schedules.generate(self.schedule, size, count, self._chunks)
-        found = Schedule.parse(self.schedule, "your own")
-        check(found)
         if isinstance(self.mesh, UnrankedMesh):  # all stages are here, until there are ranks
             return schedules.generate("naive", 1, 1)
         if found.num_ranks != size or num_micro_batches not in (None, found.num_micro_batches):
@@ -512,7 +505,7 @@ class Pipeline(WrappedOnce, OwnNames):
     @property
     def placement(self) -> dict[str, Any]:
         """How ranks share a step: "strategy", "pp" (ranks of a pipeline), "schedule" and "cuts"."""
-        name = "own" if "\n" in self.schedule else self.schedule
+        name = self.schedule if self.schedule in schedules.NAMES else "own"
         cuts = self._edges[1:-1]
         return {"strategy": self._strategy, "pp": self._row.size, "schedule": name, "cuts": cuts}
 

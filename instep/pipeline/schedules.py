@@ -26,8 +26,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Schedule
+from instep.pipeline.check import check
 
 V_CHUNKS = 2  # of zb-v: one down the V, one up
+OWN = "your own"
 
 
 def naive(ranks: int, micro_batches: int) -> Schedule:
@@ -176,6 +178,29 @@ NAMES: dict[str, Callable[..., Schedule]] = {
     "zb-h2": zero_bubble_h2,
     "zb-v": zero_bubble_v,
 }
+
+
+def own(given: str, chunks: int | None = None) -> Schedule | None:
+    """The schedule whose text is ``given``; None for one of ``NAMES``.
+
+    Raises:
+        ValueError: it is neither, it is illegal, or ``chunks`` are given where the text says what stages do.
+    """
+    if given in NAMES:
+        return None
+    try:
+        found = Schedule.parse(given, OWN)
+    except ValueError as error:
+        raise ValueError(
+            f"expected a schedule of {', '.join(NAMES)}, or the text of one of your own, a row of actions "
+            f"per rank, got {given[:40]!r}: {error}"
+        ) from None
+    check(found)
+    if chunks is not None:
+        raise ValueError(
+            f"a schedule of your own says itself which stages a rank has, got chunks={chunks}: leave it out"
+        )
+    return found
 
 
 def generate(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:

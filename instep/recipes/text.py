@@ -23,19 +23,22 @@ import instep
 from instep.data.text import ByteText, next_tokens, open_text
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.recipes.text_config import Config, OptimConfig, learning_rate, local_ranks, run_options
+from instep.recipes.text_config import (
+    Config,
+    OptimConfig,
+    learning_rate,
+    local_ranks,
+    run_options,
+    schedule_of,
+)
 from instep.recipes.text_options import parse_script
 
 MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decayed
 
 
 def make_model(config: Config, device: torch.device) -> GPT:
-    """With weights by name; in stage 3 and in pipelines without any, since no rank is to have all of them.
-
-    Where a pipeline is cut by what its layers take, they are measured, and have weights.
-    """
-    layout = config.parallel
-    without_values = layout.shard_stage == 3 or (layout.pp > 1 and not layout.cuts_by_measure)
+    """With weights by name; in stage 3 and in pipelines without any, since no rank is to have all of them."""
+    without_values = config.parallel.shard_stage == 3 or config.parallel.pp > 1
     with torch.device("meta" if without_values else device):
         net = GPT(GPTConfig(**asdict(config.model)))
     if not without_values:
@@ -68,8 +71,7 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     if layout.pp > 1:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
         model = pipeline(net, config, mesh, **options)
-        if not layout.cuts_by_measure:
-            model.materialise(seed=config.seed)  # each rank its layers, at the latest in run.steps
+        model.materialise(seed=config.seed)  # each rank its layers, at the latest in run.steps
     elif layout.shard_stage >= 2:
         options |= {"one_copy": layout.one_copy, "device": mesh.device}
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
@@ -92,17 +94,18 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
 def pipeline(net: GPT, config: Config, mesh: Any, **options: Any) -> instep.Pipeline:
     """Over the ranks along pp, cut as ``config`` says; if by measured layers, by these of a made-up batch."""
     layout, cuts = config.parallel, config.parallel.numbered_cuts
+    options |= {"chunks": layout.chunks or None, "cuts": cuts}
+    schedule = schedule_of(layout)
     if not layout.cuts_by_measure:
-        return instep.Pipeline(net, mesh, layout.schedule, config.num_leaves, cuts=cuts, **options)
+        return instep.Pipeline(net, mesh, schedule, config.num_leaves, **options)
     made_up = torch.zeros(config.batch.micro_size, config.model.context, dtype=torch.int64)
     made_up = made_up.to(mesh.device)
     with autocast(config, mesh.device):
         return instep.Pipeline(
             net,
             mesh,
-            layout.schedule,
+            schedule,
             config.num_leaves,
-            cuts=cuts,
             example=made_up,
             example_loss=lambda logits: of_logits(logits, made_up).mean(),
             moments=2 if config.optim.name == "adamw" else int(config.optim.momentum > 0),

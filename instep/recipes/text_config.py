@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from instep.checkpoint.manifest import Scalar
 from instep.models.config import GPTConfig, preset
+from instep.pipeline import schedules
 from instep.recipes.ranges import (
     ABOVE_0,
     BELOW_1,
@@ -50,6 +51,7 @@ RANGES = {  # GPTConfig checks the numbers of the model
     "parallel.bucket_mb": ABOVE_0,
     "parallel.threads": ABOVE_0,
     "parallel.pp": ABOVE_0,
+    "parallel.chunks": FROM_0,
     "parallel.shard_stage": STAGES,
     "parallel.shard_ranks": SHARD_RANKS,
     "checkpoint.every": FROM_0,
@@ -165,8 +167,11 @@ class ParallelConfig:
     all of it. 0: all ranks are one group. Best is the number of ranks per host."""
     pp: int = 1
     """How many ranks a pipeline has, each with some of the layers; there are ranks / pp pipelines."""
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
-    """In which order the ranks of a pipeline make forwards and backwards of their micro-batches."""
+    schedule: str = "1f1b"
+    """In which order the ranks of a pipeline make forwards and backwards of their micro-batches: naive,
+    gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v; or the path of a text file, a row of actions per rank."""
+    chunks: int = 0
+    """Stages per rank, with interleaved; 0: as the schedule has them, two with interleaved."""
     cuts: str = "layers"
     """Where a pipeline is cut: as many layers in each stage; by cost, or by memory, which measure the layers;
     or the first layers of the stages but the first: 3,5. Layers are the embedding, blocks and the output."""
@@ -364,6 +369,7 @@ def _check_pipeline(config: Config) -> None:
     """Raise ``ValueError`` for settings that a pipeline does not go with."""
     parallel, given = config.parallel, config.parallel.numbered_cuts
     if parallel.pp == 1:
+        schedule_of(parallel)
         return
     named = f"parallel.pp {parallel.pp}"
     if parallel.strategy in ("server", "threads") or not parallel.ordered:
@@ -378,7 +384,7 @@ def _check_pipeline(config: Config) -> None:
             "weights and gradients; set parallel.shard_stage 1, which divides the optimizer's state among "
             "them, or parallel.pp 1"
         )
-    num_stages = parallel.pp * (2 if parallel.schedule in ("interleaved", "zb-v") else 1)
+    num_stages = _num_stages(parallel)
     if num_stages > config.model.layers + 2:
         raise ValueError(
             f"{named} and parallel.schedule {parallel.schedule} make {num_stages} stages of a model that has "
@@ -393,6 +399,39 @@ def _check_pipeline(config: Config) -> None:
                 f"{edges[-1] - 1}, as {named} and parallel.schedule {parallel.schedule} make {num_stages} "
                 f"stages of {edges[-1]} layers"
             )
+
+
+def schedule_of(parallel: ParallelConfig) -> str:
+    """The name of a schedule, or the text in the file that ``parallel.schedule`` is the path of.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if parallel.schedule in schedules.NAMES:
+        return parallel.schedule
+    try:
+        return Path(parallel.schedule).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"parallel.schedule {parallel.schedule}: expected one of {', '.join(schedules.NAMES)}, or the "
+            f"path of a text file with one of your own ({error})"
+        ) from None
+
+
+def _num_stages(parallel: ParallelConfig) -> int:
+    """Of a pipeline; ValueError if its schedule is none."""
+    given, chunks = schedule_of(parallel), parallel.chunks or None
+    try:
+        own = schedules.own(given, chunks)
+        found = own or schedules.generate(given, parallel.pp, 2 * parallel.pp, chunks)
+    except ValueError as error:
+        raise ValueError(f"parallel.schedule {parallel.schedule}: {error}") from None
+    if found.num_ranks != parallel.pp:
+        raise ValueError(
+            f"parallel.pp {parallel.pp} with parallel.schedule {parallel.schedule}, which is of "
+            f"{found.num_ranks} ranks: set parallel.pp {found.num_ranks}, or another schedule"
+        )
+    return found.num_stages
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:

@@ -25,6 +25,7 @@ from instep.pipeline.simulate import StageTimes, simulate
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.stages import pipeline_figures
 from instep.work import Running
+from tests.parity import world_of_one
 from tests.world import world
 
 G, STEPS, MAX_NORM = 6, 2, 0.1
@@ -137,6 +138,18 @@ def test_a_schedule_of_ones_own_is_a_text(mesh: Mesh) -> None:
         ValueError, match=r"rank 1 waits for ever.*put 1F0 before it(?s:.*)1B0(?s:.*)<-- here"
     ):
         instep.Pipeline(gpt(), mesh, "0F0 0B0\n1B0 1F0", 1)
+    with pytest.raises(ValueError, match=r"a schedule of your own says itself.*chunks=2: leave it out"):
+        instep.Pipeline(gpt(), mesh, own, G, chunks=2)
+
+
+def test_a_schedule_of_one_row_is_one_of_one_rank() -> None:
+    row = " ".join(f"0F{k} 0B{k}" for k in reversed(range(G)))
+    model = instep.Pipeline(gpt(), world_of_one(), row, G)
+    assert model.placement["schedule"] == "own"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    assert sha256(model, optimizer) == of_one_rank(gpt())
+    model.close()
 
 
 @world(2, pp=2, dp=1)

@@ -12,7 +12,7 @@ from instep.pipeline.actions import Schedule
 from instep.pipeline.check import check, peak_activations
 from instep.pipeline.closed_forms import cost_s
 from instep.pipeline.closed_forms import peak_activations as peak_by_formula
-from instep.pipeline.schedules import NAMES, generate
+from instep.pipeline.schedules import NAMES, generate, own
 from instep.pipeline.simulate import StageTimes, bubble_rate, makespan_s, simulate
 from tests.pipeline.drawn import schedules
 
@@ -91,6 +91,20 @@ def test_interleaved_waits_no_longer_where_groups_are_uneven(p, more, v):
     m = p + more
     timeline = simulate(generate("interleaved", p, m, v), StageTimes(1 / v, 1 / v, 1 / v))
     assert makespan_s(timeline) == pytest.approx(3 * (m + (p - 1) / v))
+
+
+def test_what_is_no_name_is_the_text_of_a_schedule():
+    assert own("zb-v") is None
+    made = own("0F0 0B0")
+    assert made is not None and made.rows == generate("naive", 1, 1).rows
+    with pytest.raises(ValueError, match=r"expected a schedule of naive, .*zb-v, or the text.*got '2f2b'"):
+        own("2f2b")
+    with pytest.raises(ValueError, match=r"line 2: expected a stage"):
+        own("0F0 0B0\n1F0 1X0")
+    with pytest.raises(ValueError, match=r"there is no 0B0 or 0I0: add it to rank 0"):
+        own("0F0")
+    with pytest.raises(ValueError, match=r"says itself which stages a rank has, got chunks=2"):
+        own("0F0 0B0", chunks=2)
 
 
 def test_unknown_names_and_counts_are_refused():

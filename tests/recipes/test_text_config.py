@@ -10,6 +10,7 @@ from typing import get_args, get_origin
 import pytest
 
 import instep
+from instep.pipeline import schedules
 from instep.recipes import text_config
 from instep.recipes.text_config import (
     Config,
@@ -22,6 +23,7 @@ from instep.recipes.text_config import (
     merge,
     numerical,
     run_options,
+    schedule_of,
     validate,
 )
 from instep.replicate.strategies import STRATEGIES, WRAPPERS
@@ -85,11 +87,36 @@ def test_recipes_are_valid(recipe):
             {"parallel": {"nodes": "int8", "ordered": False}},
             "parallel.nodes int8 with parallel.ordered false, where the backend adds",
         ),
+        (
+            {"parallel": {"schedule": "2f2b"}},
+            "parallel.schedule 2f2b: expected one of naive, .*, or the path of a text file.*No such file",
+        ),
+        (
+            {"parallel": {"pp": 2, "schedule": "1f1b", "chunks": 2}},
+            "parallel.schedule 1f1b: 1f1b has 1 stages per rank, got chunks=2: leave it out",
+        ),
+        (
+            {"parallel": {"pp": 2, "schedule": "interleaved", "chunks": 4}},
+            "parallel.pp 2 and parallel.schedule interleaved make 8 stages of a model that has 4 layers",
+        ),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_by_name(topics, message):
     with pytest.raises(ValueError, match=message):
         validate(changed(**topics))
+
+
+def test_a_schedule_of_ones_own_is_a_file(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(str(schedules.gpipe(2, 4)))
+    mine = changed(parallel={"pp": 2, "schedule": str(path)})
+    validate(mine)
+    assert schedule_of(mine.parallel) == path.read_text()
+    with pytest.raises(ValueError, match=r"parallel.pp 3 with parallel.schedule .*is of 2 ranks: set"):
+        validate(changed(parallel={"pp": 3, "schedule": str(path)}))
+    path.write_text("0F0 0B0\n1B0 1F0")
+    with pytest.raises(ValueError, match=r"mine.txt: rank 1 waits for ever(?s:.*)<-- here"):
+        validate(mine)
 
 
 def test_every_number_outside_the_model_has_a_range():
