@@ -19,7 +19,8 @@ Who does what in which order is legal if every action comes after what it needs 
     0B0 <- 1B0 <- 2B0       backward its own forward and the stage after.
 
 A full backward B is an input-gradient I, which the stage before waits for, and a weight-gradient W, for which
-no other stage waits: taken apart, W may fill what would be a bubble.
+no other stage waits: taken apart, W may fill what would be a bubble. Only where stages share a parameter (a
+*tie*) does the first of them wait for the W or B of the others, whose gradients it adds to its own.
 
 Source of the letters: ``torch.distributed.pipelining``.
 """
@@ -32,13 +33,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = COMPUTE = ("F", "B", "I", "W")
-SEND_FORWARD, RECEIVE_FORWARD, SEND_BACKWARD, RECEIVE_BACKWARD = MESSAGES = (
-    "SEND_F",
-    "RECV_F",
-    "SEND_B",
-    "RECV_B",
-)
-SENDS, RECEIVES = (SEND_FORWARD, SEND_BACKWARD), (RECEIVE_FORWARD, RECEIVE_BACKWARD)
+SENDS = SEND_FORWARD, SEND_BACKWARD, SEND_TIED = ("SEND_F", "SEND_B", "SEND_W")
+RECEIVES = RECEIVE_FORWARD, RECEIVE_BACKWARD, RECEIVE_TIED = ("RECV_F", "RECV_B", "RECV_W")
+MESSAGES = (*SENDS, *RECEIVES)
 # What they are called in a timeline, measured or simulated: computation, and messages by their receive.
 SPANS = {
     FORWARD: "forward",
@@ -47,11 +44,13 @@ SPANS = {
     WEIGHT_GRADIENT: "weight gradient",
     RECEIVE_FORWARD: "activations",
     RECEIVE_BACKWARD: "gradients",
+    RECEIVE_TIED: "gradients",
 }
 IDLE = "."
 # What torch's files have besides: FSDP's gathers and sums, which are no part of an order of computation.
 _SKIPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-_ACTION = re.compile(rf"(\d{{1,9}})({'|'.join([*COMPUTE, *MESSAGES])})(\d{{1,9}})")
+_ACTION = re.compile(rf"(\d{{1,9}})({'|'.join([*COMPUTE, *MESSAGES])})(\d{{1,9}})(?:/(\d{{1,9}}))?")
+NO_TIE = -1
 _LABEL = re.compile(r"rank\s+(\d{1,9})\s*:")
 
 
@@ -59,15 +58,18 @@ class Action(NamedTuple):
     """One thing that a rank does: ``kind`` is one of ``COMPUTE`` or ``MESSAGES``.
 
     A send names the stage whose result goes out, a receive the stage that what comes in is for: 0SEND_F3 and
-    1RECV_F3 are the two ends of one message.
+    1RECV_F3 are the two ends of one message. Of a gradient of the weights of a ``tie``, by its number in the
+    schedule, both name the stage that sends it: 3SEND_W2/0 and 3RECV_W2/0.
     """
 
     stage: int
     kind: str
     micro_batch: int
+    tie: int = NO_TIE
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
+        tie = "" if self.tie == NO_TIE else f"/{self.tie}"
+        return f"{self.stage}{self.kind}{self.micro_batch}{tie}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -82,17 +84,22 @@ class Action(NamedTuple):
             raise ValueError(
                 f"expected a stage, one of {kinds}, and a micro-batch, such as 2F0, got {text[:40]!r}"
             )
-        return cls(int(found[1]), found[2], int(found[3]))
+        return cls(int(found[1]), found[2], int(found[3]), NO_TIE if found[4] is None else int(found[4]))
 
     @property
     def result(self) -> Action:
-        """What others may need of it: of a full backward its input-gradient, of any other action itself."""
+        """What the next stage may need of it: of a full backward its input-gradient, else itself."""
         return self._replace(kind=INPUT_GRADIENT) if self.kind == BACKWARD else self
+
+    @property
+    def results(self) -> tuple[Action, ...]:
+        """All that others may need of it: a full backward makes both gradients."""
+        return (self.result, self._replace(kind=WEIGHT_GRADIENT)) if self.kind == BACKWARD else (self,)
 
 
 def needs(action: Action, num_stages: int) -> list[Action]:
     """The results without which ``action``, one of ``COMPUTE``, cannot begin."""
-    stage, kind, micro_batch = action
+    stage, kind, micro_batch, _ = action
     if kind == FORWARD:
         return [Action(stage - 1, FORWARD, micro_batch)] if stage else []
     if kind == WEIGHT_GRADIENT:
@@ -128,7 +135,7 @@ def in_order(
             while reached[rank] < len(row) and done.issuperset(needed(row[reached[rank]])):
                 action = row[reached[rank]]
                 yield GridPlace(rank, reached[rank]), action
-                done.add(action.result)
+                done.update(action.results)
                 reached[rank] += 1
                 moved = True
 
@@ -137,13 +144,15 @@ def in_order(
 class Schedule:
     """What each rank computes, in which order; ``str`` of it is the text that ``parse`` reads.
 
-    It may be illegal: ``instep.pipeline.check`` says so.
+    It may be illegal: ``instep.pipeline.check`` says so. ``ties`` are no part of the text: they are the
+    model's.
     """
 
     rows: tuple[tuple[Action, ...], ...]  # by rank, of COMPUTE
     stage_ranks: tuple[int, ...]  # by stage, the rank that holds it
     num_micro_batches: int
     name: str = ""
+    ties: tuple[tuple[int, ...], ...] = ()  # by parameter of several stages: these, in order
 
     @classmethod
     def of(cls, rows: Rows, name: str = "") -> Schedule:
@@ -205,7 +214,22 @@ class Schedule:
 
     def needs(self, action: Action) -> list[Action]:
         """The results without which ``action`` cannot begin."""
-        return needs(action, self.num_stages)
+        tied = {user: None for _, user in self.tied_to(action)}  # each once, in order
+        return [
+            *needs(action, self.num_stages),
+            *(Action(user, WEIGHT_GRADIENT, action.micro_batch) for user in tied),
+        ]
+
+    def tied_to(self, action: Action) -> list[tuple[int, int]]:
+        """Each tie, by number, and stage whose gradient ``action`` adds to its own: it is of the first."""
+        if action.kind not in (BACKWARD, WEIGHT_GRADIENT):
+            return []
+        return [
+            (tie, user)
+            for tie, (owner, *users) in enumerate(self.ties)
+            for user in users
+            if owner == action.stage
+        ]
 
     def __str__(self) -> str:
         kinds = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_micro_batches} micro-batches"
@@ -243,7 +267,7 @@ class Schedule:
             row = columns[place.rank]
             begin = max([row[-1] + 1 if row else 0, *(ends[needed] for needed in self.needs(action))])
             row.append(begin)
-            ends[action.result] = begin + 1
+            ends.update(dict.fromkeys(action.results, begin + 1))
         behind = max((row[-1] + 2 for row in columns if row), default=0)
         for row, actions in zip(columns, self.rows, strict=True):
             row += range(behind, behind + len(actions) - len(row))

@@ -27,7 +27,6 @@ from instep.pipeline.actions import (
     FORWARD,
     INPUT_GRADIENT,
     RECEIVES,
-    SEND_FORWARD,
     WEIGHT_GRADIENT,
     Action,
     GridPlace,
@@ -35,7 +34,7 @@ from instep.pipeline.actions import (
     Schedule,
     in_order,
 )
-from instep.pipeline.communication import needs_of_program, programs, send_of
+from instep.pipeline.communication import needs_of_program, programs, receiver, send_of
 
 
 class IllegalSchedule(ValueError):
@@ -122,9 +121,12 @@ def _check_order(schedule: Schedule) -> None:
     for place, needed in waits.items():
         row = schedule.rows[place.rank]
         if needed in row[place.position :]:
+            action = row[place.position]
+            users = [user for _, user in schedule.tied_to(action)]
+            why = f" (stages {action.stage} and {needed.stage} share a parameter)" * (needed.stage in users)
             reason = (
-                f"rank {place.rank} waits for ever: {row[place.position]} needs {needed}, which comes later "
-                f"in its row: put {needed} before it"
+                f"rank {place.rank} waits for ever: {action} needs {needed}{why}, which comes later in its "
+                f"row: put {needed} before it"
             )
             raise IllegalSchedule(schedule, reason, [place, GridPlace(place.rank, row.index(needed))])
     if waits:
@@ -143,10 +145,11 @@ def _at(schedule: Schedule, place: GridPlace) -> Action:
 def _waits(schedule: Schedule) -> dict[GridPlace, Action]:
     """Where ranks wait for ever, and for which action; nothing if all of them come to their ends."""
     reached = [0] * schedule.num_ranks
-    actions = {action.result: action for row in schedule.rows for action in row}
+    actions = {result: action for row in schedule.rows for action in row for result in action.results}
     for place, action in in_order(schedule.rows, schedule.needs):
         reached[place.rank] = place.position + 1
-        del actions[action.result]
+        for result in action.results:
+            del actions[result]
     waits = {}
     for rank, (row, position) in enumerate(zip(schedule.rows, reached, strict=True)):
         if position < len(row):
@@ -204,16 +207,17 @@ def _check_messages(schedule: Schedule, rows: Rows) -> None:
                 end = send_of(action)
                 received[schedule.stage_ranks[end.stage], rank].append(end)
             elif action.kind not in COMPUTE:
-                to = action.stage + (1 if action.kind == SEND_FORWARD else -1)
-                sent[rank, schedule.stage_ranks[to]].append(action)
-    for sender, receiver in sorted({*sent, *received}):
-        out, into = sent[sender, receiver], received[sender, receiver]
+                to = receiver(schedule, action)
+                assert to is not None
+                sent[rank, to].append(action)
+    for sender, taker in sorted({*sent, *received}):
+        out, into = sent[sender, taker], received[sender, taker]
         for index in range(max(len(out), len(into))):
             one, other = (str(ends[index]) if index < len(ends) else "nothing" for ends in (out, into))
             if one != other:
                 raise ValueError(
-                    f"message {index} from rank {sender} to rank {receiver}: rank {sender} sends {one}, "
-                    f"rank {receiver} receives {other}: receive in the order in which it is sent"
+                    f"message {index} from rank {sender} to rank {taker}: rank {sender} sends {one}, "
+                    f"rank {taker} receives {other}: receive in the order in which it is sent"
                 )
 
 

@@ -25,32 +25,62 @@ from instep.pipeline.actions import (
     INPUT_GRADIENT,
     RECEIVE_BACKWARD,
     RECEIVE_FORWARD,
+    RECEIVE_TIED,
     RECEIVES,
     SEND_BACKWARD,
     SEND_FORWARD,
+    SEND_TIED,
     WEIGHT_GRADIENT,
     Action,
     Schedule,
+    needs,
 )
 
 AHEAD = 1  # actions that compute between the place of a receive and its use
 
 
-def message_of(schedule: Schedule, action: Action) -> tuple[Action, Action] | None:
-    """The two ends, send and receive, of the message that a rank sends after ``action``, if it sends one."""
-    stage, kind, micro_batch = action
-    if kind == WEIGHT_GRADIENT:
-        return None
-    to = stage + 1 if kind == FORWARD else stage - 1
-    if not 0 <= to < schedule.num_stages or schedule.stage_ranks[to] == schedule.stage_ranks[stage]:
-        return None
+def messages_to(schedule: Schedule, action: Action) -> list[Action]:
+    """The receives, on its rank, of what ``action``, one of ``COMPUTE``, cannot begin without."""
+    stage, _, micro_batch, _ = action
+    rank = schedule.stage_ranks[stage]
+    found = []
+    for needed in needs(action, schedule.num_stages):
+        if schedule.stage_ranks[needed.stage] != rank:
+            kind = RECEIVE_FORWARD if needed.kind == FORWARD else RECEIVE_BACKWARD
+            found.append(Action(stage, kind, micro_batch))
+    for tie, user in schedule.tied_to(action):
+        if schedule.stage_ranks[user] != rank:
+            found.append(Action(user, RECEIVE_TIED, micro_batch, tie))
+    return found
+
+
+def messages_from(schedule: Schedule, action: Action) -> list[Action]:
+    """The sends, on its rank, of what others need of ``action``, one of ``COMPUTE``."""
+    stage, kind, micro_batch, _ = action
+    found = []
     if kind == FORWARD:
-        return Action(stage, SEND_FORWARD, micro_batch), Action(to, RECEIVE_FORWARD, micro_batch)
-    return Action(stage, SEND_BACKWARD, micro_batch), Action(to, RECEIVE_BACKWARD, micro_batch)
+        found = [Action(stage, SEND_FORWARD, micro_batch)]
+    elif kind != WEIGHT_GRADIENT:
+        found = [Action(stage, SEND_BACKWARD, micro_batch)]
+    if Action(stage, WEIGHT_GRADIENT, micro_batch) in action.results:
+        ties = enumerate(schedule.ties)
+        found += [Action(stage, SEND_TIED, micro_batch, tie) for tie, its in ties if stage in its[1:]]
+    rank = schedule.stage_ranks[stage]
+    return [send for send in found if receiver(schedule, send) not in (rank, None)]
+
+
+def receiver(schedule: Schedule, send: Action) -> int | None:
+    """The rank that gets what ``send`` sends; None: no stage needs it."""
+    if send.kind == SEND_TIED:
+        return schedule.stage_ranks[schedule.ties[send.tie][0]]
+    to = send.stage + (1 if send.kind == SEND_FORWARD else -1)
+    return schedule.stage_ranks[to] if 0 <= to < schedule.num_stages else None
 
 
 def send_of(receive: Action) -> Action:
     """The other end of the message that ``receive`` is for."""
+    if receive.kind == RECEIVE_TIED:
+        return receive._replace(kind=SEND_TIED)
     if receive.kind == RECEIVE_FORWARD:
         return Action(receive.stage - 1, SEND_FORWARD, receive.micro_batch)
     return Action(receive.stage + 1, SEND_BACKWARD, receive.micro_batch)
@@ -61,25 +91,25 @@ def programs(schedule: Schedule, ahead: int = AHEAD) -> tuple[tuple[Action, ...]
 
     A receive stands earlier still where another message of the same sender, sent later, is used before.
     """
-    used: dict[Action, int] = {}  # by what is needed: where in its row a rank needs it
+    used: dict[Action, tuple[int, Action]] = {}  # by the send: where in its row a rank needs it, its receive
     for row in schedule.rows:
         for index, action in enumerate(row):
-            for needed in schedule.needs(action):
-                if schedule.stage_ranks[needed.stage] != schedule.stage_ranks[action.stage]:
-                    used[needed] = index
+            used |= {send_of(receive): (index, receive) for receive in messages_to(schedule, action)}
     posts: list[list[tuple[int, Action]]] = [[] for _ in schedule.rows]
     for row in schedule.rows:
-        sent: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by receiver, in order
+        sent: dict[int | None, list[tuple[int, Action]]] = defaultdict(list)  # by receiver, in order
         for action in row:
-            if (ends := message_of(schedule, action)) and action.result in used:
-                sent[schedule.stage_ranks[ends[1].stage]].append((used[action.result], ends[1]))
-        for receiver, messages in sent.items():
-            first = len(schedule.rows[receiver])
+            for send in messages_from(schedule, action):
+                if send in used:
+                    sent[receiver(schedule, send)].append(used[send])
+        for to, messages in sent.items():
+            assert to is not None
+            first = len(schedule.rows[to])
             from_last = []
             for index, receive in reversed(messages):
                 first = min(first, index)
                 from_last.append((first, receive))
-            posts[receiver] += from_last[::-1]
+            posts[to] += from_last[::-1]
     return tuple(
         _program(schedule, rank, sorted(post, key=lambda one: one[0]), ahead)
         for rank, post in enumerate(posts)
@@ -94,8 +124,7 @@ def _program(schedule: Schedule, rank: int, post: list[tuple[int, Action]], ahea
             program.append(post[posted][1])
             posted += 1
         program.append(action)
-        if ends := message_of(schedule, action):
-            program.append(ends[0])
+        program += messages_from(schedule, action)
     return tuple(program)
 
 
@@ -105,18 +134,11 @@ def needs_of_program(schedule: Schedule, action: Action) -> list[Action]:
     A computation needs what its own rank has made, and messages, which must have been sent and have a
     receive; a send needs what it sends; a receive is posted whenever its turn comes.
     """
-    stage, kind, micro_batch = action
-    if kind in RECEIVES:
+    if action.kind in RECEIVES:
         return []
-    if kind not in COMPUTE:
-        return [Action(stage, FORWARD if kind == SEND_FORWARD else INPUT_GRADIENT, micro_batch)]
-    found: list[Action] = []
-    for needed in schedule.needs(action):
-        if schedule.stage_ranks[needed.stage] == schedule.stage_ranks[stage]:
-            found.append(needed)
-        else:
-            receive = Action(
-                stage, RECEIVE_FORWARD if needed.kind == FORWARD else RECEIVE_BACKWARD, micro_batch
-            )
-            found += [send_of(receive), receive]
-    return found
+    if action.kind not in COMPUTE:
+        made = {SEND_FORWARD: FORWARD, SEND_BACKWARD: INPUT_GRADIENT, SEND_TIED: WEIGHT_GRADIENT}
+        return [Action(action.stage, made[action.kind], action.micro_batch)]
+    rank = schedule.stage_ranks[action.stage]
+    own = [needed for needed in schedule.needs(action) if schedule.stage_ranks[needed.stage] == rank]
+    return own + [end for receive in messages_to(schedule, action) for end in (send_of(receive), receive)]
