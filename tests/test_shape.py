@@ -181,7 +181,6 @@ ONE_USER = {
     "instep/pipeline/layer_costs.py",
     "instep/pipeline/one_process.py",
     "instep/pipeline/split_backward.py",
-    "instep/pipeline/tied.py",
     "instep/recipes/images_config.py",
     "instep/recipes/pairs_config.py",
     "instep/replicate/bucketed.py",

@@ -192,7 +192,8 @@ def _record(error: Exception, errors: Errors) -> bytes:
             "kind": kinds[0] if kinds else len(errors) - 1,
             "name": name,
             "message": message if kinds and message else f"{name}: {message}".removesuffix(": "),
-            "cause": not (isinstance(error, CONSEQUENCES) or getattr(error, "told", False)),
+            # The higher the better to report: what was told by another rank is there a second time.
+            "cause": 0 if getattr(error, "told", False) else 1 if isinstance(error, CONSEQUENCES) else 2,
         }
     ).encode()
 
@@ -205,7 +206,8 @@ def _error(
     errors: Errors,
 ) -> Exception:
     """What this rank has to raise, which itself has had ``failure``, if any."""
-    causes = {rank: record for rank, record in failed.items() if record["cause"]} or failed
+    most = max(record["cause"] for record in failed.values())
+    causes = {rank: record for rank, record in failed.items() if record["cause"] == most}
     first, record = next(iter(causes.items()))
     if failure is not None and group.global_rank in causes:
         return failure if group.global_rank == first else as_told(failure)

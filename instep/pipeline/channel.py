@@ -31,13 +31,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from instep.errors import Desync
+from instep.errors import Desync, InstepError, PeerLost
 from instep.memory import ALIGN_BYTES
 from instep.mesh.axes import round_up
 from instep.mesh.clocks import measure
 from instep.mesh.process_group import Group
+from instep.mesh.rank_process import as_told
 from instep.ordered.homes import dense_strides, with_strides
-from instep.pipeline.actions import SEND_FORWARD, Action
+from instep.pipeline.actions import SENDS, Action
+from instep.pipeline.communication import send_of
 from instep.work import Running
 
 MAX_TENSORS, MAX_DIMS = 16, 8
@@ -45,11 +47,12 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-VERSION = 2
-# Version, whether the sender has left the step, step, stage, micro-batch, weight, when it was sent, number of
-# tensors.
-FIELDS = 8
-LEFT, WEIGHT, SENT_NS = 1, 5, 6
+VERSION = 3
+# Version, whether the sender has left the step, step, its number of micro-batches; of the action stage, kind,
+# micro-batch and tie; a number that goes along, when it was sent, number of tensors.
+FIELDS = 11
+LEFT, STEP, COUNT, NUMBER, SENT_NS = 1, 2, 3, 8, 9
+STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not
 ROW = 2 + 2 * MAX_DIMS  # of a tensor: dtype, number of dimensions, shape, strides
 NUM_WORDS = FIELDS + MAX_TENSORS * ROW
 WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
@@ -57,12 +60,13 @@ HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
 TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
 SHORT_BYTES = 1 << 18  # of a message: to copy so much costs less than a second one
 THERE_NS = 20_000  # in which a message is taken that was there already
-NO_STAGE = -1  # of an evaluation, whose batches may have any shapes
-STAGES = 0  # the tag of what stages send each other
+VALUES = "VALUES"  # the kind of a message that is no part of a schedule: both ends name it alike
+KINDS = (*SENDS, VALUES)
+EVALUATION = -1  # in the place of a step
+NO_STAGE = -1  # of what goes through an evaluation, which may have any shapes
+TAG = 0
 ENDING = "the end of a pipeline's step"
 
-Kind: TypeAlias = tuple[int, str]
-"""Stage and kind of a receive: its messages look alike."""
 Check: TypeAlias = Callable[[Sequence[int], Action], None]
 """Raises if the words are not those that an action waits for."""
 
@@ -100,42 +104,57 @@ class MessageWait(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message that has come; ``weight`` is the micro-batch's, as far as its sender knows.
+    """A message that has come, with the ``number`` that its sender has given to it.
 
     ``waited`` is None if it was there already: then it is not known when it came.
     """
 
-    weight: int
+    number: int
     tensors: list[Tensor]
     waited: MessageWait | None
 
 
 class StageChannel:
-    """Messages between the ranks of ``group``, which has no other user; one thread uses it."""
+    """Messages between the ranks of ``group``; one thread uses it. They are all of the step begun last."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         mailboxes = getattr(group.pg, "mailboxes", None)  # of a backend whose ranks share memory
         self._way = Connections(group) if mailboxes is None else SharedMemory(group, mailboxes)
-        self._told: dict[Kind, list[Look]] = {}  # of what is sent
+        self._told: dict[tuple[int, Action], list[Look]] = {}  # of what is sent, by receiver
         self._offsets_ns = measure(group).offsets_ns
         self._posted_ns: dict[Action, int] = {}
-        self._left: int | None = None  # the step that was given up
+        self._step, self._num_micro_batches = EVALUATION, 0
+        self._has_left = False
+        self.is_broken = False  # a rank does not come to the end of this step
 
-    def send(self, action: Action, to: int, step: int, weight: int, tensors: Sequence[Tensor]) -> None:
-        """Begin to send ``tensors`` to group rank ``to``, as ``action``. They must not change until
-        ``flush``.
+    def begin(self, step: int, num_micro_batches: int = 0) -> None:
+        """Messages are of this ``step`` from now on, or of an ``EVALUATION``.
+
+        Raises:
+            Desync: this rank has left the one before.
+        """
+        if self._has_left:
+            raise Desync(
+                f"rank {self.group.global_rank} comes to {_named(step)} after {_named(self._step)} was given "
+                "up, with messages under way that nobody has taken: make another pipeline, or run the script "
+                "by `instep run`, which does"
+            )
+        self._step, self._num_micro_batches = step, num_micro_batches
+
+    def send(self, action: Action, to: int, number: int, tensors: Sequence[Tensor]) -> None:
+        """Begin to send ``tensors`` to group rank ``to``, as ``action``, with a ``number``. They must not
+        change until ``flush``.
 
         Raises:
             ValueError: they do not look like those of the first micro-batch.
         """
-        self._require_whole(step)
         if others := [x for x in tensors if not isinstance(x, Tensor)]:
             raise TypeError(
                 f"{action}: expected tensors from one stage to the next, got a {type(others[0]).__name__}: "
                 "cut elsewhere, or let the next layer make it"
             )
-        looks, kind = [Look(x.dtype, tuple(x.shape)) for x in tensors], (action.stage, action.kind)
+        looks, kind = [Look(x.dtype, tuple(x.shape)) for x in tensors], (to, _kind(action))
         dense = [with_strides(x.detach(), dense_strides(x)) for x in tensors]
         is_first = kind not in self._told or action.stage == NO_STAGE
         known = looks if is_first else self._told[kind]
@@ -145,33 +164,32 @@ class StageChannel:
                 f"{_listed(looks)}: the next stage has its memory ready for these, so give all "
                 "micro-batches the same shapes, by padding for instance"
             )
-        words = _words(action, step, weight, _rows(action, looks, [x.stride() for x in dense]))
+        words = self._words(action, number, _rows(action, looks, [x.stride() for x in dense]))
         self._told[kind] = looks
         flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
-        self._way.send(to, STAGES, words, flat, is_known=not is_first)
+        self._way.send(to, words, flat, is_known=not is_first)
 
     def post(self, action: Action, source: int) -> None:
         """Receive ``action`` from group rank ``source`` from now on, if it is known how that looks."""
         self._posted_ns[action] = time.monotonic_ns()
         self._way.post(action, source)
 
-    def take(self, action: Action, source: int, step: int) -> Received:
+    def take(self, action: Action, source: int) -> Received:
         """What ``action``, which was posted, receives from ``source``, once it is there.
 
         Raises:
             Desync: ``source`` sends something else, or has left the step.
             PeerLost: it did not come.
         """
-        self._require_whole(step)
 
         def check(words: Sequence[int], action: Action) -> None:
-            self._check(words, action, source, step)
+            self._check(words, action, source)
 
         start_ns = time.monotonic_ns()
         words, contiguous = self._way.take(action, source, check)
         waited = self._waited(action, source, words[SENT_NS], start_ns)
         strided = zip(contiguous, _strides(words), strict=True)
-        return Received(words[WEIGHT], [x.as_strided(x.shape, its) for x, its in strided], waited)
+        return Received(words[NUMBER], [x.as_strided(x.shape, its) for x, its in strided], waited)
 
     def _waited(self, action: Action, source: int, sent_ns: int, start_ns: int) -> MessageWait | None:
         end_ns, posted_ns = time.monotonic_ns(), self._posted_ns.pop(action)
@@ -181,65 +199,65 @@ class StageChannel:
         sent_ns = min(sent_ns - ahead_ns, end_ns)
         return MessageWait(start_ns, sent_ns, max(sent_ns, posted_ns), end_ns)
 
-    def send_alone(self, x: Tensor, to: int, tag: int) -> None:
-        """Begin to send ``x``, of which the other one knows how it looks; messages of another ``tag``
-        may come before it."""
-        self._way.send(to, tag, [], [x])
-
-    def receive_alone(self, look: Look, source: int, tag: int, operation: str) -> Tensor:
-        """What ``source`` has sent by ``send_alone``, once it is there."""
-        return self._way.alone(look, source, tag, operation)
-
     def send_values(self, values: Sequence[Tensor], to: int) -> None:
         """Begin to send ``values``, of which the other one knows nothing."""
-        self.send(Action(NO_STAGE, SEND_FORWARD, 0), to, 0, 1, values)
+        self.send(Action(NO_STAGE, VALUES, 0), to, 0, values)
 
     def receive_values(self, source: int) -> list[Tensor]:
         """What ``source`` has sent by ``send_values``."""
-        action = Action(NO_STAGE, SEND_FORWARD, 0)
+        action = Action(NO_STAGE, VALUES, 0)
         self.post(action, source)
-        return self.take(action, source, 0).tensors
+        return self.take(action, source).tensors
 
     def flush(self) -> None:
         """Wait until what was sent may be changed."""
         self._way.flush()
 
-    def leave(self, step: int, *, patient: bool) -> None:
-        """Tell the others, where they expect a message, that this rank sends no more in ``step``.
+    def leave(self, error: BaseException) -> None:
+        """Tell the others, where they expect a message, that this rank sends no more in this step.
 
-        What they have posted for tensors is never sent: the group is of no use afterwards. ``patient``: wait
-        a moment until they know, as what follows may be the end of this rank.
+        What they have posted for tensors is never sent: there is no use of this channel afterwards. Where
+        this rank alone has ``error``, and does not come to the end of the step, wait a moment until they
+        know: what follows may be its own end.
         """
-        if self._left is not None:
+        if self._has_left:
             return
-        self._left = step
-        words = _words(Action(0, SEND_FORWARD, 0), step, 0)
-        words[LEFT] = 1
+        self._has_left = True
+        if isinstance(error, PeerLost):  # elsewhere perhaps, along another axis
+            self.is_broken |= not error.ranks or not set(error.ranks).isdisjoint(self.group.ranks)
+        self.is_broken |= not isinstance(error, Exception)
+        comes = self._step != EVALUATION and not self.is_broken
+        words = self._words(Action(0, VALUES, 0), 0)
+        words[LEFT] = GONE if self.is_broken else LEAVES
         with suppress(RuntimeError):
-            self._way.tell(words, TELLING_S if patient else 0.0)
+            self._way.tell(words, 0.0 if comes or isinstance(error, InstepError) else TELLING_S)
 
-    def _require_whole(self, step: int) -> None:
-        if self._left is not None:
-            raise Desync(
-                f"rank {self.group.global_rank} comes to step {step} after step {self._left} was given up, "
-                "with messages under way that nobody has taken: make another pipeline, or run the script by "
-                "`instep run`, which does"
-            )
+    def _words(self, action: Action, number: int, rows: Sequence[int] = ()) -> list[int]:
+        """``rows`` are those of ``_rows``."""
+        head = [VERSION, STAYS, self._step, self._num_micro_batches, *_numbers(action)]
+        return [*head, number, time.monotonic_ns(), len(rows) // ROW, *rows]
 
-    def _check(self, words: Sequence[int], action: Action, source: int, step: int) -> None:
-        version, left, its_step, stage, micro_batch, *_ = words[:FIELDS]
+    def _check(self, words: Sequence[int], action: Action, source: int) -> None:
+        version, left, step, count, *sent = words[:NUMBER]
         mine, other = self.group.global_rank, self.group.ranks[source]
+        what = _named(EVALUATION) if self._step == EVALUATION else f"{action} of step {self._step}"
+        waits = f"rank {mine} waits for rank {other} in {what}"
         if left:
+            self.is_broken |= left == GONE
+            reason = f"{waits}, which rank {other} has left by an error of its own: see there"
+            raise as_told(Desync(reason))
+        if (version, step) == (VERSION, self._step) and count != self._num_micro_batches:
             raise Desync(
-                f"rank {mine} waits for rank {other} in {action} of step {step}, which rank {other} has left "
-                "by an error of its own: see there"
+                f"rank {mine} makes step {step} with {self._num_micro_batches} micro-batches, and rank "
+                f"{other} with {count}: pass the same data= on all ranks"
             )
-        sent = action.stage + {"RECV_F": -1, "RECV_B": 1}.get(action.kind, 0)
-        if (version, its_step, stage, micro_batch) != (VERSION, step, sent, action.micro_batch):
+        expected = action if action.kind == VALUES else send_of(action)
+        if (version, step, sent) != (VERSION, self._step, _numbers(expected)):
+            stage, kind, micro_batch, tie = sent
+            found = Action(stage, KINDS[kind], micro_batch, tie) if kind < len(KINDS) else f"kind {kind}"
             raise Desync(
-                f"rank {mine} waits for rank {other} in {action} of step {step}, but rank {other} sends what "
-                f"stage {stage} has made of micro-batch {micro_batch} in step {its_step} (version {version}"
-                "): both have to run the same script, with the same schedule and the same steps"
+                f"{waits}, but rank {other} sends {found} of {_named(step)} (version {version}): both have "
+                "to run the same script, with the same schedule and the same steps"
             )
 
 
@@ -253,15 +271,9 @@ class SharedMemory:
         self._come: dict[Action, tuple[list[int], list[Tensor]]] = {}  # before they were taken
 
     def send(
-        self,
-        to: int,
-        tag: int,
-        words: Sequence[int],
-        tensors: Sequence[Tensor],
-        *,
-        is_known: bool = False,
+        self, to: int, words: Sequence[int], tensors: Sequence[Tensor], *, is_known: bool = False
     ) -> None:
-        self._mailboxes.send(to, tag, words, tensors)
+        self._mailboxes.send(to, TAG, words, tensors)
 
     def post(self, action: Action, source: int) -> None:
         self._posted[source].append(action)
@@ -269,14 +281,11 @@ class SharedMemory:
     def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
         while action not in self._come:
             first = self._posted[source].popleft()
-            words, parts = self._mailboxes.take(source, STAGES, str(first))
+            words, parts = self._mailboxes.take(source, TAG, str(first))
             check(words, first)
             found = [look.of(part) for look, part in zip(_looks(words), parts, strict=True)]
             self._come[first] = words, found
         return self._come.pop(action)
-
-    def alone(self, look: Look, source: int, tag: int, operation: str) -> Tensor:
-        return look.of(self._mailboxes.take(source, tag, operation).parts[0])
 
     def flush(self) -> None:
         self._mailboxes.flush(ENDING)
@@ -284,7 +293,7 @@ class SharedMemory:
     def tell(self, words: Sequence[int], seconds: float) -> None:
         """Let all ranks have ``words``, for which there is no need to wait."""
         for to in self._others:
-            self._mailboxes.send(to, STAGES, words, [])
+            self._mailboxes.send(to, TAG, words, [])
 
 
 class Posted:
@@ -311,32 +320,25 @@ class Connections:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._looks: dict[Kind, list[Look]] = {}  # of what is received
+        self._looks: dict[Action, list[Look]] = {}  # of what is received
         self._sent: list[Running] = []
         self._posted: dict[Action, Posted] = {}
         self._waiting: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source: posted, not known
 
     def send(
-        self,
-        to: int,
-        tag: int,
-        words: Sequence[int],
-        tensors: Sequence[Tensor],
-        *,
-        is_known: bool = False,
+        self, to: int, words: Sequence[int], tensors: Sequence[Tensor], *, is_known: bool = False
     ) -> None:
         """``is_known``: the receiver is ready for such tensors, so that what is short comes at once."""
         whole = [x.detach().contiguous().resolve_conj().resolve_neg() for x in tensors]
-        if words:
-            starts, nbytes = _places([Look(x.dtype, tuple(x.shape)) for x in whole])
-            is_short = is_known and nbytes <= SHORT_BYTES
-            packet = torch.zeros(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8)
-            packet[: len(words) * WORD].view(torch.int64).copy_(torch.tensor(words))
-            if is_short:
-                for x, start in zip(whole, starts, strict=True):
-                    packet[start : start + x.nbytes].copy_(_bytes(x))
-            whole = [packet] if is_short else [packet, *whole]
-        works = [self._pg.send([_bytes(x)], to, tag) for x in whole if x.numel()]
+        starts, nbytes = _places([Look(x.dtype, tuple(x.shape)) for x in whole])
+        is_short = is_known and nbytes <= SHORT_BYTES
+        packet = torch.zeros(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8)
+        packet[: len(words) * WORD].view(torch.int64).copy_(torch.tensor(words))
+        if is_short:
+            for x, start in zip(whole, starts, strict=True):
+                packet[start : start + x.nbytes].copy_(_bytes(x))
+        whole = [packet] if is_short else [packet, *whole]
+        works = [self._pg.send([_bytes(x)], to, TAG) for x in whole if x.numel()]
 
         def wait(kept: Sequence[Tensor] = whole) -> None:  # until it is sent, and not longer
             _wait_for_all(works)
@@ -348,7 +350,7 @@ class Connections:
         self._sent, until = [], time.monotonic() + seconds
         for rank in range(self.group.size):
             if rank != self.group.rank:
-                self.send(rank, STAGES, words, [])
+                self.send(rank, words, [])
         for work in self._sent:
             with suppress(TimeoutError):
                 work.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
@@ -366,13 +368,6 @@ class Connections:
         check(words, action)
         return words, posted.tensors
 
-    def alone(self, look: Look, source: int, tag: int, operation: str) -> Tensor:
-        x = look.new()
-        works = self._receive([x], source, tag)
-        line = f" from rank {source}, tag {tag}"
-        self.group.wait(self.group.start(lambda: _wait_for_all(works), operation, line), operation)
-        return x
-
     def flush(self) -> None:
         sent, self._sent = self._sent, []
         for work in sent:
@@ -383,12 +378,12 @@ class Connections:
         assert self.group.pg is not None
         return self.group.pg
 
-    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int = STAGES) -> list[Any]:
-        return [self._pg.recv([_bytes(x)], source, tag) for x in tensors if x.numel()]
+    def _receive(self, tensors: Sequence[Tensor], source: int) -> list[Any]:
+        return [self._pg.recv([_bytes(x)], source, TAG) for x in tensors if x.numel()]
 
     def _post_known(self, source: int) -> None:
         waiting = self._waiting[source]
-        while waiting and (looks := self._looks.get((waiting[0].stage, waiting[0].kind))) is not None:
+        while waiting and (looks := self._looks.get(_kind(waiting[0]))) is not None:
             self._post(waiting.popleft(), source, looks)
 
     def _learn(self, source: int, check: Check) -> None:
@@ -399,7 +394,7 @@ class Connections:
         check(words := posted.words, action)
         looks = _looks(words)
         if action.stage != NO_STAGE:
-            self._looks[action.stage, action.kind] = looks
+            self._looks[_kind(action)] = looks
         posted.tensors = [look.new() for look in looks]
         works = self._receive(posted.tensors, source)
         posted.work = self._start(lambda: _wait_for_all(works), action, source)
@@ -427,10 +422,17 @@ def _wait_for_all(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def _words(action: Action, step: int, weight: int, rows: Sequence[int] = ()) -> list[int]:
-    """``rows`` are those of ``_rows``."""
-    numbers = [VERSION, 0, step, action.stage, action.micro_batch, weight, time.monotonic_ns()]
-    return [*numbers, len(rows) // ROW, *rows]
+def _kind(action: Action) -> Action:
+    """The first of all actions whose messages look alike."""
+    return action._replace(micro_batch=0)
+
+
+def _numbers(action: Action) -> list[int]:
+    return [action.stage, KINDS.index(action.kind), action.micro_batch, action.tie]
+
+
+def _named(step: int) -> str:
+    return "an evaluation" if step == EVALUATION else f"step {step}"
 
 
 def _rows(action: Action, looks: Sequence[Look], strides: Sequence[tuple[int, ...]]) -> list[int]:

@@ -32,7 +32,7 @@ NO_VALUES = (
 class PipelineHome:
     """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
 
-    At construction those of other ranks give their memory back. ``replicas`` is the mesh whose data axes have
+    With ``let_go`` those of other ranks give their memory back. ``replicas`` is the mesh whose data axes have
     the ranks of one stage. ``before`` is the home that they had in another group: without values then, until
     a state is put, as those from the meta device are, which come to ``device``.
     """
@@ -65,6 +65,9 @@ class PipelineHome:
                 give_value(p, _nan(p, device))
         here = [p for p in self.parameters if self.holds(p)]
         self.held = [ParameterShard(p, 0, p.numel(), p) for p in here]
+
+    def let_go(self) -> None:
+        """Keep no values of what other ranks have."""
         for p in self.parameters:
             if not self.holds(p):
                 hide(p)

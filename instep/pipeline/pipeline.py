@@ -10,24 +10,26 @@ Each stage's gradients are reduced over the ranks that have the same stage, alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from instep.errors import InstepError
-from instep.events import PIPELINE, Span
 from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh, UnrankedMesh, registered_mesh
+from instep.mesh.process_group import Group
 from instep.ordered import homes
 from instep.ordered.homes import Wrapped
 from instep.ordered.node_format import NodeFormat
 from instep.pipeline import schedules
 from instep.pipeline.actions import Action, Schedule
-from instep.pipeline.channel import DTYPES, StageChannel
+from instep.pipeline.channel import StageChannel
+from instep.pipeline.check import check
 from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS
 from instep.pipeline.elsewhere import Elsewhere
@@ -37,9 +39,9 @@ from instep.pipeline.layer_costs import Cutter
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
 from instep.pipeline.proposal import CutProposal
-from instep.pipeline.runtime import Executor, Inputs, Loss, StepTask
+from instep.pipeline.runtime import Executor, Inputs, Loss, StepEnd, StepTask, evaluate, read_in_order
 from instep.pipeline.stage import Stage
-from instep.pipeline.tied import Tied, TiedParameters
+from instep.pipeline.tied import TiedParameters, ties_of
 from instep.replicate.own_names import OwnNames
 from instep.replicate.strategies import find
 from instep.shard.materialise import Init
@@ -47,11 +49,9 @@ from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.micro_batches import DataSource, MicroBatch, count_and_source
 from instep.step.nesting import WrappedOnce, require_unwrapped
 from instep.step.reduction import ReductionOptions, StepPlan
-from instep.step.watched_norms import find_norms
 from instep.verify.gradient_report import Report
 
-LOSSES = "the losses of a step"
-STATISTICS = "running statistics of another stage"
+Closed = TypeVar("Closed", Group, Stage)
 
 
 def first_of_data(micro_batch: MicroBatch) -> Any:
@@ -152,10 +152,11 @@ class Pipeline(WrappedOnce, OwnNames):
         self._bind(_mesh_with_stages(mesh))
 
     def _bind(self, mesh: Mesh) -> None:
-        """Take part in ``mesh``. Collective."""
-        self.mesh, self.recorder, self._is_closed = mesh, mesh.recorder, False
-        self.group, self._row = mesh.world.duplicate(), mesh.along["pp"].duplicate()
-        try:
+        """Take part in ``mesh``. Collective. Where it fails, parameters have the values that they had."""
+        self.mesh, self.recorder, self._is_closed = mesh, mesh.recorder, True
+        with ExitStack() as stack:
+            self.group = _closed_by(stack, mesh.world.duplicate())
+            self._row = _closed_by(stack, mesh.along["pp"].duplicate())
             self._layers, schedule = all_or_none(
                 self.group, "the preparation of pipelines", self._prepare, errors=(ValueError, TypeError)
             )
@@ -165,33 +166,29 @@ class Pipeline(WrappedOnce, OwnNames):
             self._edges = self._cutter.edges(
                 self.module, self._layers, schedule, self.group, is_whole=isinstance(mesh, UnrankedMesh)
             )
-        except BaseException:
-            self.group.close()
-            self._row.close()
-            raise
-        self._stage_ranks = stage_ranks = schedule.stage_ranks
-        self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
-        self._channel = StageChannel(self._row)
-        self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
-        named = dict(self.module.named_parameters())
-        users: dict[int, list[int]] = {id(p): [] for p in named.values()}
-        for number, part in enumerate(self._parts):
-            for p in part.parameters():
-                users[id(p)].append(number)
-        ranks = [stage_ranks[users[id(p)][0]] for p in named.values()]
-        self.home = PipelineHome(self._row, self.group, mesh, named, ranks, self.home, device=mesh.device)
-        homes.settle(self.home)
-        self._guards = guard_state_dicts(self.module, self.home)
-        self._elsewhere = Elsewhere(self.home, self.recorder)
-        tied = [Tied(name, p, users[id(p)]) for name, p in named.items() if len(users[id(p)]) > 1]
-        self._tied = TiedParameters(tied, stage_ranks, self._row.rank, self.home, self._channel)
-        self._stages = self._make_stages()
-        # Of batch norm, which the ranks of a stage change together, and all others are to have.
-        _, running = find_norms(self.module.named_modules())
-        ranks_of = {
-            id(x): rank for part, rank in zip(self._parts, stage_ranks, strict=True) for x in part.buffers()
-        }
-        self._running = [(x, ranks_of[id(x)]) for x in running]
+            self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
+            self._stage_ranks = ranks = schedule.stage_ranks
+            self._channel = StageChannel(self._row)
+            self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
+            named = dict(self.module.named_parameters())
+            used = ties_of(named, self._parts)
+            owners = [ranks[stages[0]] for _, _, stages in used]
+            home = PipelineHome(self._row, self.group, mesh, named, owners, self.home, device=mesh.device)
+            homes.settle(home)
+            stack.callback(homes.leave, home)
+            self._tied = TiedParameters(used, ranks, self._row.rank, home, self._channel)
+            if self._tied.ties:  # of which it is the model that knows
+                tied = partial(check, replace(schedule, ties=self._tied.ties))
+                all_or_none(self.group, "the schedule of pipelines", tied, errors=(ValueError,))
+            self._elsewhere = Elsewhere(home, self.recorder)
+            self._guards = guard_state_dicts(self.module, home)
+            for handle in self._guards:
+                stack.callback(handle.remove)
+            self._stages = self._make_stages(stack)
+            self._end = StepEnd(self._channel, self.recorder, self.module, self._parts, ranks)
+            stack.pop_all()
+        home.let_go()
+        self.home, self._is_closed = home, False
 
     def _prepare(self) -> tuple[list[Layer], Schedule]:
         """The layers, and a schedule with the stages; what this rank may refuse."""
@@ -237,28 +234,31 @@ class Pipeline(WrappedOnce, OwnNames):
         """Of micro-batches in this pipeline, as far as it is known where it is made."""
         return -(-self.micro_batches // self.mesh.data.size) if self.micro_batches else 2 * self._row.size
 
-    def _make_stages(self) -> dict[int, Stage]:
+    def _make_stages(self, stack: ExitStack) -> dict[int, Stage]:
+        """Those of this rank, which ``stack`` closes."""
         blocks = numbered_blocks(self.module, self._layers)
-        return {
-            number: Stage(
-                number,
-                part,
-                self.mesh.data.duplicate(),
-                self.recorder,
-                self._options,
-                seed=self._seed,
-                blocks=blocks,
-                mirrored=self._tied.mirrored(number),
-                shared=self._tied.shared(number),
-            )
-            for number, part in enumerate(self._parts)
-            if self._stage_ranks[number] == self._row.rank
-        }
+        stages = {}
+        for number, part in enumerate(self._parts):
+            if self._stage_ranks[number] == self._row.rank:
+                stages[number] = Stage(
+                    number,
+                    part,
+                    _closed_by(stack, self.mesh.data.duplicate()),
+                    self.recorder,
+                    self._options,
+                    seed=self._seed,
+                    blocks=blocks,
+                    mirrored=self._tied.mirrored(number),
+                    shared=self._tied.shared(number),
+                )
+                _closed_by(stack, stages[number])
+        return stages
 
     def _described(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
         return {
             "schedule": self.schedule,
+            "micro_batches": self.micro_batches,
             "chunks": self._chunks,
             **self._cutter.described(),
             "strategy": self._strategy,
@@ -308,7 +308,7 @@ class Pipeline(WrappedOnce, OwnNames):
             source.advance()
         self.next_step = step + 1
         self._elsewhere.stand_in()
-        return self._tell(losses, task.own)
+        return losses
 
     def _planned(
         self, count: int, source: DataSource | None, step: int, inputs: Inputs, loss: Loss
@@ -317,7 +317,7 @@ class Pipeline(WrappedOnce, OwnNames):
         first = next(iter(self._stages.values()))
         plan = first.declared.plan(count, source, step)
         own = plan.leaves[first.group.rank]
-        read = _micro_batches(own, count, source if self._reads else None)
+        read = read_in_order(own, count, source if self._reads else None)
         return plan, StepTask(step, own, read, inputs, loss)
 
     def verify(
@@ -367,40 +367,25 @@ class Pipeline(WrappedOnce, OwnNames):
             rtol=rtol,
             floor=self._options.nodes.tolerance,
         )
-        every = task._replace(own=range(count), read=_micro_batches(range(count), count, source))
+        every = task._replace(own=range(count), read=read_in_order(range(count), count, source))
         placed = self.placement
         strategy = f"{placed['strategy']}, pipelines of {placed['pp']} ({placed['schedule']})"
         return trial.run(lambda: self._execute(task, plan), every, strategy)
 
-    def _execute(self, task: StepTask, plan: StepPlan) -> dict[int, Tensor]:
-        """This rank's part of ``task``, until its gradients are reduced; the losses of the last stage."""
-        executor = Executor(self._stages, self._stage_ranks, self._channel, task)
+    def _execute(self, task: StepTask, plan: StepPlan) -> list[Tensor]:
+        """Make ``task``, with the other ranks, until gradients are reduced; the losses of this pipeline."""
         self.recorder.ensure_step()
-        try:
-            with self._waits():
-                self._tied.refresh()
-            with ExitStack() as stack:
-                for stage in self._stages.values():
-                    stack.enter_context(stage.begun(plan))
-                if task.own:
-                    executor.run(self._program(len(task.own)))
-                with self._waits():
-                    self._channel.flush()
-        except BaseException as error:  # one of instep's, the others have too
-            self._channel.leave(task.step, patient=not isinstance(error, InstepError))
-            raise
-        for x, rank in self._running:
-            self._row.broadcast(x, STATISTICS, root=rank)
-        return executor.losses
-
-    def _waits(self) -> Span:
-        """Around what waits for ranks with other stages, or for their messages."""
-        return self.recorder.span(PIPELINE, lane="host")
+        executor = Executor(self._stages, self._stage_ranks, self._channel, self._tied, task, self.recorder)
+        return self._end.together(
+            partial(executor.execute, plan, partial(self._program, len(task.own))), self._stages
+        )
 
     def _program(self, num_micro_batches: int) -> Sequence[Action]:
         """What this rank does in a step of so many."""
         if num_micro_batches not in self._programs:
-            schedule = self._schedule_of(num_micro_batches)
+            schedule = replace(self._schedule_of(num_micro_batches), ties=self._tied.ties)
+            if schedule.ties:
+                check(schedule)
             self._programs[num_micro_batches] = programs(schedule)[self._row.rank]
         return self._programs[num_micro_batches]
 
@@ -454,22 +439,7 @@ class Pipeline(WrappedOnce, OwnNames):
                 "the model under torch.no_grad() to evaluate it"
             )
         self._require_usable()
-        self._tied.refresh()
-        found: Any = values
-        for number, (before, rank) in enumerate(pairwise([self._stage_ranks[0], *self._stage_ranks])):
-            if self._row.rank == before != rank:
-                self._channel.send_values(found, rank)
-            if self._row.rank == rank:
-                given = found if before == rank else tuple(self._channel.receive_values(before))
-                found = self._stages[number].evaluate(given)
-        last = self._stage_ranks[-1]
-        if self._row.rank == last:
-            for rank in range(self._row.size):
-                if rank != last:
-                    self._channel.send_values(found, rank)
-        else:
-            found = tuple(self._channel.receive_values(last))
-        self._channel.flush()
+        found = evaluate(self._stages, self._stage_ranks, self._channel, self._tied, values)
         return found[0] if len(found) == 1 else found
 
     def propose_cuts(self, steps: int = 20) -> CutProposal:
@@ -592,21 +562,6 @@ class Pipeline(WrappedOnce, OwnNames):
         """Whether this rank needs data: inputs in the first stage, targets in the last one."""
         return 0 in self._stages or len(self._stage_ranks) - 1 in self._stages
 
-    def _tell(self, losses: Mapping[int, Tensor], own: Sequence[int]) -> list[Tensor]:
-        """Those of all micro-batches of this pipeline, on all its ranks."""
-        if self._row.size == 1 or not own:
-            return [losses[leaf] for leaf in own]
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        # Float64 has all values of the others; what they are comes last.
-        found = torch.empty(len(own) + 1, dtype=torch.float64, device=device)
-        if losses:
-            dtype = losses[own[0]].dtype
-            found[:-1] = torch.stack([losses[leaf] for leaf in own])
-            found[-1] = DTYPES.index(dtype)
-        with self._waits():
-            self._row.broadcast(found, LOSSES, root=self._stage_ranks[-1])
-        return list(found[:-1].to(DTYPES[int(found[-1])]))
-
 
 def _mesh_with_stages(mesh: Mesh | None) -> Mesh:
     found = registered_mesh() if mesh is None else mesh
@@ -618,9 +573,7 @@ def _mesh_with_stages(mesh: Mesh | None) -> Mesh:
     return found
 
 
-def _micro_batches(own: Sequence[int], count: int, source: DataSource | None) -> Iterator[MicroBatch]:
-    if source is None:
-        yield from (MicroBatch(leaf, count) for leaf in own)
-        return
-    for leaf, (values, weight) in zip(own, source.read(own), strict=True):
-        yield MicroBatch(leaf, count, weight, values)
+def _closed_by(stack: ExitStack, x: Closed) -> Closed:
+    """``x``, which ``stack`` closes."""
+    stack.callback(x.close)
+    return x

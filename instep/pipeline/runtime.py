@@ -1,29 +1,45 @@
-"""A rank's part of a step: its program of actions, executed one after the other on its stages."""
+"""A rank's part of a step: its program of actions, executed one after the other on its stages; and the end of
+a step, to which all ranks of a pipeline come, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from instep.events import PIPELINE
+from instep.errors import Desync, PeerLost
+from instep.events import PIPELINE, Recorder, Span
+from instep.memory import as_bytes
+from instep.mesh.agree import all_tell, attempt
 from instep.pipeline.actions import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     RECEIVE_BACKWARD,
     RECEIVE_FORWARD,
+    RECEIVE_TIED,
     SEND_BACKWARD,
     SEND_FORWARD,
+    SEND_TIED,
     SPANS,
     WEIGHT_GRADIENT,
     Action,
 )
-from instep.pipeline.channel import MessageWait, StageChannel
-from instep.pipeline.stage import Stage
-from instep.step.micro_batches import MicroBatch
+from instep.pipeline.channel import DTYPES, ENDING, EVALUATION, MessageWait, Received, StageChannel
+from instep.pipeline.communication import send_of
+from instep.pipeline.stage import Stage, Values
+from instep.pipeline.tied import TiedParameters
+from instep.step.micro_batches import DataSource, MicroBatch
+from instep.step.reduction import StepPlan
+from instep.step.watched_norms import find_norms
 
+END_BYTES = 1 << 32  # at most, of what one rank tells at the end of a step: running statistics
+Losses: TypeAlias = Mapping[int, Tensor]
+"""Of the last stage, by micro-batch."""
 Loss: TypeAlias = Callable[[Any, MicroBatch], Tensor]
 """``loss(output, micro_batch)``: a scalar."""
 Inputs: TypeAlias = Callable[[MicroBatch], Any]
@@ -44,7 +60,7 @@ class Executor:
     """Executes what one rank does in one step.
 
     ``stages`` are this rank's, by number, and ``stage_ranks`` says which rank of ``channel`` has which stage.
-    The k-th micro-batch of an action is ``task.own[k]``. ``losses`` are those of the last stage.
+    The k-th micro-batch of an action is ``task.own[k]``.
     """
 
     def __init__(
@@ -52,10 +68,13 @@ class Executor:
         stages: Mapping[int, Stage],
         stage_ranks: Sequence[int],
         channel: StageChannel,
+        tied: TiedParameters,
         task: StepTask,
+        recorder: Recorder,
     ) -> None:
         self.stages, self.stage_ranks, self.channel, self.task = stages, stage_ranks, channel, task
-        self.losses: dict[int, Tensor] = {}
+        self.tied, self.recorder = tied, recorder
+        self._losses: dict[int, Tensor] = {}
         self._rank = stage_ranks[next(iter(stages))]
         self._last_stage = len(stage_ranks) - 1
         self._known: list[MicroBatch] = []
@@ -68,14 +87,30 @@ class Executor:
             WEIGHT_GRADIENT: self._weight_gradient,
             SEND_FORWARD: self._send,
             SEND_BACKWARD: self._send,
+            SEND_TIED: self._send_tied,
             RECEIVE_FORWARD: self._post,
             RECEIVE_BACKWARD: self._post,
+            RECEIVE_TIED: self._post,
         }
 
-    def run(self, program: Sequence[Action]) -> None:
-        """Execute ``program``: see ``pipeline/communication.py``."""
-        for action in program:
-            self._execute[action.kind](action)
+    def execute(self, plan: StepPlan, program: Callable[[], Sequence[Action]]) -> Losses:
+        """Do what ``program()`` says (see ``pipeline/communication.py``), and reduce gradients by ``plan``;
+        the losses in order. The other ranks are told if it fails."""
+        try:
+            self.channel.begin(self.task.step, plan.num_leaves)
+            with _waits(self.recorder):
+                self.tied.refresh()
+            with ExitStack() as stack:
+                for stage in self.stages.values():
+                    stack.enter_context(stage.begun(plan))
+                for action in program() if self.task.own else ():
+                    self._execute[action.kind](action)
+                with _waits(self.recorder):
+                    self.channel.flush()
+        except BaseException as error:
+            self.channel.leave(error)
+            raise
+        return {leaf: self._losses[leaf] for leaf in self.task.own if self._losses}
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = self._of(action)
@@ -91,10 +126,11 @@ class Executor:
             self._made[action] = stage.forward(micro_batch, values)
             return
         (loss,) = stage.forward(micro_batch, values, lambda output: self.task.loss(output, micro_batch))
-        self.losses[micro_batch.index] = loss.detach().reshape(())
+        self._losses[micro_batch.index] = loss.detach().reshape(())
 
     def _backward(self, action: Action) -> None:
         gradients, (stage, micro_batch) = self._gradients(action), self._of(action)
+        self._take_tied(action)
         self._keep(action, stage.backward(micro_batch, gradients, last=self._is_last(action)))
 
     def _input_gradient(self, action: Action) -> None:
@@ -103,23 +139,29 @@ class Executor:
 
     def _weight_gradient(self, action: Action) -> None:
         stage, micro_batch = self._of(action)
+        self._take_tied(action)
         stage.weight_gradients(micro_batch, last=self._is_last(action))
 
     def _send(self, action: Action) -> None:
         forward = action.kind == SEND_FORWARD
         tensors = self._made.pop(action._replace(kind=FORWARD if forward else INPUT_GRADIENT))
         to = self.stage_ranks[action.stage + (1 if forward else -1)]
-        weight = self._of(action)[1].checked_weight()
-        self.channel.send(action, to, self.task.step, weight, tensors)
+        weight = self._micro_batch(action).checked_weight()
+        self.channel.send(action, to, weight, tensors)
+
+    def _send_tied(self, action: Action) -> None:
+        self.tied.send(action, self._micro_batch(action))
 
     def _post(self, action: Action) -> None:
-        sender = action.stage + (-1 if action.kind == RECEIVE_FORWARD else 1)
-        self.channel.post(action, self.stage_ranks[sender])
+        self.channel.post(action, self.stage_ranks[send_of(action).stage])
 
     def _of(self, action: Action) -> tuple[Stage, MicroBatch]:
+        return self.stages[action.stage], self._micro_batch(action)
+
+    def _micro_batch(self, action: Action) -> MicroBatch:
         while len(self._known) <= action.micro_batch:
             self._known.append(next(self.task.read))
-        return self.stages[action.stage], self._known[action.micro_batch]
+        return self._known[action.micro_batch]
 
     def _gradients(self, action: Action) -> Sequence[Tensor] | None:
         """Those of what the stage has given; None where that was the loss."""
@@ -133,18 +175,31 @@ class Executor:
         source = self.stage_ranks[needed.stage]
         if source == self._rank:
             return self._made.pop(needed)
-        arrival = self.channel.take(receive, source, self.task.step)
-        if arrival.waited is not None:
-            num_bytes = sum(x.nbytes for x in arrival.tensors)
-            self._record(receive, source, arrival.waited, num_bytes)
+        arrival = self._take(receive, receive.stage)
         if receive.kind == RECEIVE_BACKWARD:  # the loss has been computed, and may have set it
-            self._of(receive)[1].weight = arrival.weight
+            self._micro_batch(receive).weight = arrival.number
         return arrival.tensors
 
-    def _record(self, receive: Action, source: int, waited: MessageWait, num_bytes: int) -> None:
+    def _take_tied(self, action: Action) -> None:
+        """The gradients that other ranks have of parameters of this stage, before it adds its own."""
+        for receive in self.tied.receives(action):
+            arrival = self._take(receive, action.stage)
+            gradient = arrival.tensors[0] if arrival.number else None
+            self.tied.came(receive, self._micro_batch(receive), gradient)
+
+    def _take(self, receive: Action, stage: int) -> Received:
+        """What has come for ``stage``; the timeline is told for how long it was waited for."""
+        source = self.stage_ranks[send_of(receive).stage]
+        arrival = self.channel.take(receive, source)
+        if arrival.waited is not None:
+            num_bytes = sum(x.nbytes for x in arrival.tensors)
+            self._record(receive, stage, source, arrival.waited, num_bytes)
+        return arrival
+
+    def _record(self, receive: Action, stage: int, source: int, waited: MessageWait, num_bytes: int) -> None:
         """Tell the timeline of a message: waited for until it was sent, by a rank, then until it was here."""
-        recorder, peer = self.stages[receive.stage].recorder, self.channel.group.ranks[source]
-        leaf, stage = self.task.own[receive.micro_batch], receive.stage
+        recorder, peer = self.stages[stage].recorder, self.channel.group.ranks[source]
+        leaf = self.task.own[receive.micro_batch]
         start_ns, sent_ns, under_way_ns, end_ns = waited
         if sent_ns > start_ns:
             recorder.put(PIPELINE, start_ns, sent_ns, lane="host", leaf=leaf, peer=peer, stage=stage)
@@ -167,3 +222,130 @@ class Executor:
     def _is_last(self, action: Action) -> bool:
         self._left[action.stage] -= 1
         return self._left[action.stage] == 0
+
+
+class StepEnd:
+    """The ranks of ``row``, of one pipeline, end their steps together.
+
+    A rank that has raised says so in one small exchange, and then all of them raise. With it goes what all
+    are to have: the losses, and running statistics of ``module``, whose stages, ``parts``, are on
+    ``stage_ranks`` and have changed them.
+    """
+
+    def __init__(
+        self,
+        channel: StageChannel,
+        recorder: Recorder,
+        module: nn.Module,
+        parts: Sequence[nn.Module],
+        stage_ranks: Sequence[int],
+    ) -> None:
+        self.channel, self.recorder, self.row = channel, recorder, channel.group
+        self._statistics: list[list[Tensor]] = [[] for _ in range(self.row.size)]  # by rank
+        rank_of = {id(x): rank for part, rank in zip(parts, stage_ranks, strict=True) for x in part.buffers()}
+        for x in find_norms(module.named_modules())[1]:
+            self._statistics[rank_of[id(x)]].append(x)
+
+    def together(self, execute: Callable[[], Losses], stages: Mapping[int, Stage]) -> list[Tensor]:
+        """``execute()`` this rank's part, which is of its ``stages``; the losses of all. Collective.
+
+        Raises:
+            Exception: this rank's own. Gradients are dropped then, and running statistics as before.
+            Desync, PeerLost: another rank has raised; it is named, with its error.
+        """
+        before = [(x, x.clone()) for x in self._statistics[self.row.rank]]
+        try:
+            losses, told = self._agree(attempt(execute))
+        except BaseException as error:
+            self.channel.leave(error)
+            for stage in stages.values():
+                stage.take_back()
+            with torch.no_grad():
+                for x, values in before:
+                    x.copy_(values)
+            raise
+        found = list(losses.values())
+        for rank, data in enumerate(told):
+            if rank != self.row.rank:
+                found += self._hear(data, self._statistics[rank])
+        return found
+
+    def _agree(self, attempted: Callable[[], Losses]) -> tuple[Losses, list[bytes]]:
+        if self.channel.is_broken:  # then this rank has failed, too
+            attempted()
+        with _waits(self.recorder):
+            return all_tell(
+                self.row, ENDING, attempted, self._tell, errors=(PeerLost, Desync), limit=END_BYTES
+            )
+
+    def _tell(self, losses: Losses) -> bytes:
+        if self.row.size == 1:
+            return b""
+        its = [bytes([DTYPES.index(x.dtype)]) + _to_bytes(x) for x in losses.values()]
+        return b"".join([*map(_to_bytes, self._statistics[self.row.rank]), *its])
+
+    def _hear(self, data: bytes, statistics: Sequence[Tensor]) -> list[Tensor]:
+        """Take over what another rank has told; its losses."""
+        losses, at = [], 0
+        for x in statistics:
+            x.copy_(_from_bytes(data[at : at + x.nbytes], x.dtype).view(x.shape))
+            at += x.nbytes
+        while at < len(data):
+            dtype = DTYPES[data[at]]
+            losses.append(_from_bytes(data[at + 1 : at + 1 + dtype.itemsize], dtype).view(()))
+            at += 1 + dtype.itemsize
+        return losses
+
+
+def _to_bytes(x: Tensor) -> bytes:
+    data: bytes = as_bytes(x.detach().cpu()).numpy().tobytes()
+    return data
+
+
+def _from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def evaluate(
+    stages: Mapping[int, Stage],
+    stage_ranks: Sequence[int],
+    channel: StageChannel,
+    tied: TiedParameters,
+    values: Values,
+) -> Values:
+    """What the model gives for ``values``, on all ranks; they are as for an ``Executor``. Collective."""
+    rank, last = channel.group.rank, stage_ranks[-1]
+    try:
+        channel.begin(EVALUATION)
+        tied.refresh()
+        for number, (before, its) in enumerate(pairwise([stage_ranks[0], *stage_ranks])):
+            if rank == before != its:
+                channel.send_values(values, its)
+            if rank == its:
+                given = values if before == its else tuple(channel.receive_values(before))
+                values = stages[number].evaluate(given)
+        if rank != last:
+            values = tuple(channel.receive_values(last))
+        else:
+            for other in range(channel.group.size):
+                if other != last:
+                    channel.send_values(values, other)
+        channel.flush()
+    except BaseException as error:
+        channel.leave(error)
+        raise
+    return values
+
+
+def read_in_order(own: Sequence[int], count: int, source: DataSource | None) -> Iterator[MicroBatch]:
+    """The micro-batches ``own``, of ``count``, with their data from ``source``."""
+    if source is None:
+        yield from (MicroBatch(leaf, count) for leaf in own)
+        return
+    for leaf, (values, weight) in zip(own, source.read(own), strict=True):
+        yield MicroBatch(leaf, count, weight, values)
+
+
+def _waits(recorder: Recorder) -> Span:
+    """Around what waits for ranks with other stages, or for their messages."""
+    return recorder.span(PIPELINE, lane="host")

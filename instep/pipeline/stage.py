@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from instep.events import PIPELINE, Recorder
+from instep.events import Recorder
 from instep.mesh.clocks import measure
 from instep.mesh.device import generators
 from instep.mesh.process_group import Group
@@ -105,8 +105,9 @@ class Stage:
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         align([*parameters, *(p for _, p in registry.frozen), *layers.buffers()])
         sparse = sparse_positions(layers, parameters)
+        offsets_ns = measure(group).offsets_ns  # first, as a rank may be lost: a reducer has a thread
         self.reducer = Reducer(names, parameters, group, recorder, options, sparse)
-        self.reducer.exchange.offsets_ns = measure(group).offsets_ns
+        self.reducer.exchange.offsets_ns = offsets_ns
         self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
         keys = LeafKeys(layers, seed, generators(self._device), blocks)
         self.declared = DeclaredStep(layers, self.reducer, keys, registry)
@@ -228,6 +229,11 @@ class Stage:
         subject = Subject(self.layers, self._backward, "", self.declared.keys.seed, 0, (), self.values)
         return RestoreOnExit(subject, generators(self._device))
 
+    def take_back(self) -> None:
+        """The step that has ended here was given up by another stage: no rank has its gradients."""
+        self.reducer.gradients.drop()
+        self.reducer.given_up = True
+
     def abandon(self) -> None:
         """Give up the step that is under way, and tell no rank."""
         self.declared.abandon()
@@ -248,20 +254,14 @@ class Stage:
     @contextmanager
     def _backwards(self, micro_batch: MicroBatch, kind: str, *, last: bool) -> Iterator[None]:
         """Around what computes gradients of weights."""
-        gradients = self._fetched(micro_batch) if self.shared else []
         visit = self._visit(micro_batch, gradients=bool(self.reducer.names), last=last)
         with visit, self._span(kind, micro_batch), self._without_autocast():
-            for one, gradient in zip(self.shared, gradients, strict=True):
-                one.parameter.grad = gradient
+            for one in self.shared:
+                one.parameter.grad = one.fetch(micro_batch)
             yield
             for alone in self.mirrored:
-                its, alone.alias.grad = alone.alias.grad, None
-                alone.give(micro_batch, its)
-
-    def _fetched(self, micro_batch: MicroBatch) -> list[Tensor | None]:
-        """The gradients that other stages have of parameters of this one."""
-        with self.recorder.span(PIPELINE, lane="host", leaf=micro_batch.index, stage=self.number):
-            return [one.fetch(micro_batch) for one in self.shared]
+                gradient, alone.alias.grad = alone.alias.grad, None
+                alone.give(micro_batch, gradient)
 
     def _without_autocast(self) -> AbstractContextManager[object]:
         """A step may be within ``torch.autocast``, which is meant for forwards alone."""

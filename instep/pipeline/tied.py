@@ -4,49 +4,64 @@ Such a parameter belongs to the first of its stages, which alone reduces its gra
 Each other one computes with an *alias*, which gets the values before a step. Of every micro-batch the
 gradient that an alias has got is given to the first stage, which adds its own: within a micro-batch, as one
 rank would, so that the bits are those of one rank. That takes a message of the parameter's size per
-micro-batch.
+micro-batch, which is part of the schedule (``Schedule.ties``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from instep.pipeline.channel import Look, StageChannel
+from instep.pipeline.actions import RECEIVE_TIED, Action
+from instep.pipeline.channel import VALUES, StageChannel
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.stage import Mirrored, Shared
 from instep.step.micro_batches import MicroBatch
 
-FIRST_TAG = 1  # of messages; without one are those of stages
-
 
 class Tied(NamedTuple):
-    """Parameter ``name``, and the numbers of the ``stages`` that use it, in order."""
+    """Parameter ``name``, and the numbers of the ``stages`` that use it, in order: of most it is one."""
 
     name: str
     parameter: Tensor
     stages: Sequence[int]
 
 
+def ties_of(named: Mapping[str, Tensor], parts: Sequence[nn.Module]) -> list[Tied]:
+    """Which stages use each of the ``named`` parameters; ``parts`` are the layers of each stage."""
+    users: dict[int, list[int]] = {id(p): [] for p in named.values()}
+    for number, part in enumerate(parts):
+        for p in part.parameters():
+            users[id(p)].append(number)
+    return [Tied(name, p, users[id(p)]) for name, p in named.items()]
+
+
 class TiedParameters:
-    """The ``tied`` parameters of a pipeline, whose stage s is on rank ``stage_ranks[s]`` of ``channel``."""
+    """Parameters ``used`` by several stages, of which stage s is on rank ``stage_ranks[s]``."""
 
     def __init__(
         self,
-        tied: Sequence[Tied],
+        used: Sequence[Tied],
         stage_ranks: Sequence[int],
         rank: int,
         home: PipelineHome,
         channel: StageChannel,
     ) -> None:
-        self.tied, self.stage_ranks, self.rank, self.channel = tied, stage_ranks, rank, channel
+        self.tied = [one for one in used if len(one.stages) > 1]
+        self.stage_ranks, self.rank, self.channel = stage_ranks, rank, channel
         self._home = home
         self._aliases: dict[int, nn.Parameter] = {}
-        self._given: dict[tuple[int, int, int], Tensor | None] = {}  # on this rank, until it is fetched
+        # On this rank, by tie, stage and micro-batch, until it is sent or fetched.
+        self._given: dict[tuple[int, int, int], Tensor | None] = {}
+
+    @property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """As a ``Schedule`` has them."""
+        return tuple(tuple(one.stages) for one in self.tied)
 
     def mirrored(self, stage: int) -> list[Mirrored]:
         """Those that ``stage``, on this rank, uses, and that belong to another one."""
@@ -67,17 +82,37 @@ class TiedParameters:
     def refresh(self) -> None:
         """Aliases have the parameters' values. Collective over the ranks that use one."""
         self._given.clear()
-        for i, (name, p, stages) in enumerate(self.tied):
+        for i, (_, p, stages) in enumerate(self.tied):
+            values = Action(stages[0], VALUES, 0, i)
             owner, *others = dict.fromkeys(self.stage_ranks[stage] for stage in stages)
             if self.rank == owner:
                 if i in self._aliases:
                     self._aliases[i].data = p.data
                 for rank in others:
-                    self.channel.send_alone(p, rank, FIRST_TAG + i)
+                    self.channel.send(values, rank, 0, [p])
             elif self.rank in others:
-                operation = f"the values of {name!r}, which two stages use"
-                found = self.channel.receive_alone(_look(p), owner, FIRST_TAG + i, operation)
-                self._aliases[i].data.copy_(found)
+                self.channel.post(values, owner)
+                self._aliases[i].data.copy_(self.channel.take(values, owner).tensors[0])
+
+    def receives(self, action: Action) -> list[Action]:
+        """Of the gradients that ``action`` of a stage on this rank adds to its own, from other ranks."""
+        return [
+            Action(user, RECEIVE_TIED, action.micro_batch, i)
+            for i, (_, _, (owner, *users)) in enumerate(self.tied)
+            for user in users
+            if owner == action.stage and self.stage_ranks[user] != self.rank
+        ]
+
+    def send(self, action: Action, micro_batch: MicroBatch) -> None:
+        """Begin to send what ``action`` says; its number says whether there is a gradient."""
+        p, (owner, *_) = self.tied[action.tie][1:]
+        found = self._given.pop((action.tie, action.stage, micro_batch.index))
+        whole = torch.full(p.shape, -0.0, dtype=p.dtype, device=p.device) if found is None else found
+        self.channel.send(action, self.stage_ranks[owner], int(found is not None), [whole])
+
+    def came(self, action: Action, micro_batch: MicroBatch, gradient: Tensor | None) -> None:
+        """``gradient`` is what ``action`` has received."""
+        self._given[action.tie, action.stage, micro_batch.index] = gradient
 
     @property
     def memory(self) -> list[Tensor]:
@@ -87,33 +122,21 @@ class TiedParameters:
     def _alias(self, i: int) -> nn.Parameter:
         if i not in self._aliases:
             p = self.tied[i].parameter
-            empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            self._aliases[i] = nn.Parameter(p.data if self._home.holds(p) else empty, p.requires_grad)
+            if self._home.holds(p):
+                values = p.data
+            else:
+                strides = self._home.strides_of(p)
+                values = torch.empty_strided(p.shape, strides, dtype=p.dtype, device=p.device)
+            self._aliases[i] = nn.Parameter(values, p.requires_grad)
         return self._aliases[i]
 
     def _give(self, i: int, stage: int, micro_batch: MicroBatch, gradient: Tensor | None) -> None:
-        owner = self.stage_ranks[self.tied[i].stages[0]]
-        if owner == self.rank:
-            self._given[i, stage, micro_batch.index] = gradient
-        else:
-            p = self.tied[i].parameter
-            whole = torch.zeros(p.shape, dtype=p.dtype) if gradient is None else gradient
-            self.channel.send_alone(whole, owner, FIRST_TAG + i)
+        self._given[i, stage, micro_batch.index] = gradient
 
     def _fetch(self, i: int, micro_batch: MicroBatch) -> Tensor | None:
-        name, p, stages = self.tied[i]
         total: Tensor | None = None
-        for stage in reversed(stages[1:]):  # as the backward of one rank comes to them
-            source = self.stage_ranks[stage]
-            if source == self.rank:
-                found = self._given.pop((i, stage, micro_batch.index))
-            else:
-                operation = f"the gradient of {name!r} from stage {stage}, micro-batch {micro_batch.index}"
-                found = self.channel.receive_alone(_look(p), source, FIRST_TAG + i, operation)
+        for stage in reversed(self.tied[i].stages[1:]):  # as the backward of one rank comes to them
+            found = self._given.pop((i, stage, micro_batch.index))
             if found is not None:
                 total = found if total is None else total.add_(found)
         return total
-
-
-def _look(p: Tensor) -> Look:
-    return Look(p.dtype, tuple(p.shape))
