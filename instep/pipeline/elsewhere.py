@@ -72,13 +72,15 @@ class Elsewhere:
         """``found_inf`` becomes 1 on all ranks if it is 1 on one. Collective: some bytes.
 
         Raises:
-            Desync: other ranks are asked of other gradients; raised on every rank alike.
+            Desync: other ranks are asked of other gradients, or one rank has all of these and will not come.
         """
         asked = {id(x) for x in (*placeholders, *whole)}
-        names = [i for i, p in enumerate(self.home.parameters) if id(p.grad) in asked]
-        mine = bytes([int(found_inf)]) + hashlib.sha256(repr(names).encode()).digest()
-        told = self.home.group.all_gather_bytes(mine, "the check of gradients for what is not finite")
-        if any(data[1:] != mine[1:] for data in told):
+        found = {i: p for i, p in enumerate(self.home.parameters) if id(p.grad) in asked}
+        mine = bytes([int(found_inf)]) + hashlib.sha256(repr(list(found)).encode()).digest()
+        told: Sequence[bytes] = ()
+        if len({self.home.slices_with(p)[0] for p in found.values()}) > 1:
+            told = self.home.group.all_gather_bytes(mine, "the check of gradients for what is not finite")
+        if not told or any(data[1:] != mine[1:] for data in told):
             raise Desync(
                 "ranks of a pipeline unscale gradients of different parameters: where one has all that an "
                 "optimizer steps of a dtype, a GradScaler asks no other there. Make one optimizer of "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from tests.world import world
 
@@ -91,3 +92,17 @@ def test_ranks_of_a_scaler_know_of_an_overflow_in_another_stage(mesh: Mesh, over
 
 def scaled(scales: torch.amp.GradScaler) -> float:
     return float(scales.get_scale())
+
+
+@world(2, pp=2, dp=1)
+def test_a_scaler_of_one_stage_alone_is_refused_by_the_others_which_would_wait(mesh: Mesh) -> None:
+    module = net()
+    model, scales = stepped(mesh, module), scaler()
+    optimizer = torch.optim.SGD(module[1].parameters(), lr=0.1)
+    scales.scale(torch.ones(()))
+    if mesh.along["pp"].rank == 1:
+        scales.unscale_(optimizer)
+    else:
+        with pytest.raises(Desync, match=r"one has all that an optimizer steps.*Make one optimizer"):
+            scales.unscale_(optimizer)
+    model.close()
