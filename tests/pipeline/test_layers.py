@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.mesh.mesh import Mesh
+from instep.pipeline import schedules
 from tests.parity import world_of_one
+from tests.rejoin import unranked
 from tests.world import world
 
 G, WIDTH = 4, 4
@@ -136,6 +138,18 @@ def test_a_pipeline_that_left_between_step_and_zero_grad_has_no_gradient_of_any_
     assert model.home is not None
     model.home.loaded()
     model.step(mean_square, lambda micro_batch: x[micro_batch.index])
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_a_schedule_of_ones_own_is_given_before_there_are_ranks(mesh: Mesh) -> None:
+    """As a script does under ``instep run``."""
+    own = str(schedules.gpipe(2, G))
+    model = instep.Pipeline(nn.Sequential(linear(), linear()), unranked(), own, G)
+    state = model.__instep_state__()
+    state.leave()
+    state.join(mesh)
+    assert (model.placement["schedule"], model.placement["pp"]) == ("own", 2)
     model.close()
 
 
