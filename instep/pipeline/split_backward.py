@@ -56,7 +56,9 @@ def input_gradients(
     finally:
         for handle in handles:
             handle.remove()
-    return list(came), partial(_weight_gradients, kept, outputs, gradients, others)
+    # What is not kept is let go: most weights need the nodes that they hang on alone.
+    again = partial(torch.autograd.backward, outputs, gradients, retain_graph=True, inputs=others)
+    return list(came), partial(_weight_gradients, kept, again if others else None)
 
 
 def gradients_at_once(
@@ -111,14 +113,10 @@ def _hanging(
     return hanging, [w for w in own.values() if times[id(w)] > 1]
 
 
-def _weight_gradients(
-    kept: Sequence[Kept],
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor] | None,
-    others: Sequence[Tensor],
-) -> None:
-    if others:
-        torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=others)
+def _weight_gradients(kept: Sequence[Kept], again: Later | None) -> None:
+    """``again`` computes those of weights that hang on more than one node."""
+    if again is not None:
+        again()
     for node, weights, came in kept:
         pairs = [(GradientEdge(node, i), x) for i, x in enumerate(came) if x is not None]
         # A hook of a tensor has changed what came, and would once more.
