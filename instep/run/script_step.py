@@ -46,7 +46,11 @@ WISHES = ("stop", "regroup", "copy")
 WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
 SERVERS_WORD = "what the server knows of the step"
 OWN = "script"  # the phase of what is no span
-PHASES = {name: name for name in ("data", "forward", "backward", "update")} | dict.fromkeys(WAITS, "exchange")
+PHASES = {
+    **{name: name for name in ("data", "forward", "backward", "update")},
+    **dict.fromkeys(("input gradient", "weight gradient"), "backward"),  # of a stage
+    **dict.fromkeys(WAITS, "exchange"),
+}
 
 
 class SpanPhases:

@@ -135,7 +135,7 @@ def held(costs: Sequence[LayerCost], edges: Sequence[int], schedule: Schedule, m
             elif action.kind in ("B", "W"):
                 alive.remove(forward)
             now = 0
-            for stage, _, _ in alive:
+            for stage, *_ in alive:
                 a, b = edges[stage], edges[stage + 1]
                 now += sum(x.saved_bytes for x in costs[a:b])
                 now += sum(x.output_bytes for x in costs[max(a - 1, 0) : b])
