@@ -19,7 +19,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -58,6 +58,7 @@ MOST_DRAWN = 8  # micro-batches: numbers of more have no room in their boxes
 # What the table on stdout leaves to the files.
 FILES_ONLY = (
     *("q25(ms)", "q75(ms)", "bubble q25", "bubble q75", "x simulated q25", "x simulated q75"),
+    *("x replayed q25", "x replayed q75"),
     *("forward(ms)", "backward(ms)", "input gradient(ms)", "weight gradient(ms)"),
 )
 SHARES = ("bubble", "simulated bubble", "by formula")
@@ -68,6 +69,7 @@ OF_BUBBLES = (
     "bubble q25",
     "bubble q75",
     "x simulated",
+    "x replayed",
     "message(ms)",
     "around(ms)",
 )
@@ -155,6 +157,12 @@ class MeasuredStep:
         """The step, if every action took what it takes on average."""
         return simulate(self.schedule, self.times)
 
+    @cached_property
+    def replayed(self) -> Timeline:
+        """The step, if every action took what it has taken itself."""
+        single = {Action(x.stage, KINDS[x.name], x.leaf): x.duration_s for x in self.timeline.events}
+        return simulate(self.schedule, replace(self.times, single=single))
+
 
 @dataclass(frozen=True)
 class PipelineSteps:
@@ -208,6 +216,8 @@ class PipelineSteps:
         rates = [bubble_rate(step.timeline) for step in self.steps]
         simulated = [bubble_rate(step.simulated) for step in self.steps]
         against = paired_ratio(rates, simulated) if all(simulated) else None
+        replayed = [bubble_rate(step.replayed) for step in self.steps]
+        against_own = paired_ratio(rates, replayed) if all(replayed) else None
         return {
             "schedule": self.schedule.name,
             "micro-batches": self.schedule.num_micro_batches,
@@ -221,6 +231,7 @@ class PipelineSteps:
             "simulated bubble": statistics.median(simulated),
             "by formula": self.by_formula(),
             **spread("x simulated", against),
+            **spread("x replayed", against_own),
             **self._taken(),
             "kept": ", ".join(f"{kept:.3g}" for kept, _ in self.activations),
             "kept by schedule": ", ".join(f"{said:.3g}" for _, said in self.activations),
@@ -289,8 +300,9 @@ class PipelineResults:
             f"step: forward and backward of the slowest rank, median of {self.options.samples}, all in "
             "turns; simulated: each step with its own times, from the first computation to the last.",
             "bubble: of the longest time from a rank's first computation to its last, what ranks do not "
-            "compute. x simulated: the measured bubble over that step's simulated one, with quartiles. by "
-            "formula: F = I = W, messages that take nothing.",
+            "compute. x simulated: the measured bubble over that step's simulated one, with quartiles, where "
+            "actions of a kind all take their mean; x replayed: where each takes what it has taken itself. "
+            "by formula: F = I = W, messages that take nothing.",
             "message: from the end of an action to when a rank that waits for it goes on; around: all that a "
             "rank does in a step besides computing and waiting, which counts to its forwards and backwards.",
             kept,
@@ -356,8 +368,9 @@ def short(row: Row) -> dict[str, Any]:
     """A row for people: shares as percentages, the rest of the spread and the times of stages in the "
     "files."""
     said: dict[str, Any] = {name: f"{row[name]:.1%}" for name in SHARES if row.get(name) is not None}
-    if "x simulated" in row:
-        said["x simulated"] = with_quartiles(row, "x simulated")
+    for name in ("x simulated", "x replayed"):
+        if name in row:
+            said[name] = with_quartiles(row, name)
     return {name: said.get(name, value) for name, value in row.items() if name not in FILES_ONLY}
 
 

@@ -16,8 +16,8 @@ Bubble Pipeline Parallelism", 2024, which it gives to their last digit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -46,16 +46,19 @@ class StageTimes:
     """What the actions of each stage take for one micro-batch, in seconds.
 
     A full backward takes ``input_gradient_s`` and ``weight_gradient_s``; a message ``message_s``, by the
-    stage that sends it.
+    stage that sends it. ``single`` has actions of which more is known: what each takes itself.
     """
 
     forward_s: Times
     input_gradient_s: Times
     weight_gradient_s: Times
     message_s: Times = 0.0
+    single: Mapping[Action, float] = field(default_factory=dict, kw_only=True)
 
     def of(self, action: Action) -> float:
         """What one of ``COMPUTE`` takes."""
+        if action in self.single:
+            return self.single[action]
         if action.kind == BACKWARD:
             return _at(self.input_gradient_s, action) + _at(self.weight_gradient_s, action)
         times = {FORWARD: self.forward_s, INPUT_GRADIENT: self.input_gradient_s}

@@ -25,6 +25,7 @@ from instep.bench.pipeline_rank import PipelineLoop, count_kept, variant
 from instep.events import PIPELINE, Event, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
+from instep.pipeline.actions import Action
 from instep.pipeline.check import peak_activations
 from instep.pipeline.schedules import NAMES, generate
 from instep.pipeline.simulate import StageTimes, makespan_s, simulate
@@ -72,6 +73,7 @@ def steps_of(schedule: str, m: int, **told: Any) -> PipelineSteps:
 def test_what_went_as_simulated_is_simulated_as_it_went(schedule: str) -> None:
     row = steps_of(schedule, 4).row()
     assert row["x simulated"] == pytest.approx(1, abs=1e-6)
+    assert row["x replayed"] == pytest.approx(1, abs=1e-6)
     assert row["message(ms)"] == pytest.approx(1, abs=1e-4)
     assert row["around(ms)"] == pytest.approx(0, abs=1e-4)
 
@@ -110,6 +112,15 @@ def test_the_first_stage_has_no_input_gradient_and_waits_all_the_same() -> None:
     assert found.times.input_gradient_s == pytest.approx([0.0, 0.010])
     assert found.times.weight_gradient_s == pytest.approx([0.020, 0.010])
     assert makespan_s(found.simulated) == pytest.approx(makespan_s(timeline))
+
+
+def test_a_replay_has_the_time_of_each_action_and_a_simulation_their_mean() -> None:
+    made = generate("1f1b", 2, 4)
+    uneven = {Action(0, "F", 1): 0.050, Action(1, "B", 2): 0.070}
+    timeline = simulate(made, StageTimes(0.010, 0.010, 0.010, 0.003, single=uneven))
+    found = MeasuredStep.of(made, [{"step_s": 1.0, "events": told(timeline, rank)} for rank in (0, 1)])
+    assert makespan_s(found.replayed) == pytest.approx(makespan_s(timeline))
+    assert makespan_s(found.simulated) < makespan_s(timeline) - 0.005
 
 
 def test_an_action_begins_when_the_rank_turns_to_it() -> None:
