@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +42,7 @@ def train(run: instep.Run, loss: Loss = squares, num_steps: int = 2) -> list[int
     return made
 
 
+@pytest.mark.slow
 @world(2, by="process")
 def test_a_loss_by_the_clock_shows_in_all_stages(mesh: Mesh, tmp_path: Path) -> None:
     run = instep.Run(tmp_path / "run", check_every=1, pp=2)
