@@ -32,6 +32,8 @@ class Elsewhere:
 
     def stand_in(self) -> None:
         """A step has ended: parameters on other ranks have a gradient, too, there."""
+        if self.home.group.size == 1:  # nobody is to be asked
+            return
         for name, p in zip(self.home.names, self.home.parameters, strict=True):
             if p.requires_grad and not self.home.holds(p):
                 p.grad = placeholder(p, self, name, p.dtype)

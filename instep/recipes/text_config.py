@@ -18,6 +18,7 @@ from typing import Any, Literal
 from instep.checkpoint.manifest import Scalar
 from instep.models.config import GPTConfig, preset
 from instep.pipeline import schedules
+from instep.pipeline.cuts import BY, COST, MEMORY
 from instep.recipes.ranges import (
     ABOVE_0,
     BELOW_1,
@@ -67,7 +68,6 @@ RANGES = {  # GPTConfig checks the numbers of the model
     "trace.events": FROM_0,
 }
 
-CUTS = ("layers", "cost", "memory")  # the latter two by what is measured
 NUMERICAL_TOPICS = ("model", "batch", "optim")
 NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
 ABOUT_NODES = ("parallel.nodes", "parallel.rounding")
@@ -182,7 +182,7 @@ class ParallelConfig:
     @property
     def cuts_by_measure(self) -> bool:
         """Whether layers are measured before it is known where a pipeline is cut."""
-        return self.cuts in CUTS[1:]
+        return self.cuts in (COST, MEMORY)
 
     @property
     def numbered_cuts(self) -> str | list[int]:
@@ -191,13 +191,13 @@ class ParallelConfig:
         Raises:
             ValueError: they are neither.
         """
-        if self.cuts in CUTS:
+        if self.cuts in BY:
             return self.cuts
         try:
             return [int(number) for number in self.cuts.split(",")]
         except ValueError:
             raise ValueError(
-                f"parallel.cuts {self.cuts!r}: expected one of {', '.join(CUTS)}, or numbers such as 3,5"
+                f"parallel.cuts {self.cuts!r}: expected one of {', '.join(BY)}, or numbers such as 3,5"
             ) from None
 
     @property

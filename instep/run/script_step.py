@@ -32,6 +32,7 @@ from instep.mesh.process_group import Group
 from instep.ordered.generators import global_generators, seed_generator
 from instep.ordered.keys import derive
 from instep.ordered.norm import Clips, clipping, grad_norm
+from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
 from instep.replicate.server import SERVER, Declined
 from instep.run.nonfinite import NonFiniteSearch
@@ -48,7 +49,7 @@ SERVERS_WORD = "what the server knows of the step"
 OWN = "script"  # the phase of what is no span
 PHASES = {
     **{name: name for name in ("data", "forward", "backward", "update")},
-    **dict.fromkeys(("input gradient", "weight gradient"), "backward"),  # of a stage
+    **dict.fromkeys((SPANS[INPUT_GRADIENT], SPANS[WEIGHT_GRADIENT]), "backward"),  # of a stage
     **dict.fromkeys(WAITS, "exchange"),
 }
 
