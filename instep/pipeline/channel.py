@@ -6,23 +6,21 @@ transposed tensor, or from one in ``torch.channels_last``, has other last bits t
 Two ranks send each other one message after the other, in the order in which they are taken.
 
 Ranks that share memory receive a message where its sender has put it (``shm/mailboxes.py``). Over connections
-a receive needs memory of its own before it is there. How much, is learned with the first message of a kind;
-from then on the next ones can be received before they are waited for:
+a receive needs memory of its own before it is there. What is short comes with its words, and the memory for
+it is always of one size; the tensors of a long message follow the words, which say how much memory they need:
 
-    post 1RECV_F0      how it looks is not known: it is remembered
-    take 1RECV_F0      wait for the words, then for the tensors
-    post 1RECV_F1      words and tensors may come from now on
-    take 1RECV_F1      wait until they are there
+    post 1RECV_F0      words may come from now on, and then tensors
+    take 1RECV_F0      wait until they are there
 
-A thread waits for each connection, in each direction: when a message comes while the rank computes it is
-there, and what is sent is let go as soon as it is.
+So no message has to look like the one before. A thread waits for each connection, in each direction: when a
+message comes while the rank computes it is there, and what is sent is let go as soon as it is.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
@@ -47,24 +45,26 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-VERSION = 3
+VERSION = 4
 # Version, whether the sender has left the step, step, its number of micro-batches; of the action stage, kind,
 # micro-batch and tie; a number that goes along, when it was sent, number of tensors.
 FIELDS = 11
 LEFT, STEP, COUNT, NUMBER, SENT_NS = 1, 2, 3, 8, 9
 STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not
-ROW = 2 + 2 * MAX_DIMS  # of a tensor: dtype, number of dimensions, shape, strides
+# Of a tensor: whether it is there, and needs a gradient; dtype, number of dimensions, shape, strides.
+ROW = 3 + 2 * MAX_DIMS
+ABSENT, CONSTANT, TRAINED = range(3)  # an input without a gradient, say, is absent
 NUM_WORDS = FIELDS + MAX_TENSORS * ROW
 WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
 HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
 TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
-SHORT_BYTES = 1 << 18  # of a message: to copy so much costs less than a second one
+SHORT_BYTES = 1 << 18  # of a message, with its words: to copy so much costs less than a second one
 THERE_NS = 20_000  # in which a message is taken that was there already
 VALUES = "VALUES"  # the kind of a message that is no part of a schedule: both ends name it alike
 KINDS = (*SENDS, VALUES)
 EVALUATION = -1  # in the place of a step
-NO_STAGE = -1  # of what goes through an evaluation, which may have any shapes
-TAG = 0
+NO_STAGE = -1  # of what goes through an evaluation
+WORDS, TENSORS = range(2)  # tags: of what is received at once, and of what follows
 ENDING = "the end of a pipeline's step"
 
 Check: TypeAlias = Callable[[Sequence[int], Action], None]
@@ -89,9 +89,6 @@ class Look(NamedTuple):
         """``part``, its bytes, as such a tensor."""
         return part.view(self.dtype).view(self.shape)
 
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
-
 
 class MessageWait(NamedTuple):
     """When a message was waited for, when it was sent, as far as clocks tell, and from when it was under way:
@@ -110,7 +107,7 @@ class Received(NamedTuple):
     """
 
     number: int
-    tensors: list[Tensor]
+    tensors: list[Tensor | None]
     waited: MessageWait | None
 
 
@@ -121,7 +118,6 @@ class StageChannel:
         self.group = group
         mailboxes = getattr(group.pg, "mailboxes", None)  # of a backend whose ranks share memory
         self._way = Connections(group) if mailboxes is None else SharedMemory(group, mailboxes)
-        self._told: dict[tuple[int, Action], list[Look]] = {}  # of what is sent, by receiver
         self._offsets_ns = measure(group).offsets_ns
         self._posted_ns: dict[Action, int] = {}
         self._step, self._num_micro_batches = EVALUATION, 0
@@ -142,40 +138,32 @@ class StageChannel:
             )
         self._step, self._num_micro_batches = step, num_micro_batches
 
-    def send(self, action: Action, to: int, number: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, action: Action, to: int, number: int, tensors: Sequence[Tensor | None]) -> None:
         """Begin to send ``tensors`` to group rank ``to``, as ``action``, with a ``number``. They must not
         change until ``flush``.
 
         Raises:
-            ValueError: they do not look like those of the first micro-batch.
+            TypeError: there are not only tensors.
+            ValueError: there are too many of them.
         """
-        if others := [x for x in tensors if not isinstance(x, Tensor)]:
+        if others := [x for x in tensors if not isinstance(x, Tensor | None)]:
             raise TypeError(
                 f"{action}: expected tensors from one stage to the next, got a {type(others[0]).__name__}: "
                 "cut elsewhere, or let the next layer make it"
             )
-        looks, kind = [Look(x.dtype, tuple(x.shape)) for x in tensors], (to, _kind(action))
-        dense = [with_strides(x.detach(), dense_strides(x)) for x in tensors]
-        is_first = kind not in self._told or action.stage == NO_STAGE
-        known = looks if is_first else self._told[kind]
-        if known != looks:
-            raise ValueError(
-                f"{action}: stage {action.stage} gave {_listed(known)} in the first micro-batch, and now "
-                f"{_listed(looks)}: the next stage has its memory ready for these, so give all "
-                "micro-batches the same shapes, by padding for instance"
-            )
-        words = self._words(action, number, _rows(action, looks, [x.stride() for x in dense]))
-        self._told[kind] = looks
-        flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
-        self._way.send(to, words, flat, is_known=not is_first)
+        dense = [None if x is None else with_strides(x.detach(), dense_strides(x)) for x in tensors]
+        words = self._words(action, number, _rows(action, tensors, dense))
+        self._way.send(to, words, [x.as_strided((x.numel(),), (1,)) for x in dense if x is not None])
 
     def post(self, action: Action, source: int) -> None:
-        """Receive ``action`` from group rank ``source`` from now on, if it is known how that looks."""
+        """Receive ``action`` from group rank ``source`` from now on."""
         self._posted_ns[action] = time.monotonic_ns()
         self._way.post(action, source)
 
     def take(self, action: Action, source: int) -> Received:
         """What ``action``, which was posted, receives from ``source``, once it is there.
+
+        Tensors require gradients where those that were sent do.
 
         Raises:
             Desync: ``source`` sends something else, or has left the step.
@@ -188,8 +176,7 @@ class StageChannel:
         start_ns = time.monotonic_ns()
         words, contiguous = self._way.take(action, source, check)
         waited = self._waited(action, source, words[SENT_NS], start_ns)
-        strided = zip(contiguous, _strides(words), strict=True)
-        return Received(words[NUMBER], [x.as_strided(x.shape, its) for x, its in strided], waited)
+        return Received(words[NUMBER], [*_strided(words, contiguous)], waited)
 
     def _waited(self, action: Action, source: int, sent_ns: int, start_ns: int) -> MessageWait | None:
         end_ns, posted_ns = time.monotonic_ns(), self._posted_ns.pop(action)
@@ -199,11 +186,11 @@ class StageChannel:
         sent_ns = min(sent_ns - ahead_ns, end_ns)
         return MessageWait(start_ns, sent_ns, max(sent_ns, posted_ns), end_ns)
 
-    def send_values(self, values: Sequence[Tensor], to: int) -> None:
+    def send_values(self, values: Sequence[Tensor | None], to: int) -> None:
         """Begin to send ``values``, of which the other one knows nothing."""
         self.send(Action(NO_STAGE, VALUES, 0), to, 0, values)
 
-    def receive_values(self, source: int) -> list[Tensor]:
+    def receive_values(self, source: int) -> list[Tensor | None]:
         """What ``source`` has sent by ``send_values``."""
         action = Action(NO_STAGE, VALUES, 0)
         self.post(action, source)
@@ -270,10 +257,8 @@ class SharedMemory:
         self._posted: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source, in order
         self._come: dict[Action, tuple[list[int], list[Tensor]]] = {}  # before they were taken
 
-    def send(
-        self, to: int, words: Sequence[int], tensors: Sequence[Tensor], *, is_known: bool = False
-    ) -> None:
-        self._mailboxes.send(to, TAG, words, tensors)
+    def send(self, to: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self._mailboxes.send(to, WORDS, words, tensors)
 
     def post(self, action: Action, source: int) -> None:
         self._posted[source].append(action)
@@ -281,7 +266,7 @@ class SharedMemory:
     def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
         while action not in self._come:
             first = self._posted[source].popleft()
-            words, parts = self._mailboxes.take(source, TAG, str(first))
+            words, parts = self._mailboxes.take(source, WORDS, str(first))
             check(words, first)
             found = [look.of(part) for look, part in zip(_looks(words), parts, strict=True)]
             self._come[first] = words, found
@@ -293,26 +278,17 @@ class SharedMemory:
     def tell(self, words: Sequence[int], seconds: float) -> None:
         """Let all ranks have ``words``, for which there is no need to wait."""
         for to in self._others:
-            self._mailboxes.send(to, TAG, words, [])
+            self._mailboxes.send(to, WORDS, words, [])
 
 
 class Posted:
-    """A receive that is under way, by ``work``. What is short comes with its words."""
+    """A receive that is under way, by ``work``, until ``words`` and ``tensors`` are there."""
 
-    def __init__(self, looks: Sequence[Look]) -> None:
-        starts, nbytes = _places(looks)
-        self.is_short = nbytes <= SHORT_BYTES
-        self.memory = torch.zeros(nbytes if self.is_short else HEAD_BYTES, dtype=torch.uint8)
-        self.tensors = [
-            look.of(self.memory[start : start + look.nbytes]) if self.is_short else look.new()
-            for look, start in zip(looks, starts, strict=True)
-        ]
+    def __init__(self) -> None:
+        self.memory = torch.empty(SHORT_BYTES, dtype=torch.uint8)
+        self.words: list[int] = []
+        self.tensors: list[Tensor] = []
         self.work: Running
-
-    @property
-    def words(self) -> list[int]:
-        found: list[int] = self.memory[: NUM_WORDS * WORD].view(torch.int64).tolist()
-        return found
 
 
 class Connections:
@@ -320,27 +296,23 @@ class Connections:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._looks: dict[Action, list[Look]] = {}  # of what is received
         self._sent: list[Running] = []
         self._posted: dict[Action, Posted] = {}
-        self._waiting: defaultdict[int, deque[Action]] = defaultdict(deque)  # by source: posted, not known
 
-    def send(
-        self, to: int, words: Sequence[int], tensors: Sequence[Tensor], *, is_known: bool = False
-    ) -> None:
-        """``is_known``: the receiver is ready for such tensors, so that what is short comes at once."""
+    def send(self, to: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
         whole = [x.detach().contiguous().resolve_conj().resolve_neg() for x in tensors]
-        starts, nbytes = _places([Look(x.dtype, tuple(x.shape)) for x in whole])
-        is_short = is_known and nbytes <= SHORT_BYTES
-        packet = torch.zeros(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8)
+        starts, nbytes = _places([x.nbytes for x in whole])
+        is_short = nbytes <= SHORT_BYTES
+        packet = torch.empty(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8)
         packet[: len(words) * WORD].view(torch.int64).copy_(torch.tensor(words))
         if is_short:
             for x, start in zip(whole, starts, strict=True):
                 packet[start : start + x.nbytes].copy_(_bytes(x))
-        whole = [packet] if is_short else [packet, *whole]
-        works = [self._pg.send([_bytes(x)], to, TAG) for x in whole if x.numel()]
+            whole = []
+        works = [self._pg.send([packet], to, WORDS)]
+        works += [self._pg.send([_bytes(x)], to, TENSORS) for x in whole if x.numel()]
 
-        def wait(kept: Sequence[Tensor] = whole) -> None:  # until it is sent, and not longer
+        def wait(kept: Sequence[Tensor] = (packet, *whole)) -> None:  # until it is sent, and not longer
             _wait_for_all(works)
 
         self._sent.append(self.group.start(wait, ENDING, f" to rank {to}"))
@@ -356,17 +328,22 @@ class Connections:
                 work.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
 
     def post(self, action: Action, source: int) -> None:
-        self._waiting[source].append(action)
-        self._post_known(source)
+        posted = self._posted[action] = Posted()
+        first = self._pg.recv([posted.memory], source, WORDS)
+
+        def receive() -> None:
+            first.wait()
+            posted.words = posted.memory[:HEAD_BYTES].view(torch.int64).tolist()
+            if posted.words[: LEFT + 1] == [VERSION, STAYS]:  # else no tensors come
+                posted.tensors = self._tensors(posted, source)
+
+        posted.work = self.group.start(receive, str(action), f" from rank {source}")
 
     def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
-        while action not in self._posted:
-            self._learn(source, check)
         posted = self._posted.pop(action)
         self.group.wait(posted.work, str(action))
-        words = posted.words
-        check(words, action)
-        return words, posted.tensors
+        check(posted.words, action)
+        return posted.words, posted.tensors
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
@@ -378,53 +355,21 @@ class Connections:
         assert self.group.pg is not None
         return self.group.pg
 
-    def _receive(self, tensors: Sequence[Tensor], source: int) -> list[Any]:
-        return [self._pg.recv([_bytes(x)], source, TAG) for x in tensors if x.numel()]
-
-    def _post_known(self, source: int) -> None:
-        waiting = self._waiting[source]
-        while waiting and (looks := self._looks.get(_kind(waiting[0]))) is not None:
-            self._post(waiting.popleft(), source, looks)
-
-    def _learn(self, source: int, check: Check) -> None:
-        """Wait for the words of the first message of a kind, which say how the others look."""
-        action = self._waiting[source].popleft()
-        posted = self._post(action, source, [])
-        self.group.wait(posted.work, str(action))
-        check(words := posted.words, action)
-        looks = _looks(words)
-        if action.stage != NO_STAGE:
-            self._looks[_kind(action)] = looks
-        posted.tensors = [look.new() for look in looks]
-        works = self._receive(posted.tensors, source)
-        posted.work = self._start(lambda: _wait_for_all(works), action, source)
-        self._post_known(source)
-
-    def _post(self, action: Action, source: int, looks: Sequence[Look]) -> Posted:
-        posted = self._posted[action] = Posted(looks)
-        (first,) = self._receive([posted.memory], source)
-        others = [] if posted.is_short else self._receive(posted.tensors, source)
-
-        def wait() -> None:
-            first.wait()
-            if not posted.words[LEFT]:  # else no tensors come
-                _wait_for_all(others)
-
-        posted.work = self._start(wait, action, source)
-        return posted
-
-    def _start(self, wait: Callable[[], None], action: Action, source: int) -> Running:
-        return self.group.start(wait, str(action), f" from rank {source}")
+    def _tensors(self, posted: Posted, source: int) -> list[Tensor]:
+        """Those that ``posted.words`` announce: they have come, too, or follow."""
+        looks = _looks(posted.words)
+        starts, nbytes = _places([look.nbytes for look in looks])
+        if nbytes <= SHORT_BYTES:
+            parts = (posted.memory[start : start + x.nbytes] for x, start in zip(looks, starts, strict=True))
+            return [look.of(part) for look, part in zip(looks, parts, strict=True)]
+        tensors = [look.new() for look in looks]
+        _wait_for_all([self._pg.recv([_bytes(x)], source, TENSORS) for x in tensors if x.numel()])
+        return tensors
 
 
 def _wait_for_all(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def _kind(action: Action) -> Action:
-    """The first of all actions whose messages look alike."""
-    return action._replace(micro_batch=0)
 
 
 def _numbers(action: Action) -> list[int]:
@@ -435,43 +380,54 @@ def _named(step: int) -> str:
     return "an evaluation" if step == EVALUATION else f"step {step}"
 
 
-def _rows(action: Action, looks: Sequence[Look], strides: Sequence[tuple[int, ...]]) -> list[int]:
-    if len(looks) > MAX_TENSORS or any(len(look.shape) > MAX_DIMS for look in looks):
+def _rows(action: Action, tensors: Sequence[Tensor | None], dense: Sequence[Tensor | None]) -> list[int]:
+    """``dense`` are the ``tensors`` with the strides that they are sent with."""
+    if len(tensors) > MAX_TENSORS or any(x is not None and x.ndim > MAX_DIMS for x in tensors):
+        listed = ", ".join("None" if x is None else f"{x.dtype} {tuple(x.shape)}" for x in tensors)
         raise ValueError(
             f"{action}: expected at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions between two "
-            f"stages, got {_listed(looks)}: cut elsewhere, or pack them into fewer"
+            f"stages, got {listed}: cut elsewhere, or pack them into fewer"
         )
     words = []
-    for (dtype, shape), its in zip(looks, strides, strict=True):
-        left = [0] * (MAX_DIMS - len(shape))
-        words += [DTYPES.index(dtype), len(shape), *shape, *left, *its, *left]
+    for x, its in zip(tensors, dense, strict=True):
+        if x is None or its is None:
+            words += [ABSENT] + [0] * (ROW - 1)
+        else:
+            state, left = TRAINED if x.requires_grad else CONSTANT, [0] * (MAX_DIMS - x.ndim)
+            words += [state, DTYPES.index(x.dtype), x.ndim, *x.shape, *left, *its.stride(), *left]
     return words
 
 
 def _looks(words: Sequence[int]) -> list[Look]:
-    return [Look(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in _rows_of(words)]
+    """Of the tensors that are there."""
+    rows = [row[1:] for row in _rows_of(words) if row[0] != ABSENT]
+    return [Look(DTYPES[dtype], tuple(shape[:ndim])) for dtype, ndim, *shape in rows]
 
 
-def _strides(words: Sequence[int]) -> list[list[int]]:
-    return [list(row[2 + MAX_DIMS : 2 + MAX_DIMS + row[1]]) for row in _rows_of(words)]
+def _strided(words: Sequence[int], contiguous: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """All tensors of a message: those that are there as they were sent."""
+    found = iter(contiguous)
+    for state, *row in _rows_of(words):
+        if state == ABSENT:
+            yield None
+        else:
+            x = next(found)
+            strides = row[2 + MAX_DIMS : 2 + MAX_DIMS + x.ndim]
+            yield x.as_strided(x.shape, strides).requires_grad_(state == TRAINED)
 
 
 def _rows_of(words: Sequence[int]) -> list[Sequence[int]]:
     return [words[FIELDS + i * ROW : FIELDS + (i + 1) * ROW] for i in range(words[FIELDS - 1])]
 
 
-def _places(looks: Sequence[Look]) -> tuple[list[int], int]:
-    """Where each tensor of a message begins, after its words, and where the message ends."""
+def _places(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Where each tensor of a message begins, after its words, and where the message ends, in bytes."""
     starts, end = [], HEAD_BYTES
-    for look in looks:
+    for nbytes in lengths:
         starts.append(end)
-        end += round_up(look.nbytes, ALIGN)
+        end += round_up(nbytes, ALIGN)
     return starts, end
 
 
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-def _listed(looks: Sequence[Look]) -> str:
-    return ", ".join(map(str, looks)) or "nothing"

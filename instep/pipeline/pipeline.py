@@ -75,8 +75,8 @@ class Pipeline(WrappedOnce, OwnNames):
     Args:
         layers: an ``nn.Sequential``, a list of modules, or a module with a method ``pipeline_layers()``,
             which returns (path, callable) of each layer in the order in which forward calls them. A layer
-            that returns a tuple gives the next one several arguments. Between stages there are tensors, which
-            look alike in every micro-batch.
+            that returns a tuple gives the next one several arguments. Between stages there are tensors, of
+            any shapes, and None.
         mesh: of ``instep.init(pp=...)``; by default the registered one.
         schedule: "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or "zb-v"; or the text of one of
             your own, a row of actions per rank, as ``str`` of a schedule prints it.
@@ -290,7 +290,7 @@ class Pipeline(WrappedOnce, OwnNames):
             The losses of this pipeline's micro-batches, in order, on all its ranks: () each.
 
         Raises:
-            ValueError: a rule of declared steps is broken, or micro-batches look different between stages.
+            ValueError: a rule of declared steps is broken.
             RuntimeError: the pipeline is closed.
             Desync: another rank has left the step, or is in another one.
             PeerLost: a rank did not come.

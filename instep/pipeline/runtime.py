@@ -31,7 +31,7 @@ from instep.pipeline.actions import (
 )
 from instep.pipeline.channel import DTYPES, ENDING, EVALUATION, MessageWait, Received, StageChannel
 from instep.pipeline.communication import send_of
-from instep.pipeline.stage import Stage, Values
+from instep.pipeline.stage import Gradients, Stage, Values
 from instep.pipeline.tied import TiedParameters
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.reduction import StepPlan
@@ -121,7 +121,9 @@ class Executor:
             made = self._result(
                 action._replace(stage=action.stage - 1), action._replace(kind=RECEIVE_FORWARD)
             )
-            values = tuple(x.detach() if isinstance(x, Tensor) else x for x in made)
+            values = tuple(
+                x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in made
+            )
         if action.stage < self._last_stage:
             self._made[action] = stage.forward(micro_batch, values)
             return
@@ -163,7 +165,7 @@ class Executor:
             self._known.append(next(self.task.read))
         return self._known[action.micro_batch]
 
-    def _gradients(self, action: Action) -> Sequence[Tensor] | None:
+    def _gradients(self, action: Action) -> Gradients | None:
         """Those of what the stage has given; None where that was the loss."""
         if action.stage == self._last_stage:
             return None
@@ -184,15 +186,14 @@ class Executor:
         """The gradients that other ranks have of parameters of this stage, before it adds its own."""
         for receive in self.tied.receives(action):
             arrival = self._take(receive, action.stage)
-            gradient = arrival.tensors[0] if arrival.number else None
-            self.tied.came(receive, self._micro_batch(receive), gradient)
+            self.tied.came(receive, self._micro_batch(receive), arrival.tensors[0])
 
     def _take(self, receive: Action, stage: int) -> Received:
         """What has come for ``stage``; the timeline is told for how long it was waited for."""
         source = self.stage_ranks[send_of(receive).stage]
         arrival = self.channel.take(receive, source)
         if arrival.waited is not None:
-            num_bytes = sum(x.nbytes for x in arrival.tensors)
+            num_bytes = sum(x.nbytes for x in arrival.tensors if x is not None)
             self._record(receive, stage, source, arrival.waited, num_bytes)
         return arrival
 
@@ -215,7 +216,7 @@ class Executor:
             stage=stage,
         )
 
-    def _keep(self, action: Action, gradients: Sequence[Tensor]) -> None:
+    def _keep(self, action: Action, gradients: Gradients) -> None:
         if action.stage:
             self._made[action.result] = gradients
 

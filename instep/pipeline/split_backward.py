@@ -119,6 +119,8 @@ def _weight_gradients(kept: Sequence[Kept], again: Later | None) -> None:
         again()
     for node, weights, came in kept:
         pairs = [(GradientEdge(node, i), x) for i, x in enumerate(came) if x is not None]
+        if not pairs:  # a function before it had no gradient to give
+            continue
         # A hook of a tensor has changed what came, and would once more.
         handle = node.register_prehook(lambda again, came=tuple(came): came)
         try:

@@ -37,6 +37,7 @@ from instep.verify.subject import Subject, Value
 from instep.verify.trial import RestoreOnExit
 
 Values = tuple[Any, ...]  # what goes from layer to layer
+Gradients = Sequence[Tensor | None]  # of what went there, None of what was not used
 
 
 class Mirrored(NamedTuple):
@@ -71,10 +72,11 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
         return gradient
 
 
@@ -130,18 +132,21 @@ class Stage:
     def forward(
         self, micro_batch: MicroBatch, values: Values, loss: Callable[[Any], Tensor] | None = None
     ) -> Values:
-        """What the stage gives for ``values``; of the last one, the ``loss`` of that."""
-        inputs = [x.requires_grad_() for x in values if is_differentiable(x)] if self.number else []
+        """What the stage gives for ``values``, which require gradients where they did in the stage before; of
+        the last one, the ``loss`` of that."""
+        inputs = [x for x in values if is_differentiable(x)] if self.number else []
         with self._visit(micro_batch, gradients=False), self._span(FORWARD, micro_batch):
             found = self.layers(
                 *(Given.apply(x) if self.number and is_differentiable(x) else x for x in values)
             )
             if loss is not None:
-                found = self._checked_loss(loss(found), micro_batch, is_trained=bool(inputs))
+                is_trained = any(x.requires_grad for x in inputs)
+                found = self._checked_loss(loss(found), micro_batch, is_trained=is_trained)
         outputs = found if isinstance(found, tuple) else (found,)
         came: list[Tensor | None] = [None] * len(inputs)
         for i, x in enumerate(inputs):
-            x.register_hook(partial(setitem, came, i))
+            if x.requires_grad:
+                x.register_hook(partial(setitem, came, i))
         edges = [_edge(x) for x in outputs if is_differentiable(x)]
         self._alive[micro_batch.index] = Alive(inputs, came, edges)
         return outputs
@@ -162,29 +167,34 @@ class Stage:
         return found
 
     def backward(
-        self, micro_batch: MicroBatch, gradients: Sequence[Tensor] | None, *, last: bool
-    ) -> list[Tensor]:
+        self, micro_batch: MicroBatch, gradients: Gradients | None, *, last: bool
+    ) -> list[Tensor | None]:
         """The gradients of the inputs, from those of the outputs; None: of a loss.
 
-        ``last``: no other micro-batch of this step comes after it.
+        An output without a gradient, which no later stage has used, is no root of the backward, so that an
+        input, or a weight, that led to it alone has none either. ``last``: no other micro-batch of this step
+        comes after it.
         """
-        inputs, came, outputs = self._alive.pop(micro_batch.index)
+        _, came, outputs = self._alive.pop(micro_batch.index)
         with self._backwards(micro_batch, BACKWARD, last=last):
-            _run_backward(outputs, gradients)
-        return _filled(inputs, came)
+            _run_backward(*_roots(outputs, gradients))
+        return came
 
-    def input_gradients(self, micro_batch: MicroBatch, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+    def input_gradients(self, micro_batch: MicroBatch, gradients: Gradients | None) -> list[Tensor | None]:
         """As ``backward``, but for the gradients of weights, which ``weight_gradients`` computes later."""
-        alive = self._alive.pop(micro_batch.index)
-        if not alive.inputs:  # nobody waits for anything
-            self._kept[micro_batch.index] = partial(_run_backward, alive.outputs, gradients)
-            return []
+        inputs, came, outputs = self._alive.pop(micro_batch.index)
+        roots, its = _roots(outputs, gradients)
+        trained = [i for i, x in enumerate(inputs) if x.requires_grad]
+        if not (roots and trained):  # no stage waits for anything
+            self._kept[micro_batch.index] = partial(_run_backward, roots, its)
+            return came
         visit = self._visit(micro_batch, gradients=False)
         with visit, self._span(INPUT_GRADIENT, micro_batch), self._without_autocast():
             compute = self._learn if self._recomputes is None else self._input_gradients
-            found, later = compute(*_roots(alive.outputs, gradients), alive.inputs)
-        self._kept[micro_batch.index] = later
-        return _filled(alive.inputs, found)
+            found, self._kept[micro_batch.index] = compute(roots, its, [inputs[i] for i in trained])
+        for i, gradient in zip(trained, found, strict=True):
+            came[i] = gradient
+        return came
 
     def _input_gradients(
         self, outputs: list[GradientEdge], gradients: list[Tensor] | None, inputs: list[Tensor]
@@ -256,6 +266,7 @@ class Stage:
         """Around what computes gradients of weights."""
         visit = self._visit(micro_batch, gradients=bool(self.reducer.names), last=last)
         with visit, self._span(kind, micro_batch), self._without_autocast():
+            self.declared.gradient_came()  # to the model: here perhaps none does, and its weight counts
             for one in self.shared:
                 one.parameter.grad = one.fetch(micro_batch)
             yield
@@ -292,21 +303,16 @@ def _edge(x: Tensor) -> GradientEdge | None:
 
 
 def _roots(
-    outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor] | None
+    outputs: Sequence[GradientEdge | None], gradients: Gradients | None
 ) -> tuple[list[GradientEdge], list[Tensor] | None]:
     """Where a backward begins, and the gradients there; ``gradients`` None: of a loss."""
     if gradients is None:
         return [x for x in outputs if x is not None], None
-    kept = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x is not None]
+    pairs = zip(outputs, gradients, strict=True)
+    kept = [(x, g) for x, g in pairs if x is not None and g is not None]
     return [x for x, _ in kept], [g for _, g in kept]
 
 
-def _run_backward(outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor] | None) -> None:
-    roots, its = _roots(outputs, gradients)
+def _run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor] | None) -> None:
     if roots:  # else nothing is trained up to here
-        torch.autograd.backward(roots, its)
-
-
-def _filled(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """``gradients``, zeros for an input that was not used: the stage before waits for one of each."""
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
+        torch.autograd.backward(roots, gradients)

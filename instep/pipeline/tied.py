@@ -89,10 +89,12 @@ class TiedParameters:
                 if i in self._aliases:
                     self._aliases[i].data = p.data
                 for rank in others:
-                    self.channel.send(values, rank, 0, [p])
+                    self.channel.send(values, rank, 0, [p.detach()])
             elif self.rank in others:
                 self.channel.post(values, owner)
-                self._aliases[i].data.copy_(self.channel.take(values, owner).tensors[0])
+                (came,) = self.channel.take(values, owner).tensors
+                assert came is not None
+                self._aliases[i].data.copy_(came)
 
     def receives(self, action: Action) -> list[Action]:
         """Of the gradients that ``action`` of a stage on this rank adds to its own, from other ranks."""
@@ -104,11 +106,10 @@ class TiedParameters:
         ]
 
     def send(self, action: Action, micro_batch: MicroBatch) -> None:
-        """Begin to send what ``action`` says; its number says whether there is a gradient."""
-        p, (owner, *_) = self.tied[action.tie][1:]
+        """Begin to send what ``action`` says: a gradient, or that there is none."""
+        owner = self.tied[action.tie].stages[0]
         found = self._given.pop((action.tie, action.stage, micro_batch.index))
-        whole = torch.full(p.shape, -0.0, dtype=p.dtype, device=p.device) if found is None else found
-        self.channel.send(action, self.stage_ranks[owner], int(found is not None), [whole])
+        self.channel.send(action, self.stage_ranks[owner], 0, [found])
 
     def came(self, action: Action, micro_batch: MicroBatch, gradient: Tensor | None) -> None:
         """``gradient`` is what ``action`` has received."""

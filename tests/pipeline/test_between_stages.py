@@ -1,0 +1,220 @@
+"""What goes from one stage to the next is what one process would give to the next layer, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.mesh.mesh import Mesh
+from instep.pipeline.channel import SHORT_BYTES
+from instep.step.micro_batches import MicroBatch
+from tests.world import world
+
+G = 4
+X = torch.linspace(-1.0, 1.0, G * 3 * 4).view(G, 3, 4)
+
+
+class Scale(nn.Module):
+    """``x`` times a weight, which is not drawn: ranks that are threads share the generator."""
+
+    def __init__(self, value: float = 0.5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-value, value, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Splits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scale(), Scale(0.25)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+class Passes(nn.Module):
+    """Two values, of which the second one has a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale(2.0)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.tanh(), self.scale(y)
+
+
+class Uses(nn.Module):
+    """Of two values the second one in some micro-batches, or in none."""
+
+    def __init__(self, *, second: bool) -> None:
+        super().__init__()
+        self.scale, self.second = Scale(), second
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        uses = self.second and x.detach().flatten()[0] > 0
+        return self.scale(x + y) if uses else self.scale(x)
+
+
+def splitting(*, second: bool) -> nn.Sequential:
+    return Layered(Splits(), Passes(), Passes(), Uses(second=second))
+
+
+class Layered(nn.Sequential):
+    """A layer that gives a tuple gives the next one several arguments, in one process, too."""
+
+    def forward(self, *values: Any) -> Any:
+        for layer in self:
+            found = layer(*values)
+            values = found if isinstance(found, tuple) else (found,)
+        return found
+
+
+def in_one_process(net: nn.Module, inputs: list[Any]) -> list[Tensor | None]:
+    model = instep.DataParallel(net, find_unused_parameters=True)
+    for micro_batch in model.micro_batches(len(inputs)):
+        model(inputs[micro_batch.index]).square().mean().backward()
+    model.close()
+    return [p.grad for p in net.parameters()]
+
+
+def step(model: instep.Pipeline, inputs: list[Any]) -> None:
+    def given(micro_batch: MicroBatch) -> Any:
+        return inputs[micro_batch.index]
+
+    model.step(lambda output, _: output.square().mean(), given, data=len(inputs))
+
+
+def require_same(model: instep.Pipeline, expected: list[Tensor | None]) -> None:
+    assert model.home is not None
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        if model.home.holds(p):
+            assert (p.grad is None) == (gradient is None)
+            assert gradient is None or torch.equal(p.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("backend", "schedule"), [("gloo", "1f1b"), ("gloo", "zb-v"), ("shm", "zb-h1"), ("shm", "interleaved")]
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_what_led_to_an_output_that_no_stage_uses_has_no_gradient(
+    backend: str, schedule: str, second: bool
+) -> None:
+    expected = in_one_process(splitting(second=second), [*X])
+    assert [x is None for x in expected] == [False] + 3 * [not second] + [False]
+
+    @world(2, pp=2, dp=1, backend=backend)
+    def compared(mesh: Mesh) -> None:
+        model = instep.Pipeline(splitting(second=second), mesh, schedule, find_unused_parameters=True)
+        step(model, [*X])
+        require_same(model, expected)
+        model.close()
+
+    compared()
+
+
+class Cuts(torch.autograd.Function):
+    """What it is given; it has no gradient for it."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+class Cut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = Scale(), Scale(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.after(Cuts.apply(self.before(x)))
+        return found
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_function_without_a_gradient_gives_none_to_the_stage_before(mesh: Mesh, schedule: str) -> None:
+    expected = in_one_process(nn.Sequential(Scale(), Cut()), [*X])
+    assert [x is None for x in expected] == [True, True, False]
+    model = instep.Pipeline([Scale(), Cut()], mesh, schedule, find_unused_parameters=True)
+    step(model, [*X])
+    require_same(model, expected)
+    model.close()
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+        return self.scale(x), x.gt(0).float(), None, x.argmax(-1)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[bool, bool]] = []
+
+    def forward(self, x: Tensor, mask: Tensor, nothing: None, indices: Tensor) -> Tensor:
+        assert nothing is None and indices.dtype == torch.int64
+        self.told.append((x.requires_grad, mask.requires_grad))
+        return (x * mask).sum(-1)
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_needs_no_gradient_needs_none_in_the_next_stage(
+    mesh: Mesh, schedule: str, trained: bool
+) -> None:
+    """Kernels of attention depend on whether their mask needs one, and so do bits."""
+    net = Layered(Masks(), Layered(Masked(), Scale()))
+    net[0].scale.requires_grad_(trained)
+    inputs = [x[:, None].expand(3, 4, 4) for x in X]
+    expected = in_one_process(net, inputs)
+    net[1][0].told.clear()
+    net.zero_grad()
+    model = instep.Pipeline(net, mesh, schedule, find_unused_parameters=True)
+    step(model, inputs)
+    if mesh.along["pp"].rank == 1:
+        assert net[1][0].told == [(trained, False)] * G
+    require_same(model, expected)
+    model.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_micro_batches_and_steps_may_have_any_shapes(backend: str) -> None:
+    long = SHORT_BYTES // 16 + 1  # rows of four numbers, of four bytes
+    steps = [(2, 1, long), (long, long + 1, 3), (1, 2, 3), (long - 1, 0, 5)]
+    inputs = [[torch.linspace(-1.0, 1.0, rows * 4).view(rows, 4) for rows in its] for its in steps]
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(Scale(), Scale(2.0), Sums())
+
+    expected = [in_one_process(net(), its) for its in inputs]
+
+    @world(2, pp=2, dp=1, backend=backend)
+    def compared(mesh: Mesh) -> None:
+        model = instep.Pipeline(net(), mesh, "1f1b")
+        for its, gradients in zip(inputs, expected, strict=True):
+            step(model, its)
+            require_same(model, gradients)
+            model.zero_grad()
+        model.close()
+
+    compared()
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0)
