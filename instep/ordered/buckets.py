@@ -9,11 +9,12 @@ between the two. Padding is -0.0, the only float that changes no other by being 
 
 The gradients of a rank's micro-batches are added as they come, in the order of the sum tree, by a binary
 counter (``TreeAccumulator``). Like adding one to a binary number: a leaf is put on a stack, and while the
-two top entries are siblings in the tree they are merged, left plus right. One that comes out of turn, as a
-schedule of a pipeline may have it, goes to its place, and may merge on either side. Peak memory is log2(k) +
-1 buffers for k leaves that make one node, against one for plain accumulation: 8 leaves of 1 GB take 4 GB.
-Leaves that straddle nodes leave more roots, and take at most twice as many buffers. Out of turn,
-it may be one for each leaf.
+two top entries are siblings in the tree they are merged, left plus right. A leaf whose left sibling is there
+needs no buffer: its gradients are added as they are. One that comes out of turn, as a schedule of a pipeline
+may have it, goes to its place, and may merge on either side. Peak memory is log2(k) buffers for k > 1 leaves
+that make one node, against one for plain accumulation: 8 leaves of 1 GB take 3 GB, and 4 GB where each leaf
+is rounded, or looked at. Leaves that straddle nodes leave more roots, and take at most twice as many buffers.
+Out of turn, it may be one for each leaf.
 
 W: number of ranks.
 """
@@ -41,10 +42,10 @@ from instep.ordered.tree import Node, are_siblings
 class TreeAccumulator:
     """The partial sums of one bucket on one rank, during one step.
 
-    A step begins with ``reset``. Each leaf is written into the buffer that ``open`` returns, then
-    ``push``ed. At the end ``roots`` are the maximal subtrees of what was pushed. The leftmost partial sum
-    always lies in ``home``, the bucket's own memory: where one root is all, nothing has to be copied. Leaves
-    and sums are in the format of ``nodes``.
+    A step begins with ``reset``. Each leaf is written into the buffer that ``open`` returns, then ``push``ed;
+    or it is added to the partial sum that is ``sibling_of`` it, and then ``added``. At the end ``roots`` are
+    the maximal subtrees of what came. The leftmost partial sum always lies in ``home``, the bucket's own
+    memory: where one root is all, nothing has to be copied. Leaves and sums are in the format of ``nodes``.
     """
 
     def __init__(
@@ -80,20 +81,44 @@ class TreeAccumulator:
     def push(self, leaf: int, buffer: Tensor) -> None:
         """Leaf number ``leaf`` is whole in ``buffer``, which came from ``open``."""
         self._nodes.round(buffer, (leaf, leaf + 1))
-        at = bisect_left(self._leaves, leaf) if self.ordered else len(self.roots)
+        at = self._place(leaf)
         if at == 0 and self.roots:  # it comes after a later one
             buffer = self._swap_home(buffer)
         self.roots.insert(at, ((leaf, leaf + 1), buffer))
+        self._merge(at)
+
+    def sibling_of(self, leaf: int) -> Tensor | None:
+        """The partial sum to which leaf number ``leaf``, the next one, may be added; None: ``open`` a buffer.
+
+        Where nodes are rounded, a leaf has to be rounded before.
+        """
+        at = self._place(leaf) - 1
+        if at < 0 or self._nodes.rounds:
+            return None
+        node, value = self.roots[at]
+        if self.ordered and not are_siblings(node, (leaf, leaf + 1), self.num_leaves):
+            return None
+        return value
+
+    def added(self, leaf: int) -> None:
+        """Leaf number ``leaf`` has been added to ``sibling_of`` it."""
+        at = self._place(leaf) - 1
+        (lo, _), value = self.roots[at]
+        self.roots[at] = ((lo, leaf + 1), value)
+        self._merge(at)
+
+    def _place(self, leaf: int) -> int:
+        """Before which root ``leaf`` belongs."""
+        return bisect_left(self.roots, leaf, key=lambda root: root[0][0]) if self.ordered else len(self.roots)
+
+    def _merge(self, at: int) -> None:
+        """Root ``at`` is new: merge what has become siblings."""
         while (at := self._mergeable(at)) >= 0:
             (_, hi), right = self.roots.pop(at + 1)
             (lo, _), left = self.roots[at]
             self._nodes.add(left, right, (lo, hi))
             self._free.append(right)
             self.roots[at] = ((lo, hi), left)
-
-    @property
-    def _leaves(self) -> list[int]:
-        return [lo for (lo, _), _ in self.roots]
 
     def _swap_home(self, buffer: Tensor) -> Tensor:
         """``home``, with what is in ``buffer``, which has what the leftmost root was."""
@@ -253,8 +278,8 @@ class Bundle:
 class Bucket(Bundle):
     """The gradients of some parameters, from the first leaf of a step to the reduced gradient.
 
-    At construction: memory for one leaf. In backward: gradients land in the ``leaf`` buffer, and when the
-    leaf is whole, it is pushed into ``counter``. After the last leaf: the exchange turns
+    At construction: memory for one leaf. In backward, between ``open`` and ``close`` of each leaf: gradients
+    land in the buffer ``leaf``, or, if ``adds``, are added to it. After the last leaf: the exchange turns
     ``counter.roots`` into the reduced gradient, in ``counter.home``.
     """
 
@@ -264,6 +289,7 @@ class Bucket(Bundle):
     nodes_format: NodeFormat = IN_FLOAT32
     parts: Sequence[Stretch] | None = None  # which parameters lie where, if not those of ``slots``
     leaf: Tensor | None = field(default=None, init=False)
+    adds: bool = field(default=False, init=False)
     launched: bool = field(default=False, init=False)
     # By another bucket of each reduction: ranks that meet for that one have all ended their part of this one.
     followed: bool = field(default=False, init=False)
@@ -318,6 +344,21 @@ class Bucket(Bundle):
         self.launched = False
         for slot in self.slots:
             slot.present = False
+
+    def open(self, leaf: int, *, whole: bool = False) -> None:
+        """Gradients of leaf number ``leaf`` come; ``whole``: in memory of its own."""
+        sibling = None if whole else self.counter.sibling_of(leaf)
+        self.adds = sibling is not None
+        self.leaf = self.counter.open() if sibling is None else sibling
+
+    def close(self, leaf: int) -> None:
+        """All of them have come."""
+        assert self.leaf is not None
+        if self.adds:
+            self.counter.added(leaf)
+        else:
+            self.counter.push(leaf, self.leaf)
+        self.leaf = None
 
     def _make_counter(self) -> None:
         self.counter = TreeAccumulator(

@@ -163,23 +163,24 @@ class Reducer(Reduction):
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
 
     def _open(self, bucket: Bundle) -> None:
-        assert isinstance(bucket, Bucket)
-        bucket.leaf = bucket.counter.open()
+        assert isinstance(bucket, Bucket) and self.leaf is not None
+        bucket.open(self.leaf, whole=self.observer is not None)
 
     def _settle(self, i: int) -> None:
         bucket = self.place[i]
         assert isinstance(bucket, Bucket) and bucket.leaf is not None and self.plan is not None
+        if bucket.adds:
+            return
         self.gradients.settle(i, bucket.view_of(i, bucket.leaf), final=self.plan.declared)
 
     def _close(self, bucket: Bundle) -> None:
         """The open leaf is whole: bring it into the bucket and merge it; after the last one, let it go."""
         assert isinstance(bucket, Bucket) and bucket.leaf is not None
         assert self.leaf is not None and self.plan is not None
-        self.gradients.land(bucket, bucket.leaf)
+        self.gradients.land(bucket, bucket.leaf, adds=bucket.adds)
         if self.observer is not None:
             self.observer(self.leaf, bucket, bucket.leaf)
-        bucket.counter.push(self.leaf, bucket.leaf)
-        bucket.leaf = None
+        bucket.close(self.leaf)
         if self.plan.declared:
             self.gradients.take(bucket)
         else:

@@ -318,9 +318,10 @@ class ThreadedStep:
             self._check(r, micro_batch, replica)
             self.measured[index] = recording.changes()
             for bucket in self.buckets[r]:
-                buffer = bucket.counter.open()
-                gradients.land(bucket, buffer)
-                bucket.counter.push(index, buffer)
+                bucket.open(index)
+                assert bucket.leaf is not None
+                gradients.land(bucket, bucket.leaf, adds=bucket.adds)
+                bucket.close(index)
                 gradients.take(bucket)
         return found
 

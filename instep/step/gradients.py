@@ -62,8 +62,9 @@ class Gradients:
         else:
             gradient.data = view
 
-    def land(self, bucket: Bundle, leaf: Tensor) -> None:
-        """Copy the gradients of ``bucket`` into ``leaf``, in one call; -0.0 where there is none.
+    def land(self, bucket: Bundle, leaf: Tensor, *, adds: bool = False) -> None:
+        """Copy the gradients of ``bucket`` into ``leaf``, in one call; -0.0 where there is none. Or, if
+        ``adds``, add them to what is there.
 
         Raises:
             ValueError: a gradient is not what autograd has left, or not of the dtype it had before.
@@ -74,7 +75,8 @@ class Gradients:
             gradient = self.parameters[slot.position].grad
             self._check(slot.position, gradient, bucket)
             if gradient is None:
-                (torch.view_as_real(view) if view.is_complex() else view).fill_(-0.0)
+                if not adds:
+                    _real(view).fill_(-0.0)
                 continue
             slot.present = True
             if gradient.is_sparse:
@@ -82,12 +84,14 @@ class Gradients:
             if gradient.requires_grad:
                 gradient = gradient.detach()
             if begin <= gradient.data_ptr() < end:
-                if _is(gradient, view):
+                if _is(gradient, view) and not adds:
                     continue
                 gradient = gradient.clone()  # from memory that is written to
             views.append(view)
             gradients.append(gradient)
-        if views:
+        if views and adds:  # not as complex numbers, whose sum torch multiplies by one
+            torch._foreach_add_([_real(view) for view in views], [_real(gradient) for gradient in gradients])
+        elif views:
             torch._foreach_copy_(views, gradients)
 
     def take(self, bucket: Bundle) -> None:
@@ -163,6 +167,10 @@ class Gradients:
                 f"the gradient of {self.names[i]!r} was changed between backward and its exchange: clip and "
                 "edit gradients when they are whole, after micro_batches(), or in a hook of the parameter"
             )
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _look_alike(x: Tensor, y: Tensor) -> bool:

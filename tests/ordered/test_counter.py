@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.ordered.buckets import TreeAccumulator
+from instep.ordered.node_format import NodeFormat
+from instep.ordered.rounding import Stretch
 from tests.ordered.trees import left_fold, maximal_nodes, rounded, tree_sum
 
 NUM_ELEMENTS = 5
@@ -30,9 +32,16 @@ class Memory:
         return torch.empty(NUM_ELEMENTS)
 
 
-def push_all(counter: TreeAccumulator, leaves: dict[int, Tensor], num_leaves: int) -> None:
+def push_all(
+    counter: TreeAccumulator, leaves: dict[int, Tensor], num_leaves: int, *, adds: bool = False
+) -> None:
+    """``adds``: a leaf is added to its sibling where that is there."""
     counter.reset(num_leaves)
     for leaf, gradient in leaves.items():
+        if adds and (sibling := counter.sibling_of(leaf)) is not None:
+            sibling.add_(gradient)
+            counter.added(leaf)
+            continue
         buffer = counter.open()
         buffer.copy_(gradient)
         counter.push(leaf, buffer)
@@ -45,25 +54,25 @@ def drawn(num_leaves: int, seed: int) -> np.ndarray:
     return (random.standard_normal((num_leaves, NUM_ELEMENTS)) * 10**exponents).astype(np.float32)
 
 
-@given(st.integers(1, 24), st.data(), st.integers(0, 1000))
+@given(st.integers(1, 24), st.data(), st.integers(0, 1000), st.booleans())
 @settings(deadline=None)
-def test_partial_sums_have_the_bits_of_the_tree(num_leaves, data, seed):
+def test_partial_sums_have_the_bits_of_the_tree(num_leaves, data, seed, adds):
     own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
     gradients = drawn(num_leaves, seed)
     memory = Memory()
     counter = TreeAccumulator(memory.home, memory.spare)
-    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, num_leaves)
+    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, num_leaves, adds=adds)
     assert [node for node, _ in counter.roots] == maximal_nodes(set(own), num_leaves)
     for (lo, hi), value in counter.roots:
         assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
 
 
-@given(st.permutations(range(7)), st.integers(0, 7), st.integers(0, 1000))
+@given(st.permutations(range(7)), st.integers(0, 7), st.integers(0, 1000), st.booleans())
 @settings(deadline=None)
-def test_so_have_those_of_leaves_that_come_in_any_order(order, num_absent, seed):
+def test_so_have_those_of_leaves_that_come_in_any_order(order, num_absent, seed, adds):
     own, gradients, memory = order[num_absent:], drawn(7, seed), Memory()
     counter = TreeAccumulator(memory.home, memory.spare)
-    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, 7)
+    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, 7, adds=adds)
     assert [node for node, _ in counter.roots] == maximal_nodes(set(own), 7)
     for (lo, hi), value in counter.roots:
         assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
@@ -77,6 +86,23 @@ def test_a_whole_tree_takes_log2_plus_one_buffers(num_leaves):
     gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
     push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves)
     assert memory.num_buffers == math.floor(math.log2(num_leaves)) + 1
+
+
+@pytest.mark.parametrize("num_leaves", range(1, 40))
+def test_and_one_less_where_leaves_are_added_to_their_siblings(num_leaves):
+    memory = Memory()
+    gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
+    push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves, adds=True)
+    assert memory.num_buffers == max(1, math.floor(math.log2(num_leaves)))
+
+
+def test_a_leaf_is_not_added_where_nodes_are_rounded():
+    memory = Memory()
+    nodes = NodeFormat("bfloat16").of_bucket([Stretch(0, 0, 16)], 16, 1, torch.float32, torch.device("cpu"))
+    counter = TreeAccumulator(torch.empty(16), memory.spare, nodes=nodes)
+    counter.reset(2)
+    counter.push(0, counter.open().zero_())
+    assert counter.sibling_of(1) is None
 
 
 def test_a_range_that_straddles_nodes_takes_at_most_twice_as_many():

@@ -8,9 +8,11 @@ from torch import nn
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
+from instep.ordered.buckets import flat_real
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
-from tests.parity import filled, world_of_one
+from tests.ordered.trees import tree_sum
+from tests.parity import filled, numbers, world_of_one
 from tests.replicate.nets import Dense, data, mean_square
 from tests.replicate.replicas import failing_at, gradients
 from tests.world import world
@@ -297,3 +299,42 @@ def test_the_contract_of_the_last_step_can_be_asked_for() -> None:
     model.zero_grad()
     step(model)
     assert model.step_mode == "declared"
+
+
+class OfManyKinds(nn.Module):
+    """Its gradients take every way into a bucket; most parameters have none in some leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.zeros(3))
+        self.narrow = nn.Parameter(torch.zeros(40_000, dtype=torch.bfloat16))
+        self.pairs = nn.Parameter(torch.zeros(10_000, dtype=torch.complex64))
+        self.turned = nn.Parameter(torch.zeros(130, 140))
+        self.rows = nn.Embedding(130, 140, sparse=True)
+
+    def forward(self, leaf: int) -> torch.Tensor:
+        used = [p for i, p in enumerate((self.small, self.narrow, self.pairs, self.turned)) if i != leaf % 4]
+        found = [p * numbers(*p.shape, key=f"{leaf} {p.numel()}", dtype=p.dtype) for p in used]
+        tokens = torch.arange(leaf, 130, 3 + leaf)
+        weights = numbers(len(tokens), 140, key=str(leaf))
+        return sum((x.real.sum() for x in found), (self.rows(tokens) * weights).sum())
+
+
+@pytest.mark.parametrize("num_leaves", [2, 3, 5, 8])
+def test_leaves_of_all_kinds_of_gradients_are_added_as_the_tree_says(num_leaves: int) -> None:
+    leaves = []
+    for leaf in range(num_leaves):
+        module = OfManyKinds()
+        module(leaf).backward()
+        leaves.append([-torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()])
+    model = alone(OfManyKinds())
+    for step in range(2):  # how often gradients come is known in the second one
+        model.zero_grad()
+        for micro_batch in model.micro_batches(num_leaves):
+            model(micro_batch.index).backward()
+        for p, *own in zip(model.parameters(), *leaves, strict=True):
+            wide = [flat_real(x.to_dense() if x.is_sparse else x).float() for x in own]
+            mean = tree_sum(wide, torch.add) * (1 / num_leaves)
+            found = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            assert torch.equal(flat_real(found), mean.to(flat_real(p).dtype)), (step, tuple(p.shape))
+    model.close()
