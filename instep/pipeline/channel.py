@@ -12,8 +12,10 @@ it is always of one size; the tensors of a long message follow the words, which 
     post 1RECV_F0      words may come from now on, and then tensors
     take 1RECV_F0      wait until they are there
 
-So no message has to look like the one before. A thread waits for each connection, in each direction: when a
-message comes while the rank computes it is there, and what is sent is let go as soon as it is.
+So no message has to look like the one before. Threads take turns with the one that computes, and each turn
+costs time, so they wait only for what is long: once a rank has sent something long, a thread receives from
+it while this rank computes, and what is long is let go as soon as it is sent. A short message has come when
+its last word is in its memory.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-VERSION = 4
+VERSION = 5
 # Version, whether the sender has left the step, step, its number of micro-batches; of the action stage, kind,
-# micro-batch and tie; a number that goes along, when it was sent, number of tensors.
-FIELDS = 11
-LEFT, STEP, COUNT, NUMBER, SENT_NS = 1, 2, 3, 8, 9
+# micro-batch and tie; a number that goes along, when it was sent, where a short message ends, in bytes (its
+# last word says again when it was sent), number of tensors.
+FIELDS = 12
+LEFT, STEP, COUNT, NUMBER, SENT_NS, END = 1, 2, 3, 8, 9, 10
 STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not
 # Of a tensor: whether it is there, and needs a gradient; dtype, number of dimensions, shape, strides.
 ROW = 3 + 2 * MAX_DIMS
@@ -59,6 +62,8 @@ WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
 HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
 TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
 SHORT_BYTES = 1 << 18  # of a message, with its words: to copy so much costs less than a second one
+SHORT_SENDS = 64  # that are under way with nobody to wait for them
+LOOKS, LOOK_S = 50, 20e-6  # at a short message that is waited for, before a thread waits for it
 THERE_NS = 20_000  # in which a message is taken that was there already
 VALUES = "VALUES"  # the kind of a message that is no part of a schedule: both ends name it alike
 KINDS = (*SENDS, VALUES)
@@ -222,7 +227,7 @@ class StageChannel:
     def _words(self, action: Action, number: int, rows: Sequence[int] = ()) -> list[int]:
         """``rows`` are those of ``_rows``."""
         head = [VERSION, STAYS, self._step, self._num_micro_batches, *_numbers(action)]
-        return [*head, number, time.monotonic_ns(), len(rows) // ROW, *rows]
+        return [*head, number, time.monotonic_ns(), 0, len(rows) // ROW, *rows]
 
     def _check(self, words: Sequence[int], action: Action, source: int) -> None:
         version, left, step, count, *sent = words[:NUMBER]
@@ -282,13 +287,51 @@ class SharedMemory:
 
 
 class Posted:
-    """A receive that is under way, by ``work``, until ``words`` and ``tensors`` are there."""
+    """A receive from group rank ``source`` over ``pg``: of ``words`` and ``tensors``, by ``receive``.
 
-    def __init__(self) -> None:
+    ``work`` is what executes that, if it is another thread.
+    """
+
+    def __init__(self, pg: Any, source: int) -> None:
+        self.source, self._pg = source, pg
         self.memory = torch.empty(SHORT_BYTES, dtype=torch.uint8)
+        self._seen = self.memory.view(torch.int64).numpy()
+        self._seen[:FIELDS] = 0  # of a message that came before, perhaps
+        self._first = pg.recv([self.memory], source, WORDS)
         self.words: list[int] = []
         self.tensors: list[Tensor] = []
-        self.work: Running
+        self.is_long = False
+        self.work: Running | None = None
+
+    def comes_soon(self) -> bool:
+        """Whether a short message is there, perhaps after a moment: what it says last has been written.
+
+        That would be wrong where the same was in this memory before; then ``receive`` waits.
+        """
+        for _ in range(LOOKS):
+            end, sent_ns = self._seen[END] // WORD, self._seen[SENT_NS]
+            if 0 < end <= len(self._seen) and self._seen[end - 1] == sent_ns:
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+    def receive(self) -> None:
+        """Wait until the message is there."""
+        self._first.wait()
+        self.words = self._seen[:NUM_WORDS].tolist()
+        if self.words[: LEFT + 1] != [VERSION, STAYS]:
+            return  # no tensors come
+        looks = _looks(self.words)
+        starts, nbytes = _places([look.nbytes for look in looks])
+        self.is_long = nbytes > SHORT_BYTES
+        if self.is_long:
+            self.tensors = [look.new() for look in looks]
+            _wait_for_all(
+                [self._pg.recv([_bytes(x)], self.source, TENSORS) for x in self.tensors if x.numel()]
+            )
+        else:
+            parts = (self.memory[start : start + x.nbytes] for x, start in zip(looks, starts, strict=True))
+            self.tensors = [look.of(part) for look, part in zip(looks, parts, strict=True)]
 
 
 class Connections:
@@ -297,55 +340,63 @@ class Connections:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._sent: list[Running] = []
+        self._short: list[tuple[Any, Tensor]] = []  # under way, with nobody to wait for it
         self._posted: dict[Action, Posted] = {}
+        self._long: set[int] = set()  # the ranks that have sent something long
 
     def send(self, to: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
         whole = [x.detach().contiguous().resolve_conj().resolve_neg() for x in tensors]
         starts, nbytes = _places([x.nbytes for x in whole])
         is_short = nbytes <= SHORT_BYTES
         packet = torch.empty(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8)
-        packet[: len(words) * WORD].view(torch.int64).copy_(torch.tensor(words))
-        if is_short:
-            for x, start in zip(whole, starts, strict=True):
-                packet[start : start + x.nbytes].copy_(_bytes(x))
-            whole = []
-        works = [self._pg.send([packet], to, WORDS)]
-        works += [self._pg.send([_bytes(x)], to, TENSORS) for x in whole if x.numel()]
-
-        def wait(kept: Sequence[Tensor] = (packet, *whole)) -> None:  # until it is sent, and not longer
-            _wait_for_all(works)
-
-        self._sent.append(self.group.start(wait, ENDING, f" to rank {to}"))
+        numbers = packet.view(torch.int64).numpy()
+        numbers[: len(words)] = words
+        if not is_short:
+            works = [self._pg.send([packet], to, WORDS)]
+            works += [self._pg.send([_bytes(x)], to, TENSORS) for x in whole if x.numel()]
+            kept = [packet, *whole]
+            self._await(works, kept, f" to rank {to}")
+            return
+        for x, start in zip(whole, starts, strict=True):
+            packet[start : start + x.nbytes].copy_(_bytes(x))
+        numbers[END], numbers[-1] = nbytes, words[SENT_NS]
+        self._short.append((self._pg.send([packet], to, WORDS), packet))
+        if len(self._short) > SHORT_SENDS:
+            self._await_short()
 
     def tell(self, words: Sequence[int], seconds: float) -> None:
         """Send all ranks ``words``, and wait so long at most until they have them."""
-        self._sent, until = [], time.monotonic() + seconds
+        self._sent, self._short, until = [], [], time.monotonic() + seconds
         for rank in range(self.group.size):
             if rank != self.group.rank:
                 self.send(rank, words, [])
+                self._await_short(f" to rank {rank}")
         for work in self._sent:
             with suppress(TimeoutError):
                 work.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
 
     def post(self, action: Action, source: int) -> None:
-        posted = self._posted[action] = Posted()
-        first = self._pg.recv([posted.memory], source, WORDS)
-
-        def receive() -> None:
-            first.wait()
-            posted.words = posted.memory[:HEAD_BYTES].view(torch.int64).tolist()
-            if posted.words[: LEFT + 1] == [VERSION, STAYS]:  # else no tensors come
-                posted.tensors = self._tensors(posted, source)
-
-        posted.work = self.group.start(receive, str(action), f" from rank {source}")
+        self._posted[action] = Posted(self._pg, source)
+        if source in self._long:
+            self._receive_posted(source)
 
     def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
-        posted = self._posted.pop(action)
-        self.group.wait(posted.work, str(action))
+        posted = self._posted[action]
+        if posted.work is None and posted.comes_soon():
+            posted.receive()
+        else:
+            self._receive_posted(source, action)
+            assert posted.work is not None
+            self.group.wait(posted.work, str(action))
+        del self._posted[action]
+        if posted.is_long and source not in self._long:
+            self._long.add(source)
+            self._receive_posted(source)
         check(posted.words, action)
         return posted.words, posted.tensors
 
     def flush(self) -> None:
+        self._await_short()
         sent, self._sent = self._sent, []
         for work in sent:
             self.group.wait(work, ENDING)
@@ -355,16 +406,26 @@ class Connections:
         assert self.group.pg is not None
         return self.group.pg
 
-    def _tensors(self, posted: Posted, source: int) -> list[Tensor]:
-        """Those that ``posted.words`` announce: they have come, too, or follow."""
-        looks = _looks(posted.words)
-        starts, nbytes = _places([look.nbytes for look in looks])
-        if nbytes <= SHORT_BYTES:
-            parts = (posted.memory[start : start + x.nbytes] for x, start in zip(looks, starts, strict=True))
-            return [look.of(part) for look, part in zip(looks, parts, strict=True)]
-        tensors = [look.new() for look in looks]
-        _wait_for_all([self._pg.recv([_bytes(x)], source, TENSORS) for x in tensors if x.numel()])
-        return tensors
+    def _receive_posted(self, source: int, last: Action | None = None) -> None:
+        """A thread receives all that was posted, up to ``last``: what is long, in the order of its sender."""
+        for action, posted in self._posted.items():
+            if posted.source == source and posted.work is None:
+                posted.work = self.group.start(posted.receive, str(action), f" from rank {source}")
+            if action == last:
+                return
+
+    def _await_short(self, line: str = "") -> None:
+        short, self._short = self._short, []
+        if short:
+            self._await([work for work, _ in short], [packet for _, packet in short], line)
+
+    def _await(self, works: Sequence[Any], kept: Sequence[Tensor], line: str) -> None:
+        """Keep tensors until they are sent, and not longer."""
+
+        def wait(kept: Sequence[Tensor] = kept) -> None:
+            _wait_for_all(works)
+
+        self._sent.append(self.group.start(wait, ENDING, line))
 
 
 def _wait_for_all(works: Sequence[Any]) -> None:
@@ -421,12 +482,12 @@ def _rows_of(words: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _places(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor of a message begins, after its words, and where the message ends, in bytes."""
+    """Where each tensor of a message begins, after its words, and where its last word ends, in bytes."""
     starts, end = [], HEAD_BYTES
     for nbytes in lengths:
         starts.append(end)
         end += round_up(nbytes, ALIGN)
-    return starts, end
+    return starts, end + WORD
 
 
 def _bytes(x: Tensor) -> Tensor:
