@@ -48,11 +48,11 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 VERSION = 5
-# Version, whether the sender has left the step, step, its number of micro-batches; of the action stage, kind,
-# micro-batch and tie; a number that goes along, when it was sent, where a short message ends, in bytes (its
-# last word says again when it was sent), number of tensors.
-FIELDS = 12
-LEFT, STEP, COUNT, NUMBER, SENT_NS, END = 1, 2, 3, 8, 9, 10
+# Version, whether the sender has left the step, step, its number of micro-batches, identity and position of
+# their data; of the action stage, kind, micro-batch and tie; a number that goes along, when it was sent, where
+# a short message ends, in bytes (its last word says again when it was sent), number of tensors.
+FIELDS = 14
+LEFT, STEP, COUNT, NUMBER, SENT_NS, END = 1, 2, 3, 10, 11, 12
 STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not
 # Of a tensor: whether it is there, and needs a gradient; dtype, number of dimensions, shape, strides.
 ROW = 3 + 2 * MAX_DIMS
@@ -72,6 +72,8 @@ NO_STAGE = -1  # of what goes through an evaluation
 WORDS, TENSORS = range(2)  # tags: of what is received at once, and of what follows
 ENDING = "the end of a pipeline's step"
 
+Data: TypeAlias = tuple[int, int]
+NO_DATA: Data = 0, -1
 Check: TypeAlias = Callable[[Sequence[int], Action], None]
 """Raises if the words are not those that an action waits for."""
 
@@ -125,12 +127,15 @@ class StageChannel:
         self._way = Connections(group) if mailboxes is None else SharedMemory(group, mailboxes)
         self._offsets_ns = measure(group).offsets_ns
         self._posted_ns: dict[Action, int] = {}
-        self._step, self._num_micro_batches = EVALUATION, 0
+        self._step, self._num_micro_batches, self._data = EVALUATION, 0, NO_DATA
         self._has_left = False
         self.is_broken = False  # a rank does not come to the end of this step
 
-    def begin(self, step: int, num_micro_batches: int = 0) -> None:
+    def begin(self, step: int, num_micro_batches: int = 0, data: Data = NO_DATA) -> None:
         """Messages are of this ``step`` from now on, or of an ``EVALUATION``.
+
+        ``data``: identity and position of the source that its micro-batches have their data from, which have
+        to be the same where inputs and where targets are read.
 
         Raises:
             Desync: this rank has left the one before.
@@ -141,7 +146,7 @@ class StageChannel:
                 "up, with messages under way that nobody has taken: make another pipeline, or run the script "
                 "by `instep run`, which does"
             )
-        self._step, self._num_micro_batches = step, num_micro_batches
+        self._step, self._num_micro_batches, self._data = step, num_micro_batches, data
 
     def send(self, action: Action, to: int, number: int, tensors: Sequence[Tensor | None]) -> None:
         """Begin to send ``tensors`` to group rank ``to``, as ``action``, with a ``number``. They must not
@@ -153,8 +158,8 @@ class StageChannel:
         """
         if others := [x for x in tensors if not isinstance(x, Tensor | None)]:
             raise TypeError(
-                f"{action}: expected tensors from one stage to the next, got a {type(others[0]).__name__}: "
-                "cut elsewhere, or let the next layer make it"
+                f"{action}: expected a tensor or a tuple of tensors from stage {action.stage} to the next, "
+                f"got {type(others[0]).__name__}: cut elsewhere, or let the next layer make it"
             )
         dense = [None if x is None else with_strides(x.detach(), dense_strides(x)) for x in tensors]
         words = self._words(action, number, _rows(action, tensors, dense))
@@ -226,11 +231,11 @@ class StageChannel:
 
     def _words(self, action: Action, number: int, rows: Sequence[int] = ()) -> list[int]:
         """``rows`` are those of ``_rows``."""
-        head = [VERSION, STAYS, self._step, self._num_micro_batches, *_numbers(action)]
+        head = [VERSION, STAYS, self._step, self._num_micro_batches, *self._data, *_numbers(action)]
         return [*head, number, time.monotonic_ns(), 0, len(rows) // ROW, *rows]
 
     def _check(self, words: Sequence[int], action: Action, source: int) -> None:
-        version, left, step, count, *sent = words[:NUMBER]
+        version, left, step, count, identity, position, *sent = words[:NUMBER]
         mine, other = self.group.global_rank, self.group.ranks[source]
         what = _named(EVALUATION) if self._step == EVALUATION else f"{action} of step {self._step}"
         waits = f"rank {mine} waits for rank {other} in {what}"
@@ -242,6 +247,13 @@ class StageChannel:
             raise Desync(
                 f"rank {mine} makes step {step} with {self._num_micro_batches} micro-batches, and rank "
                 f"{other} with {count}: pass the same data= on all ranks"
+            )
+        if (version, step) == (VERSION, self._step) and (identity, position) != self._data:
+            differ = "order, data set or sizes" if identity != self._data[0] else "position"
+            raise Desync(
+                f"rank {mine} makes step {step} with other data than rank {other}, so that outputs would "
+                f"meet the targets of other samples: {differ} of their loaders differ. Pass as data=, on all "
+                "ranks, an instep.Loader with the same number of samples, sizes, seed, shuffle and position"
             )
         expected = action if action.kind == VALUES else send_of(action)
         if (version, step, sent) != (VERSION, self._step, _numbers(expected)):

@@ -97,7 +97,8 @@ class Executor:
         """Do what ``program()`` says (see ``pipeline/communication.py``), and reduce gradients by ``plan``;
         the losses in order. The other ranks are told if it fails."""
         try:
-            self.channel.begin(self.task.step, plan.num_leaves)
+            data = plan.data_identity, plan.data_position
+            self.channel.begin(self.task.step, plan.num_leaves, data)
             with _waits(self.recorder):
                 self.tied.refresh()
             with ExitStack() as stack:

@@ -91,6 +91,23 @@ def test_ranks_with_other_numbers_of_micro_batches_are_told_both(mesh: Mesh) -> 
     model.close()
 
 
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("other", ["seed", "samples", "position"])
+def test_outputs_never_meet_the_targets_of_other_samples(mesh: Mesh, other: str) -> None:
+    changed = mesh.rank == 1
+    samples = [(X[0, 0] + i, i) for i in range(8 + (other == "samples" and changed))]
+    loader = instep.Loader(samples, 4, 2, seed=int(other == "seed" and changed))
+    if other == "position" and changed:
+        loader.advance()
+    model = instep.Pipeline([linear(), linear()], mesh, "1f1b")
+    told = raised_soon(lambda: model.step(lambda output, _: output.mean(), data=loader), Desync)
+    differ = "position" if other == "position" else "order, data set or sizes"
+    assert f"{differ} of their loaders differ" in told
+    assert "Pass as data=, on all ranks" in told
+    assert all(p.grad is None for p in model.parameters())
+    model.close()
+
+
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ZeroDivisionError
