@@ -80,9 +80,9 @@ class Action(NamedTuple):
         """
         found = _ACTION.fullmatch(text)
         if found is None:
-            kinds = ", ".join([*COMPUTE, *MESSAGES])
             raise ValueError(
-                f"expected a stage, one of {kinds}, and a micro-batch, such as 2F0, got {text[:40]!r}"
+                f"expected a stage, one of {', '.join(COMPUTE)}, and a micro-batch, such as 2F0, "
+                f"got {text[:40]!r}"
             )
         return cls(int(found[1]), found[2], int(found[3]), NO_TIE if found[4] is None else int(found[4]))
 

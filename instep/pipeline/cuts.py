@@ -61,8 +61,10 @@ def require_known(cuts: str | Sequence[int], *, is_measured: bool) -> None:
     Raises:
         ValueError: with what there is.
     """
-    if isinstance(cuts, str) and cuts not in BY:
-        raise ValueError(f"cuts: expected one of {', '.join(BY)}, or the first layers, got {cuts!r}")
+    if cuts not in BY if isinstance(cuts, str) else not isinstance(cuts, Sequence):
+        raise ValueError(
+            f"cuts: expected one of {', '.join(BY)}, or a list of the first layers, got {cuts!r}"
+        )
     if cuts in (COST, MEMORY) and not is_measured:
         raise ValueError(
             f'cuts="{cuts}" measures the layers: pass example=, what the first one is called with for one '
@@ -91,8 +93,8 @@ def edges_of(
     edges = [0, *cuts, num_layers]
     if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(
-            f"cuts={list(cuts)}: expected {num_stages - 1} rising numbers from 1 to {num_layers - 1}, the "
-            f"first layers of stages 1 to {num_stages - 1}, of {num_layers} layers"
+            f"cuts={list(cuts)}: expected {num_stages - 1} of the layers 1 to {num_layers - 1}, in order: "
+            f"where each of {num_stages} stages begins, but the first"
         )
     return edges
 

@@ -26,7 +26,14 @@ def layers_of(model: nn.Module) -> list[Layer]:
         ValueError: a parameter or a buffer is of no layer, so that no stage would have it.
     """
     if callable(named := getattr(model, "pipeline_layers", None)):
-        found = [Layer(path, model.get_submodule(path), call) for path, call in named()]
+        pairs = list(named())
+        if others := [x for x in pairs if not (isinstance(x, tuple) and len(x) == 2)]:
+            raise TypeError(
+                f"pipeline_layers() of {type(model).__name__}: expected pairs of a path, such as "
+                f"'blocks.0', and what forward calls there, got {type(others[0]).__name__}: return "
+                "[(path, module), ...]"
+            )
+        found = [Layer(path, model.get_submodule(path), call) for path, call in pairs]
     elif isinstance(model, nn.Sequential | nn.ModuleList):
         found = [Layer(path, layer, layer) for path, layer in model.named_children()]
     else:

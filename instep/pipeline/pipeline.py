@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,24 +39,28 @@ from instep.pipeline.layer_costs import Cutter
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
 from instep.pipeline.proposal import CutProposal
-from instep.pipeline.runtime import Executor, Inputs, Loss, StepEnd, StepTask, evaluate, read_in_order
+from instep.pipeline.runtime import (
+    Executor,
+    Inputs,
+    Loss,
+    StepEnd,
+    StepTask,
+    evaluate,
+    first_of_data,
+    read_in_order,
+)
 from instep.pipeline.stage import Stage
 from instep.pipeline.tied import TiedParameters, ties_of
 from instep.replicate.own_names import OwnNames
 from instep.replicate.strategies import find
 from instep.shard.materialise import Init
 from instep.step.agreement import agree_on_structure, broadcast_values
-from instep.step.micro_batches import DataSource, MicroBatch, count_and_source
+from instep.step.micro_batches import DataSource, count_and_source
 from instep.step.nesting import WrappedOnce, require_unwrapped
 from instep.step.reduction import ReductionOptions, StepPlan
 from instep.verify.gradient_report import Report
 
 Closed = TypeVar("Closed", Group, Stage)
-
-
-def first_of_data(micro_batch: MicroBatch) -> Any:
-    """What the first layer is called with, where a loader's samples are (inputs, targets)."""
-    return micro_batch.data[0]
 
 
 class Pipeline(WrappedOnce, OwnNames):
@@ -136,7 +140,7 @@ class Pipeline(WrappedOnce, OwnNames):
         seed: int = 0,
     ) -> None:
         super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
-        self.schedule, self.micro_batches, self.next_step = schedule, micro_batches, 0
+        self.schedule, self._num_micro_batches, self.next_step = schedule, micro_batches, 0
         self._chunks, self._seed = chunks, seed
         self._cutter = Cutter(cuts, example, example_loss, moments)
         self._options = ReductionOptions(
@@ -232,7 +236,8 @@ class Pipeline(WrappedOnce, OwnNames):
 
     def _usual_count(self) -> int:
         """Of micro-batches in this pipeline, as far as it is known where it is made."""
-        return -(-self.micro_batches // self.mesh.data.size) if self.micro_batches else 2 * self._row.size
+        count = self._num_micro_batches
+        return -(-count // self.mesh.data.size) if count else 2 * self._row.size
 
     def _make_stages(self, stack: ExitStack) -> dict[int, Stage]:
         """Those of this rank, which ``stack`` closes."""
@@ -258,7 +263,7 @@ class Pipeline(WrappedOnce, OwnNames):
         """What has to be the same on all ranks."""
         return {
             "schedule": self.schedule,
-            "micro_batches": self.micro_batches,
+            "micro_batches": self._num_micro_batches,
             "chunks": self._chunks,
             **self._cutter.described(),
             "strategy": self._strategy,
@@ -309,6 +314,21 @@ class Pipeline(WrappedOnce, OwnNames):
         self.next_step = step + 1
         self._elsewhere.stand_in()
         return losses
+
+    def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the loop of ``DataParallel`` is inside of ``step``, which knows the schedule.
+
+        Raises:
+            TypeError: always.
+
+        Example:
+            >>> model.micro_batches(8)
+            Traceback (most recent call last):
+            TypeError: micro_batches() of a pipeline: ...
+        """
+        raise TypeError(
+            "micro_batches() of a pipeline: its schedule goes over them: call model.step() instead"
+        )
 
     def _planned(
         self, count: int, source: DataSource | None, step: int, inputs: Inputs, loss: Loss
@@ -549,7 +569,7 @@ class Pipeline(WrappedOnce, OwnNames):
         self.home.vacate()
 
     def _count(self, data: int | DataSource | None) -> int | DataSource:
-        found = self.micro_batches if data is None else data
+        found = self._num_micro_batches if data is None else data
         if found is None:
             raise ValueError(
                 "step(): expected the number of micro-batches, or an instep.Loader, as data=; or give "

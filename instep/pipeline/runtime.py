@@ -46,6 +46,16 @@ Inputs: TypeAlias = Callable[[MicroBatch], Any]
 """``inputs(micro_batch)``: what the first layer is called with, a tuple for several arguments."""
 
 
+def first_of_data(micro_batch: MicroBatch) -> Any:
+    """What the first layer is called with, where a loader's samples are (inputs, targets)."""
+    if micro_batch.data is None:
+        raise TypeError(
+            "step(): a number of micro-batches says nothing of what is in them: pass inputs=, a function of "
+            "the micro-batch, or an instep.Loader as data="
+        )
+    return micro_batch.data[0]
+
+
 class StepTask(NamedTuple):
     """What a step computes: ``own`` are this pipeline's micro-batches, whose data ``read`` yields."""
 

@@ -191,9 +191,11 @@ def own(given: str, chunks: int | None = None) -> Schedule | None:
     try:
         found = Schedule.parse(given, OWN)
     except ValueError as error:
+        if len(given.split()) > 1:  # a text, though not a right one
+            raise ValueError(f"the schedule of your own: {error}") from None
         raise ValueError(
             f"expected a schedule of {', '.join(NAMES)}, or the text of one of your own, a row of actions "
-            f"per rank, got {given[:40]!r}: {error}"
+            f"per rank, got {given[:40]!r}: {error}. Pass the text of a file, not its path"
         ) from None
     check(found)
     if chunks is not None:

@@ -395,9 +395,9 @@ def _check_pipeline(config: Config) -> None:
         edges = [0, *given, config.model.layers + 2]
         if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
             raise ValueError(
-                f"parallel.cuts {parallel.cuts}: expected {num_stages - 1} rising numbers from 1 to "
-                f"{edges[-1] - 1}, as {named} and parallel.schedule {parallel.schedule} make {num_stages} "
-                f"stages of {edges[-1]} layers"
+                f"parallel.cuts {parallel.cuts}: expected {num_stages - 1} of the layers 1 to "
+                f"{edges[-1] - 1}, in order, as {named} and parallel.schedule {parallel.schedule} make "
+                f"{num_stages} stages of {edges[-1]} layers"
             )
 
 

@@ -19,6 +19,7 @@ def test_a_pipeline_that_loses_a_rank_stops_and_goes_on_cut_otherwise_is_the_run
     ended = train(*run, *cut, "-n", 2, *fault, "--stop-after", 4, cwd=tmp_path)
     assert ended.code == 75, ended.err
     assert "strategy bucketed, pipelines of 2 ranks (zb-v); " in ended.err
+    assert " x 1 pipeline of 2 ranks\n" in ended.err
     fault = ("--fault", "kill:rank=2,step=5,phase=update")
     other = (PP, 2, SCHEDULE, "1f1b", CUTS, "1", "--parallel.shard-stage", 1)
     ended = train(*run, *other, "-n", 4, *fault, "--resume", cwd=tmp_path)
@@ -36,7 +37,7 @@ def test_what_a_pipeline_does_not_go_with_is_refused_before_a_rank_starts(tmp_pa
             "parallel.pp 2 with parallel.shard_stage 3: the ranks of a stage have all of its weights",
         ),
         ((PP, 2, SCHEDULE, "zb-v", "--model.layers", 1), "make 4 stages of a model that has 3 layers"),
-        ((PP, 2, CUTS, "1,9"), "parallel.cuts 1,9: expected 1 rising numbers from 1 to "),
+        ((PP, 2, CUTS, "1,9"), "parallel.cuts 1,9: expected 1 of the layers 1 to 3, in order, as "),
         ((PP, 2, CUTS, "even"), "parallel.cuts 'even': expected one of layers, cost, memory, or numbers"),
     ):
         ended = train("--steps", 1, "-n", 2, *words, cwd=tmp_path)

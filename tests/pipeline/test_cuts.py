@@ -401,9 +401,11 @@ def test_a_pipeline_that_is_made_before_there_are_ranks_is_cut_when_they_meet(me
 @world(2, pp=2, dp=1)
 def test_cuts_that_cannot_be_are_refused(mesh: Mesh) -> None:
     with pytest.raises(
-        ValueError, match="cuts: expected one of layers, cost, memory, or the first layers, got 'even'"
+        ValueError, match="expected one of layers, cost, memory, or a list of the first layers, got 'even'"
     ):
         instep.Pipeline(gpt(), mesh, cuts="even")
+    with pytest.raises(ValueError, match="or a list of the first layers, got 2"):
+        instep.Pipeline(gpt(), mesh, cuts=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='cuts="cost" measures the layers: pass example='):
         instep.Pipeline(gpt(), mesh, cuts="cost")
     with pytest.raises(ValueError, match="expected an even number"):

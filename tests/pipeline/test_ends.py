@@ -44,7 +44,7 @@ def step(model: instep.Pipeline, data: int = 2) -> list[Tensor]:
     )
 
 
-def raised_soon(function: Callable[[], Any], kind: type[Exception]) -> str:
+def raised_soon(function: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...]) -> str:
     began = time.monotonic()
     with pytest.raises(kind) as raised:
         function()
@@ -105,6 +105,16 @@ def test_outputs_never_meet_the_targets_of_other_samples(mesh: Mesh, other: str)
     assert f"{differ} of their loaders differ" in told
     assert "Pass as data=, on all ranks" in told
     assert all(p.grad is None for p in model.parameters())
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_a_step_that_is_written_as_another_loop_is_told_how_to_write_it(mesh: Mesh) -> None:
+    model = instep.Pipeline([linear(), linear()], mesh, "1f1b")
+    with pytest.raises(TypeError, match=r"micro_batches\(\) of a pipeline.*: call model.step\(\) instead"):
+        model.micro_batches(2)
+    told = raised_soon(lambda: model.step(lambda output, _: output.mean(), data=2), (TypeError, Desync))
+    assert "pass inputs=, a function of the micro-batch, or an instep.Loader as data=" in told
     model.close()
 
 

@@ -361,9 +361,16 @@ def test_torchs_clipping_is_told_what_to_do(mesh: Mesh) -> None:
 def test_what_cannot_be_cut_is_refused_on_all_ranks(mesh: Mesh) -> None:
     with pytest.raises(TypeError, match=r"Linear does not say which layers.*pipeline_layers"):
         instep.Pipeline(nn.Linear(2, 2), mesh)
+    named = [nn.Linear(2, 2) for _ in range(2)]
+    bare = nn.ModuleList(named)
+    bare.pipeline_layers = lambda: named
+    with pytest.raises(
+        TypeError, match=r"pipeline_layers\(\) of ModuleList: expected pairs .*got Linear: return"
+    ):
+        instep.Pipeline(bare, mesh)
     with pytest.raises(ValueError, match=r"a layer for each of 2 stages, got 1"):
         instep.Pipeline([nn.Linear(2, 2)], mesh)
-    with pytest.raises(ValueError, match=r"cuts=\[2\]: expected 1 rising numbers from 1 to 1"):
+    with pytest.raises(ValueError, match=r"cuts=\[2\]: expected 1 of the layers 1 to 1, in order"):
         instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh, cuts=[2])
     with pytest.raises(ValueError, match=r"naive, gpipe, 1f1b"):
         instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh, "2f2b")

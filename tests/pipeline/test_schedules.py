@@ -99,7 +99,11 @@ def test_what_is_no_name_is_the_text_of_a_schedule():
     assert made is not None and made.rows == generate("naive", 1, 1).rows
     with pytest.raises(ValueError, match=r"expected a schedule of naive, .*zb-v, or the text.*got '2f2b'"):
         own("2f2b")
-    with pytest.raises(ValueError, match=r"line 2: expected a stage"):
+    with pytest.raises(ValueError, match=r"'my.txt'.* Pass the text of a file, not its path"):
+        own("my.txt")
+    with pytest.raises(
+        ValueError, match=r"^the schedule of your own: line 2: expected a stage, .*got '1X0'$"
+    ):
         own("0F0 0B0\n1F0 1X0")
     with pytest.raises(ValueError, match=r"there is no 0B0 or 0I0: add it to rank 0"):
         own("0F0")
