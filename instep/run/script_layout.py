@@ -59,8 +59,8 @@ def shard_axis(num_ranks: int, asked: int) -> int:
 # In words.
 
 
-def introduction(training: ScriptTraining, path: Path, *, shard: int, is_first: bool) -> list[str]:
-    """What the run in ``path`` is about to do, where groups of ``shard`` ranks were asked for.
+def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, is_first: bool) -> list[str]:
+    """What the run in ``path`` is about to do, where groups of ``shard`` and ``pp`` ranks were asked for.
 
     If it is not the first time: what is other now.
     """
@@ -81,23 +81,31 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, is_first: 
         ]
     shares = _shares(training)
     if config.batch.global_size and shares:
-        lines.append(global_batch(config.batch, shares, replicas(config.parallel.strategy)))
+        lines.append(
+            global_batch(config.batch, shares, replicas(config.parallel.strategy), axes.get("pp", 1))
+        )
     if config.parallel.shard_stage and shard not in (-1, 1, found):
         lines.append(
             f"{counted(size, 'rank')} cannot be cut into shard groups of {shard}: the state is divided among "
             f"{found}, which changes no bits"
         )
+    if pp not in (-1, 1, axes.get("pp", 1)):
+        lines.append(
+            f"{counted(size, 'rank')} cannot be cut into pipelines of {pp}: these have {axes['pp']}, which "
+            "changes no bits"
+        )
     return lines
 
 
-def global_batch(batch: ScriptBatch, shares: Sequence[int], what: str = "rank") -> str:
-    """The equation of the batch, where each of so many ranks has its share of the micro-batches of a step.
+def global_batch(batch: ScriptBatch, shares: Sequence[int], what: str = "rank", pp: int = 1) -> str:
+    """The equation of the batch, where each of so many ranks, or pipelines of ``pp`` of them, has its share
+    of the micro-batches of a step.
 
     global batch 32 = micro-batch 4 x accumulation 4 x 2 ranks         every rank has as many
     global batch 32 = micro-batch 4 x 8, of which 3 ranks have 3 + 3 + 2
     """
     begin = f"global batch {batch.global_size} = micro-batch {batch.micro_size} x "
-    ranks = counted(len(shares), what)
+    ranks = counted(len(shares), what) if pp == 1 else f"{counted(len(shares), 'pipeline')} of {pp} ranks"
     times = Counter(shares)
     if len(times) == 1:
         return f"{begin}accumulation {shares[0]} x {ranks}"

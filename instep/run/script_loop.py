@@ -325,7 +325,8 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _introduction(self, is_first: bool) -> list[str]:
         assert self.path is not None
-        return introduction(self.training, self.path, shard=self.run._shard, is_first=is_first)
+        asked = {"shard": self.run._shard, "pp": self.run._pp}
+        return introduction(self.training, self.path, **asked, is_first=is_first)
 
     def _part(self, error: RuntimeError | None) -> None:
         """Leave the group, for ``error``, or because another one is to be formed."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import instep
 from instep.checkpoint.registered import Registered
 from instep.ordered.tree import rank_major
-from instep.run.script_layout import global_batch, layout_of, number_words, shard_axis
+from instep.run.script_layout import global_batch, introduction, layout_of, number_words, shard_axis
 from instep.run.settings import ScriptBatch, ScriptSettings
 
 
@@ -30,6 +31,27 @@ from instep.run.settings import ScriptBatch, ScriptSettings
 def test_the_equation_of_the_batch_is_true_for_unequal_shares_too(ranks: int, said: str) -> None:
     shares = [len(own) for own in rank_major(8, ranks)]
     assert global_batch(ScriptBatch(global_size=32, micro_size=4), shares) == said
+
+
+def test_the_ranks_of_a_pipeline_have_one_share() -> None:
+    batch = ScriptBatch(global_size=32, micro_size=4)
+    said = "global batch 32 = micro-batch 4 x accumulation 8 x 1 pipeline of 2 ranks"
+    assert global_batch(batch, [8], pp=2) == said
+    said = "global batch 32 = micro-batch 4 x 8, of which 3 pipelines of 2 ranks have 3 + 3 + 2"
+    assert global_batch(batch, [3, 3, 2], pp=2) == said
+
+
+@pytest.mark.parametrize(("pp", "num_lines"), [(1, 0), (-1, 0), (2, 1), (3, 0)])
+def test_pipelines_that_ranks_cannot_be_cut_into_are_told(pp: int, num_lines: int) -> None:
+    mesh = SimpleNamespace(
+        world_size=3, device=torch.device("cpu"), axes=SimpleNamespace(names=("pp", "dp"), sizes=(3, 1))
+    )
+    config = SimpleNamespace(batch=ScriptBatch(), parallel=SimpleNamespace(shard_stage=0))
+    training = SimpleNamespace(config=config, mesh=mesh, registered=SimpleNamespace(models={}))
+    said = introduction(cast(Any, training), Path(), shard=1, pp=pp, is_first=False)
+    assert (
+        said == ["3 ranks cannot be cut into pipelines of 2: these have 3, which changes no bits"][:num_lines]
+    )
 
 
 def test_the_shares_of_many_ranks_are_counted() -> None:
