@@ -259,7 +259,8 @@ def _formula(
         )
     except ValueError:
         return None
-    return (cost - num_micro_batches * (forward_s + input_s + weight_s)) / cost if cost else None
+    # Where the parts take other times than the formula supposes it would promise less than no waiting.
+    return max(0.0, cost - num_micro_batches * (forward_s + input_s + weight_s)) / cost if cost else None
 
 
 def _times(stage: StageCost) -> tuple[float, float, float]:

@@ -65,6 +65,11 @@ def test_a_ranks_time_is_fill_computation_and_waits_in_between_and_drain():
     assert figures.slow is None
 
 
+def test_no_formula_promises_less_than_no_waiting():
+    figures = pipeline_figures([simulate(generate("zb-h1", 2, 4), StageTimes(2, 1, 5))], "zb-h1")
+    assert figures is not None and figures.formula == 0
+
+
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_equal_stages_without_messages_wait_as_the_closed_form_says(schedule):
     timeline = simulate(generate(schedule, 4, 8), EVEN)
