@@ -370,6 +370,12 @@ def _check_pipeline(config: Config) -> None:
     parallel, given = config.parallel, config.parallel.numbered_cuts
     if parallel.pp == 1:
         schedule_of(parallel)
+        for name in ("schedule", "chunks", "cuts"):
+            if (value := getattr(parallel, name)) != getattr(ParallelConfig, name):
+                raise ValueError(
+                    f"parallel.{name} {value} with parallel.pp 1, where no rank has a stage of its own: set "
+                    f"parallel.pp 2 or more, or leave {name} out"
+                )
         return
     named = f"parallel.pp {parallel.pp}"
     if parallel.strategy in ("server", "threads") or not parallel.ordered:

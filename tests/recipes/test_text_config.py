@@ -92,6 +92,12 @@ def test_recipes_are_valid(recipe):
             "parallel.schedule 2f2b: expected one of naive, .*, or the path of a text file.*No such file",
         ),
         (
+            {"parallel": {"schedule": "gpipe"}},
+            "parallel.schedule gpipe with parallel.pp 1, .* leave schedule",
+        ),
+        ({"parallel": {"chunks": 2}}, "parallel.chunks 2 with parallel.pp 1, where no rank has a stage of"),
+        ({"parallel": {"cuts": "3"}}, "parallel.cuts 3 with parallel.pp 1, .* set parallel.pp 2 or more"),
+        (
             {"parallel": {"pp": 2, "schedule": "1f1b", "chunks": 2}},
             "parallel.schedule 1f1b: 1f1b has 1 stages per rank, got chunks=2: leave it out",
         ),
