@@ -15,6 +15,7 @@ from instep.errors import Desync, PeerLost
 from instep.events import PIPELINE, Recorder, Span
 from instep.memory import as_bytes
 from instep.mesh.agree import all_tell, attempt
+from instep.ordered.attributes import reached, within
 from instep.pipeline.actions import (
     BACKWARD,
     FORWARD,
@@ -37,6 +38,7 @@ from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.reduction import StepPlan
 from instep.step.watched_norms import find_norms
 
+DEPTH = 3  # in which modules are looked for that a function has at hand
 END_BYTES = 1 << 32  # at most, of what one rank tells at the end of a step: running statistics
 Losses: TypeAlias = Mapping[int, Tensor]
 """Of the last stage, by micro-batch."""
@@ -137,9 +139,21 @@ class Executor:
             )
         if action.stage < self._last_stage:
             self._made[action] = stage.forward(micro_batch, values)
+            self._require_inside(stage)
             return
         (loss,) = stage.forward(micro_batch, values, lambda output: self.task.loss(output, micro_batch))
         self._losses[micro_batch.index] = loss.detach().reshape(())
+        self._require_inside(stage)
+
+    def _require_inside(self, stage: Stage) -> None:
+        """Raise ``ValueError`` for what ``inputs`` or ``loss`` trains, and no stage reduces and steps."""
+        for p in stage.outside or ():
+            named = _name_in(p, [self.task.inputs, self.task.loss])
+            raise ValueError(
+                f"{named} is used in stage {stage.number}, and is in none of its layers: it would get a "
+                f"gradient on rank {self.channel.group.global_rank} alone. Make it part of a layer that uses "
+                "it, or, if it is not trained, call its requires_grad_(False)"
+            )
 
     def _backward(self, action: Action) -> None:
         gradients, (stage, micro_batch) = self._gradients(action), self._of(action)
@@ -307,6 +321,18 @@ class StepEnd:
             losses.append(_from_bytes(data[at + 1 : at + 1 + dtype.itemsize], dtype).view(()))
             at += 1 + dtype.itemsize
         return losses
+
+
+def _name_in(p: nn.Parameter, functions: Sequence[Callable[..., Any]]) -> str:
+    """What ``p`` is called by a module that one of the ``functions`` has at hand."""
+    for function in functions:
+        names, every = (getattr(function, name, {}) for name in ("__code__", "__globals__"))
+        used = [every[name] for name in getattr(names, "co_names", ()) if name in every]
+        for _, x in (one for value in (function, *used) for one in within(value, reached, DEPTH)):
+            for name, its in x.named_parameters() if isinstance(x, nn.Module) else ():
+                if its is p:
+                    return f"parameter {name!r} of a {type(x).__name__}"
+    return f"a parameter of shape {tuple(p.shape)}"
 
 
 def _to_bytes(x: Tensor) -> bytes:

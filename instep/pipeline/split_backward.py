@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Later: TypeAlias = Callable[[], None]
 """Computes the gradients of weights, which accumulate in ``.grad``."""
-REENTRANT = "CheckpointFunctionBackward"  # a node's name
+REENTRANT, ACCUMULATES = "CheckpointFunctionBackward", "torch::autograd::AccumulateGrad"  # names of nodes
 
 
 class Kept(NamedTuple):
@@ -45,10 +45,10 @@ def input_gradients(
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
 ) -> tuple[list[Tensor | None], Later]:
-    """The gradients of ``inputs``, None for one that is not used; and what is left to do for ``weights``."""
-    hanging, others = _hanging(outputs, inputs, weights)
+    """The gradients of ``inputs``, None for one that is not used; and what is left to do for weights, which
+    are all others that gradients accumulate in."""
+    hanging, others = _hanging(outputs, inputs)
     kept = [Kept(node, its, []) for node, its in hanging.items() if its]
     handles = [one.node.register_prehook(_keeping(one.gradients)) for one in kept]
     try:
@@ -65,9 +65,8 @@ def gradients_at_once(
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
 ) -> tuple[list[Tensor | None], Later]:
-    """As ``input_gradients``, in one backward: those of ``weights`` take memory until they accumulate.
+    """As ``input_gradients``, in one backward: those of weights take memory until they accumulate.
 
     Raises:
         ValueError: a layer is checkpointed with ``use_reentrant=True``, which computes all or nothing.
@@ -78,7 +77,7 @@ def gradients_at_once(
             "alone, as this schedule asks for: pass use_reentrant=False, or take a schedule without I and W, "
             "1f1b for instance"
         )
-    trained = [w for w in weights if w.requires_grad]
+    trained = leaves_under(outputs, inputs)
     came = torch.autograd.grad(outputs, [*inputs, *trained], gradients, allow_unused=True)
     pairs = zip(trained, came[len(inputs) :], strict=True)
     return list(came[: len(inputs)]), partial(_accumulate, [(w, g) for w, g in pairs if g is not None])
@@ -89,12 +88,24 @@ def _accumulate(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward([w for w, _ in gradients], [g for _, g in gradients])
 
 
+def leaves_under(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """All that a backward from ``outputs`` accumulates gradients in, but the ``inputs``."""
+    given = set(map(id, inputs))
+    nodes = _from_outputs([x.node for x in outputs])
+    return [x for node in nodes if (x := _leaf(node)) is not None and id(x) not in given]
+
+
+def _leaf(node: Node) -> Tensor | None:
+    """What the gradients that come to ``node`` accumulate in, if they do."""
+    return node.variable if node.name() == ACCUMULATES else None  # type: ignore[attr-defined]
+
+
 def _hanging(
-    outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]
 ) -> tuple[dict[Node, list[Tensor]], list[Tensor]]:
     """Of each node on the path from ``outputs`` to ``inputs`` the weights that hang on it alone; and the
     other weights."""
-    own = {get_gradient_edge(w).node: w for w in weights if w.requires_grad}
+    own: list[Tensor] = []
     ends = {get_gradient_edge(x).node for x in inputs}
     roots = [x.node for x in outputs]
     on_path: dict[Node, list[Tensor]] = {}
@@ -105,12 +116,14 @@ def _hanging(
         if node in ends or any(other in on_path for other in following):
             on_path[node] = list(under.values())
         else:
-            found = [own[node]] if node in own else []
-            below[node] = [*found, *under.values()]
+            if (leaf := _leaf(node)) is not None:
+                under[id(leaf)] = leaf
+                own.append(leaf)
+            below[node] = [*under.values()]
     off_path = [below[root] for root in dict.fromkeys(roots) if root in below]
     times = Counter(id(w) for its in (*on_path.values(), *off_path, *off_path) for w in its)
     hanging = {node: [w for w in its if times[id(w)] == 1] for node, its in on_path.items()}
-    return hanging, [w for w in own.values() if times[id(w)] > 1]
+    return hanging, [w for w in own if times[id(w)] > 1]
 
 
 def _weight_gradients(kept: Sequence[Kept], again: Later | None) -> None:

@@ -26,7 +26,7 @@ from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.pipeline.layers import Layers
-from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients
+from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under
 from instep.replicate.reducer import Reducer, sparse_positions
 from instep.step import optimizer_guard
 from instep.step.backward import Backward, release
@@ -118,6 +118,8 @@ class Stage:
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
         self._alive: dict[int, Alive] = {}  # by micro-batch
         self._kept: dict[int, Later] = {}  # by micro-batch
+        # Parameters that the first micro-batch has used, and that are in none of the layers.
+        self.outside: list[nn.Parameter] | None = None
         self._recomputes: bool | None = None  # whether layers are called in backward; None: not known yet
 
     @contextmanager
@@ -149,7 +151,16 @@ class Stage:
                 x.register_hook(partial(setitem, came, i))
         edges = [_edge(x) for x in outputs if is_differentiable(x)]
         self._alive[micro_batch.index] = Alive(inputs, came, edges)
+        if self.outside is None:
+            self.outside = self._outside([x for x in edges if x is not None], inputs)
         return outputs
+
+    def _outside(self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> list[nn.Parameter]:
+        own = set(map(id, self.layers.parameters())) - {id(one.parameter) for one in self.mirrored}
+        known = own.union(id(one.alias) for one in self.mirrored)
+        known.update(map(id, self.declared.unregistered.weights))  # which no optimizer may step
+        found = [x for x in leaves_under(outputs, inputs) if id(x) not in known]
+        return [x for x in found if isinstance(x, nn.Parameter)]
 
     def _checked_loss(self, found: Any, micro_batch: MicroBatch, *, is_trained: bool) -> Tensor:
         """``found``, what a user's loss has returned; ``is_trained``: there are stages before this one."""
@@ -200,7 +211,7 @@ class Stage:
         self, outputs: list[GradientEdge], gradients: list[Tensor] | None, inputs: list[Tensor]
     ) -> tuple[list[Tensor | None], Later]:
         compute = input_gradients if self._recomputes is False else gradients_at_once
-        return compute(outputs, gradients, inputs, list(self.layers.parameters()))
+        return compute(outputs, gradients, inputs)
 
     def _learn(self, *given: Any) -> tuple[list[Tensor | None], Later]:
         """Of the first micro-batch: are layers called in backward, because activations are checkpointed?"""

@@ -34,6 +34,10 @@ class UnregisteredWeights:
             name = f"{prefix}.{key}".lstrip(".")
             self._weights += [(name, x) for x in _trainable(value, found, DEPTH)]
 
+    @property
+    def weights(self) -> list[Tensor]:
+        return [x for _, x in self._weights]
+
     def begin(self) -> None:
         """A declared step begins."""
         self._before = [(x.grad, -1 if x.grad is None else x.grad._version) for _, x in self._weights]

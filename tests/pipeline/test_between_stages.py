@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.pipeline.channel import SHORT_BYTES
 from instep.step.micro_batches import MicroBatch
@@ -218,3 +219,44 @@ def test_micro_batches_and_steps_may_have_any_shapes(backend: str) -> None:
 class Sums(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sum(0)
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_parameter_of_the_loss_that_is_in_no_layer_is_refused_by_name(mesh: Mesh, schedule: str) -> None:
+    model, criterion = instep.Pipeline([Scale(), Scale()], mesh, schedule), Splits()
+    with pytest.raises(ValueError if mesh.rank else Desync) as raised:
+        model.step(lambda output, _: criterion(output)[1].sum(), lambda one: X[one.index], data=G)
+    told = (
+        "parameter 'second.weight' of a Splits is used in stage 1, and is in none of its layers: it would get"
+    )
+    assert told in str(raised.value)
+    assert all(p.grad is None for p in (*model.parameters(), *criterion.parameters()))
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_a_weight_of_another_stage_is_no_parameter_of_the_loss(mesh: Mesh) -> None:
+    net = nn.Sequential(Scale(), Scale())
+    model = instep.Pipeline(net, mesh)
+    with pytest.raises(ValueError if mesh.rank else Desync, match=r"parameter '0.weight' of a Sequential"):
+        model.step(lambda output, _: (output + net[0].weight).sum(), lambda one: X[one.index], data=G)
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_tensor_of_ones_own_gets_its_gradient_where_it_is_used(mesh: Mesh, schedule: str) -> None:
+    """In two parts, too, where its backward is one of weights."""
+    given, target = (x.clone().requires_grad_() for x in (X, X))
+    net = nn.Sequential(Scale(), Scale())
+    for i in range(G):
+        (net(given[i]) - target[i]).square().mean().backward()
+    expected = [given.grad, target.grad]
+    given.grad = target.grad = None
+    net.zero_grad()
+    model = instep.Pipeline(net, mesh, schedule)
+    model.step(lambda y, one: (y - target[one.index]).square().mean(), lambda one: given[one.index], data=G)
+    mine, others = (target, given) if mesh.rank else (given, target)
+    assert mine.grad is not None and torch.equal(mine.grad, expected[mesh.rank]) and others.grad is None
+    model.close()

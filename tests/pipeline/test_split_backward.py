@@ -83,7 +83,7 @@ def test_two_parts_have_the_bits_of_one(forward: Forward, split: Callable) -> No
     x, weights = given()
     made = forward(x, weights)
     outputs, ones = [get_gradient_edge(y) for y in made], [torch.ones_like(y) for y in made]
-    (first,), later = split(outputs, ones, [x], weights)
+    (first,), later = split(outputs, ones, [x])
     assert all(w.grad is None for w in weights)
     later()
     for found, expected in zip([first, *(w.grad for w in weights)], of_one_part(forward), strict=True):
@@ -95,7 +95,7 @@ def test_all_of_a_reentrant_checkpoint_is_refused_with_the_ways_out() -> None:
     x, weights = given()
     output = checkpoint(lambda x: x @ weights[2], x, use_reentrant=True)
     with pytest.raises(ValueError, match=r"use_reentrant=False, or take a schedule without I and W"):
-        gradients_at_once([get_gradient_edge(output)], [torch.ones(3, 4)], [x], weights)
+        gradients_at_once([get_gradient_edge(output)], [torch.ones(3, 4)], [x])
 
 
 class Checkpointed(nn.Module):
