@@ -35,7 +35,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
             )
         found = [Layer(path, model.get_submodule(path), call) for path, call in pairs]
     elif isinstance(model, nn.Sequential | nn.ModuleList):
-        found = [Layer(path, layer, layer) for path, layer in model.named_children()]
+        # Not named_children(), which passes over a module that is there again, as an activation may be.
+        children = ((path, layer) for path, layer in model._modules.items() if layer is not None)
+        found = [Layer(path, layer, layer) for path, layer in children]
     else:
         raise TypeError(
             f"{type(model).__name__} does not say which layers a pipeline may cut between: pass an "

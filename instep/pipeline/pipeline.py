@@ -251,6 +251,7 @@ class Pipeline(WrappedOnce, OwnNames):
                     _closed_by(stack, self.mesh.data.duplicate()),
                     self.recorder,
                     self._options,
+                    model=self.module,
                     seed=self._seed,
                     blocks=blocks,
                     mirrored=self._tied.mirrored(number),

@@ -3,6 +3,7 @@ a step, to which all ranks of a pipeline come, or none."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -211,7 +212,7 @@ class Executor:
         """The gradients that other ranks have of parameters of this stage, before it adds its own."""
         for receive in self.tied.receives(action):
             arrival = self._take(receive, action.stage)
-            self.tied.came(receive, self._micro_batch(receive), arrival.tensors[0])
+            self.tied.came(receive, self._micro_batch(receive), arrival)
 
     def _take(self, receive: Action, stage: int) -> Received:
         """What has come for ``stage``; the timeline is told for how long it was waited for."""
@@ -268,9 +269,20 @@ class StepEnd:
     ) -> None:
         self.channel, self.recorder, self.row = channel, recorder, channel.group
         self._statistics: list[list[Tensor]] = [[] for _ in range(self.row.size)]  # by rank
-        rank_of = {id(x): rank for part, rank in zip(parts, stage_ranks, strict=True) for x in part.buffers()}
+        ranks: defaultdict[int, set[int]] = defaultdict(set)
+        for part, its in zip(parts, stage_ranks, strict=True):
+            for x in part.buffers():
+                ranks[id(x)].add(its)
         for x in find_norms(module.named_modules())[1]:
-            self._statistics[rank_of[id(x)]].append(x)
+            first, *others = sorted(ranks[id(x)])
+            if others:
+                name = next(name for name, buffer in module.named_buffers() if buffer is x)
+                raise ValueError(
+                    f"buffer {name!r} is a running statistic of layers on ranks {first} and {others[0]}, "
+                    "each of which would follow its own alone: make a norm for each layer, or let them all "
+                    "be in one stage"
+                )
+            self._statistics[first].append(x)
 
     def together(self, execute: Callable[[], Losses], stages: Mapping[int, Stage]) -> list[Tensor]:
         """``execute()`` this rank's part, which is of its ``stages``; the losses of all. Collective.

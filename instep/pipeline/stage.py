@@ -84,7 +84,8 @@ class Stage:
     """Stage ``number`` of a pipeline: ``layers``, and the ranks of ``group``, which reduce its gradients.
 
     A step is within ``begun``: ``forward`` of each micro-batch, then ``backward``, or ``input_gradients`` and
-    later ``weight_gradients``. ``mirrored`` and ``shared`` are parameters that several stages use.
+    later ``weight_gradients``. ``mirrored`` and ``shared`` are parameters that several stages of ``model``
+    use.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Stage:
         recorder: Recorder,
         options: ReductionOptions,
         *,
+        model: nn.Module,
         seed: int,
         blocks: Mapping[nn.Module, int],
         mirrored: Sequence[Mirrored] = (),
@@ -106,7 +108,7 @@ class Stage:
         registry = ParameterRegistry(layers, but=others)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         align([*parameters, *(p for _, p in registry.frozen), *layers.buffers()])
-        sparse = sparse_positions(layers, parameters)
+        sparse = sparse_positions(model, parameters)
         offsets_ns = measure(group).offsets_ns  # first, as a rank may be lost: a reducer has a thread
         self.reducer = Reducer(names, parameters, group, recorder, options, sparse)
         self.reducer.exchange.offsets_ns = offsets_ns

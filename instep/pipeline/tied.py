@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.pipeline.actions import RECEIVE_TIED, Action
-from instep.pipeline.channel import VALUES, StageChannel
+from instep.pipeline.channel import VALUES, Received, StageChannel
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.stage import Mirrored, Shared
 from instep.step.micro_batches import MicroBatch
@@ -106,13 +106,26 @@ class TiedParameters:
         ]
 
     def send(self, action: Action, micro_batch: MicroBatch) -> None:
-        """Begin to send what ``action`` says: a gradient, or that there is none."""
+        """Begin to send what ``action`` says: a gradient, or that there is none.
+
+        One that is sparse goes as indices and values; the number says whether they are coalesced.
+        """
         owner = self.tied[action.tie].stages[0]
         found = self._given.pop((action.tie, action.stage, micro_batch.index))
-        self.channel.send(action, self.stage_ranks[owner], 0, [found])
+        number, tensors = 0, [found]
+        if found is not None and found.is_sparse:
+            number, tensors = int(found.is_coalesced()), [found._indices(), found._values()]
+        self.channel.send(action, self.stage_ranks[owner], number, tensors)
 
-    def came(self, action: Action, micro_batch: MicroBatch, gradient: Tensor | None) -> None:
-        """``gradient`` is what ``action`` has received."""
+    def came(self, action: Action, micro_batch: MicroBatch, received: Received) -> None:
+        """``received`` is what ``action`` waited for."""
+        found = [x for x in received.tensors if x is not None]
+        gradient = found[0] if found else None
+        if len(found) == 2:
+            shape, coalesced = self.tied[action.tie].parameter.shape, bool(received.number)
+            gradient = torch.sparse_coo_tensor(
+                found[0], found[1], shape, is_coalesced=coalesced, check_invariants=False
+            )
         self._given[action.tie, action.stage, micro_batch.index] = gradient
 
     @property
@@ -138,6 +151,10 @@ class TiedParameters:
         total: Tensor | None = None
         for stage in reversed(self.tied[i].stages[1:]):  # as the backward of one rank comes to them
             found = self._given.pop((i, stage, micro_batch.index))
-            if found is not None:
-                total = found if total is None else total.add_(found)
+            if total is None or found is None:
+                total = found if total is None else total
+            elif total.is_sparse and not found.is_sparse:
+                total = found + total
+            else:
+                total.add_(found)
         return total

@@ -187,3 +187,26 @@ def test_a_counter_is_seen_where_forward_and_backward_are_visits_apart() -> None
     counting.calls = 0
     with pytest.warns(UserWarning, match=r"forward changed '1.calls' in a declared step"):
         step([linear(), counting], schedule="1f1b")
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_layer_may_be_there_twice(cut: int) -> None:
+    def made() -> list[nn.Module]:
+        act, twice = nn.Tanh(), linear()
+        return [twice, act, linear(), act, twice]
+
+    alone, piped = made(), made()
+    step_of_data_parallel(alone)
+    step(piped, cuts=[cut], **LOOPED)
+    for layer, other in zip(alone, piped, strict=True):
+        for one, its in zip(gradients(layer), gradients(other), strict=True):
+            assert one is not None and its is not None and torch.equal(one, its)
+
+
+@world(2, pp=2, dp=1)
+def test_a_norm_of_two_stages_is_refused_by_name(mesh: Mesh) -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    with pytest.raises(
+        ValueError, match=r"buffer '1.running_mean' .* layers on ranks 0 and 1, .*make a norm"
+    ):
+        instep.Pipeline(nn.Sequential(linear(), norm, linear(), norm), mesh)
