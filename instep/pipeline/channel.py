@@ -16,6 +16,10 @@ So no message has to look like the one before. Threads take turns with the one t
 costs time, so they wait only for what is long: once a rank has sent something long, a thread receives from
 it while this rank computes, and what is long is let go as soon as it is sent. A short message has come when
 its last word is in its memory.
+
+What is on a GPU travels through the host's memory, by gloo, and comes to the receiver's GPU. In NCCL what two
+ranks send each other shares one stream: where both send before they receive, as schedules have it, neither
+would go on.
 """
 
 from __future__ import annotations
@@ -54,8 +58,9 @@ VERSION = 5
 FIELDS = 14
 LEFT, STEP, COUNT, NUMBER, SENT_NS, END = 1, 2, 3, 10, 11, 12
 STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not
-# Of a tensor: whether it is there, and needs a gradient; dtype, number of dimensions, shape, strides.
-ROW = 3 + 2 * MAX_DIMS
+# Of a tensor: whether it is there, and needs a gradient; whether it is on the rank's own device, and not on
+# the CPU; dtype, number of dimensions, shape, strides.
+ROW = 4 + 2 * MAX_DIMS
 ABSENT, CONSTANT, TRAINED = range(3)  # an input without a gradient, say, is absent
 NUM_WORDS = FIELDS + MAX_TENSORS * ROW
 WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
@@ -90,7 +95,7 @@ class Look(NamedTuple):
 
     def new(self) -> Tensor:
         """Memory for such a tensor."""
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
     def of(self, part: Tensor) -> Tensor:
         """``part``, its bytes, as such a tensor."""
@@ -119,10 +124,13 @@ class Received(NamedTuple):
 
 
 class StageChannel:
-    """Messages between the ranks of ``group``; one thread uses it. They are all of the step begun last."""
+    """Messages between the ranks of ``group``; one thread uses it. They are all of the step begun last.
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    What its sender had on a device of its own comes to ``device``, the rest to the CPU.
+    """
+
+    def __init__(self, group: Group, device: torch.device | None = None) -> None:
+        self.group, self.device = group, device or torch.device("cpu")
         mailboxes = getattr(group.pg, "mailboxes", None)  # of a backend whose ranks share memory
         self._way = Connections(group) if mailboxes is None else SharedMemory(group, mailboxes)
         self._offsets_ns = measure(group).offsets_ns
@@ -163,7 +171,7 @@ class StageChannel:
             )
         dense = [None if x is None else with_strides(x.detach(), dense_strides(x)) for x in tensors]
         words = self._words(action, number, _rows(action, tensors, dense))
-        self._way.send(to, words, [x.as_strided((x.numel(),), (1,)) for x in dense if x is not None])
+        self._way.send(to, words, [x.as_strided((x.numel(),), (1,)).cpu() for x in dense if x is not None])
 
     def post(self, action: Action, source: int) -> None:
         """Receive ``action`` from group rank ``source`` from now on."""
@@ -186,7 +194,7 @@ class StageChannel:
         start_ns = time.monotonic_ns()
         words, contiguous = self._way.take(action, source, check)
         waited = self._waited(action, source, words[SENT_NS], start_ns)
-        return Received(words[NUMBER], [*_strided(words, contiguous)], waited)
+        return Received(words[NUMBER], [*_strided(words, contiguous, self.device)], waited)
 
     def _waited(self, action: Action, source: int, sent_ns: int, start_ns: int) -> MessageWait | None:
         end_ns, posted_ns = time.monotonic_ns(), self._posted_ns.pop(action)
@@ -306,7 +314,7 @@ class Posted:
 
     def __init__(self, pg: Any, source: int) -> None:
         self.source, self._pg = source, pg
-        self.memory = torch.empty(SHORT_BYTES, dtype=torch.uint8)
+        self.memory = torch.empty(SHORT_BYTES, dtype=torch.uint8, device="cpu")
         self._seen = self.memory.view(torch.int64).numpy()
         self._seen[:FIELDS] = 0  # of a message that came before, perhaps
         self._first = pg.recv([self.memory], source, WORDS)
@@ -360,7 +368,7 @@ class Connections:
         whole = [x.detach().contiguous().resolve_conj().resolve_neg() for x in tensors]
         starts, nbytes = _places([x.nbytes for x in whole])
         is_short = nbytes <= SHORT_BYTES
-        packet = torch.empty(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8)
+        packet = torch.empty(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8, device="cpu")
         numbers = packet.view(torch.int64).numpy()
         numbers[: len(words)] = words
         if not is_short:
@@ -467,24 +475,32 @@ def _rows(action: Action, tensors: Sequence[Tensor | None], dense: Sequence[Tens
             words += [ABSENT] + [0] * (ROW - 1)
         else:
             state, left = TRAINED if x.requires_grad else CONSTANT, [0] * (MAX_DIMS - x.ndim)
-            words += [state, DTYPES.index(x.dtype), x.ndim, *x.shape, *left, *its.stride(), *left]
+            here, dtype = int(_is_on_device(x)), DTYPES.index(x.dtype)
+            words += [state, here, dtype, x.ndim, *x.shape, *left, *its.stride(), *left]
     return words
+
+
+def _is_on_device(x: Tensor) -> bool:
+    return not x.is_cpu
 
 
 def _looks(words: Sequence[int]) -> list[Look]:
     """Of the tensors that are there."""
-    rows = [row[1:] for row in _rows_of(words) if row[0] != ABSENT]
+    rows = [row[2:] for row in _rows_of(words) if row[0] != ABSENT]
     return [Look(DTYPES[dtype], tuple(shape[:ndim])) for dtype, ndim, *shape in rows]
 
 
-def _strided(words: Sequence[int], contiguous: Sequence[Tensor]) -> Iterator[Tensor | None]:
+def _strided(
+    words: Sequence[int], contiguous: Sequence[Tensor], device: torch.device
+) -> Iterator[Tensor | None]:
     """All tensors of a message: those that are there as they were sent."""
     found = iter(contiguous)
-    for state, *row in _rows_of(words):
+    for state, is_on_device, *row in _rows_of(words):
         if state == ABSENT:
             yield None
         else:
             x = next(found)
+            x = x.to(device) if is_on_device else x
             strides = row[2 + MAX_DIMS : 2 + MAX_DIMS + x.ndim]
             yield x.as_strided(x.shape, strides).requires_grad_(state == TRAINED)
 

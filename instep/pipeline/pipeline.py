@@ -172,7 +172,7 @@ class Pipeline(WrappedOnce, OwnNames):
             )
             self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
             self._stage_ranks = ranks = schedule.stage_ranks
-            self._channel = StageChannel(self._row)
+            self._channel = StageChannel(self._row, mesh.device)
             self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
             named = dict(self.module.named_parameters())
             used = ties_of(named, self._parts)

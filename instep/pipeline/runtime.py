@@ -330,7 +330,9 @@ class StepEnd:
             at += x.nbytes
         while at < len(data):
             dtype = DTYPES[data[at]]
-            losses.append(_from_bytes(data[at + 1 : at + 1 + dtype.itemsize], dtype).view(()))
+            losses.append(
+                _from_bytes(data[at + 1 : at + 1 + dtype.itemsize], dtype).view(()).to(self.channel.device)
+            )
             at += 1 + dtype.itemsize
         return losses
 

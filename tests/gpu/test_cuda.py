@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from instep.checkpoint.state import TrainingState
 from instep.events import Recorder
 from instep.mesh.device import marks_for
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.hash import state_entries, state_sha256
+from instep.ordered.hash import SharedHash, state_entries, state_sha256
 from instep.ordered.keys import initialize
 from instep.ordered.norm import clip_grad_norm_
+from instep.pipeline.pipeline import Pipeline
 from instep.replicate.wrapper import DataParallel
 
 pytestmark = [
@@ -69,6 +71,41 @@ def test_one_gpu_gives_the_same_bits_for_every_strategy(strategy: str, tmp_path:
 def test_two_gpus_give_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
     for ranks in (1, 2):
         launch(write_digest, (strategy, str(tmp_path / "digests")), ranks=ranks)
+    assert len(set((tmp_path / "digests").read_text().split())) == 1
+
+
+def write_digest_of_a_pipeline(pp: int, path: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    mesh = init(pp=pp, dp=1, timeout_s=60)
+    module = GPT(GPTConfig(context=32, layers=2, width=64, heads=4, dropout=0.1))
+    initialize(module, seed=1)
+    model = Pipeline(module.to(mesh.device), mesh, micro_batches=NUM_LEAVES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(256, (NUM_LEAVES, 2, 33), generator=torch.Generator().manual_seed(2))
+    for _ in range(3):
+        losses = model.step(
+            lambda logits, one: torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), tokens[one.index][:, 1:].flatten().to(mesh.device)
+            ),
+            lambda one: tokens[one.index][:, :-1].to(mesh.device),
+        )
+        assert all(loss.device == mesh.device for loss in losses)
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = TrainingState(model, optimizer)
+    digest = SharedHash(state.group).digests(state.owned(state.hashed()), 3)[0]
+    if mesh.rank == 0:
+        with Path(path).open("a") as file:
+            file.write(digest + "\n")
+    model.close()
+    mesh.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_pipeline_of_two_gpus_has_the_bits_of_one(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        launch(write_digest_of_a_pipeline, (ranks, str(tmp_path / "digests")), ranks=ranks)
     assert len(set((tmp_path / "digests").read_text().split())) == 1
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.pipeline.channel import SHORT_BYTES
+from instep.pipeline import channel
 from instep.step.micro_batches import MicroBatch
 from tests.world import world
 
@@ -195,7 +195,7 @@ def test_what_needs_no_gradient_needs_none_in_the_next_stage(
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_micro_batches_and_steps_may_have_any_shapes(backend: str) -> None:
-    long = SHORT_BYTES // 16 + 1  # rows of four numbers, of four bytes
+    long = channel.SHORT_BYTES // 16 + 1  # rows of four numbers, of four bytes
     steps = [(2, 1, long), (long, long + 1, 3), (1, 2, 3), (long - 1, 0, 5)]
     inputs = [[torch.linspace(-1.0, 1.0, rows * 4).view(rows, 4) for rows in its] for its in steps]
 
@@ -260,3 +260,27 @@ def test_a_tensor_of_ones_own_gets_its_gradient_where_it_is_used(mesh: Mesh, sch
     mine, others = (target, given) if mesh.rank else (given, target)
     assert mine.grad is not None and torch.equal(mine.grad, expected[mesh.rank]) and others.grad is None
     model.close()
+
+
+@pytest.fixture
+def all_but_integers_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_is_on_device", torch.is_floating_point)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_what_was_on_a_device_comes_to_that_of_the_receiver(
+    backend: str, all_but_integers_on_a_device: None
+) -> None:
+    @world(2, pp=2, dp=1, backend=backend)
+    def sent(mesh: Mesh) -> None:
+        there = torch.device("meta")
+        messages = channel.StageChannel(mesh.along["pp"].group, there)
+        if mesh.rank == 0:
+            messages.send_values([X[0].T, torch.arange(3), None], 1)
+            messages.flush()
+        else:
+            x, indices, nothing = messages.receive_values(0)
+            assert x is not None and (x.device, x.shape, x.stride()) == (there, (4, 3), (1, 4))
+            assert indices is not None and indices.tolist() == [0, 1, 2] and nothing is None
+
+    sent()
