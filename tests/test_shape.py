@@ -67,6 +67,7 @@ PURE = (
     "instep.pipeline.communication",
     "instep.pipeline.cuts",
     "instep.pipeline.proposal",
+    "instep.pipeline.recorded",
     "instep.pipeline.schedules",
     "instep.pipeline.simulate",
     "instep.data.length_groups",

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +37,17 @@ from instep.pipeline.actions import (
     COMPUTE,
     FORWARD,
     INPUT_GRADIENT,
-    SPANS,
     WEIGHT_GRADIENT,
-    Action,
     Schedule,
 )
 from instep.pipeline.check import peak_activations
 from instep.pipeline.closed_forms import cost_s, is_exact
+from instep.pipeline.recorded import PipelineStep, recorded_actions
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import NS, StageTimes, bubble_rate, makespan_s, simulate
 from instep.recipes.memory_estimate import activation_bytes
 
 MS, MEGABYTE = 1e3, 1e6
-KINDS = {span: kind for kind, span in SPANS.items()}
 WEIGHTS_AND_GRADIENTS = 2
 DRAWN = ("gpipe", "1f1b")  # whose steps are drawn; all others if neither was measured
 MOST_DRAWN = 8  # micro-batches: numbers of more have no room in their boxes
@@ -75,54 +71,38 @@ OF_BUBBLES = (
 )
 
 
-def whole_actions(events: Iterable[Event]) -> list[Event]:
-    """What a rank computed, by its ``events``, computations and waits: each from when the rank turned to it.
-
-    That is the end of the action before, or of the wait after that. What a rank does around a computation,
-    with a micro-batch or a message, is then a part of it, and no bubble.
-    """
-    found: list[Event] = []
-    free_ns: int | None = None
-    for event in sorted(events, key=lambda event: event.end_ns):
-        if event.name in KINDS:
-            found.append(event._replace(start_ns=event.start_ns if free_ns is None else free_ns))
-        if event.stage >= 0:
-            free_ns = event.end_ns
-    return found
-
-
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step as all ranks have recorded it, and what the simulator makes of its times.
+    """One step as all ranks have ``recorded`` it, and what the simulator makes of its times.
 
-    ``step_s`` is that of the slowest rank, ``around_s`` the most that a rank did beside computing.
+    ``step_s`` is that of the slowest rank.
     """
 
     schedule: Schedule
     step_s: float
-    timeline: Timeline  # of whole actions
-    around_s: float
+    recorded: PipelineStep
 
     @classmethod
     def of(cls, schedule: Schedule, by_rank: Sequence[Mapping[str, Any]]) -> MeasuredStep:
         """What each rank has measured of it: "step_s" and "events"."""
-        recorded = [[Event(*fields) for fields in of_rank["events"]] for of_rank in by_rank]
-        whole = [whole_actions(events) for events in recorded]
-        around = [
-            sum(event.duration_s for event in actions) - sum(e.duration_s for e in events if e.name in KINDS)
-            for actions, events in zip(whole, recorded, strict=True)
-        ]
-        steps_s = [of_rank["step_s"] for of_rank in by_rank]
-        return cls(schedule, max(steps_s), Timeline(chain.from_iterable(whole)), max(around))
+        rows = [recorded_actions(Event(*fields) for fields in its["events"]) for its in by_rank]
+        return cls(schedule, max(its["step_s"] for its in by_rank), PipelineStep(dict(enumerate(rows))))
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.recorded.timeline
+
+    @property
+    def around_s(self) -> float:
+        """The most that a rank did beside computing and waiting."""
+        rows = self.recorded.rows.values()
+        return max(sum(one.took_s - one.computed_s for one in row) for row in rows)
 
     @cached_property
     def took(self) -> Mapping[str, list[float]]:
         """Seconds of an action of each kind by stage, the mean over micro-batches; 0 where there is none."""
-        found: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for event in self.timeline.events:
-            found[event.stage, KINDS[event.name]].append(event.duration_s)
-        stages = range(self.schedule.num_stages)
-        return {kind: [statistics.fmean(found.get((k, kind), [0.0])) for k in stages] for kind in COMPUTE}
+        stages, times = range(self.schedule.num_stages), self.recorded.times
+        return {kind: [times.get((k, kind), 0.0) for k in stages] for kind in COMPUTE}
 
     @property
     def times(self) -> StageTimes:
@@ -136,20 +116,19 @@ class MeasuredStep:
     @cached_property
     def message_s(self) -> float:
         """From the end of an action to when a rank that has waited for it turns to its own, in the median."""
-        ranks, events = self.schedule.stage_ranks, self.timeline.events
-        done = {Action(event.stage, KINDS[event.name], event.leaf).result: event for event in events}
-        found = []
+        ranks, found = self.schedule.stage_ranks, []
+        done = {one.action.result: one for one in self.recorded.actions}
         for rank, row in enumerate(self.schedule.rows):
             free_ns = -1
             came: list[int] = []
             for action in row:
                 needed = [one for one in self.schedule.needs(action) if ranks[one.stage] != rank]
-                came += [done[one].end_ns for one in needed]
-                if (event := done.get(action.result)) is None:
+                came += [done[one].event.end_ns for one in needed]
+                if (one := done.get(action.result)) is None:
                     continue  # an input gradient of the first stage, which has no inputs: the next one waits
                 if came and free_ns <= max(came):
-                    found.append((event.start_ns - max(came)) / NS)
-                free_ns, came = event.end_ns, []
+                    found.append((one.turned_ns - max(came)) / NS)
+                free_ns, came = one.event.end_ns, []
         return statistics.median(found or [0.0])
 
     @cached_property
@@ -160,7 +139,7 @@ class MeasuredStep:
     @cached_property
     def replayed(self) -> Timeline:
         """The step, if every action took what it has taken itself."""
-        single = {Action(x.stage, KINDS[x.name], x.leaf): x.duration_s for x in self.timeline.events}
+        single = {one.action: one.took_s for one in self.recorded.actions}
         return simulate(self.schedule, replace(self.times, single=single))
 
 

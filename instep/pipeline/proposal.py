@@ -14,17 +14,16 @@ measured step and the simulated one of the cut that there is.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
-from instep.events import STEP, Event
+from instep.events import Event, Timeline
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Schedule
 from instep.pipeline.cuts import LayerCost, Pace, fastest, simulated_s, stage_times
-from instep.pipeline.simulate import SPANS
+from instep.pipeline.recorded import steps_of
 
 LEAST_GAIN = 0.02  # of a step: below, measurements differ by as much
 SLOW = 1.25  # times as slow as the others is a cause
@@ -52,16 +51,8 @@ def rank_times(events: Iterable[Event], rank: int, place: int) -> RankTimes:
     Raises:
         ValueError: there is no whole step with forwards and backwards.
     """
-    windows: dict[int, float] = {}
-    sums: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    seen: dict[int, set[int]] = defaultdict(set)
-    for event in events:
-        if event.name == STEP:
-            windows[event.step] = event.duration_s
-        elif event.lane == "compute" and event.name in SPANS.values():
-            sums[event.step][event.name] += event.duration_s
-            seen[event.step].add(event.leaf)
-    steps = sorted(windows.keys() & sums.keys())
+    timeline = Timeline(events)
+    steps = [(number, found) for number in timeline.steps for found in steps_of(timeline, number)]
     steps = steps[1:] or steps
     if not steps:
         raise ValueError(
@@ -70,16 +61,20 @@ def rank_times(events: Iterable[Event], rank: int, place: int) -> RankTimes:
         )
 
     def of(*kinds: str) -> float:
-        return median(sum(sums[step][SPANS[kind]] for kind in kinds) / len(seen[step]) for step in steps)
+        return median(
+            sum(one.computed_s for one in step.actions if one.action.kind in kinds) / len(step.leaves)
+            for _, step in steps
+        )
 
+    windows = [timeline.window(rank, number) for number, _ in steps]
     return RankTimes(
         rank,
         place,
-        max(len(seen[step]) for step in steps),
+        max(len(step.leaves) for _, step in steps),
         of(FORWARD),
         of(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),
         of(WEIGHT_GRADIENT),
-        median(windows[step] for step in steps),
+        median(window.duration_s for window in windows if window is not None),
     )
 
 

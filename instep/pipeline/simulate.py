@@ -188,7 +188,7 @@ def simulate(schedule: Schedule, times: StageTimes, *, step: int = 0, ahead: int
 
 def makespan_s(timeline: Timeline) -> float:
     """From the first rank's first computation to the last one's last, in seconds."""
-    spans = _spans(timeline)
+    spans = rank_spans(timeline).values()
     return (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / NS
 
 
@@ -199,13 +199,17 @@ def bubble_rate(timeline: Timeline) -> float:
     computes, on average: m (T_F + T_B + T_W). A rank that begins later than another and ends later than it
     waits for nothing in this sense; from the first to the last of all ranks it is ``makespan_s``.
     """
-    spans = _spans(timeline)
+    spans = rank_spans(timeline).values()
     cost = max(end - start for start, end, _ in spans)
     return (cost - sum(work for _, _, work in spans) / len(spans)) / cost
 
 
-def _spans(timeline: Timeline) -> list[tuple[int, int, int]]:
-    """Of each rank: when its first computation begins, when its last one ends, and what it computes."""
+def rank_spans(timeline: Timeline) -> dict[int, tuple[int, int, int]]:
+    """Of each rank: when its first computation begins, when its last one ends, and what it computes, in ns.
+
+    Raises:
+        ValueError: there is none.
+    """
     found: dict[int, tuple[int, int, int]] = {}
     for event in timeline.events:
         if event.lane == "compute" and event.name in COMPUTED:
@@ -213,4 +217,4 @@ def _spans(timeline: Timeline) -> list[tuple[int, int, int]]:
             found[event.rank] = start, max(end, event.end_ns), work + event.end_ns - event.start_ns
     if not found:
         raise ValueError("expected a timeline with forwards and backwards, got one without")
-    return list(found.values())
+    return found

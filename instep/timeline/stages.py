@@ -3,32 +3,24 @@
     rank 0   |F|F|F|F|  |B|F|B|F|B| |B|    a rank's time, from the first computation of any rank to the last:
     rank 1   ~|F|B|F|B|F|B|F|B|  |B|~~~    fill, then its own first computation to its last, then drain
 
-A bubble is all of that in which a rank does not compute. What it comes to without noise is known twice over:
-by the closed form of the schedule, for stages that take equally long, and by the simulator, for others.
+A bubble is all of that in which a rank is at no action (``instep.pipeline.recorded``: what it does around a
+computation is a part of it). What it comes to without noise is known twice over: by the closed form of the
+schedule, for stages that take equally long, and by the simulator, for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from instep.events import Event, Timeline
-from instep.pipeline.actions import (
-    BACKWARD,
-    COMPUTE,
-    FORWARD,
-    INPUT_GRADIENT,
-    SPANS,
-    WEIGHT_GRADIENT,
-    Action,
-    Schedule,
-)
+from instep.events import Timeline
+from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from instep.pipeline.closed_forms import cost_s
-from instep.pipeline.simulate import StageTimes, bubble_rate, makespan_s, simulate
+from instep.pipeline.recorded import PipelineStep, steps_of
+from instep.pipeline.simulate import NS, StageTimes, bubble_rate, makespan_s, rank_spans, simulate
 
-KINDS = {SPANS[kind]: kind for kind in COMPUTE}
 SLOW = 1.25  # times as long as the others: then a stage is named
 OFTEN = 0.8  # of the steps
 FORMULAS = {
@@ -41,7 +33,7 @@ FORMULAS = {
 
 @dataclass(frozen=True)
 class StageCost:
-    """What ``ranks`` compute for ``stage`` and one micro-batch, in seconds: medians.
+    """What an action of ``stage`` takes on its ``ranks``, in seconds: the mean of a step, median of steps.
 
     Where a backward is not taken apart, its gradients of inputs and of weights are told as half of it each.
     """
@@ -108,61 +100,13 @@ class PipelineFigures:
         return asdict(self)
 
 
-class PipelineStep:
-    """What the ranks of one pipeline compute in one step."""
-
-    def __init__(self, rows: Mapping[int, Sequence[Event]]) -> None:
-        self.rows = rows
-        self.first = {rank: min(e.start_ns for e in row) for rank, row in rows.items()}
-        self.last = {rank: max(e.end_ns for e in row) for rank, row in rows.items()}
-        self.work = {rank: sum(e.end_ns - e.start_ns for e in row) for rank, row in rows.items()}
-        self.begin, self.end = min(self.first.values()), max(self.last.values())
-
-    @property
-    def leaves(self) -> list[int]:
-        return sorted({event.leaf for row in self.rows.values() for event in row})
-
-    @property
-    def rate(self) -> float:
-        """As ``simulate.bubble_rate``."""
-        cost = max(self.last[rank] - self.first[rank] for rank in self.rows)
-        return (cost - fmean(self.work.values())) / cost
-
-    def times(self) -> dict[tuple[int, str], list[float]]:
-        """Seconds of each computation, by stage and kind."""
-        found: dict[tuple[int, str], list[float]] = {}
-        for row in self.rows.values():
-            for event in row:
-                found.setdefault((event.stage, KINDS[event.name]), []).append(event.duration_s)
-        return found
-
-    def schedule(self) -> Schedule:
-        """The one that was executed.
-
-        Raises:
-            ValueError: it is not whole.
-        """
-        number = {leaf: k for k, leaf in enumerate(self.leaves)}
-        rows = []
-        for row in self.rows.values():
-            apart = {(event.stage, event.leaf) for event in row if KINDS[event.name] == INPUT_GRADIENT}
-            actions = []
-            for event in sorted(row, key=lambda event: event.start_ns):
-                kind = KINDS[event.name]
-                if kind == WEIGHT_GRADIENT and (event.stage, event.leaf) not in apart:
-                    kind = BACKWARD  # of the first stage, which has no inputs to train
-                actions.append(Action(event.stage, kind, number[event.leaf]))
-            rows.append(actions)
-        return Schedule.of(rows)
-
-
 def pipeline_figures(timelines: Iterable[Timeline], schedule: str = "") -> PipelineFigures | None:
     """What the steps in ``timelines``, measured or simulated, tell of a pipeline; None if there is none.
 
     Ranks with the same micro-batches are one pipeline. ``schedule`` names the closed form.
     """
     steps = [
-        found for timeline in timelines for number in timeline.steps for found in _steps_of(timeline, number)
+        found for timeline in timelines for number in timeline.steps for found in steps_of(timeline, number)
     ]
     if not steps:
         return None
@@ -176,8 +120,8 @@ def pipeline_figures(timelines: Iterable[Timeline], schedule: str = "") -> Pipel
         micro_batches=num_micro_batches,
         chunks=chunks,
         schedule=schedule,
-        span_s=fmean(step.end - step.begin for step in steps) / 1e9,
-        bubble=fmean(step.rate for step in steps),
+        span_s=fmean(makespan_s(step.timeline) for step in steps),
+        bubble=fmean(bubble_rate(step.timeline) for step in steps),
         formula=_formula(schedule, size, num_micro_batches, chunks, stages),
         ranks=ranks,
         stages=stages,
@@ -185,50 +129,30 @@ def pipeline_figures(timelines: Iterable[Timeline], schedule: str = "") -> Pipel
     )
 
 
-def _steps_of(timeline: Timeline, step: int) -> list[PipelineStep]:
-    """Each pipeline's part of ``step``, as far as ranks have ended it."""
-    pipelines: dict[tuple[int, ...], dict[int, list[Event]]] = {}
-    for rank in timeline.ranks:
-        window = timeline.window(rank, step)
-        row = [
-            event
-            for event in timeline.of(rank, step)
-            if event.stage >= 0 and event.lane == "compute" and event.name in KINDS
-            and window is not None and window.start_ns <= event.start_ns < window.end_ns
-        ]  # fmt: skip
-        if row:
-            leaves = tuple(sorted({event.leaf for event in row}))
-            pipelines.setdefault(leaves, {})[rank] = row
-    return [PipelineStep(rows) for rows in pipelines.values()]
-
-
 def _ranks(steps: Sequence[PipelineStep]) -> list[RankBubble]:
     found: dict[int, list[tuple[int, int, int, int]]] = {}
     stages: dict[int, tuple[int, ...]] = {}
     for step in steps:
-        for rank, row in step.rows.items():
-            stages[rank] = tuple(sorted({event.stage for event in row}))
-            fill, drain = step.first[rank] - step.begin, step.end - step.last[rank]
-            steady = step.last[rank] - step.first[rank] - step.work[rank]
-            found.setdefault(rank, []).append((step.work[rank], fill, steady, drain))
+        spans = rank_spans(step.timeline)
+        begin, end = min(its[0] for its in spans.values()), max(its[1] for its in spans.values())
+        for rank, (first, last, work) in spans.items():
+            stages[rank] = tuple(sorted({one.action.stage for one in step.rows[rank]}))
+            found.setdefault(rank, []).append((work, first - begin, last - first - work, end - last))
     return [
-        RankBubble(rank, stages[rank], *(fmean(figures) / 1e9 for figures in zip(*found[rank], strict=True)))
+        RankBubble(rank, stages[rank], *(fmean(figures) / NS for figures in zip(*found[rank], strict=True)))
         for rank in sorted(found)
     ]
 
 
 def _costs(steps: Sequence[PipelineStep]) -> list[StageCost]:
-    times: dict[tuple[int, str], list[float]] = {}
     ranks: dict[int, set[int]] = {}
     for step in steps:
-        for key, taken in step.times().items():
-            times.setdefault(key, []).extend(taken)
-        for rank, row in step.rows.items():
-            for event in row:
-                ranks.setdefault(event.stage, set()).add(rank)
+        for one in step.actions:
+            ranks.setdefault(one.action.stage, set()).add(one.event.rank)
 
     def typical(stage: int, kind: str) -> float:
-        return median(times.get((stage, kind), [0.0]))
+        found = [step.times[stage, kind] for step in steps if (stage, kind) in step.times]
+        return median(found or [0.0])
 
     return [
         StageCost(
@@ -301,7 +225,7 @@ def _slow_stage(steps: Sequence[PipelineStep], stages: Sequence[StageCost]) -> S
 def _ratio(step: PipelineStep, slow: int) -> float:
     """What stage ``slow`` takes in one step by the median of the others."""
     took: dict[int, float] = {}
-    for (stage, _), times in step.times().items():
-        took[stage] = took.get(stage, 0.0) + median(times)
+    for (stage, _), seconds in step.times.items():
+        took[stage] = took.get(stage, 0.0) + seconds
     others = [seconds for stage, seconds in took.items() if stage != slow]
     return took.get(slow, 0.0) / max(median(others), 1e-9) if others else 0.0

@@ -19,10 +19,9 @@ from instep.bench.pipeline import (
     is_crowded,
     run,
     short,
-    whole_actions,
 )
 from instep.bench.pipeline_rank import PipelineLoop, count_kept, variant
-from instep.events import PIPELINE, Event, Timeline
+from instep.events import PIPELINE, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.pipeline.actions import Action
@@ -121,23 +120,6 @@ def test_a_replay_has_the_time_of_each_action_and_a_simulation_their_mean() -> N
     found = MeasuredStep.of(made, [{"step_s": 1.0, "events": told(timeline, rank)} for rank in (0, 1)])
     assert makespan_s(found.replayed) == pytest.approx(makespan_s(timeline))
     assert makespan_s(found.simulated) < makespan_s(timeline) - 0.005
-
-
-def test_an_action_begins_when_the_rank_turns_to_it() -> None:
-    def event(name: str, start_ns: int, end_ns: int, stage: int = 0) -> Event:
-        return Event(0, "compute", name, start_ns, end_ns, stage=stage)
-
-    recorded = [
-        event(PIPELINE, 0, 5, stage=-1),  # of the step, not of an action
-        event("forward", 10, 20),
-        event("forward", 22, 30),
-        event(PIPELINE, 31, 50),
-        event(PIPELINE, 50, 60),
-        event("backward", 63, 80),
-        event("backward", 85, 99),
-    ]
-    whole = whole_actions(recorded)
-    assert [(one.start_ns, one.end_ns) for one in whole] == [(10, 20), (20, 30), (60, 80), (80, 99)]
 
 
 def results(options: PipelineOptions, schedules: Sequence[str] = ("gpipe", "1f1b")) -> PipelineResults:

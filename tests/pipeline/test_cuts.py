@@ -227,7 +227,7 @@ def test_a_ranks_times_are_the_medians_of_its_steps_but_the_first():
             ("backward", 20, 1),
         ]
         events = [
-            Event(0, "compute", name, at * 10**6, (at + ms) * 10**6, step=number, leaf=leaf)
+            Event(0, "compute", name, at * 10**6, (at + ms) * 10**6, step=number, leaf=leaf, stage=0)
             for name, ms, leaf in spans
         ]
         return [*events, Event(0, "host", STEP, at * 10**6, (at + 90 + number) * 10**6, step=number)]
