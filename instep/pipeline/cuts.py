@@ -8,7 +8,9 @@ their memory: all of them where they are few, else from an even one as long as m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from math import comb
 from typing import Any, NamedTuple
@@ -27,7 +29,8 @@ class LayerCost(NamedTuple):
 
     ``trained_bytes`` are those of its ``weight_bytes`` that have gradients, a shared parameter's only in the
     first layer that uses it. ``saved_bytes`` are kept from forward to backward, without weights and without
-    what goes from layer to layer, of which ``output_bytes`` are this one's.
+    what goes from layer to layer, of which ``output_bytes`` are this one's. ``shared`` are the numbers of its
+    parameters that other layers use, too.
     """
 
     forward_s: float
@@ -36,6 +39,7 @@ class LayerCost(NamedTuple):
     trained_bytes: int = 0
     saved_bytes: int = 0
     output_bytes: int = 0
+    shared: tuple[int, ...] = ()
 
     @property
     def time_s(self) -> float:
@@ -138,23 +142,50 @@ def _smallest(num_layers: int, num_stages: int, cost: Callable[[int, int, int], 
     return edges[::-1]
 
 
-def fastest(costs: Sequence[LayerCost], schedule: Schedule, paces: Sequence[Pace] | None = None) -> list[int]:
+def fastest(
+    costs: Sequence[LayerCost],
+    schedule: Schedule,
+    paces: Sequence[Pace] | None = None,
+    message_s: float = 0.0,
+) -> list[int]:
     """The edges with which ``schedule`` ends first, on ranks of these ``paces``."""
     by_rank = [Pace()] * schedule.num_ranks if paces is None else paces
     speeds = [1 / by_rank[rank].slowness(costs) for rank in schedule.stage_ranks]
     start = balanced([cost.time_s for cost in costs], schedule.num_stages, speeds)
 
-    def score(edges: Sequence[int]) -> int:  # in ns: cuts that differ by rounding alone are as good
-        return round(simulated_s(costs, edges, schedule, by_rank) * 1e9)
+    def score(edges: Sequence[int]) -> float:  # in ns: cuts that differ by rounding alone are as good
+        try:
+            return round(simulated_s(costs, edges, schedule, by_rank, message_s) * 1e9)
+        except ValueError:  # by its ties it does not come to its end
+            return math.inf
 
     return _best(start, schedule, score)
 
 
 def simulated_s(
-    costs: Sequence[LayerCost], edges: Sequence[int], schedule: Schedule, paces: Sequence[Pace]
+    costs: Sequence[LayerCost],
+    edges: Sequence[int],
+    schedule: Schedule,
+    paces: Sequence[Pace],
+    message_s: float = 0.0,
 ) -> float:
-    """What ``schedule`` takes with these stages, by the simulator; messages take no time."""
-    return max(one.end_s for one in run(schedule, stage_times(costs, edges, schedule, paces)))
+    """What ``schedule`` takes with these stages and the ties between them, by the simulator.
+
+    Raises:
+        ValueError: it does not come to its end with these ties.
+    """
+    times = replace(stage_times(costs, edges, schedule, paces), message_s=message_s)
+    return max(one.end_s for one in run(replace(schedule, ties=ties_at(costs, edges)), times))
+
+
+def ties_at(costs: Sequence[LayerCost], edges: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The ties of a ``Schedule`` of these stages: of each parameter that several of them use, which."""
+    users: dict[int, dict[int, None]] = {}  # in order
+    for stage, (a, b) in enumerate(pairwise(edges)):
+        for cost in costs[a:b]:
+            for number in cost.shared:
+                users.setdefault(number, {})[stage] = None
+    return tuple(tuple(stages) for _, stages in sorted(users.items()) if len(stages) > 1)
 
 
 def stage_times(

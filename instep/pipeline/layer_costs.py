@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -73,7 +74,7 @@ class Cutter:
         if self.example is not None:
             measured = partial(measure, model, layers, self.example, self.loss)
             told = on_first_rank(group, "the costs of layers", lambda: self.costs or measured())
-            self.costs = [LayerCost(*one) for one in told]
+            self.costs = [one._replace(shared=tuple(one.shared)) for one in (LayerCost(*x) for x in told)]
         cuts = LAYERS if is_whole else self.cuts
         find = partial(edges_of, cuts, len(layers), schedule, self.costs, self.moments)
         return all_or_none(group, "the cut of pipelines", find, errors=(ValueError,))
@@ -130,6 +131,8 @@ def measure(
     with _untouched(model), torch.enable_grad():
         counted = [*_run(layers, first, loss, is_counted=True)]
         timed = [[*_run(layers, first, loss)] for _ in range(repetitions)]
+    users = Counter(id(p) for layer in layers for p in layer.module.parameters())
+    numbers = {id(p): i for i, p in enumerate(model.parameters()) if users[id(p)] > 1}
     seen: set[int] = set()
     found = []
     for layer, ran, times in zip(layers, counted, zip(*timed, strict=True), strict=True):
@@ -144,6 +147,7 @@ def measure(
                 trained,
                 ran.saved_bytes,
                 sum(x.nbytes for x in ran.outputs if isinstance(x, Tensor)),
+                tuple(numbers[id(p)] for p in weights if id(p) in numbers),
             )
         )
     return found

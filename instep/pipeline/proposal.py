@@ -7,9 +7,9 @@ they were measured. The quotient is the rank's *pace*, so that both causes of a 
     stage 1, rank 1   layers cost  20 ms   takes 66 ms   pace 3.3     its rank is slow: give it fewer layers
     stage 2, rank 2   layers cost  60 ms   takes 66 ms   pace 1.1     its layers are costly: likewise
 
-With paces and costs the simulator knows what any other cut would take. What it does not know, messages, the
-optimizer, what Python does between two actions, is taken to stay as it is: the difference between the
-measured step and the simulated one of the cut that there is.
+With paces, costs and what messages took the simulator knows what any other cut would take, with the ties that
+it makes. What it does not know, the optimizer, what Python does between two actions, is taken to stay as it
+is: the difference between the measured step and the simulated one of the cut that there is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankTimes(NamedTuple):
     """What a rank has taken, ``place`` along pp: for one micro-batch in all its stages, and for a step.
 
     ``weight_s`` is the part of ``backward_s`` that was for gradients of weights alone; 0 where backwards are
-    in one piece.
+    in one piece. ``message_s`` is what a message took that the rank has waited for; 0 where there was none.
     """
 
     rank: int
@@ -43,6 +43,7 @@ class RankTimes(NamedTuple):
     backward_s: float
     weight_s: float
     step_s: float
+    message_s: float = 0.0
 
 
 def rank_times(events: Iterable[Event], rank: int, place: int) -> RankTimes:
@@ -75,6 +76,7 @@ def rank_times(events: Iterable[Event], rank: int, place: int) -> RankTimes:
         of(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),
         of(WEIGHT_GRADIENT),
         median(window.duration_s for window in windows if window is not None),
+        median([x.duration_s for _, step in steps for one in step.actions for x in one.messages] or [0.0]),
     )
 
 
@@ -86,7 +88,7 @@ class CutProposal:
         cuts: the first layer of each stage but the first, as it is.
         proposed: the same as it should be; ``cuts`` where none is faster by 2 % of a step.
         step_s: what a step takes, measured: the median.
-        simulated_s: the same by the simulator, without messages and the optimizer.
+        simulated_s: the same by the simulator, which knows computation and messages, and no optimizer.
         expected_s: what a step would take with ``proposed``: what is simulated of it, and the difference
             between the measured and the simulated step, which stays.
         ranks: the global rank of each stage; with several replicas of it, the slowest.
@@ -158,10 +160,11 @@ def propose(
         for place in range(schedule.num_ranks)
     ]
     paces = [_pace(costs, edges, schedule, one) for one in slowest]
-    now_s = simulated_s(costs, edges, schedule, paces)
+    message_s = median([one.message_s for one in told if one.message_s] or [0.0])
+    now_s = simulated_s(costs, edges, schedule, paces, message_s)
     step_s = max(one.step_s for one in slowest)
-    found = fastest(costs, schedule, paces)
-    expected_s = step_s - now_s + simulated_s(costs, found, schedule, paces)
+    found = fastest(costs, schedule, paces, message_s)
+    expected_s = step_s - now_s + simulated_s(costs, found, schedule, paces, message_s)
     if expected_s > (1 - LEAST_GAIN) * step_s:
         found, expected_s = list(edges), step_s
     times = stage_times(costs, edges, schedule, paces)

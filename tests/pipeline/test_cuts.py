@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -34,7 +35,7 @@ from instep.pipeline.layer_costs import measure
 from instep.pipeline.layers import layers_of
 from instep.pipeline.proposal import RankTimes, propose, rank_times
 from instep.pipeline.schedules import generate
-from instep.pipeline.simulate import simulate
+from instep.pipeline.simulate import makespan_s, simulate
 from instep.shard.saved_memory import saved_beside
 from tests.pipeline.test_runtime import G, gpt, loss, of_one_rank, piped, windows
 from tests.rejoin import unranked
@@ -204,6 +205,36 @@ def test_what_the_simulator_does_not_know_stays_as_it_is():
     found, other = (propose(costs, [0, 3, 12], schedule, its) for its in (told, longer))
     assert found.proposed == other.proposed == (6,)
     assert other.expected_s == pytest.approx(found.expected_s + 0.1)
+
+
+def test_messages_and_shared_parameters_are_simulated_as_the_run_has_them():
+    """The last stage tells the first one the gradients of what they share, which that waits for."""
+    shares, alone = LayerCost(1e-3, 2e-3, shared=(3,)), LayerCost(1e-3, 2e-3)
+    costs, made, edges = [shares, *[alone] * 4, shares], generate("zb-h1", 2, 4), [0, 2, 6]
+    assert cuts.ties_at(costs, edges) == ((0, 1),)
+    times = replace(cuts.stage_times(costs, edges, made, [Pace()] * 2), message_s=5e-4)
+    timeline = simulate(replace(made, ties=((0, 1),)), times)
+    told = [rank_times([x for x in timeline.events if x.rank == rank], rank, rank) for rank in (0, 1)]
+    assert [one.message_s for one in told] == pytest.approx([5e-4, 5e-4])
+    found = propose(costs, edges, made, told)
+    assert found.simulated_s == pytest.approx(found.step_s)
+    assert found.simulated_s > simulated_s([alone] * 6, edges, made, [Pace()] * 2, 5e-4)
+    takes = [
+        replace(cuts.stage_times(costs, cut, made, [Pace()] * 2), message_s=5e-4) for cut in every_cut(6, 2)
+    ]
+    least_s = min(makespan_s(simulate(replace(made, ties=((0, 1),)), its)) for its in takes)
+    assert found.expected_s == pytest.approx(least_s)
+
+
+def test_cuts_whose_shared_parameters_the_schedule_cannot_have_are_not_tried():
+    """Stage 0 would wait for weight gradients of stage 2, which come later on their rank."""
+    made = Schedule.parse("0F0 2F0 2I0 0B0 2W0\n1F0 1B0")
+    alone, shares = LayerCost(1e-3, 2e-3), LayerCost(1e-3, 2e-3, shared=(0,))
+    costs = [shares, alone, shares, alone]
+    assert fastest([alone] * 4, made) == [0, 1, 2, 4]
+    with pytest.raises(ValueError, match="does not come to its end"):
+        simulated_s(costs, [0, 1, 2, 4], made, [Pace()] * 2)
+    assert fastest(costs, made) == [0, 1, 3, 4]
 
 
 def test_a_cut_that_is_good_stays_and_of_replicas_the_slowest_counts():
@@ -376,6 +407,9 @@ def test_a_pipeline_proposes_what_its_own_steps_say(mesh: Mesh) -> None:
     assert len(set(told)) == 1
     assert found.cuts == (5,) and found.step_s > 0 and len(found.stage_s) == 2
     model.close()
+    tied = instep.Pipeline(gpt(), mesh, "1f1b", G, example=EXAMPLE)
+    assert cuts.ties_at(tied._cutter.costs, tied._edges) == tied._tied.ties == ((0, 1),)
+    tied.close()
     unmeasured = instep.Pipeline(gpt(), mesh, "1f1b", G)
     with pytest.raises(ValueError, match="have not been measured: make it with example="):
         unmeasured.propose_cuts()
