@@ -227,6 +227,7 @@ def trace_head(training: ScriptTraining) -> Fields:
         micro_size=config.batch.micro_size,
         pp=mesh.axes.size("pp"),
         schedule=config.parallel.schedule,
+        cuts=getattr(config.parallel, "cuts", ""),
     )
     num_parameters = sum(p.numel() for p in training.module.parameters())
     head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}

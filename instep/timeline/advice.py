@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from instep.events import GRADIENT_SYNC
+from instep.pipeline.cuts import COST
 from instep.timeline.breakdown import (
     BUBBLE,
     COMPUTE,
@@ -141,8 +142,7 @@ class RunMeasurements:
         return max(self.part_s(EXPOSED) - self.sync_s - max(self.waited_s - self.part_s(WAITING), 0.0), 0.0)
 
     def waited(self, name: str, ranks: Sequence[RankBreakdown] = ()) -> Waited:
-        """What a step loses to the cause called ``name``, one of ``Parts.losses``, on ``ranks``: by default
-        those that are not slow."""
+        """What a step loses to ``name``, of ``Parts.losses``, on ``ranks``: by default, those not slow."""
         rows = ranks or self.others or self.breakdowns
         found = [row.losses.get(name, Waited(0.0, 0.0)) for row in rows]
         return Waited(median(low for low, _ in found), median(middle for _, middle in found))
@@ -261,15 +261,15 @@ def equal_stages(run: RunMeasurements, slow: SlowStage | None) -> Advice | None:
     """A pipeline goes as fast as its slowest stage: others have time for layers of it."""
     if slow is None:
         return None
-    waiting = [row for row in run.breakdowns if row.rank not in slow.ranks]
     return run.advice(
         "slow stage",
         slow.gain_s,
-        run.waited(BUBBLE, waiting),
+        run.waited(BUBBLE, [row for row in run.breakdowns if row.rank not in slow.ranks]),
         f"Stage {slow.stage} takes {slow.times:.1f} times as long per micro-batch as the others, which wait "
         "for it: cut the model so that it has fewer layers.",
         f"the schedule simulated with what the stages take, a bubble of {in_percent(slow.bubble)}, and with "
         f"stages that take equally long, {in_percent(slow.even_bubble)}; messages are left out.",
+        "" if run.setting.cuts == COST else f"--parallel.cuts {COST}",
     )
 
 

@@ -32,6 +32,7 @@ ARGUMENTS = {  # of what a script calls, for flags of instep train
     "--batch.global-size": "batch_size",
     "--parallel.backend": "backend",
     "--parallel.bucket-mb": "bucket_cap_mb",
+    "--parallel.cuts": "cuts",
     "--parallel.strategy": "strategy",
     "--parallel.threads": "threads",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -25,6 +25,7 @@ class RunSetting:
     micro_size: int = 0  # samples in one; 0: unknown
     pp: int = 1  # ranks of a pipeline
     schedule: str = ""  # of a pipeline; "": there is none
+    cuts: str | Sequence[int] = ""  # what a pipeline is cut by, or where: its stages' first layers
 
     @property
     def overlaps(self) -> bool:
@@ -43,8 +44,10 @@ def setting_of(found: Any) -> RunSetting | None:
 
 
 def _can_be(name: str, value: object) -> bool:
-    if name in ("strategy", "backend", "schedule"):
+    if name in ("strategy", "backend", "schedule") or (name == "cuts" and isinstance(value, str)):
         return isinstance(value, str)
+    if name == "cuts":
+        return isinstance(value, list) and all(type(x) is int and 1 <= x <= MOST for x in value)
     if isinstance(value, bool) or not isinstance(value, int | float if name == "bucket_mb" else int):
         return False
     least = 0 if name in ("bucket_mb", "num_leaves", "micro_size") else 1

@@ -36,7 +36,7 @@ CAPACITY = 1 << 17
 
 
 class Traced(Protocol):
-    """What can be traced: ``DataParallel``, ``ParameterServer``."""
+    """What can be traced: ``DataParallel``, ``ParameterServer``, ``Pipeline``."""
 
     recorder: Recorder
     group: Group
@@ -147,7 +147,8 @@ def trace(
     part of its own. Collective with a ``path``: the ranks compare their clocks.
 
     Args:
-        model: a ``DataParallel``, ``ParameterServer``, or module that ``fully_shard`` has sharded.
+        model: a ``DataParallel``, ``ParameterServer``, ``Pipeline``, or module that ``fully_shard`` has
+            sharded.
         path: a directory, on every rank the same: a file per rank goes into ``path/trace``, 56 bytes an
             event, and outlives a killed process; ``instep report path`` makes a page of it, and can be run
             while the loop goes on. None: memory only, and this rank's steps alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,9 @@ def moved(event: Event, by_ns: int) -> Event:
     return event._replace(start_ns=event.start_ns + by_ns, end_ns=event.end_ns + by_ns)
 
 
-def read(folder: Path, timelines: list[Timeline], schedule: str) -> Analysis:
+def read(folder: Path, timelines: list[Timeline], schedule: str, cuts: Any = "") -> Analysis:
     """What ``analyse`` finds in the files of a run that has recorded ``timelines``."""
-    setting = RunSetting("bucketed", "shm", 2, 2, 1, 1, 2, 25.0, 8, 4, pp=2, schedule=schedule)
+    setting = RunSetting("bucketed", "shm", 2, 2, 1, 1, 2, 25.0, 8, 4, pp=2, schedule=schedule, cuts=cuts)
     for rank in range(2):
         head = {"boot": "here", "host": "here", "world_size": 2, "rank": rank, "setting": asdict(setting)}
         ring = RingBuffer(4096, folder / name(rank), head)
@@ -179,5 +180,13 @@ def test_the_lines_say_the_bubble_its_formula_and_the_slow_stage(tmp_path):
     (advice,) = found.advice
     assert advice.cause == "slow stage" and advice.text.startswith("Stage 1 takes 3.0 times as long")
     assert advice.gain_ms == pytest.approx(210)  # of 750 ms: nine of 60 ms are left
+    assert advice.try_ == "--parallel.cuts cost"
     assert found.slow is None
     assert found.figures()["pipeline"]["slow"]["stage"] == 1
+
+
+@pytest.mark.parametrize(("cuts", "flag"), [("layers", "--parallel.cuts cost"), ("cost", ""), ([2], "cost")])
+def test_a_slow_stage_of_a_pipeline_that_is_cut_by_cost_has_no_flag_to_try(tmp_path, cuts, flag):
+    """Its layers are as costly as the others': then it is the rank that is slow."""
+    (advice,) = read(tmp_path, steps("1f1b", 8, SLOW, 8), "1f1b", cuts).advice
+    assert advice.cause == "slow stage" and flag in advice.try_ and bool(flag) == bool(advice.try_)

@@ -247,3 +247,23 @@ def test_what_comes_after_the_block_is_no_part_of_it(tmp_path: Path) -> None:
     train(model, trace, steps=5)
     assert [row.step for row in trace.analysis().rows[0]] == [0, 1]
     assert len(trace.recorder.events) > 0
+
+
+@world(2, pp=2, dp=1)
+def test_steps_of_a_pipeline_are_told_with_its_setting(mesh: Mesh, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = instep.Pipeline(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), mesh, "1f1b", 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.trace(model, tmp_path) as trace:
+        for _ in range(STEPS):
+            model.step(
+                lambda output, _: output.square().mean(), lambda one: numbers(3, 6, key=str(one.index))
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    mesh.world.group.barrier("all have ended")
+    pipeline = trace.analysis().pipeline
+    assert pipeline is not None and (pipeline.num_ranks, pipeline.schedule) == (2, "1f1b")
+    head = read_head(path_of(tmp_path / FOLDER, mesh.rank))
+    assert head is not None and head[0]["setting"]["cuts"] == [1]
+    model.close()
