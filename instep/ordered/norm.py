@@ -18,7 +18,7 @@ from torch import Tensor
 from instep.events import Recorder
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.buckets import flat_real
-from instep.ordered.placeholder import by_slices, slices_of
+from instep.ordered.placeholder import by_slices, slices_elsewhere, slices_of
 
 
 class Clips:
@@ -85,9 +85,10 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
     Collective where they are divided among ranks.
     """
     gradients = list(gradients)
-    squares = _square_sums([x for x in gradients if slices_of(x) is None])
+    whole = [(x, slices_elsewhere(x)) for x in gradients if slices_of(x) is None]
+    squares = _square_sums([x for x, elsewhere in whole if elsewhere is None])
     for slices, members in by_slices(gradients):
-        squares += slices.square_sums(members)
+        squares += slices.square_sums(members, [x for x, elsewhere in whole if elsewhere is slices])
     return norm_of(squares)
 
 

@@ -38,8 +38,11 @@ class Slices(Protocol):
 
     where: ClassVar[str]
 
-    def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
-        """Sums of squares of all blocks of these gradients. Collective."""
+    def square_sums(self, placeholders: Sequence[Tensor], whole: Sequence[Tensor]) -> list[float]:
+        """Sums of squares of all blocks of these gradients. Collective.
+
+        ``whole`` are those asked for with them that are here, and have placeholders on other ranks.
+        """
 
     def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
         """Multiply this rank's pieces of these gradients."""
@@ -141,7 +144,7 @@ def by_slices(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
     for x in gradients:
         if (slices := slices_of(x)) is not None:
             found.setdefault(id(slices), (slices, []))[1].append(x)
-        elif (elsewhere := getattr(x, _ELSEWHERE, None)) is not None and (slices := elsewhere()) is not None:
+        elif (slices := slices_elsewhere(x)) is not None:
             found.setdefault(id(slices), (slices, []))
     return list(found.values())
 
@@ -149,6 +152,12 @@ def by_slices(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
 def stands_in_elsewhere(gradient: Tensor, slices: Slices) -> None:
     """``gradient`` is whole here, and has a placeholder of ``slices`` on other ranks."""
     setattr(gradient, _ELSEWHERE, weakref.ref(slices))
+
+
+def slices_elsewhere(gradient: Tensor) -> Slices | None:
+    """Who knows its placeholders on other ranks; None if it has none."""
+    elsewhere = getattr(gradient, _ELSEWHERE, None)
+    return None if elsewhere is None else elsewhere()
 
 
 # What ``zero_grad`` of modules and optimizers, and a ``GradScaler``, do with gradients.

@@ -40,7 +40,7 @@ class Elsewhere:
             elif p.requires_grad and p.grad is not None:
                 stands_in_elsewhere(p.grad, self)
 
-    def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
+    def square_sums(self, placeholders: Sequence[Tensor], whole: Sequence[Tensor]) -> list[float]:
         """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
         group, parameters = self.home.group, self.home.parameters
         sums: dict[int, list[float]] = {}
@@ -51,8 +51,8 @@ class Elsewhere:
         told = [_bytes(counts, torch.int64), _bytes([x for its in sums.values() for x in its], torch.float64)]
         with self.recorder.span(PIPELINE, lane="host"):
             numbers, values = (group.all_gather_bytes(x, GRADIENT_NORM, limit=NORM_BYTES) for x in told)
-        stand_ins = set(map(id, placeholders))
-        wanted = {i for i, p in enumerate(parameters) if id(p.grad) in stand_ins}
+        asked = {id(x) for x in (*placeholders, *whole)}
+        wanted = {i for i, p in enumerate(parameters) if id(p.grad) in asked}
         found: list[float] = []
         for its_numbers, its_values in zip(numbers, values, strict=True):
             at, squares = iter(_numbers(its_numbers, torch.int64)), iter(_numbers(its_values, torch.float64))

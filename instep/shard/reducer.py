@@ -261,7 +261,7 @@ class SliceReducer(Reduction):
         gradient = held.parameter.grad  # if there is one, the training loop has put it there
         return None if gradient is None else held.part_of(gradient).to(held.tensor.dtype)
 
-    def square_sums(self, placeholders: Sequence[Tensor]) -> list[float]:
+    def square_sums(self, placeholders: Sequence[Tensor], whole: Sequence[Tensor]) -> list[float]:
         """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
         own = [block_square_sums(piece).cpu() for piece in self._pieces(placeholders)]
         mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import instep
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
+from instep.ordered import norm
 from tests.world import world
 
 MAX_NORM = 0.01
@@ -44,6 +45,35 @@ def assert_same_gradients(piped: instep.Pipeline, expected: nn.Module) -> None:
     for p, other in zip(piped.parameters(), expected.parameters(), strict=True):
         if piped.home.holds(p) and other.grad is not None:
             assert p.grad is not None and torch.equal(p.grad, other.grad)
+
+
+@pytest.fixture
+def summed_alone(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The gradients whose squares a rank sums for itself, and tells no other rank."""
+    found: list[Tensor] = []
+    squares = norm._square_sums
+
+    def told(gradients: list[Tensor]) -> list[float]:
+        found.extend(gradients)
+        return squares(gradients)
+
+    monkeypatch.setattr(norm, "_square_sums", told)
+    return found
+
+
+@world(2, pp=2, dp=1)
+def test_squares_of_a_gradient_are_summed_once_for_all_ranks(mesh: Mesh, summed_alone: list[Tensor]) -> None:
+    module = net()
+    expected, whole = alone(module, MAX_NORM, module.parameters())
+    mesh.world.group.barrier("one process has clipped")
+    summed_alone.clear()
+    mesh.world.group.barrier("what one process sums is counted")
+    model = stepped(mesh, net())
+    assert float(instep.clip_grad_norm_(model.parameters(), MAX_NORM)) == expected > MAX_NORM
+    assert_same_gradients(model, whole)
+    mesh.world.group.barrier("all have clipped")
+    assert not summed_alone
+    model.close()
 
 
 @world(2, pp=2, dp=1)
