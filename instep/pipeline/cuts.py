@@ -94,11 +94,20 @@ def edges_of(
     if isinstance(cuts, str):
         assert costs is not None, "who asks for measured cuts gives an example"
         return fastest(costs, schedule) if cuts == COST else leanest(costs, schedule, moments)
-    edges = [0, *cuts, num_layers]
+    return edges_at(cuts, num_layers, num_stages, f"cuts={list(cuts)}")
+
+
+def edges_at(first_layers: Sequence[int], num_layers: int, num_stages: int, named: str) -> list[int]:
+    """The edges of stages whose first layers, but that of stage 0, are these, called ``named``.
+
+    Raises:
+        ValueError: they are not those of so many layers and stages.
+    """
+    edges = [0, *first_layers, num_layers]
     if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(
-            f"cuts={list(cuts)}: expected {num_stages - 1} of the layers 1 to {num_layers - 1}, in order: "
-            f"where each of {num_stages} stages begins, but the first"
+            f"{named}: expected {num_stages - 1} of the layers 1 to {num_layers - 1}, in order: where each of "
+            f"{num_stages} stages begins, but the first"
         )
     return edges
 

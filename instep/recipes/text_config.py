@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from instep.checkpoint.manifest import Scalar
 from instep.models.config import GPTConfig, preset
 from instep.pipeline import schedules
-from instep.pipeline.cuts import BY, COST, MEMORY
+from instep.pipeline.cuts import BY, COST, MEMORY, edges_at
 from instep.recipes.ranges import (
     ABOVE_0,
     BELOW_1,
@@ -398,13 +397,7 @@ def _check_pipeline(config: Config) -> None:
             "smaller parallel.pp or more model.layers"
         )
     if isinstance(given, list):
-        edges = [0, *given, config.model.layers + 2]
-        if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
-            raise ValueError(
-                f"parallel.cuts {parallel.cuts}: expected {num_stages - 1} of the layers 1 to "
-                f"{edges[-1] - 1}, in order, as {named} and parallel.schedule {parallel.schedule} make "
-                f"{num_stages} stages of {edges[-1]} layers"
-            )
+        edges_at(given, config.model.layers + 2, num_stages, f"parallel.cuts {parallel.cuts}")
 
 
 def schedule_of(parallel: ParallelConfig) -> str:
