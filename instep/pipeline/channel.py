@@ -53,8 +53,8 @@ DTYPES = (
 )
 VERSION = 5
 # Version, whether the sender has left the step, step, its number of micro-batches, identity and position of
-# their data; of the action stage, kind, micro-batch and tie; a number that goes along, when it was sent, where
-# a short message ends, in bytes (its last word says again when it was sent), number of tensors.
+# their data; of the action stage, kind, micro-batch and tie; a number that goes along, when it was sent,
+# where a short message ends, in bytes (its last word says again when it was sent), number of tensors.
 FIELDS = 14
 LEFT, STEP, COUNT, NUMBER, SENT_NS, END = 1, 2, 3, 10, 11, 12
 STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not

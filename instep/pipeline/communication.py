@@ -36,6 +36,7 @@ from instep.pipeline.actions import (
     needs,
 )
 
+SENT = {SEND_FORWARD: FORWARD, SEND_BACKWARD: INPUT_GRADIENT, SEND_TIED: WEIGHT_GRADIENT}
 AHEAD = 1  # actions that compute between the place of a receive and its use
 
 
@@ -73,8 +74,13 @@ def receiver(schedule: Schedule, send: Action) -> int | None:
     """The rank that gets what ``send`` sends; None: no stage needs it."""
     if send.kind == SEND_TIED:
         return schedule.stage_ranks[schedule.ties[send.tie][0]]
-    to = send.stage + (1 if send.kind == SEND_FORWARD else -1)
+    to = next_stage(send)
     return schedule.stage_ranks[to] if 0 <= to < schedule.num_stages else None
+
+
+def next_stage(send: Action) -> int:
+    """The stage that needs what ``send``, of no tie, sends, if there is one."""
+    return send.stage + (1 if send.kind == SEND_FORWARD else -1)
 
 
 def send_of(receive: Action) -> Action:
@@ -137,8 +143,7 @@ def needs_of_program(schedule: Schedule, action: Action) -> list[Action]:
     if action.kind in RECEIVES:
         return []
     if action.kind not in COMPUTE:
-        made = {SEND_FORWARD: FORWARD, SEND_BACKWARD: INPUT_GRADIENT, SEND_TIED: WEIGHT_GRADIENT}
-        return [Action(action.stage, made[action.kind], action.micro_batch)]
+        return [Action(action.stage, SENT[action.kind], action.micro_batch)]
     rank = schedule.stage_ranks[action.stage]
     own = [needed for needed in schedule.needs(action) if schedule.stage_ranks[needed.stage] == rank]
     return own + [end for receive in messages_to(schedule, action) for end in (send_of(receive), receive)]

@@ -32,7 +32,7 @@ from instep.pipeline.actions import (
     Action,
 )
 from instep.pipeline.channel import DTYPES, ENDING, EVALUATION, MessageWait, Received, StageChannel
-from instep.pipeline.communication import send_of
+from instep.pipeline.communication import SENT, next_stage, send_of
 from instep.pipeline.stage import Gradients, Stage, Values
 from instep.pipeline.tied import TiedParameters
 from instep.step.micro_batches import DataSource, MicroBatch
@@ -171,9 +171,8 @@ class Executor:
         stage.weight_gradients(micro_batch, last=self._is_last(action))
 
     def _send(self, action: Action) -> None:
-        forward = action.kind == SEND_FORWARD
-        tensors = self._made.pop(action._replace(kind=FORWARD if forward else INPUT_GRADIENT))
-        to = self.stage_ranks[action.stage + (1 if forward else -1)]
+        tensors = self._made.pop(action._replace(kind=SENT[action.kind]))
+        to = self.stage_ranks[next_stage(action)]
         weight = self._micro_batch(action).checked_weight()
         self.channel.send(action, to, weight, tensors)
 
