@@ -3,7 +3,7 @@ a step, to which all ranks of a pipeline come, or none."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -90,7 +90,8 @@ class Executor:
         self._losses: dict[int, Tensor] = {}
         self._rank = stage_ranks[next(iter(stages))]
         self._last_stage = len(stage_ranks) - 1
-        self._known: list[MicroBatch] = []
+        self._known: dict[int, MicroBatch] = {}  # from the first action that needs it to the last
+        self._num_read = 0
         self._left = dict.fromkeys(stages, len(task.own))  # micro-batches that weights wait for
         self._made: dict[Action, Sequence[Any]] = {}  # results that another stage still needs
         self._execute: dict[str, Callable[[Action], None]] = {
@@ -117,8 +118,13 @@ class Executor:
             with ExitStack() as stack:
                 for stage in self.stages.values():
                     stack.enter_context(stage.begun(plan))
-                for action in program() if self.task.own else ():
+                actions = program() if self.task.own else ()
+                left = Counter(action.micro_batch for action in actions)
+                for action in actions:
                     self._execute[action.kind](action)
+                    left[action.micro_batch] -= 1
+                    if not left[action.micro_batch]:
+                        self._known.pop(action.micro_batch, None)
                 with _waits(self.recorder):
                     self.channel.flush()
         except BaseException as error:
@@ -186,8 +192,9 @@ class Executor:
         return self.stages[action.stage], self._micro_batch(action)
 
     def _micro_batch(self, action: Action) -> MicroBatch:
-        while len(self._known) <= action.micro_batch:
-            self._known.append(next(self.task.read))
+        while self._num_read <= action.micro_batch:
+            self._known[self._num_read] = next(self.task.read)
+            self._num_read += 1
         return self._known[action.micro_batch]
 
     def _gradients(self, action: Action) -> Gradients | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -322,6 +324,43 @@ def test_a_stage_with_three_times_the_layers_is_named_by_the_timeline(
     assert (slow.forward_s, slow.others_forward_s) == pytest.approx((0.006, 0.002))
     assert (slow.backward_s, slow.others_backward_s) == pytest.approx((0.012, 0.004))
     assert slow.bubble > slow.even_bubble
+    model.close()
+
+
+class Sample:
+    """Data of a micro-batch."""
+
+
+class Samples:
+    """Made when they are read; ``alive`` are those that something still holds."""
+
+    num_micro_batches, position, identity = 8, 0, 0
+
+    def __init__(self) -> None:
+        self.alive: WeakSet[Sample] = WeakSet()
+
+    def read(self, own: Sequence[int]) -> Iterator[tuple[Sample, int]]:
+        for _ in own:
+            made = Sample()
+            self.alive.add(made)
+            yield made, 1
+
+    def advance(self) -> None:
+        self.position += 1
+
+
+@world(2, pp=2, dp=1)
+def test_data_of_a_micro_batch_is_let_go_after_its_last_action(mesh: Mesh) -> None:
+    model, data = instep.Pipeline([Layer(), Layer()], mesh, "1f1b"), Samples()
+    most = []
+
+    def looked(_: MicroBatch) -> Tensor:
+        most.append(len(data.alive))
+        return torch.ones(3)
+
+    model.step(lambda output, one: looked(one).sum() * output.sum(), looked, data)
+    # As many as are under way on the rank, the one that is begun, and the one that was read last.
+    assert len(most) == 8 and max(most) <= 4
     model.close()
 
 
