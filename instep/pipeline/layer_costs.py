@@ -163,27 +163,15 @@ def _run(
     """Each layer once, with what the one before has given."""
     last = len(layers) - 1
     for number, layer in enumerate(layers):
-        ran = _run_layer(
-            layer, values, loss if number == last else None, is_first=number == 0, is_counted=is_counted
-        )
+        here = next((x.device for x in values if isinstance(x, Tensor)), torch.device("cpu"))
+        own_loss = loss if number == last else None
+        with _filled(layer.module, here):
+            ran = _run_layer(layer, values, own_loss, is_first=number == 0, is_counted=is_counted)
         yield ran
         values = ran.outputs
 
 
 def _run_layer(
-    layer: Layer,
-    values: tuple[Any, ...],
-    loss: Callable[[Any], Tensor] | None,
-    *,
-    is_first: bool,
-    is_counted: bool,
-) -> Ran:
-    here = next((x.device for x in values if isinstance(x, Tensor)), torch.device("cpu"))
-    with _filled(layer.module, here):
-        return _run_filled(layer, values, loss, is_first=is_first, is_counted=is_counted)
-
-
-def _run_filled(
     layer: Layer,
     values: tuple[Any, ...],
     loss: Callable[[Any], Tensor] | None,
