@@ -46,7 +46,10 @@ settings.load_profile("instep")
 def same_random_state() -> None:
     """Seed torch, with one thread as in a rank, where sums have the order that they have there."""
     if (torch := _loaded("torch")) is not None:
-        torch.manual_seed(0)
+        # Not torch.manual_seed: it keeps the stack for each kind of accelerator that may come, a millisecond.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
         torch.set_num_threads(1)
 
 
