@@ -107,7 +107,9 @@ def measure(options: CollectivesOptions) -> dict[str, Any]:
             "sizes": fitting,
             "samples": options.samples,
             "budget_s": options.budget_s,
-            "bound": options.collective == "all_reduce" and not options.link,
+            "bound": options.collective == "all_reduce"
+            and not options.link
+            and any(bound_applies(size, ranks) for size in fitting),
         }
         by_rank = _in_world(options, task, ranks)
         if task["bound"]:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from instep.bench import bandwidth, collectives
 from instep.bench.bandwidth import figures
 from instep.bench.collectives import beside_the_bound, by_backend, measure, predicted, prediction
 from instep.bench.options import CollectivesOptions
@@ -42,7 +43,7 @@ def test_the_results_say_how_they_were_made(measured):
     found = json.loads((measured[1] / "a.json").read_text())
     assert found["environment"]["command"].startswith("instep bench collectives -n 2")
     assert (found["samples"], found["warm_up"]) == (3, 2)
-    assert found["memory_bytes_per_s"]["2"] > 0
+    assert found["memory_bytes_per_s"] == {}  # of messages that fit a cache nothing is said about memory
 
 
 def test_bandwidths_follow_from_the_time(measured):
@@ -71,9 +72,29 @@ def test_the_chart_is_there_twice(measured):
 def test_results_go_to_stdout_and_progress_to_stderr(measured):
     ended, _ = measured
     assert "all_reduce on 2 ranks" in ended.out
-    assert "GB/s when all ranks copy" in ended.out
     assert "all_reduce, 2 ranks, 1 KB" in ended.err
     assert "all_reduce, 2 ranks, 1 KB" not in ended.out
+
+
+def test_messages_that_fit_no_cache_are_beside_what_the_memory_allows(monkeypatch, capsys):
+    def in_world(options, task, ranks):
+        part = {
+            "size": 1000,
+            "count": 250,
+            "times": {"gloo": [1e-6]},
+            "calls": {"gloo": 1},
+            "wrong": {"gloo": 0},
+        }
+        messages = {"bytes": [4, 64_000], "seconds": [1e-4, 2e-4]}
+        return [{"memory": 20e9 if task["bound"] else None, "messages": messages, "sizes": [part]}] * ranks
+
+    monkeypatch.setattr(collectives, "_in_world", in_world)
+    for cache, told in ((1001, False), (1000, True)):
+        monkeypatch.setattr(bandwidth, "cache_bytes", lambda cache=cache: cache)
+        collectives.run(CollectivesOptions(sizes=("1KB",), backends=("gloo",)))
+        said = capsys.readouterr().out
+        assert ("memory: 20.0 GB/s when all ranks copy." in said) == told
+        assert ("Times as long as the memory allows" in said) == told
 
 
 def test_a_way_that_does_not_exist_is_answered_with_those_that_do():

@@ -10,6 +10,7 @@ from instep.bench.collectives_rank import (
     Implementation,
     default_names,
     fits,
+    memory_bytes_per_s,
     obstacle,
 )
 from instep.bench.worlds import World
@@ -126,6 +127,15 @@ def test_shared_memory_does_without_the_native_core_if_it_is_asked_to(mesh):
         seen[name] = way.group(ours)._rounds.shared.core is not None
     assert seen == {name: name not in WITHOUT_CORE for name in ways}
     assert core() is not None
+
+
+@world(2, by="process")
+def test_all_ranks_know_how_fast_they_copy_together(mesh):
+    ours = World()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives_rank, "array_bytes", lambda num_ranks: 1 << 20)
+        found = memory_bytes_per_s(ours)
+    assert 0 < found == ours.slowest(found) < 1e15
 
 
 def test_there_is_nothing_to_do_without_where_there_is_no_core():
