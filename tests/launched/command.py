@@ -63,9 +63,9 @@ def train(*args: object, cwd: Path) -> Ended:
     return instep("train", *args, cwd=cwd)
 
 
-def instep(*words: object, cwd: Path) -> Ended:
+def instep(*words: object, cwd: Path, first: str = "") -> Ended:
     """``instep`` with ``words``, started warm: see ``ember``."""
-    with started_warm(*words, cwd=cwd) as command:
+    with started_warm(*words, cwd=cwd, first=first) as command:
         out, err = command.communicate()
     assert command.returncode is not None
     return Ended(command.returncode, out, err)
@@ -73,18 +73,20 @@ def instep(*words: object, cwd: Path) -> Ended:
 
 @contextmanager
 def started_warm(
-    *words: object, cwd: Path, env: Mapping[str, str] | None = None, host: str = ""
+    *words: object, cwd: Path, env: Mapping[str, str] | None = None, host: str = "", first: str = ""
 ) -> Iterator[Warm]:
     """``instep`` with ``words`` while it runs, started warm; in the end no process of it may be left.
 
     Args:
         env: added to this process's environment.
         host: the name of one of ``tests.lab``, if it is not to run on this one.
+        first: code that the command runs before all of its own.
     """
     if not _embers:
         _embers.append(_Ember())
     environ = {**os.environ, **(env or {}), "PYTHONPATH": str(ROOT)}
     request = {"words": [*map(str, words)], "cwd": str(cwd), "env": environ, "host": host}
+    request["first"] = first
     try:
         with _embers[0].start(request) as command:
             yield command

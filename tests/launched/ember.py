@@ -110,6 +110,7 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     tempfile.tempdir = None  # torch has looked for it, by another TMPDIR
     sys.argv = ["", *request["words"]]
     multiprocessing.util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
+    exec(request["first"], {})
     try:
         runpy.run_module("instep", run_name="__main__", alter_sys=True)
     except SystemExit as end:

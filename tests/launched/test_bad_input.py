@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from instep.timeline.trace_files import FOLDER
 from tests.launched.command import (
     INSTEP,
     PATIENCE_S,
+    instep,
     read_until,
-    run,
     started,
     started_warm,
     train,
@@ -181,40 +182,39 @@ def test_a_run_is_not_told_to_stop_where_it_has_stopped(recipe, half_way, tmp_pa
     assert tree(path) == before
 
 
-# Python runs this before anything else in every process of the command. Ranks are the only ones that are
-# forked without another program; the second is killed by its first instruction.
+# The command runs this before anything else. Ranks are what its forkserver forks; the second is killed by its
+# first instruction.
 KILLS_RANK_1 = """
 import os, signal
-forked = []
+command, forks = os.getpid(), []
 def die():
-    if len(forked) == 2:
+    if os.getppid() != command and forks.count(os.getppid()) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-os.register_at_fork(before=lambda: forked.append(None), after_in_child=die)
+os.register_at_fork(before=lambda: forks.append(os.getpid()), after_in_child=die)
 """
 
 
 def test_a_rank_that_dies_in_start_up_is_named_and_replaced(recipe, undisturbed, tmp_path):
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(KILLS_RANK_1)
-    before = tree(site)
-    flags = ("-n", 3, "--run-dir", "run")
-    env = {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = run(*INSTEP, "train", *recipe, *flags, cwd=tmp_path, env=env)
+    ended = instep("train", *recipe, "-n", 3, "--run-dir", "run", cwd=tmp_path, first=KILLS_RANK_1)
     assert ended.code == 0, ended.err
     named = r"(rank \d|a spare) \(pid \d+\).* was killed by SIGKILL: out of memory\?"
     assert len(re.findall(named, ended.err)) == 1, ended.err
     assert "Traceback" not in ended.err
     assert state_of(tmp_path / "run") == state_of(undisturbed)
-    assert tree(site) == before
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, recipe, tmp_path):
-    """Two ranks as from a terminal, with an interpreter of their own; one rank started warm."""
+@pytest.mark.parametrize(
+    ("ranks", "by"),
+    [
+        (1, started_warm),
+        (2, started_warm),
+        pytest.param(2, partial(started, *INSTEP), marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "two ranks", "two ranks as from a terminal, with an interpreter of their own"],
+)
+def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, by, recipe, tmp_path):
     flags = ("-n", ranks, "--steps", 100_000, "--eval.every", 1, "--run-dir", "run")
-    words = ("train", *recipe, *flags)
-    starting = started(*INSTEP, *words, cwd=tmp_path) if ranks > 1 else started_warm(*words, cwd=tmp_path)
+    starting = by("train", *recipe, *flags, cwd=tmp_path)
     with starting as process:
         read_until(process, "step 3  held out")
         assert (tmp_path / "run" / WORKERS).exists()
