@@ -353,7 +353,7 @@ words = st.sampled_from(
 fields = st.dictionaries(words, json_values | st.just(STARTED), max_size=5)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lines=st.lists(fields, max_size=3),
     summary=fields,

@@ -84,18 +84,27 @@ def assert_bits_of_one_at_each_shift(mesh: Mesh, wrap: str, num_leaves: int) -> 
     assert all(sorted(ranks) == list(range(mesh.world_size)) for ranks in opinions.values())
 
 
-@pytest.mark.parametrize("wrap", ["0", "2", "3", "server"])
+def shared_out(few: int, swapped: bool) -> list[Any]:
+    """``few`` micro-batches for half of the wrappers, 5 for the others; the rest with `make slow`."""
+    return [
+        pytest.param(wrap, leaves, marks=[pytest.mark.slow] * ((i + (leaves > few) + swapped) % 2))
+        for i, wrap in enumerate(("0", "2", "3", "server"))
+        for leaves in (few, 5)
+    ]
+
+
+@pytest.mark.parametrize(("wrap", "num_leaves"), shared_out(2, False))
 @world(3)
-def test_every_rank_in_turn_computes_each_micro_batch_with_the_bits_of_one(mesh: Mesh, wrap: str) -> None:
-    for num_leaves in (2, 5):
-        assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
+def test_every_rank_in_turn_computes_each_micro_batch_with_the_bits_of_one(
+    mesh: Mesh, wrap: str, num_leaves: int
+) -> None:
+    assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
 
 
-@pytest.mark.parametrize("wrap", ["0", "2", "3", "server"])
+@pytest.mark.parametrize(("wrap", "num_leaves"), shared_out(1, True))
 @world(3, backend="shm")
-def test_so_it_is_where_ranks_share_memory(mesh: Mesh, wrap: str) -> None:
-    for num_leaves in (1, 5):
-        assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
+def test_so_it_is_where_ranks_share_memory(mesh: Mesh, wrap: str, num_leaves: int) -> None:
+    assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
 
 
 @pytest.mark.parametrize(("wrap", "few"), [("2", 1), ("3", 2)])

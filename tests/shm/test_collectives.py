@@ -28,7 +28,7 @@ LENGTHS = (0, 1, 7, SMALL_BYTES // 4 + 3)
 MANY_ROUNDS = 5 * SMALL_BYTES // 2 + 5  # and more than is added at once (32 KiB)
 
 
-@pytest.fixture(params=[1, 2, 3, 4, 5])
+@pytest.fixture(params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
 def size(request: pytest.FixtureRequest) -> int:
     return request.param
 

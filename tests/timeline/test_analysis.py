@@ -111,7 +111,7 @@ def test_what_is_no_setting_is_none(found):
 NAMES = [*asdict(setting()), "more"]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fields=st.dictionaries(st.sampled_from(NAMES), json_values | st.integers(0, 100), max_size=3),
     head=st.dictionaries(st.sampled_from(["optimizer", "num_parameters"]), json_values),
