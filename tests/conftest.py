@@ -53,6 +53,16 @@ def same_random_state() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """What earlier files have left stays to the end, or each collection that is asked for looks at it again.
+
+    Runs of scripts, and tests of what is let go, ask for hundreds.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process, thread, variable, shared memory segment or default group."""

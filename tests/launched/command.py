@@ -85,8 +85,7 @@ def started_warm(
     if not _embers:
         _embers.append(_Ember())
     environ = {**os.environ, **(env or {}), "PYTHONPATH": str(ROOT)}
-    request = {"words": [*map(str, words)], "cwd": str(cwd), "env": environ, "host": host}
-    request["first"] = first
+    request = {"words": [*map(str, words)], "cwd": str(cwd), "env": environ, "host": host, "first": first}
     try:
         with _embers[0].start(request) as command:
             yield command
