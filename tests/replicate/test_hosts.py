@@ -25,7 +25,7 @@ from instep.replicate.wrapper import DataParallel
 from tests.far import evenly, hosts
 from tests.lab import on_each, two_hosts
 from tests.parity import Training, assert_bits_of_one, filled, world_of_one
-from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, mean_square
+from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, every_other, mean_square
 from tests.replicate.replicas import assert_backwards, failing_at, square
 from tests.world import world
 
@@ -52,7 +52,8 @@ def every_number_of_leaves_gives_the_bits_of_one(mesh: Mesh, strategy: str) -> N
         assert_bits_of_one(mesh, training, strategy=strategy, bucket_cap_mb=TINY_MB)
 
 
-@pytest.mark.parametrize("name", PLAIN | OTHER)
+# The others on three ranks, which share memory or send: test_parity.py.
+@pytest.mark.parametrize("name", every_other(PLAIN | OTHER, first=0))
 def test_every_model_gives_the_bits_of_one(name):
     with hosts(*evenly(2, 2)):
         world(4)(gives_the_bits_of_one)(name=name)

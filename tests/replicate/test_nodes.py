@@ -24,7 +24,7 @@ from tests.far import evenly, hosts
 from tests.ordered.rounded_nodes import FORMATS, by_hand
 from tests.parity import _kept as kept
 from tests.parity import adamw, assert_same_bits, filled, world_of_one
-from tests.replicate.nets import WIDTH, data
+from tests.replicate.nets import WIDTH, data, every_other
 from tests.world import world
 
 EVERY = pytest.mark.parametrize("nodes", FORMATS, ids=str)
@@ -158,14 +158,14 @@ def test_three_ranks_give_the_bits_of_one_in_shared_memory(mesh: Mesh, nodes: No
     gives_the_bits_of_one(mesh, nodes)
 
 
-@EVERY
+@pytest.mark.parametrize("nodes", every_other(FORMATS, first=0), ids=str)
 @world(5)
 def test_five_ranks_give_the_bits_of_one_in_messages(mesh: Mesh, nodes: NodeFormat) -> None:
     """In buckets of some parameters and of all; in every other way on two ranks, above."""
     gives_the_bits_of_one(mesh, nodes, SOME_WAYS)
 
 
-@EVERY
+@pytest.mark.parametrize("nodes", every_other(FORMATS, first=1), ids=str)
 @pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_ranks_of_several_hosts_give_the_bits_of_one(
     nodes: NodeFormat, num_hosts: int, num_local: int

@@ -34,7 +34,7 @@ from tests.world import world
 
 LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
 STAGES = [2, 3]
-# On four ranks one stage of each backend; the other with `make slow`.
+# On four ranks one stage, in shared memory; the others with `make slow`.
 SLOW = pytest.mark.slow
 
 RUNS = {
@@ -83,8 +83,9 @@ def test_three_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
         assert_bits_of_one(mesh, run, stage=stage)
 
 
+@SLOW
 @world(4)
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_four_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
     for run in RUNS.values():
         assert_bits_of_one(mesh, run, stage=stage)

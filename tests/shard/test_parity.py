@@ -58,7 +58,14 @@ DROPOUT = {
 
 
 def test_one_rank_gives_the_bits_of_the_plain_optimizer() -> None:
-    for run in [*RUNS.values(), *ODD.values()]:
+    """The odd models on two, below."""
+    for run in RUNS.values():
+        assert_bits_of_plain(world_of_one(), run)
+
+
+@pytest.mark.slow
+def test_one_rank_gives_the_bits_of_the_plain_optimizer_for_odd_models() -> None:
+    for run in ODD.values():
         assert_bits_of_plain(world_of_one(), run)
 
 
@@ -74,6 +81,7 @@ def test_three_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
         assert_bits_of_plain(mesh, run)
 
 
+@pytest.mark.slow
 @world(4)
 def test_four_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
     for run in RUNS.values():

@@ -15,7 +15,7 @@ TIMES = 1000
 LENGTHS = (0, 1, 2, 7, 8, 9, 31, 512, 513, 4099)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @world(3, by="process", backend="shm", timeout_s=20)
 def test_three_processes_hammer(mesh, seed):
     hammer(mesh.rank, 3, random.Random(seed))
