@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -150,17 +150,36 @@ def share_memory(
     return found
 
 
-def hang_up(pg: dist.ProcessGroup) -> None:
-    """Close the connections of gloo: all that waits for one of them fails then, which its abort does not do.
+def hang_up(*pgs: dist.ProcessGroup | None) -> None:
+    """Close the connections of gloo: what waits for one of them fails then, which its abort does not do.
 
     A message that is given up takes the connections to all ranks along ("Application timeout caused pair
     closure", gloo/transport/tcp/unbound_buffer.cc). One on a connection that is closed already does not.
     """
-    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-    for other in range(pg.size()):
-        if other != pg.rank() and not hasattr(pg, "expose"):
-            with suppress(RuntimeError):
-                pg.recv([nothing], other, HANGING_UP).wait(timedelta(milliseconds=1))
+    for pg, other in _connections(pgs):
+        with suppress(RuntimeError):
+            _receive_nothing(pg, other).wait(timedelta(milliseconds=1))
+
+
+def require_connected(pgs: Iterable[dist.ProcessGroup | None]) -> None:
+    """Raise ``RuntimeError`` if a connection of gloo has ended, as it does for whatever is begun on one.
+
+    It does not tell all that waits for one: not a message of which a part is written or read, or waits for
+    its turn (``Pair::signalException``, gloo/transport/tcp/pair.cc). Each call leaves some hundred bytes.
+    """
+    for pg, other in _connections(pgs):
+        _receive_nothing(pg, other)
+
+
+def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
+    """Process groups, and their other ranks, of those that do not share memory."""
+    for pg in pgs:
+        if pg is not None and not hasattr(pg, "expose"):
+            yield from ((pg, other) for other in range(pg.size()) if other != pg.rank())
+
+
+def _receive_nothing(pg: dist.ProcessGroup, other: int) -> dist.Work:
+    return pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, HANGING_UP)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:

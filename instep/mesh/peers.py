@@ -13,18 +13,32 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from instep.errors import PeerLost
 from instep.mesh import debug_server, device
 from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, status_table, words_of
+from instep.mesh.hang_report import (
+    AFTER,
+    FAILED,
+    IN,
+    FlightRecorder,
+    Problem,
+    StatusRow,
+    status_table,
+    words_of,
+)
 from instep.mesh.process_state import look
 from instep.mesh.questions import patience_s
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 SLICE_S = 0.05  # within which a death is noticed
 POST_S = 0.2  # a wait that lasts as long is told the others
+LOOK_S = 1.0  # one that lasts as long looks at its connections, and again when it has lasted twice as long
 RECORD_BYTES = 256
 # A rank that a signal has stopped may be continued; a run of which nobody knows that it stands is the worse.
 STOPPED_S = 5.0
@@ -160,10 +174,11 @@ class Peers:
         operation: str,
         *,
         on_gpu: bool = False,
+        over: Iterable[ProcessGroup | None] = (),
         missing: Callable[[], Collection[int]] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Block until ``work`` is done.
+        """Block until ``work`` is done, over the connections of gloo that ``over`` has.
 
         ``missing()`` are the places in the table of the ranks that have not come, where that is known: then a
         rank that came and ended is not a lost one.
@@ -174,7 +189,7 @@ class Peers:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            self._wait(work, operation, limit_s, on_gpu, missing)
+            self._wait(work, operation, limit_s, on_gpu, over, missing)
         finally:
             self.flight.waited()
 
@@ -184,9 +199,10 @@ class Peers:
         operation: str,
         limit_s: float,
         on_gpu: bool,
+        over: Iterable[ProcessGroup | None],
         missing: Callable[[], Collection[int]] | None,
     ) -> None:
-        began = time.monotonic()
+        began, look_s = time.monotonic(), LOOK_S
         posted = relayed = doubted = False
         stops = _StopClock()
         while not self._slice(work, operation, began, limit_s, on_gpu):
@@ -212,8 +228,24 @@ class Peers:
             if not relayed and waited_s > limit_s / 2:
                 self._relay()
                 relayed = True
+            if waited_s >= look_s:
+                look_s = 2 * waited_s
+                self._look(over, operation, waited_s, limit_s)
         if posted:
             self.status_store.post(replace(self.flight.row(), status=AFTER))
+
+    def _look(
+        self, over: Iterable[ProcessGroup | None], operation: str, waited_s: float, limit_s: float
+    ) -> None:
+        """Raise ``PeerLost`` if a connection has ended, and a rank has failed: gloo may not have told.
+
+        One that has ended well owes nothing, and may have hung up.
+        """
+        try:
+            device.require_connected(over)
+        except RuntimeError as error:
+            if self.status_store.lost()[0] or any(row.status == FAILED for row in self.rows()):
+                raise self._lost(operation, waited_s, limit_s, error, self.confirm(), None) from None
 
     def _relay(self) -> None:
         """Post what the ranks of this host do, some of which may not know that they are missed."""

@@ -379,10 +379,11 @@ class Group:
         The others are told at once, and not by the deadline. Ranks that share memory need nothing of this:
         they compare what they come for, each time.
         """
-        if self._shared is None and self.pg is not None:
+        if self.sends_best:
             self._interrupted = operation
-            for pg in filter(None, (self.pg, self._line)):
-                device.hang_up(pg)
+            device.hang_up(self.pg, self._line)
+            self.peers.flight.end(failed=True)  # which a rank asks for that gloo has not told
+            self.peers.status_store.post(self.peers.flight.row())
 
     def close(self) -> None:
         """End the group: what is under way gives up, within a slice; what follows is of a world of one."""
@@ -391,9 +392,8 @@ class Group:
             lane.close(wait=False)
         if self._shared is not None:
             self._shared.shutdown()
-        for pg in (self.pg, self._line):
-            if pg is not None:
-                drop(pg, self._owed)
+        for pg in filter(None, (self.pg, self._line)):
+            drop(pg, self._owed)
         self.pg, self._line, self._owed = None, None, []
         self.peers.status_store = StatusStore()  # that of a segment holds it
 
@@ -565,7 +565,7 @@ class Group:
 
     def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
         try:
-            self.peers.wait(work, operation, on_gpu=on_gpu)
+            self.peers.wait(work, operation, on_gpu=on_gpu, over=(self.pg, self._line))
         except BaseException as error:
             if self._flight is not None:
                 self._flight.end(failed=True)

@@ -3,6 +3,7 @@ caught it made another step: the header of that one was paired with what the oth
 first, and gloo ended the process with SIGABRT. The group is lost then, on all ranks, and at once."""
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import instep
 from instep.errors import PeerLost
+from instep.mesh import peers
 from instep.mesh.mesh import Mesh
 from tests.far import evenly, hosts
 from tests.world import world
@@ -80,6 +82,30 @@ def loses_its_group(mesh: Mesh, between_hosts: bool, at_wait: int, have_ended: t
     assert ("rank 0 was interrupted in the exchange of bucket 0" in str(lost.value)) == (mesh.rank == 0)
     have_ended.wait(30)
     model.close()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_rank_finds_out_whose_message_gloo_had_begun_when_it_closed_the_connection(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo does not end the wait for such a message (``device.require_connected``): it was the deadline."""
+    monkeypatch.setattr(peers, "LOOK_S", 0.2)
+    monkeypatch.setattr(peers, "CONFIRM_S", 0.1)
+    with hosts(*evenly(2, 1)) if far else nullcontext():
+        world(2)(waits_for_what_gloo_does_not_end)()
+
+
+def waits_for_what_gloo_does_not_end(mesh: Mesh) -> None:
+    group, ended = mesh.world.duplicate(), threading.Event()
+    if mesh.rank == 0:
+        interrupt(group.peers, "wait", KeyboardInterrupt, 1)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(lambda: None, "an exchange")
+    else:
+        with pytest.raises(PeerLost, match=r"a rank left an exchange: .* then the backend said: "):
+            group.run(ended.wait, "an exchange")
+    ended.set()
+    group.close()
 
 
 def train(model: instep.DataParallel, steps: int = 1) -> None:
