@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.faults.acts import INSTEP, Inside, namespace
 from benchmarks.faults.command import ROOT, Ended, last_step, run, steps_of
@@ -27,6 +27,7 @@ from instep.run.ledger import LEDGER
 from instep.run.toml import to_toml
 
 SAID_CHARACTERS = 20_000
+Ledger: TypeAlias = Mapping[int, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Bench:
     def __init__(self, directory: Path, hooks: Sequence[str] = ()) -> None:
         self.directory = directory
         self.hooks = tuple(hooks)
-        self._references: dict[tuple[str, ...], str] = {}
+        self._references: dict[tuple[str, ...], tuple[str, Ledger]] = {}
         # A copy: somebody may be editing.
         text = directory / "text"
         text.write_bytes(b"".join(path.read_bytes() for path in sorted((ROOT / "instep").rglob("*.py"))))
@@ -81,15 +82,15 @@ class Bench:
             "needs mounts of its own (root, or user namespaces)" if row.mounts and not self.can_mount else ""
         )
 
-    def reference(self, row: Row) -> str:
-        """The hash of the undisturbed run on one rank."""
+    def reference(self, row: Row) -> tuple[str, Ledger]:
+        """The hash of the undisturbed run on one rank, and its ledger."""
         args = ("--steps", str(row.steps), *row.alike)
         if args not in self._references:
             with corner() as place:
                 ended = self._command(Run(args, ranks=1, pauses=False), place)
                 if ended.code:
                     raise RuntimeError(f"the undisturbed run ended with code {ended.code}:\n{ended.said}")
-                self._references[args] = str(_summary(place)["state_sha256"])
+                self._references[args] = str(_summary(place)["state_sha256"]), _ledger(place / "run")
         return self._references[args]
 
     def make(self, row: Row) -> Made:
@@ -105,7 +106,8 @@ class Bench:
             return self._program(row, place) if row.program else self._runs(row, place)
 
     def _runs(self, row: Row, place: Path) -> Found:
-        expected, path = self.reference(row) if row.expect.same else "", place / "run"
+        path = place / "run"
+        expected, ledger = self.reference(row) if row.expect.same else ("", {})
         ends: list[Ended] = []
         redone = 0
         for number, one in enumerate(row.runs):
@@ -128,6 +130,7 @@ class Bench:
             events=read_lines(path / FAULTS),
             moments=[moment for end in ends for moment in end.moments],
             same=summary.get("state_sha256") == expected if row.expect.same else None,
+            same_ledger=_ledger(path) == ledger if row.expect.same else None,
             steps=[(line["step"], line["cursor"]) for line in steps],
             skipped=summary.get("skipped_steps", 0),
             redone_by_resume=redone,
@@ -174,6 +177,11 @@ def corner() -> Iterator[Path]:
         yield place
     finally:
         shutil.rmtree(place)
+
+
+def _ledger(path: Path) -> Ledger:
+    """Loss and norm of each step; of one that was made twice the last."""
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in steps_of(path)}
 
 
 def _summary(place: Path) -> dict[str, Any]:

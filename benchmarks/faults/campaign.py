@@ -15,7 +15,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class Layout:
     args: tuple[str, ...]
     inside: tuple[str, ...]  # as --fault takes them
     blows: tuple[Blow, ...]
+    steps: int = STEPS
 
     @property
     def is_stopped(self) -> bool:
@@ -74,13 +75,13 @@ class Layout:
     @property
     def row(self) -> Row:
         """As the matrix has rows."""
-        pace = f"slow:rank=0,step=0,steps={STEPS},phase=data,seconds={PACE_S:g}"
+        pace = f"slow:rank=0,step=0,steps={self.steps},phase=script,seconds={PACE_S:g}"
         run = Run(
             self.args, (pace, *self.inside), self.ranks, act=Struck(self.blows, self.backend), pauses=False
         )
         codes = (PREEMPTED, 0) if self.is_stopped else (0,)
         runs = (run, GOES_ON) if self.is_stopped else (run,)
-        return Row("campaign", str(self), "", Expect(NOBODY, codes), runs, steps=STEPS)
+        return Row("campaign", str(self), "", Expect(NOBODY, codes), runs, steps=self.steps)
 
     def __str__(self) -> str:
         words = [word.removeprefix("--parallel.").removeprefix("--") for word in self.args]
@@ -161,14 +162,14 @@ def layout(seed: int, number: int) -> Layout:
         if draw.random() < 0.5:
             inside.append(_inside(draw, step, ranks, saved))
         else:
-            blows.append(_blow(draw, draw.choice(OUTSIDE), step, ranks))
+            blows.append(draw_blow(draw, draw.choice(OUTSIDE), step, ranks))
     # A worker has its weights from its server in every step: what flips is gone before the ranks compare.
     replicas = ranks >= 3 and stage == 0 and "server" not in args
     if saved and replicas and draw.random() < 0.5:
         args += ["--checks.replicas-every", "10"]
         inside.append(injected("flip", rank=1, step=LAST + 4, phase="data"))
     if draw.random() < 0.3:
-        blows.append(_blow(draw, "term", LAST + 1, ranks))
+        blows.append(draw_blow(draw, "term", LAST + 1, ranks))
     return Layout(ranks, backend, tuple(args), tuple(inside), tuple(blows))
 
 
@@ -185,20 +186,27 @@ def _inside(draw: random.Random, step: int, ranks: int, saved: bool) -> str:
     return injected(kind, rank=rank, step=step, phase=phase, **(late if draw.random() < 0.5 else {}))
 
 
-def _blow(draw: random.Random, what: str, step: int, ranks: int) -> Blow:
+def draw_blow(draw: random.Random, what: str, step: int, ranks: int) -> Blow:
+    """One to a rank that is drawn, some time after ``step``."""
     return Blow(what, step, draw.uniform(0, DELAY_S), draw.randrange(ranks), draw.uniform(0, AGAIN_S))
 
 
-def measure_campaign(bench: Bench, seed: int, numbers: Sequence[int]) -> dict[str, Any]:
-    """Every layout of ``numbers``, once, compared with the undisturbed run."""
+def measure_campaign(
+    bench: Bench,
+    seed: int,
+    numbers: Sequence[int],
+    draw: Callable[[int, int], Layout] = layout,
+    part: str = "campaign",
+) -> dict[str, Any]:
+    """Every layout of ``numbers``, as ``draw`` gives it, once, compared with the undisturbed run."""
     layouts = []
     for number in numbers:
-        one = layout(seed, number)
+        one = draw(seed, number)
         found = bench.found(one.row)
-        entry = fields(seed, number, one, found)
+        entry = fields(again(part, seed, number), one, found)
         layouts.append(entry)
         state = f"NOT GREEN: {'; '.join(entry['wrong'])}" if entry["wrong"] else "green"
-        print(f"[campaign {seed}: {number}] {one}: {entry['faults']} faults: {state}", flush=True)
+        print(f"[{part} {seed}: {number}] {one}: {entry['faults']} faults: {state}", flush=True)
     return {
         "seed": seed,
         "layouts": layouts,
@@ -212,12 +220,12 @@ def measure_campaign(bench: Bench, seed: int, numbers: Sequence[int]) -> dict[st
     }
 
 
-def fields(seed: int, number: int, one: Layout, found: Found) -> dict[str, Any]:
+def fields(command: str, one: Layout, found: Found) -> dict[str, Any]:
     """What became of a layout, as JSON."""
     outside = len(found.moments)
     seen = sum(bool(event.get("injected_ns")) for event in found.failures)
     return {
-        "command": again(seed, number),
+        "command": command,
         "layout": str(one),
         "wrong": wrongs(one, found),
         "faults": outside + seen,
@@ -232,9 +240,9 @@ def fields(seed: int, number: int, one: Layout, found: Found) -> dict[str, Any]:
     }
 
 
-def again(seed: int, number: int) -> str:
+def again(part: str, seed: int, number: int) -> str:
     """The line that makes a layout again."""
-    return f'make faults ARGS="--part campaign --seed {seed} --layout {number}"'
+    return f'make faults ARGS="--part {part} --seed {seed} --layout {number}"'
 
 
 def wrongs(one: Layout, found: Found) -> list[str]:
@@ -244,7 +252,8 @@ def wrongs(one: Layout, found: Found) -> list[str]:
     if found.codes != expected:
         wrong.append(f"expected exit codes {expected}, got {found.codes}: {found.said[-1000:]}")
     wrong += [] if found.same else ["expected the hash of the undisturbed run on one rank"]
-    wrong += samples(found.steps, STEPS, text_config.tiny().batch.global_size)
+    wrong += [] if found.same_ledger else ["expected the losses and norms of the undisturbed run"]
+    wrong += samples(found.steps, one.steps, text_config.tiny().batch.global_size)
     wrong += [f"left behind: {', '.join(found.left)}"] if found.left else []
     return wrong
 

@@ -60,7 +60,8 @@ class Expect:
 class Found:
     """What became of it. ``events`` are those of ``faults.jsonl``, ``moments`` when the fault came (ns).
 
-    ``steps`` are (step, cursor) of the ledger, ``same`` is None where there is no hash.
+    ``steps`` are (step, cursor) of the ledger, ``same`` is None where there is no hash to compare with;
+    ``same_ledger``: losses and norms are those of the undisturbed run, too.
     """
 
     codes: tuple[int, ...]
@@ -68,6 +69,7 @@ class Found:
     events: Sequence[dict[str, Any]] = ()
     moments: Sequence[int] = ()
     same: bool | None = None
+    same_ledger: bool | None = None
     steps: Sequence[tuple[int, int]] = ()
     skipped: int = 0
     redone_by_resume: int = 0

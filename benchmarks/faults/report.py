@@ -17,7 +17,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results.json"
 COMMAND = "make faults"
-OTHERS = ("kills", "copy", "campaign")
+CAMPAIGNS = ("campaign", "pipelines")
+OTHERS = ("kills", "copy", *CAMPAIGNS)
 
 
 def not_green(results: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -55,8 +56,9 @@ def render(results: Mapping[str, Any], folder: Path, project: Path) -> None:
         write_between(readme, "kills table", kills_text(results["kills"]))
     if "copy" in results:
         write_between(readme, "copy table", copy_text(results["copy"]))
-    if "campaign" in results:
-        write_between(readme, "campaign table", campaign_text(results["campaign"]))
+    for name in CAMPAIGNS:
+        if name in results:
+            write_between(readme, f"{name} table", campaign_text(results[name]))
     minutes = f", {results['minutes']:.0f} minutes" if "minutes" in results else ""
     write_between(readme, "environment", f"{where}, Python {made['python']}, {made['date']}{minutes}.")
 

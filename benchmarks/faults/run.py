@@ -7,6 +7,7 @@ make faults ARGS="--quick --no-pickle"          in ranks in which whoever unpick
 make faults ARGS="--part kills"                 30 kills in one run; copy: what the snapshot costs
 make faults ARGS="--part campaign"              random faults in 16 random layouts, others every time;
                                                 one of them again: --seed 7 --layout 2
+make faults ARGS="--part pipelines"             random kills in pipelines: stages, micro-batches, phases
 
 Exit code 1 if anything is not as expected.
 """
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import report
+from benchmarks.faults import pipelines, report
 from benchmarks.faults.bench import Bench
 from benchmarks.faults.campaign import LAYOUTS, measure_campaign
 from benchmarks.faults.campaign import summary as campaign_summary
@@ -32,7 +33,7 @@ from benchmarks.faults.matrix import Row, matrix
 from instep.bench.tables import write_json
 
 TIMES = 5
-PARTS = ("rows", "kills", "copy", "campaign")
+PARTS = ("rows", "kills", "copy", "campaign", "pipelines")
 SHOWN = 1500  # characters of what a row says that is not green
 
 
@@ -56,6 +57,11 @@ def main(words: Sequence[str] | None = None) -> int:
             numbers = wanted.layout or range(LAYOUTS)
             results["campaign"] = measure_campaign(bench, wanted.seed, numbers)
             print(campaign_summary(results["campaign"]), flush=True)
+        if "pipelines" in wanted.part:
+            numbers = wanted.layout or range(len(pipelines.LAYOUTS))
+            made = measure_campaign(bench, wanted.seed, numbers, pipelines.pipelined, "pipelines")
+            results["pipelines"] = made
+            print(campaign_summary(made), flush=True)
     if wanted.json is not None:
         write_json(wanted.json, results, command=report.COMMAND)
     if not (wanted.only or wanted.quick or wanted.no_pickle or wanted.layout):

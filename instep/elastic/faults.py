@@ -3,6 +3,9 @@
     Faults().kill(rank=1, step=3, phase="exchange").stop(rank=0, step=5).specs
     instep train --fault kill:rank=1,step=3,phase=exchange --fault stop:rank=0,step=5
 
+A step enters a phase again and again, as for each micro-batch, and "script" whenever it comes back from
+another one: ``entry=3`` is the third time.
+
 A fault happens once per run, also when the step is done again after it: the heartbeat page of the supervisor
 remembers. Without a supervisor it happens once per process. (nan: each time. slow over several steps: once in
 each.) To resize is the supervisor's part: the rank waits in its phase until that has noticed, so that with
@@ -20,6 +23,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -37,12 +41,14 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` happens to ``rank`` when it enters ``phase`` with ``step`` steps done, ``after_ms`` later."""
+    """``kind`` happens to ``rank`` when it enters ``phase`` with ``step`` steps done, the ``entry``-th time,
+    and ``after_ms`` later."""
 
     kind: str
     rank: int = 0
     step: int = 0
     phase: str = "forward"
+    entry: int = 1
     after_ms: float = 0.0
     seconds: float = 0.0  # how long, for slow
     steps: int = 1  # in how many steps in a row, for slow
@@ -108,6 +114,8 @@ def parse(spec: str) -> Fault:
     fault = Fault(kind, **options)
     if fault.phase not in PHASES:
         raise ValueError(f"fault {spec!r}: phase: expected one of {', '.join(PHASES)}, got {fault.phase!r}")
+    if fault.entry < 1:
+        raise ValueError(f"fault {spec!r}: entry: expected 1 or more, got {fault.entry}")
     if fault.steps < 1 or (fault.steps > 1 and kind != "slow"):
         raise ValueError(f"fault {spec!r}: steps: expected 1, or more for slow, got {fault.steps}")
     if kind == "slow" and not fault.seconds:
@@ -146,6 +154,7 @@ class FaultInjector:
         self._page = page
         self._entries = entries
         self._fired: set[tuple[int, int]] = set()
+        self._entered: Counter[tuple[int, str]] = Counter()  # phases, with the steps done then
 
     @property
     def on_enter(self) -> Callable[[str, int], None] | None:
@@ -154,8 +163,13 @@ class FaultInjector:
 
     def reach(self, phase: str, step: int) -> None:
         """The worker enters ``phase`` with ``step`` steps done."""
+        if phase == "join":  # and makes its step from the beginning
+            self._entered.clear()
+        self._entered[step, phase] += 1
+        entered = self._entered[step, phase]
         for number, fault in enumerate(self._faults):
             here = (fault.rank, fault.phase) == (self.rank, phase) and step in fault.when
+            here = here and entered >= fault.entry
             if here and fault.kind == "resize":
                 self._await_resize(number, step)
             elif here and fault.kind not in ELSEWHERE and self._first(number, fault, step):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import campaign, command, copy_cost, kills, report
+from benchmarks.faults import campaign, command, copy_cost, kills, pipelines, report
 from benchmarks.faults.acts import Inside
 from benchmarks.faults.bench import Bench
 from benchmarks.faults.command import run
@@ -160,7 +160,11 @@ def test_the_table_says_what_was_not_as_expected_and_what_was_not_made():
 
 
 @pytest.mark.parametrize(
-    "name", ["faults table", "faults rows", "kills table", "copy table", "campaign table", "environment"]
+    "name",
+    [
+        *("faults table", "faults rows", "kills table", "copy table", "campaign table", "pipelines table"),
+        "environment",
+    ],
 )
 def test_the_readme_has_a_place_for_each_table(name, tmp_path):
     readme = Path(shutil.copy(FOLDER / "README.md", tmp_path))
@@ -238,6 +242,18 @@ def test_a_campaign_draws_every_fault_strategy_and_stage_and_the_command_can_rea
     words = {word for one in drawn for word in one.args}
     assert {*campaign.STRATEGIES, "1", "2", "3", "shm", "gloo", "--min-ranks"} <= words
     assert {one.ranks for one in drawn} == {1, 2, 3, 4}
+
+
+def test_kills_are_drawn_at_every_point_of_a_pipeline_and_the_command_can_read_them():
+    numbers = range(len(pipelines.LAYOUTS))
+    drawn = [pipelines.pipelined(seed, number) for seed in range(8) for number in numbers]
+    assert drawn[0] == pipelines.pipelined(0, 0) != pipelines.pipelined(1, 0)
+    kills = [parse(spec) for one in drawn for spec in one.inside]
+    points = {*pipelines.PHASES, *pipelines.ONCE, *pipelines.SOMETIMES, *pipelines.RECOVERING}
+    assert points == {kill.phase for kill in kills} <= set(PHASES)
+    assert {kill.rank for kill in kills} == {0, 1, 2, 3}
+    assert 8 < max(kill.entry for kill in kills if kill.phase == "forward") <= 16  # 8, in two stages
+    assert all(len(one.inside) + len(one.blows) >= 8 for one in drawn)
 
 
 def test_a_layout_that_is_stopped_is_resumed():

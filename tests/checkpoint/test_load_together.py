@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -198,6 +199,8 @@ def test_another_optimizer_on_one_rank_is_refused_on_all_and_nothing_changed(
 
 
 def test_a_rank_that_loads_alone_is_told_in_which_operation_it_waits(disks: list[Path]) -> None:
+    have_ended = threading.Barrier(2)  # what is closed by one is no more waited for by the other
+
     @world(2, timeout_s=0.5)
     def body(mesh: Mesh) -> None:
         model, _, optimizer = wrapped(mesh)
@@ -207,6 +210,7 @@ def test_a_rank_that_loads_alone_is_told_in_which_operation_it_waits(disks: list
         else:
             with pytest.raises(PeerLost, match="rank 0"):
                 model(torch.ones(2, 4)).sum().backward()
+        have_ended.wait(30)
         model.close()
 
     body()

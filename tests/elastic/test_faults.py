@@ -49,6 +49,7 @@ some = st.builds(
     rank=st.integers(0, 10**6),
     step=st.integers(0, 10**9),
     phase=st.sampled_from(PHASES),
+    entry=st.integers(1, 1000),
     after_ms=st.just(0.0),
     seconds=st.floats(1e-9, 1e6),
     code=st.integers(0, 255),
@@ -80,8 +81,8 @@ def test_only_what_differs_from_the_default_is_written() -> None:
         ("explode:rank=1", f"fault 'explode:rank=1': expected one of {', '.join(KINDS)}, got 'explode'"),
         (
             "kill:node=1",
-            "fault 'kill:node=1': expected one of rank, step, phase, after_ms, seconds, steps, code, ranks, "
-            "name, got 'node'",
+            "fault 'kill:node=1': expected one of rank, step, phase, entry, after_ms, seconds, steps, code, "
+            "ranks, name, got 'node'",
         ),
         ("kill:rank", "fault 'kill:rank': rank: expected int, got ''"),
         ("kill:rank=one", "fault 'kill:rank=one': rank: expected int, got 'one'"),
@@ -90,6 +91,7 @@ def test_only_what_differs_from_the_default_is_written() -> None:
         ("kill:phase=lunch", f"phase: expected one of {', '.join(PHASES)}, got 'lunch'"),
         ("resize:step=3", "fault 'resize:step=3': ranks: expected how many ranks there shall be, got 0"),
         ("resize:ranks=-1", "got -1"),
+        ("kill:entry=0", "fault 'kill:entry=0': entry: expected 1 or more, got 0"),
     ],
 )
 def test_a_bad_spec_is_refused_in_words(spec: str, message: str) -> None:
@@ -215,6 +217,20 @@ def test_nobody_waits_for_a_resize_that_has_happened(
     page.fire(0)
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=time.monotonic))  # nobody sleeps
     FaultInjector([Fault("resize", step=4, ranks=3)], page).reach("forward", 4)
+
+
+def test_it_happens_when_a_step_enters_its_phase_for_that_time_from_the_beginning(
+    happened: list[Fault],
+) -> None:
+    injector = FaultInjector([Fault("kill", step=3, entry=3)])
+    for step in (2, 2, 2, 3, 3):
+        injector.reach("forward", step)
+    injector.reach("join", 3)  # the step was left, and is made again
+    for _ in range(2):
+        injector.reach("forward", 3)
+    assert happened == []
+    injector.reach("forward", 3)
+    assert [fault.entry for fault in happened] == [3]
 
 
 def test_a_delayed_fault_comes_from_the_side(happened: list[Fault]) -> None:
