@@ -8,6 +8,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -219,13 +220,17 @@ def _shared() -> set[str]:
 
 
 def _belongs_to_strangers(path: Path) -> bool:
-    """Whether only processes outside this test session have it mapped: other sessions run on this host."""
-    if not path.exists():
-        return True
-    family = {os.getpid(), *_descendants()}
-    holders = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            if str(path) in maps.read_text():
-                holders.add(int(maps.parent.name))
-    return bool(holders) and not holders & family
+    """Whether only processes outside this test session have it mapped: other sessions run on this host.
+
+    Until its maker has mapped it no process has, and where it was let go before it was removed.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while path.exists():
+        holders = set()
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):
+                if str(path) in maps.read_text():
+                    holders.add(int(maps.parent.name))
+        if holders or time.monotonic() > until:
+            return bool(holders) and not holders & {os.getpid(), *_descendants()}
+    return True
