@@ -177,7 +177,7 @@ ONE_USER = {
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
     "instep/ordered/by_hosts.py",
-    "instep/pipeline/elsewhere.py",
+    "instep/pipeline/remote_gradients.py",
     "instep/pipeline/first_values.py",
     "instep/pipeline/layer_costs.py",
     "instep/pipeline/one_process.py",

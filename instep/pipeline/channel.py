@@ -1,7 +1,7 @@
 """What the ranks of a pipeline send each other: activations on the way forward, gradients on the way back.
 
 A message is a line of words, then its tensors. The words say what it is, so that ranks that are out of step
-find out before they compute with it, and how the tensors look. Strides go along: what is computed from a
+find out before they compute with it, and how the tensors spec. Strides go along: what is computed from a
 transposed tensor, or from one in ``torch.channels_last``, has other last bits than from a contiguous copy.
 Two ranks send each other one message after the other, in the order in which they are taken.
 
@@ -12,7 +12,7 @@ it is always of one size; the tensors of a long message follow the words, which 
     post 1RECV_F0      words may come from now on, and then tensors
     take 1RECV_F0      wait until they are there
 
-So no message has to look like the one before. Threads take turns with the one that computes, and each turn
+So no message has to spec like the one before. Threads take turns with the one that computes, and each turn
 costs time, so they wait only for what is long: once a rank has sent something long, a thread receives from
 it while this rank computes, and what is long is let go as soon as it is sent. A short message has come when
 its last word is in its memory.
@@ -83,7 +83,7 @@ Check: TypeAlias = Callable[[Sequence[int], Action], None]
 """Raises if the words are not those that an action waits for."""
 
 
-class Look(NamedTuple):
+class TensorSpec(NamedTuple):
     """What there is to know of a tensor before it comes."""
 
     dtype: torch.dtype
@@ -293,7 +293,7 @@ class SharedMemory:
             first = self._posted[source].popleft()
             words, parts = self._mailboxes.take(source, WORDS, str(first))
             check(words, first)
-            found = [look.of(part) for look, part in zip(_looks(words), parts, strict=True)]
+            found = [spec.of(part) for spec, part in zip(_specs(words), parts, strict=True)]
             self._come[first] = words, found
         return self._come.pop(action)
 
@@ -341,17 +341,17 @@ class Posted:
         self.words = self._seen[:NUM_WORDS].tolist()
         if self.words[: LEFT + 1] != [VERSION, STAYS]:
             return  # no tensors come
-        looks = _looks(self.words)
-        starts, nbytes = _places([look.nbytes for look in looks])
+        specs = _specs(self.words)
+        starts, nbytes = _places([spec.nbytes for spec in specs])
         self.is_long = nbytes > SHORT_BYTES
         if self.is_long:
-            self.tensors = [look.new() for look in looks]
+            self.tensors = [spec.new() for spec in specs]
             _wait_for_all(
                 [self._pg.recv([_bytes(x)], self.source, TENSORS) for x in self.tensors if x.numel()]
             )
         else:
-            parts = (self.memory[start : start + x.nbytes] for x, start in zip(looks, starts, strict=True))
-            self.tensors = [look.of(part) for look, part in zip(looks, parts, strict=True)]
+            parts = (self.memory[start : start + x.nbytes] for x, start in zip(specs, starts, strict=True))
+            self.tensors = [spec.of(part) for spec, part in zip(specs, parts, strict=True)]
 
 
 class Connections:
@@ -484,10 +484,10 @@ def _is_on_device(x: Tensor) -> bool:
     return not x.is_cpu
 
 
-def _looks(words: Sequence[int]) -> list[Look]:
+def _specs(words: Sequence[int]) -> list[TensorSpec]:
     """Of the tensors that are there."""
     rows = [row[2:] for row in _rows_of(words) if row[0] != ABSENT]
-    return [Look(DTYPES[dtype], tuple(shape[:ndim])) for dtype, ndim, *shape in rows]
+    return [TensorSpec(DTYPES[dtype], tuple(shape[:ndim])) for dtype, ndim, *shape in rows]
 
 
 def _strided(

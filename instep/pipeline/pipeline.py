@@ -32,13 +32,13 @@ from instep.pipeline.channel import StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
 from instep.pipeline.cuts import ADAM, LAYERS
-from instep.pipeline.elsewhere import Elsewhere
 from instep.pipeline.first_values import FirstOfLayers
 from instep.pipeline.home import NO_VALUES, PipelineHome, guard_state_dicts, is_hidden
 from instep.pipeline.layer_costs import Cutter
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
 from instep.pipeline.proposal import CutProposal
+from instep.pipeline.remote_gradients import RemoteGradients
 from instep.pipeline.runtime import (
     Executor,
     Inputs,
@@ -160,7 +160,7 @@ class Pipeline(WrappedOnce, OwnNames):
         self.mesh, self.recorder, self._is_closed = mesh, mesh.recorder, True
         with ExitStack() as stack:
             self.group = _closed_by(stack, mesh.world.duplicate())
-            self._row = _closed_by(stack, mesh.along["pp"].duplicate())
+            self._pp_group = _closed_by(stack, mesh.along["pp"].duplicate())
             self._layers, schedule = all_or_none(
                 self.group, "the preparation of pipelines", self._prepare, errors=(ValueError, TypeError)
             )
@@ -172,19 +172,21 @@ class Pipeline(WrappedOnce, OwnNames):
             )
             self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
             self._stage_ranks = ranks = schedule.stage_ranks
-            self._channel = StageChannel(self._row, mesh.device)
+            self._channel = StageChannel(self._pp_group, mesh.device)
             self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
             named = dict(self.module.named_parameters())
             used = ties_of(named, self._parts)
             owners = [ranks[stages[0]] for _, _, stages in used]
-            home = PipelineHome(self._row, self.group, mesh, named, owners, self.home, device=mesh.device)
+            home = PipelineHome(
+                self._pp_group, self.group, mesh, named, owners, self.home, device=mesh.device
+            )
             homes.settle(home)
             stack.callback(homes.leave, home)
-            self._tied = TiedParameters(used, ranks, self._row.rank, home, self._channel)
+            self._tied = TiedParameters(used, ranks, self._pp_group.rank, home, self._channel)
             if self._tied.ties:  # of which it is the model that knows
                 tied = partial(check, replace(schedule, ties=self._tied.ties))
                 all_or_none(self.group, "the schedule of pipelines", tied, errors=(ValueError,))
-            self._elsewhere = Elsewhere(home, self.recorder)
+            self._remote_gradients = RemoteGradients(home, self.recorder)
             self._guards = guard_state_dicts(self.module, home)
             for handle in self._guards:
                 stack.callback(handle.remove)
@@ -219,7 +221,7 @@ class Pipeline(WrappedOnce, OwnNames):
 
     def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
         """That of a step with so many micro-batches in this pipeline."""
-        size = self._row.size
+        size = self._pp_group.size
         found = schedules.own(self.schedule, self._chunks)
         if found is None:
             count = self._usual_count() if num_micro_batches is None else num_micro_batches
@@ -237,14 +239,14 @@ class Pipeline(WrappedOnce, OwnNames):
     def _usual_count(self) -> int:
         """Of micro-batches in this pipeline, as far as it is known where it is made."""
         count = self._num_micro_batches
-        return -(-count // self.mesh.data.size) if count else 2 * self._row.size
+        return -(-count // self.mesh.data.size) if count else 2 * self._pp_group.size
 
     def _make_stages(self, stack: ExitStack) -> dict[int, Stage]:
         """Those of this rank, which ``stack`` closes."""
         blocks = numbered_blocks(self.module, self._layers)
         stages = {}
         for number, part in enumerate(self._parts):
-            if self._stage_ranks[number] == self._row.rank:
+            if self._stage_ranks[number] == self._pp_group.rank:
                 stages[number] = Stage(
                     number,
                     part,
@@ -254,8 +256,8 @@ class Pipeline(WrappedOnce, OwnNames):
                     model=self.module,
                     seed=self._seed,
                     blocks=blocks,
-                    mirrored=self._tied.mirrored(number),
-                    shared=self._tied.shared(number),
+                    tied_copies=self._tied.copies(number),
+                    tied_owners=self._tied.owners(number),
                 )
                 _closed_by(stack, stages[number])
         return stages
@@ -313,7 +315,7 @@ class Pipeline(WrappedOnce, OwnNames):
         if source is not None:
             source.advance()
         self.next_step = step + 1
-        self._elsewhere.stand_in()
+        self._remote_gradients.stand_in()
         return losses
 
     def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
@@ -407,7 +409,7 @@ class Pipeline(WrappedOnce, OwnNames):
             schedule = replace(self._schedule_of(num_micro_batches), ties=self._tied.ties)
             if schedule.ties:
                 check(schedule)
-            self._programs[num_micro_batches] = programs(schedule)[self._row.rank]
+            self._programs[num_micro_batches] = programs(schedule)[self._pp_group.rank]
         return self._programs[num_micro_batches]
 
     def materialise(self, init: Init | None = None, *, seed: int = 0) -> None:
@@ -490,7 +492,7 @@ class Pipeline(WrappedOnce, OwnNames):
             ()
         """
         return self._cutter.propose(
-            self._edges, self._schedule_of, self.recorder.last_steps(steps), self.group, self._row.rank
+            self._edges, self._schedule_of, self.recorder.last_steps(steps), self.group, self._pp_group.rank
         )
 
     @property
@@ -498,7 +500,7 @@ class Pipeline(WrappedOnce, OwnNames):
         """How ranks share a step: "strategy", "pp" (ranks of a pipeline), "schedule" and "cuts"."""
         name = self.schedule if self.schedule in schedules.NAMES else "own"
         cuts = self._edges[1:-1]
-        return {"strategy": self._strategy, "pp": self._row.size, "schedule": name, "cuts": cuts}
+        return {"strategy": self._strategy, "pp": self._pp_group.size, "schedule": name, "cuts": cuts}
 
     @property
     def step_mode(self) -> str | None:
@@ -516,7 +518,7 @@ class Pipeline(WrappedOnce, OwnNames):
             stage.close()
         for handle in self._guards:
             handle.remove()
-        self._row.close()
+        self._pp_group.close()
         self.group.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

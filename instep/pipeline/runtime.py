@@ -258,7 +258,7 @@ class Executor:
 
 
 class StepEnd:
-    """The ranks of ``row``, of one pipeline, end their steps together.
+    """The ranks of ``group``, of one pipeline, end their steps together.
 
     A rank that has raised says so in one small exchange, and then all of them raise. With it goes what all
     are to have: the losses, and running statistics of ``module``, whose stages, ``parts``, are on
@@ -273,8 +273,8 @@ class StepEnd:
         parts: Sequence[nn.Module],
         stage_ranks: Sequence[int],
     ) -> None:
-        self.channel, self.recorder, self.row = channel, recorder, channel.group
-        self._statistics: list[list[Tensor]] = [[] for _ in range(self.row.size)]  # by rank
+        self.channel, self.recorder, self.group = channel, recorder, channel.group
+        self._statistics: list[list[Tensor]] = [[] for _ in range(self.group.size)]  # by rank
         ranks: defaultdict[int, set[int]] = defaultdict(set)
         for part, its in zip(parts, stage_ranks, strict=True):
             for x in part.buffers():
@@ -297,7 +297,7 @@ class StepEnd:
             Exception: this rank's own. Gradients are dropped then, and running statistics as before.
             Desync, PeerLost: another rank has raised; it is named, with its error.
         """
-        before = [(x, x.clone()) for x in self._statistics[self.row.rank]]
+        before = [(x, x.clone()) for x in self._statistics[self.group.rank]]
         try:
             losses, told = self._agree(attempt(execute))
         except BaseException as error:
@@ -310,7 +310,7 @@ class StepEnd:
             raise
         found = list(losses.values())
         for rank, data in enumerate(told):
-            if rank != self.row.rank:
+            if rank != self.group.rank:
                 found += self._hear(data, self._statistics[rank])
         return found
 
@@ -319,14 +319,14 @@ class StepEnd:
             attempted()
         with _waits(self.recorder):
             return all_tell(
-                self.row, ENDING, attempted, self._tell, errors=(PeerLost, Desync), limit=END_BYTES
+                self.group, ENDING, attempted, self._tell, errors=(PeerLost, Desync), limit=END_BYTES
             )
 
     def _tell(self, losses: Losses) -> bytes:
-        if self.row.size == 1:
+        if self.group.size == 1:
             return b""
         its = [bytes([DTYPES.index(x.dtype)]) + _to_bytes(x) for x in losses.values()]
-        return b"".join([*map(_to_bytes, self._statistics[self.row.rank]), *its])
+        return b"".join([*map(_to_bytes, self._statistics[self.group.rank]), *its])
 
     def _hear(self, data: bytes, statistics: Sequence[Tensor]) -> list[Tensor]:
         """Take over what another rank has told; its losses."""

@@ -40,7 +40,7 @@ Values = tuple[Any, ...]  # what goes from layer to layer
 Gradients = Sequence[Tensor | None]  # of what went there, None of what was not used
 
 
-class Mirrored(NamedTuple):
+class TiedCopy(NamedTuple):
     """A ``parameter`` that belongs to an earlier stage, too: here ``alias`` is used, and ``give``n
     gradients go to that stage, one per micro-batch."""
 
@@ -49,7 +49,7 @@ class Mirrored(NamedTuple):
     give: Callable[[MicroBatch, Tensor | None], None]
 
 
-class Shared(NamedTuple):
+class TiedOwner(NamedTuple):
     """A ``parameter`` that later stages use, too: ``fetch`` has what their gradients of a micro-batch are."""
 
     parameter: Tensor
@@ -84,8 +84,8 @@ class Stage:
     """Stage ``number`` of a pipeline: ``layers``, and the ranks of ``group``, which reduce its gradients.
 
     A step is within ``begun``: ``forward`` of each micro-batch, then ``backward``, or ``input_gradients`` and
-    later ``weight_gradients``. ``mirrored`` and ``shared`` are parameters that several stages of ``model``
-    use.
+    later ``weight_gradients``. ``tied_copies`` and ``tied_owners`` are parameters that several stages of
+    ``model`` use.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Stage:
         model: nn.Module,
         seed: int,
         blocks: Mapping[nn.Module, int],
-        mirrored: Sequence[Mirrored] = (),
-        shared: Sequence[Shared] = (),
+        tied_copies: Sequence[TiedCopy] = (),
+        tied_owners: Sequence[TiedOwner] = (),
     ) -> None:
         self.number, self.layers, self.group, self.recorder = number, layers, group, recorder
-        self.mirrored, self.shared = mirrored, shared
-        others = [x for one in mirrored for x in (one.parameter, one.alias)]
+        self.tied_copies, self.tied_owners = tied_copies, tied_owners
+        others = [x for one in tied_copies for x in (one.parameter, one.alias)]
         registry = ParameterRegistry(layers, but=others)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         align([*parameters, *(p for _, p in registry.frozen), *layers.buffers()])
@@ -158,8 +158,8 @@ class Stage:
         return outputs
 
     def _outside(self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> list[nn.Parameter]:
-        own = set(map(id, self.layers.parameters())) - {id(one.parameter) for one in self.mirrored}
-        known = own.union(id(one.alias) for one in self.mirrored)
+        own = set(map(id, self.layers.parameters())) - {id(one.parameter) for one in self.tied_copies}
+        known = own.union(id(one.alias) for one in self.tied_copies)
         known.update(map(id, self.declared.unregistered.weights))  # which no optimizer may step
         found = [x for x in leaves_under(outputs, inputs) if id(x) not in known]
         return [x for x in found if isinstance(x, nn.Parameter)]
@@ -280,10 +280,10 @@ class Stage:
         visit = self._visit(micro_batch, gradients=bool(self.reducer.names), last=last)
         with visit, self._span(kind, micro_batch), self._without_autocast():
             self.declared.gradient_came()  # to the model: here perhaps none does, and its weight counts
-            for one in self.shared:
+            for one in self.tied_owners:
                 one.parameter.grad = one.fetch(micro_batch)
             yield
-            for alone in self.mirrored:
+            for alone in self.tied_copies:
                 gradient, alone.alias.grad = alone.alias.grad, None
                 alone.give(micro_batch, gradient)
 
@@ -294,16 +294,16 @@ class Stage:
 
     def _aliases(self) -> AbstractContextManager[None]:
         """Inside, layers use what this stage has in the place of parameters of another one."""
-        return self._replaced() if self.mirrored else nullcontext()
+        return self._replaced() if self.tied_copies else nullcontext()
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
-        for one in self.mirrored:
+        for one in self.tied_copies:
             self.layers.replace(one.parameter, one.alias)
         try:
             yield
         finally:
-            for one in self.mirrored:
+            for one in self.tied_copies:
                 self.layers.replace(one.alias, one.parameter)
 
 

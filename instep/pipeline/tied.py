@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from instep.pipeline.actions import RECEIVE_TIED, Action
 from instep.pipeline.channel import VALUES, Received, StageChannel
 from instep.pipeline.home import PipelineHome
-from instep.pipeline.stage import Mirrored, Shared
+from instep.pipeline.stage import TiedCopy, TiedOwner
 from instep.step.micro_batches import MicroBatch
 
 
@@ -63,18 +63,18 @@ class TiedParameters:
         """As a ``Schedule`` has them."""
         return tuple(tuple(one.stages) for one in self.tied)
 
-    def mirrored(self, stage: int) -> list[Mirrored]:
+    def copies(self, stage: int) -> list[TiedCopy]:
         """Those that ``stage``, on this rank, uses, and that belong to another one."""
         return [
-            Mirrored(one.parameter, self._alias(i), partial(self._give, i, stage))
+            TiedCopy(one.parameter, self._alias(i), partial(self._give, i, stage))
             for i, one in enumerate(self.tied)
             if stage in one.stages[1:]
         ]
 
-    def shared(self, stage: int) -> list[Shared]:
+    def owners(self, stage: int) -> list[TiedOwner]:
         """Those that belong to ``stage``, on this rank, and that others use."""
         return [
-            Shared(one.parameter, partial(self._fetch, i))
+            TiedOwner(one.parameter, partial(self._fetch, i))
             for i, one in enumerate(self.tied)
             if stage == one.stages[0]
         ]

@@ -19,7 +19,7 @@ GRADIENT_NORM = "the gradient norm"
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
 
 
-class Elsewhere:
+class RemoteGradients:
     """The ``Slices`` of placeholders that stand for gradients on other ranks, of parameters of ``home``.
 
     ``recorder`` is told of the wait for the norm, which for a rank that has computed all is the drain.
