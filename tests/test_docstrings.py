@@ -153,7 +153,7 @@ def test_what_is_returned_is_told():
         if inspect.isfunction(named.public) and named.parameters:
             returns = inspect.signature(named.public).return_annotation
             is_told = {"Returns", "Yields"} & sections(named.text).keys()
-            assert is_told or returns in ("None", "Iterator[None]"), name
+            assert is_told or returns in ("None", "NoReturn", "Iterator[None]"), name
 
 
 def examples(of: Any) -> list[doctest.Example]:

@@ -309,12 +309,12 @@ class SharedMemory:
 class Posted:
     """A receive from group rank ``source`` over ``pg``: of ``words`` and ``tensors``, by ``receive``.
 
-    ``work`` is what executes that, if it is another thread.
+    ``memory`` is for a short message, and free again afterwards. ``work`` is what executes that, if it is
+    another thread.
     """
 
-    def __init__(self, pg: Any, source: int) -> None:
-        self.source, self._pg = source, pg
-        self.memory = torch.empty(SHORT_BYTES, dtype=torch.uint8, device="cpu")
+    def __init__(self, pg: Any, source: int, memory: Tensor) -> None:
+        self.source, self.memory, self._pg = source, memory, pg
         self._seen = self.memory.view(torch.int64).numpy()
         self._seen[:FIELDS] = 0  # of a message that came before, perhaps
         self._first = pg.recv([self.memory], source, WORDS)
@@ -351,7 +351,7 @@ class Posted:
             )
         else:
             parts = (self.memory[start : start + x.nbytes] for x, start in zip(specs, starts, strict=True))
-            self.tensors = [spec.of(part) for spec, part in zip(specs, parts, strict=True)]
+            self.tensors = [spec.of(part.clone()) for spec, part in zip(specs, parts, strict=True)]
 
 
 class Connections:
@@ -363,6 +363,7 @@ class Connections:
         self._short: list[tuple[Any, Tensor]] = []  # under way, with nobody to wait for it
         self._posted: dict[Action, Posted] = {}
         self._long: set[int] = set()  # the ranks that have sent something long
+        self._free: list[Tensor] = []  # memory for short messages
 
     def send(self, to: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
         whole = [x.detach().contiguous().resolve_conj().resolve_neg() for x in tensors]
@@ -396,7 +397,8 @@ class Connections:
                 work.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
 
     def post(self, action: Action, source: int) -> None:
-        self._posted[action] = Posted(self._pg, source)
+        memory = self._free.pop() if self._free else torch.empty(SHORT_BYTES, dtype=torch.uint8, device="cpu")
+        self._posted[action] = Posted(self._pg, source, memory)
         if source in self._long:
             self._receive_posted(source)
 
@@ -408,7 +410,7 @@ class Connections:
             self._receive_posted(source, action)
             assert posted.work is not None
             self.group.wait(posted.work, str(action))
-        del self._posted[action]
+        self._free.append(self._posted.pop(action).memory)
         if posted.is_long and source not in self._long:
             self._long.add(source)
             self._receive_posted(source)

@@ -34,7 +34,7 @@ class PipelineHome:
 
     With ``let_go`` those of other ranks give their memory back. ``replicas`` is the mesh whose data axes have
     the ranks of one stage. ``before`` is the home that they had in another group: without values then, until
-    a state is put, as those from the meta device are, which come to ``device``.
+    a state is put, as those from the meta device are, which come to the device of the mesh.
     """
 
     outer = None
@@ -50,8 +50,6 @@ class PipelineHome:
         named: Mapping[str, Tensor],
         ranks: Sequence[int],
         before: PipelineHome | None = None,
-        *,
-        device: torch.device | None = None,
     ) -> None:
         self.group, self.everyone, self.replicas = group, everyone, replicas
         self.names, self.parameters = list(named), list(named.values())
@@ -62,7 +60,7 @@ class PipelineHome:
         )
         for p in self.parameters:
             if p.is_meta:
-                give_value(p, _nan(p, device))
+                give_value(p, _nan(p, replicas.device))
         here = [p for p in self.parameters if self.holds(p)]
         self.held = [ParameterShard(p, 0, p.numel(), p) for p in here]
 
@@ -144,7 +142,7 @@ def hide(p: Tensor) -> None:
         p.data = _nan(p, p.device)
 
 
-def _nan(p: Tensor, device: torch.device | None) -> Tensor:
+def _nan(p: Tensor, device: torch.device) -> Tensor:
     """In the place of values, or a zero, where the dtype has none."""
     shown = math.nan if p.is_floating_point() or p.is_complex() else 0
     return torch.full((), shown, dtype=p.dtype, device=device).expand(p.shape)

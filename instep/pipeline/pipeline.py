@@ -177,9 +177,7 @@ class Pipeline(WrappedOnce, OwnNames):
             named = dict(self.module.named_parameters())
             used = ties_of(named, self._parts)
             owners = [ranks[stages[0]] for _, _, stages in used]
-            home = PipelineHome(
-                self._pp_group, self.group, mesh, named, owners, self.home, device=mesh.device
-            )
+            home = PipelineHome(self._pp_group, self.group, mesh, named, owners, self.home)
             homes.settle(home)
             stack.callback(homes.leave, home)
             self._tied = TiedParameters(used, ranks, self._pp_group.rank, home, self._channel)
