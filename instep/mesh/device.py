@@ -8,6 +8,7 @@ and all of this is nothing.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import time
 from collections import deque
@@ -159,6 +160,12 @@ def hang_up(*pgs: dist.ProcessGroup | None) -> None:
     for pg, other in _connections(pgs):
         with suppress(RuntimeError):
             _receive_nothing(pg, other).wait(timedelta(milliseconds=1))
+
+
+def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
+    """Have no destructor of ``pgs`` called: gloo's waits for what is under way, also for what never ends."""
+    for pg in pgs:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
 def require_connected(pgs: Iterable[dist.ProcessGroup | None]) -> None:

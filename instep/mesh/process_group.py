@@ -43,7 +43,6 @@ from instep.work import Lane, Running
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
 First = Callable[[], Callable[[], object]]
 T = TypeVar("T")
@@ -225,6 +224,7 @@ def _end_what_is_owed() -> None:
     while _lost and time.monotonic() < until:
         time.sleep(0.001)
         _sweep()
+    device.keep(pg for pg, _ in _lost)
 
 
 def _sweep() -> None:

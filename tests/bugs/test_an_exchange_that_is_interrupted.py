@@ -2,6 +2,7 @@
 caught it made another step: the header of that one was paired with what the other rank still sent for the
 first, and gloo ended the process with SIGABRT. The group is lost then, on all ranks, and at once."""
 
+import sys
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +13,9 @@ from torch import nn
 
 import instep
 from instep.errors import PeerLost
-from instep.mesh import peers
+from instep.mesh import peers, process_group
 from instep.mesh.mesh import Mesh
+from instep.work import Running, Work
 from tests.far import evenly, hosts
 from tests.world import world
 
@@ -106,6 +108,18 @@ def waits_for_what_gloo_does_not_end(mesh: Mesh) -> None:
             group.run(ended.wait, "an exchange")
     ended.set()
     group.close()
+
+
+def test_the_end_of_a_process_does_not_wait_for_such_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destructor of its group would, until the backend's deadline."""
+    group, never = object(), Running(Work("a message"))
+    count = sys.getrefcount(group)
+    monkeypatch.setattr(process_group, "_lost", [(group, [never])])
+    monkeypatch.setattr(process_group, "_owing", ())
+    monkeypatch.setattr(process_group, "EXIT_S", 0.0)
+    process_group._end_what_is_owed()
+    process_group._lost.clear()
+    assert sys.getrefcount(group) == count + 1
 
 
 def train(model: instep.DataParallel, steps: int = 1) -> None:
