@@ -4,8 +4,8 @@ A layout is (schedule, ranks, backend): one pipeline of two ranks, or two. The p
 from (seed, number): a step, a rank, a phase and which time it is entered there (``forward`` and ``backward``:
 of the so-many-th micro-batch; ``script``: between two of them, where messages are sent and taken;
 ``exchange``: gradients, the end of the step, the norm), and up to some milliseconds more. One kill is
-followed by another one while the ranks recover from it, one comes from outside, one before the first step.
-All as in the campaign: the run ends as if nothing had happened.
+followed by another one while the ranks recover from it, one comes before the first step, three from outside,
+at moments that no rank knows. All as in the campaign: the run ends as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from itertools import product
 
-from benchmarks.faults.campaign import DEADLINE_S, Blow, Layout, draw_blow
+from benchmarks.faults.campaign import DEADLINE_S, Layout, draw_blow
 from benchmarks.faults.matrix import injected
 from instep.recipes import text_config
 
@@ -26,6 +26,7 @@ PHASES = ("forward", "forward", "backward", "backward", "script", "script", "exc
 ONCE = ("loss", "update")
 SOMETIMES = ("evaluate", "gather", "save", "hash")  # at steps of SAVED_EVERY
 RECOVERING = ("join", "agree", "lost", "forward")
+OUTSIDE, NUM_OUTSIDE = ("rank", "rank", "two", "all", "again"), 3
 LATE_MS = 6.0
 EXCHANGES = 5  # of a step, on every rank
 
@@ -42,15 +43,15 @@ def pipelined(seed: int, number: int) -> Layout:
         args += ["--checkpoint.every", every, "--eval.every", every, "--ledger.every", every]
     inside = [injected("kill", rank=draw.randrange(ranks), step=-1, phase=draw.choice(("join", "agree")))]
     steps = list(range(FIRST, LAST, APART))
-    twice, outside = draw.sample(steps, 2)
+    twice, *outside = draw.sample(steps, 1 + NUM_OUTSIDE)
     for step in steps:
-        if step == outside:
+        if step in outside:
             continue
         inside.append(_kill(draw, schedule, ranks, step, saved=saved))
         if step == twice:
             again = draw.choice(RECOVERING)
             inside.append(injected("kill", rank=draw.randrange(ranks), step=step, phase=again))
-    blows: tuple[Blow, ...] = (draw_blow(draw, draw.choice(("rank", "again")), outside, ranks),)
+    blows = tuple(draw_blow(draw, draw.choice(OUTSIDE), step, ranks) for step in sorted(outside))
     return Layout(ranks, backend, tuple(args), tuple(inside), blows, STEPS)
 
 
