@@ -29,8 +29,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -317,7 +318,7 @@ class Posted:
         self.source, self.memory, self._pg = source, memory, pg
         self._seen = self.memory.view(torch.int64).numpy()
         self._seen[:FIELDS] = 0  # of a message that came before, perhaps
-        self._first = pg.recv([self.memory], source, WORDS)
+        self._first = _begun(pg.recv, memory, source, WORDS)
         self.words: list[int] = []
         self.tensors: list[Tensor] = []
         self.is_long = False
@@ -337,7 +338,7 @@ class Posted:
 
     def receive(self) -> None:
         """Wait until the message is there."""
-        self._first.wait()
+        self._first()
         self.words = self._seen[:NUM_WORDS].tolist()
         if self.words[: LEFT + 1] != [VERSION, STAYS]:
             return  # no tensors come
@@ -346,9 +347,7 @@ class Posted:
         self.is_long = nbytes > SHORT_BYTES
         if self.is_long:
             self.tensors = [spec.new() for spec in specs]
-            _wait_for_all(
-                [self._pg.recv([_bytes(x)], self.source, TENSORS) for x in self.tensors if x.numel()]
-            )
+            _wait_for_all([_begun(self._pg.recv, x, self.source, TENSORS) for x in self.tensors if x.numel()])
         else:
             parts = (self.memory[start : start + x.nbytes] for x, start in zip(specs, starts, strict=True))
             self.tensors = [spec.of(part.clone()) for spec, part in zip(specs, parts, strict=True)]
@@ -360,7 +359,7 @@ class Connections:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._sent: list[Running] = []
-        self._short: list[tuple[Any, Tensor]] = []  # under way, with nobody to wait for it
+        self._short: list[tuple[Callable[[], object], Tensor]] = []  # under way, with nobody to wait for it
         self._posted: dict[Action, Posted] = {}
         self._long: set[int] = set()  # the ranks that have sent something long
         self._free: list[Tensor] = []  # memory for short messages
@@ -373,15 +372,14 @@ class Connections:
         numbers = packet.view(torch.int64).numpy()
         numbers[: len(words)] = words
         if not is_short:
-            works = [self._pg.send([packet], to, WORDS)]
-            works += [self._pg.send([_bytes(x)], to, TENSORS) for x in whole if x.numel()]
-            kept = [packet, *whole]
-            self._await(works, kept, f" to rank {to}")
+            waits = [_begun(self._pg.send, packet, to, WORDS)]
+            waits += [_begun(self._pg.send, x, to, TENSORS) for x in whole if x.numel()]
+            self._await(waits, [packet, *whole], f" to rank {to}")
             return
         for x, start in zip(whole, starts, strict=True):
             packet[start : start + x.nbytes].copy_(_bytes(x))
         numbers[END], numbers[-1] = nbytes, words[SENT_NS]
-        self._short.append((self._pg.send([packet], to, WORDS), packet))
+        self._short.append((_begun(self._pg.send, packet, to, WORDS), packet))
         if len(self._short) > SHORT_SENDS:
             self._await_short()
 
@@ -439,20 +437,34 @@ class Connections:
     def _await_short(self, line: str = "") -> None:
         short, self._short = self._short, []
         if short:
-            self._await([work for work, _ in short], [packet for _, packet in short], line)
+            self._await([wait for wait, _ in short], [packet for _, packet in short], line)
 
-    def _await(self, works: Sequence[Any], kept: Sequence[Tensor], line: str) -> None:
+    def _await(self, waits: Sequence[Callable[[], object]], kept: Sequence[Tensor], line: str) -> None:
         """Keep tensors until they are sent, and not longer."""
 
         def wait(kept: Sequence[Tensor] = kept) -> None:
-            _wait_for_all(works)
+            _wait_for_all(waits)
 
         self._sent.append(self.group.start(wait, ENDING, line))
 
 
-def _wait_for_all(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
+def _begun(begin: Callable[..., Any], x: Tensor, rank: int, tag: int) -> Callable[[], object]:
+    """Begin to send or to receive; what is returned waits. It fails where a connection has ended already: who
+    waits for it says whose."""
+    try:
+        wait: Callable[[], object] = begin([_bytes(x)], rank, tag).wait
+    except RuntimeError as error:
+        return partial(_raise, error.with_traceback(None))
+    return wait
+
+
+def _wait_for_all(waits: Sequence[Callable[[], object]]) -> None:
+    for wait in waits:
+        wait()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _numbers(action: Action) -> list[int]:
