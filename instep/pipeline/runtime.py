@@ -31,8 +31,9 @@ from instep.pipeline.actions import (
     WEIGHT_GRADIENT,
     Action,
 )
-from instep.pipeline.channel import DTYPES, ENDING, EVALUATION, MessageWait, Received, StageChannel
+from instep.pipeline.channel import MessageWait, Received, StageChannel
 from instep.pipeline.communication import SENT, next_stage, send_of
+from instep.pipeline.message_words import DTYPES, ENDING, EVALUATION
 from instep.pipeline.stage import Gradients, Stage, Values
 from instep.pipeline.tied import TiedParameters
 from instep.step.micro_batches import DataSource, MicroBatch

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from instep.pipeline.actions import RECEIVE_TIED, Action
-from instep.pipeline.channel import VALUES, Received, StageChannel
+from instep.pipeline.channel import Received, StageChannel
 from instep.pipeline.home import PipelineHome
+from instep.pipeline.message_words import VALUES
 from instep.pipeline.stage import TiedCopy, TiedOwner
 from instep.step.micro_batches import MicroBatch
 

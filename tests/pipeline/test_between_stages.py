@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import instep
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.pipeline import channel
+from instep.pipeline import message_words
+from instep.pipeline.channel import StageChannel
+from instep.pipeline.connections import SHORT_BYTES
 from instep.step.micro_batches import MicroBatch
 from tests.world import world
 
@@ -195,7 +197,7 @@ def test_what_needs_no_gradient_needs_none_in_the_next_stage(
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_micro_batches_and_steps_may_have_any_shapes(backend: str) -> None:
-    long = channel.SHORT_BYTES // 16 + 1  # rows of four numbers, of four bytes
+    long = SHORT_BYTES // 16 + 1  # rows of four numbers, of four bytes
     steps = [(2, 1, long), (long, long + 1, 3), (1, 2, 3), (long - 1, 0, 5)]
     inputs = [[torch.linspace(-1.0, 1.0, rows * 4).view(rows, 4) for rows in its] for its in steps]
 
@@ -264,7 +266,7 @@ def test_a_tensor_of_ones_own_gets_its_gradient_where_it_is_used(mesh: Mesh, sch
 
 @pytest.fixture
 def all_but_integers_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_is_on_device", torch.is_floating_point)
+    monkeypatch.setattr(message_words, "_is_on_device", torch.is_floating_point)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -274,7 +276,7 @@ def test_what_was_on_a_device_comes_to_that_of_the_receiver(
     @world(2, pp=2, dp=1, backend=backend)
     def sent(mesh: Mesh) -> None:
         there = torch.device("meta")
-        messages = channel.StageChannel(mesh.along["pp"].group, there)
+        messages = StageChannel(mesh.along["pp"].group, there)
         if mesh.rank == 0:
             messages.send_values([X[0].T, torch.arange(3), None], 1)
             messages.flush()

@@ -21,7 +21,6 @@ from instep.models.transformer import GPT
 from instep.ordered.homes import offered
 from instep.pipeline import cuts
 from instep.pipeline.actions import Action, Schedule
-from instep.pipeline.channel import HEAD_BYTES
 from instep.pipeline.cuts import (
     LayerCost,
     Pace,
@@ -33,6 +32,7 @@ from instep.pipeline.cuts import (
 )
 from instep.pipeline.layer_costs import measure
 from instep.pipeline.layers import layers_of
+from instep.pipeline.message_words import HEAD_BYTES
 from instep.pipeline.proposal import RankTimes, propose, rank_times
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import makespan_s, simulate
