@@ -82,12 +82,12 @@ def test_a_tree_of_six(capsys):
     assert capsys.readouterr().out.startswith(TREE)
 
 
-@pytest.mark.parametrize("size", range(2, MOST_RANKS + 1))
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_every_line_fits_a_terminal(collective, name, size):
-    printed = list(lines(collective, name, size))
-    assert max(map(len, printed)) <= WIDTH
-    assert not any(line != line.rstrip() for line in printed)
+def test_every_line_fits_a_terminal(collective, name):
+    for size in range(2, MOST_RANKS + 1):
+        printed = list(lines(collective, name, size))
+        assert max(map(len, printed)) <= WIDTH
+        assert not any(line != line.rstrip() for line in printed)
 
 
 @pytest.mark.parametrize(

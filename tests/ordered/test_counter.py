@@ -6,7 +6,6 @@ import math
 from itertools import combinations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,20 +79,20 @@ def test_so_have_those_of_leaves_that_come_in_any_order(order, num_absent, seed,
         assert counter.roots[0][1] is memory.home
 
 
-@pytest.mark.parametrize("num_leaves", range(1, 40))
-def test_a_whole_tree_takes_log2_plus_one_buffers(num_leaves):
-    memory = Memory()
-    gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
-    push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves)
-    assert memory.num_buffers == math.floor(math.log2(num_leaves)) + 1
+def test_a_whole_tree_takes_log2_plus_one_buffers():
+    for num_leaves in range(1, 40):
+        memory = Memory()
+        gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
+        push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves)
+        assert memory.num_buffers == math.floor(math.log2(num_leaves)) + 1
 
 
-@pytest.mark.parametrize("num_leaves", range(1, 40))
-def test_and_one_less_where_leaves_are_added_to_their_siblings(num_leaves):
-    memory = Memory()
-    gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
-    push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves, adds=True)
-    assert memory.num_buffers == max(1, math.floor(math.log2(num_leaves)))
+def test_and_one_less_where_leaves_are_added_to_their_siblings():
+    for num_leaves in range(1, 40):
+        memory = Memory()
+        gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
+        push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves, adds=True)
+        assert memory.num_buffers == max(1, math.floor(math.log2(num_leaves)))
 
 
 def test_a_leaf_is_not_added_where_nodes_are_rounded():
