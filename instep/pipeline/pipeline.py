@@ -91,14 +91,12 @@ class Pipeline(WrappedOnce, OwnNames):
         example: what the first layer is called with for one micro-batch, a tuple for several arguments, to
             measure layers by; the first rank does. For cuts by "cost" and "memory", and ``propose_cuts``.
         example_loss: the loss of what the last layer gives for ``example``, if that is to be measured, too.
-        moments: how many numbers the optimizer keeps per weight, for cuts by "memory": 2 of Adam, 1 of SGD
-            with momentum.
+        moments: numbers that the optimizer keeps per weight, for cuts by "memory": 2 of Adam, 0 of plain SGD.
         strategy, bucket_cap_mb, nodes, rounding, find_unused_parameters, seed: as for ``DataParallel``.
 
     Raises:
         TypeError: ``layers`` does not say which layers there are.
-        ValueError: on all ranks; models differ, there are fewer layers than stages, a parameter is in no
-            layer, or the schedule is illegal.
+        ValueError: on all ranks; models differ, layers are too few, a parameter is in none, a bad schedule.
         PeerLost: a rank did not come.
 
     Example:
@@ -119,6 +117,7 @@ class Pipeline(WrappedOnce, OwnNames):
     """
 
     __module__ = "instep"
+    is_outermost = True
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ Trainer of transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,12 @@ DDP, FSDP = "torch's DistributedDataParallel", "torch's FSDP"
 
 
 class WrappedOnce:
-    """What exchanges gradients, so that nothing else that does may be put around it."""
+    """What exchanges gradients, so that nothing else that does may be put around it.
+
+    ``is_outermost``: nor may what instep has.
+    """
+
+    is_outermost: ClassVar[bool] = False
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
@@ -42,10 +48,10 @@ class WrappedOnce:
 
 
 def require_unwrapped(module: nn.Module) -> None:
-    """Raise ``ValueError`` if torch has wrapped ``module``, or a part of it that is trained.
+    """Raise ``ValueError`` if torch, or a pipeline, has wrapped ``module``, or a part of it that is trained.
 
-    Parts that instep has wrapped are looked after elsewhere: what wraps more takes over, or refuses them
-    (``optimizer_guard``).
+    Other parts that instep has wrapped are looked after elsewhere: what wraps more takes over, or refuses
+    them (``optimizer_guard``).
     """
     for name, part in module.named_modules():
         wrapper = _wrapper(part)
@@ -69,6 +75,8 @@ def require_outermost(parameters: Iterable[Tensor]) -> None:
 def _wrapper(part: nn.Module) -> str | None:
     if isinstance(part, DistributedDataParallel):
         return DDP
+    if isinstance(part, WrappedOnce) and part.is_outermost:
+        return f"instep's {type(part).__name__}"
     return FSDP if getattr(part, "_is_fsdp_managed_module", False) else None
 
 

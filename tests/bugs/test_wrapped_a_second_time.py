@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
+from instep.pipeline.pipeline import Pipeline
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from tests.parity import filled, world_of_one
@@ -96,4 +97,14 @@ def test_torch_s_wrappers_inside_are_refused_by_name(mesh: Mesh) -> None:
             wrap(Holder(fsdp), mesh)
     ddp.requires_grad_(False)  # a teacher, say
     model = DataParallel(nn.ModuleList([ddp, nn.Linear(2, 2)]), process_group=mesh)
+    model.close()
+
+
+@pytest.mark.parametrize("wrap", OURS.values(), ids=OURS)
+def test_a_pipeline_inside_is_refused_by_name(wrap: Wrap) -> None:
+    """Both exchanged its gradients, and the first step said that none had come."""
+    mesh = world_of_one()
+    model = Pipeline([nn.Linear(2, 2)], mesh)
+    with pytest.raises(ValueError, match="the module is wrapped in instep's Pipeline already, and both"):
+        wrap(model, mesh)
     model.close()
