@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -122,7 +122,8 @@ class Executor:
                 actions = program() if self.task.own else ()
                 left = Counter(action.micro_batch for action in actions)
                 for action in actions:
-                    self._execute[action.kind](action)
+                    with self._named(action):
+                        self._execute[action.kind](action)
                     left[action.micro_batch] -= 1
                     if not left[action.micro_batch]:
                         self._known.pop(action.micro_batch, None)
@@ -132,6 +133,16 @@ class Executor:
             self.channel.leave(error)
             raise
         return {leaf: self._losses[leaf] for leaf in self.task.own if self._losses}
+
+    @contextmanager
+    def _named(self, action: Action) -> Iterator[None]:
+        """An error inside says where it was."""
+        try:
+            yield
+        except Exception as error:
+            leaf = self.task.own[action.micro_batch]
+            error.add_note(f"in {action}, of micro-batch {leaf}, in stage {action.stage}")
+            raise
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = self._of(action)

@@ -82,6 +82,20 @@ def test_a_stage_that_cannot_end_its_step_is_named_by_all_and_no_rank_has_gradie
 
 
 @world(2, pp=2, dp=1)
+def test_an_error_in_a_layer_says_in_which_action_it_was(mesh: Mesh) -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("gone")
+
+    model = instep.Pipeline([linear(), Broken()], mesh, "1f1b")
+    with pytest.raises(KeyError if mesh.rank else Desync) as raised:
+        step(model)
+    if mesh.rank:
+        assert "in 1F0, of micro-batch 0, in stage 1" in raised.value.__notes__
+    model.close()
+
+
+@world(2, pp=2, dp=1)
 def test_ranks_with_other_numbers_of_micro_batches_are_told_both(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"micro_batches=4 on rank 0, but micro_batches=2 on rank 1"):
         instep.Pipeline([linear(), linear()], mesh, "1f1b", 2 if mesh.rank else 4)
