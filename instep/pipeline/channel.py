@@ -54,7 +54,7 @@ from instep.pipeline.message_words import (
 )
 
 TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
-THERE_NS = 20_000  # in which a message is taken that was there already
+THERE_NS = 500_000  # in which a message is taken that was there already
 Data: TypeAlias = tuple[int, int]
 NO_DATA: Data = 0, -1
 
@@ -155,10 +155,10 @@ class StageChannel:
 
     def _waited(self, action: Action, source: int, sent_ns: int, start_ns: int) -> MessageWait | None:
         end_ns, posted_ns = time.monotonic_ns(), self._posted_ns.pop(action)
-        if end_ns - start_ns < THERE_NS:
-            return None
         ahead_ns = self._offsets_ns[source] - self._offsets_ns[self.group.rank]
         sent_ns = min(sent_ns - ahead_ns, end_ns)
+        if sent_ns <= start_ns and end_ns - start_ns < THERE_NS:
+            return None
         return MessageWait(start_ns, sent_ns, max(sent_ns, posted_ns), end_ns)
 
     def send_values(self, values: Sequence[Tensor | None], to: int) -> None:

@@ -36,7 +36,8 @@ KINDS = {SPANS[kind]: kind for kind in COMPUTE}
 
 
 class RecordedAction(NamedTuple):
-    """An action, whose computation is ``event``; ``messages`` are those that it has waited for.
+    """An action, whose computation is ``event``; ``messages`` are those that it has waited for, each from
+    when it was sent: one that was sent before may have been there.
 
     The number of its micro-batch is that of ``event``, and no place in the pipeline's order.
     """
@@ -65,6 +66,7 @@ def recorded_actions(events: Iterable[Event]) -> list[RecordedAction]:
     found: list[RecordedAction] = []
     messages: list[Event] = []
     free_ns: int | None = None
+    computed_ns = 0  # until then
     for event in sorted(events, key=lambda event: event.end_ns):
         if event.stage < 0:  # of the step, and of no action
             continue
@@ -72,10 +74,11 @@ def recorded_actions(events: Iterable[Event]) -> list[RecordedAction]:
             action = Action(event.stage, KINDS[event.name], event.leaf)
             turned_ns = event.start_ns if free_ns is None else free_ns
             found.append(RecordedAction(action, event, turned_ns, tuple(messages)))
-            free_ns, messages = event.end_ns, []
+            free_ns = computed_ns = event.end_ns
+            messages = []
         elif event.name == PIPELINE:
             free_ns = event.end_ns
-        elif event.lane == "communication":
+        elif event.lane == "communication" and event.start_ns >= computed_ns:
             messages.append(event)
     return found
 

@@ -51,7 +51,8 @@ def test_a_simulated_step_is_read_as_it_was_made() -> None:
             (1, WEIGHT_GRADIENT): 4,
         }
         messages = [event.duration_s for one in step.actions for event in one.messages]
-        assert len(messages) == 8 and set(messages) == {0.5}
+        # One of the eight was sent while its receiver computed: it may have been there before it was wanted.
+        assert len(messages) == 7 and set(messages) == {0.5}
         assert bubble_rate(step.timeline) == pytest.approx(bubble_rate(Timeline(one)))
 
 
