@@ -91,13 +91,19 @@ def headline(results: Mapping[str, Any]) -> str:
         ]
     found = results["environment"]
     limits = [r for r in results["rows"] if r["backend"] == "shm-in-place" and r["size(B)"] == 100_000_000]
-    speed = " and ".join(f"{1 / r['time/bound']:.0%} on {r['ranks']}" for r in limits if r["ranks"] in (2, 4))
+    speed = " and ".join(
+        f"{1 / r['time/bound']:.0%} on {r['ranks']}"
+        for r in limits
+        if r["ranks"] in (2, 4) and "time/bound" in r
+    )
+    reach = (
+        "100 MB in place reach so much of what the memory's speed, measured by copying, allows: "
+        f"{speed} ranks (a copy also loads what it overwrites: it may be more than all of it). "
+    )
     return (
         f"{tables.markdown(rows)}\n\nTimes as fast as gloo: medians (and quartiles) of {results['samples']} "
-        "interleaved pairs, float32, one thread per rank. 100 MB in place reach so much of what the memory's "
-        f"speed, measured by copying, allows: {speed} ranks (a copy also loads what it overwrites: it may be "
-        f"more than all of it). Made by `{COMMAND}` on {found['cores']} cores "
-        f"({found['cpu']}), torch {found['torch']}."
+        f"interleaved pairs, float32, one thread per rank. {reach if speed else ''}Made by `{COMMAND}` on "
+        f"{found['cores']} cores ({found['cpu']}), torch {found['torch']}."
     )
 
 
