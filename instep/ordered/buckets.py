@@ -12,9 +12,9 @@ counter (``TreeAccumulator``). Like adding one to a binary number: a leaf is put
 two top entries are siblings in the tree they are merged, left plus right. A leaf whose left sibling is there
 needs no buffer: its gradients are added as they are. One that comes out of turn, as a schedule of a pipeline
 may have it, goes to its place, and may merge on either side. Peak memory is log2(k) buffers for k > 1 leaves
-that make one node, against one for plain accumulation: 8 leaves of 1 GB take 3 GB, and 4 GB where each leaf
-is rounded, or looked at. Leaves that straddle nodes leave more roots, and take at most twice as many buffers.
-Out of turn, it may be one for each leaf.
+that make one node, against one for plain accumulation: 8 leaves of 1 GB take 3 GB beside the gradients that
+are to be added, and 4 GB where each leaf is rounded, or looked at. Leaves that straddle nodes leave more
+roots, and take at most twice as many buffers. Out of turn, it may be one for each leaf.
 
 W: number of ranks.
 """

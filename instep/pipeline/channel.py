@@ -3,7 +3,7 @@
 A message is a line of words, then its tensors. The words say what it is, so that ranks that are out of step
 find out before they compute with it, and how the tensors look. Strides go along: what is computed from a
 transposed tensor, or from one in ``torch.channels_last``, has other last bits than from a contiguous copy.
-Two ranks send each other one message after the other, in the order in which they are taken.
+Two ranks send each other one message after the other, in the order in which they are posted.
 
 Ranks that share memory receive a message where its sender has put it (``shm/mailboxes.py``); others receive
 it over connections (``pipeline/connections.py``).

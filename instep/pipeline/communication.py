@@ -11,8 +11,8 @@ No action of a program waits but those that compute. A send goes out as soon as 
 A receive is *posted*, which is why it stands early: memory is there when the message comes, and it travels
 under the action in between. The computation that needs it waits until it is there.
 
-Between two ranks, messages are received in the order in which they are sent, so a channel needs no tags, and
-a receive that waits at its place for an earlier message of that sender waits for nothing that comes later.
+Between two ranks, messages are received in the order in which they are sent: a receive that waits at its
+place for an earlier message of that sender waits for nothing that comes later.
 """
 
 from __future__ import annotations

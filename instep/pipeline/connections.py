@@ -187,7 +187,8 @@ class Connections:
 
     def tell(self, words: Sequence[int], seconds: float) -> None:
         """Send all ranks ``words``, and wait so long at most until they have them."""
-        self._sent, self._short, until = [], [], time.monotonic() + seconds
+        self._await_short()  # which would hold up what follows, if nobody kept what it sends
+        self._sent, until = [], time.monotonic() + seconds
         for rank in range(self.group.size):
             if rank != self.group.rank:
                 self.send(rank, words, [])
@@ -261,8 +262,10 @@ class Connections:
 
 
 def _begun(begin: Callable[..., Any], x: Tensor, rank: int, tag: int) -> Wait:
-    """Begin to send or to receive; what is returned waits. It fails where a connection has ended already: who
-    waits for it says whose."""
+    """Begin to send or to receive; what is returned waits.
+
+    If the connection has ended already it raises there: what waits for a message names its rank.
+    """
     try:
         wait: Wait = begin([_bytes(x)], rank, tag).wait
     except RuntimeError as error:
@@ -280,7 +283,10 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _tag(numbers: Sequence[int]) -> int:
-    """By which the tensors of a long message travel that is of an action with these ``numbers_of``."""
+    """By which the tensors of a long message travel that is of an action with these ``numbers_of``.
+
+    Two kinds may have one tag, if there are more than ``MAX_TIES``: both ends have the same order.
+    """
     stage, kind, _, tie = numbers
     return UNLIKE if stage == NO_STAGE else UNLIKE + 1 + (stage * len(KINDS) + kind) * MAX_TIES + tie - NO_TIE
 

@@ -25,7 +25,7 @@ VERSION = 5
 # where a short message ends, in bytes (its last word says again when it was sent), or by which tag, negated,
 # the tensors of a long one follow; number of tensors.
 FIELDS = 14
-LEFT, STEP, COUNT, ACTION, NUMBER, SENT_NS, END = 1, 2, 3, 6, 10, 11, 12
+LEFT, ACTION, NUMBER, SENT_NS, END = 1, 6, 10, 11, 12
 STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not
 # Of a tensor: whether it is there, and needs a gradient; whether it is on the rank's own device, and not on
 # the CPU; dtype, number of dimensions, shape, strides.
@@ -53,10 +53,6 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-    def new(self) -> Tensor:
-        """Memory for such a tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
     def of(self, part: Tensor) -> Tensor:
         """``part``, its bytes, as such a tensor."""

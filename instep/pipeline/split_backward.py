@@ -84,8 +84,16 @@ def gradients_at_once(
 
 
 def _accumulate(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if gradients:
-        torch.autograd.backward([w for w, _ in gradients], [g for _, g in gradients])
+    # A hook of a weight has changed its gradient, and would once more.
+    handles = [
+        get_gradient_edge(w).node.register_prehook(lambda again, came=g: (came,)) for w, g in gradients
+    ]
+    try:
+        if gradients:
+            torch.autograd.backward([w for w, _ in gradients], [g for _, g in gradients])
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def leaves_under(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> list[Tensor]:

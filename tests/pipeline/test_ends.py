@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from instep.pipeline.actions import Action
 from instep.pipeline.channel import StageChannel
 from instep.pipeline.home import is_hidden
 from instep.pipeline.stage import Stage
+from instep.step.micro_batches import MicroBatch
 from tests.world import world
 
 X = torch.linspace(-1.0, 1.0, 4 * 2 * 4).view(4, 2, 4)
@@ -93,6 +95,34 @@ def test_an_error_in_a_layer_says_in_which_action_it_was(mesh: Mesh) -> None:
     if mesh.rank:
         assert "in 1F0, of micro-batch 0, in stage 1" in raised.value.__notes__
     model.close()
+
+
+def test_the_news_of_an_error_comes_behind_what_was_sent_before_and_is_not_yet_wanted() -> None:
+    told_them = threading.Event()
+
+    class Held(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert told_them.wait(30)
+            return x
+
+    def inputs(micro_batch: MicroBatch) -> Tensor:
+        if micro_batch.index == 3:
+            raise KeyError("gone")
+        return X[0]
+
+    @world(2, pp=2, dp=1, backend="gloo")
+    def both_raise(mesh: Mesh) -> None:
+        model = instep.Pipeline([linear(), Held()], mesh, "gpipe", 4)
+        if mesh.rank == 0:
+            leave = model._channel.leave
+            model._channel.leave = lambda error: (leave(error), told_them.set())
+        told = raised_soon(
+            lambda: model.step(lambda output, _: output.mean(), inputs), Desync if mesh.rank else KeyError
+        )
+        assert mesh.rank == 0 or "KeyError" in told
+        model.close()
+
+    both_raise()
 
 
 @world(2, pp=2, dp=1)

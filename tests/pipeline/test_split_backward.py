@@ -48,6 +48,11 @@ def with_a_hook(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
     return (found.sin(),)
 
 
+def with_a_hook_of_a_weight(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    w[2].register_hook(lambda gradient: gradient * 3)
+    return ((x @ w[2]).sin() + w[0],)
+
+
 def with_a_weight_that_is_not_used(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
     return (x @ w[2],)
 
@@ -59,6 +64,7 @@ FORWARDS = (
     beside_the_path,
     in_a_residual,
     with_a_hook,
+    with_a_hook_of_a_weight,
     with_a_weight_that_is_not_used,
 )
 
