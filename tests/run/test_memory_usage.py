@@ -83,8 +83,8 @@ def step(model, module, num_leaves):
         module(TOKENS).float().pow(2).mean().backward()
 
 
-@pytest.mark.parametrize(("num_leaves", "sums"), [(1, 0), (2, 1), (4, 2), (8, 3)])
-def test_the_tree_over_k_micro_batches_takes_log2_of_k_more_gradients(num_leaves, sums):
+@pytest.mark.parametrize(("num_leaves", "sums"), [(1, 0), (2, 0), (4, 1), (8, 2)])
+def test_the_tree_over_k_micro_batches_takes_log2_of_k_gradients(num_leaves, sums):
     module = Tied()
     model = DataParallel(module)
     step(model, module, num_leaves)
