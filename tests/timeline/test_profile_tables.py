@@ -126,11 +126,9 @@ def check_of_wrappers(mesh: Mesh, tmp_path: Path) -> None:
         assert 0 < figures.communication < figures.wall, name
         model.zero_grad()
         path = profiled(path, train, all_threads=False)
-        if name == "overlap":
-            with pytest.raises(ValueError, match=REFUSAL):
-                read_profile(path)
-        else:  # the first has no other thread, and the last uses its own only where something waits in it
-            assert is_told(path) or (name == "stage 3" and is_refused(path))
+        # The first has no other thread, and the others use theirs only where something waits in it, which a
+        # rank that is late does itself.
+        assert is_told(path) or (name != "naive" and is_refused(path)), name
         model.close()
 
 
