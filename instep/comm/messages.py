@@ -6,6 +6,7 @@ in its place, a benchmark reads its counters. What many ranks send in parts is c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,6 +18,8 @@ from instep.mesh.hang_report import words_of
 if TYPE_CHECKING:  # so that ``cost``, which needs to know how x is cut, does not import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+LOOKS, LOOK_S = 50, 20e-6  # at what is awaited, before a thread waits for it
 
 
 class Messages:
@@ -119,6 +122,19 @@ class Messages:
                 ranks=[rank],
                 operation=operation,
             ) from error
+
+
+def comes_soon(is_there: Callable[[], bool]) -> bool:
+    """Whether what is awaited is there, perhaps after a moment.
+
+    A backend's thread writes what comes into memory. To look there takes less time than to be woken by that
+    thread, and than to let another one wait.
+    """
+    for _ in range(LOOKS):
+        if is_there():
+            return True
+        time.sleep(LOOK_S)
+    return False
 
 
 def flat(x: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import StatusRow
 from instep.mesh.peers import Peer
-from instep.mesh.process_group import Group, backend_timeout, rendezvous
+from instep.mesh.process_group import Group
 from instep.mesh.questions import patience_s
+from instep.mesh.store_rendezvous import backend_timeout, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store

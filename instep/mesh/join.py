@@ -26,17 +26,11 @@ from instep.mesh.hang_report import words_of
 from instep.mesh.host_group import HostGroup
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
-from instep.mesh.process_group import (
-    MAKING,
-    Group,
-    backend_timeout,
-    default_store,
-    from_store,
-    rendezvous,
-)
+from instep.mesh.process_group import Group, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
 from instep.mesh.questions import ask_once
 from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
+from instep.mesh.store_rendezvous import MAKING, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import Store

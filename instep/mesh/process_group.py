@@ -16,14 +16,12 @@ Bytes are what one rank sends, W ranks, x of S bytes: broadcast S, all_gather S(
 from __future__ import annotations
 
 import atexit
-import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +32,10 @@ from instep.errors import Desync, PeerLost
 from instep.memory import Segment, allocate
 from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table, words_of
+from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
-from instep.mesh.questions import PATIENCE_S, ask_once, patience_s
 from instep.mesh.rank_process import as_told
+from instep.mesh.store_rendezvous import backend_timeout, rendezvous
 from instep.work import Lane, Running
 
 if TYPE_CHECKING:
@@ -45,9 +43,6 @@ if TYPE_CHECKING:
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
 First = Callable[[], Callable[[], object]]
-T = TypeVar("T")
-MAKING = "the making of a group"
-
 EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
 # Of a message of which nothing is known yet: what is short comes with its length.
 LENGTH_BYTES, SHORT_BYTES = 8, 248
@@ -55,14 +50,6 @@ LENGTH_BYTES, SHORT_BYTES = 8, 248
 # ended: gloo's destructor waits for it.
 _owing: weakref.WeakSet[Group] = weakref.WeakSet()
 _lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
-
-
-def backend_timeout(timeout_s: float) -> timedelta:
-    """The deadline of a backend: later than ours, which names the rank, but not by much.
-
-    A process cannot end while gloo still waits.
-    """
-    return timedelta(seconds=1.1 * timeout_s + 2)
 
 
 def default_store() -> Store:
@@ -97,84 +84,6 @@ def from_store(
         return rendezvous(store, name, ranks, rank, timeout_s, construct)
 
     return make
-
-
-def rendezvous(
-    store: Store, name: str, ranks: Sequence[int], rank: int, timeout_s: float, make: Callable[[Store], T]
-) -> T:
-    """``make(store)``, in which all ``ranks`` wait for each other, under keys that no group had before.
-
-    Backends ask the store in native code while they are constructed, and a ``TCPStore`` whose host is gone,
-    or behind a cut network, keeps its caller until TCP gives up, after a quarter of an hour. So ``make`` runs
-    in a thread that is left alone at the deadline. Each rank first counts its own rendezvous in the store,
-    which says afterwards who came. Collective over ``ranks``, of which each makes as many of a ``name``.
-
-    Raises:
-        PeerLost: not all came, or they do not reach the store or each other.
-    """
-    members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-    key = f"instep/groups/{name}/{members}"
-    number = 0
-
-    def meet() -> T:
-        nonlocal number
-        number = store.add(f"{key}/rank {rank}", 1)
-        return make(dist.PrefixStore(f"{key}/{number}", store))
-
-    began = time.monotonic()
-    limit_s = backend_timeout(timeout_s).total_seconds() + PATIENCE_S  # the backend's own error comes first
-    try:
-        return ask_once(rank, limit_s, device.as_here(meet))
-    except (RuntimeError, TimeoutError) as error:
-        if isinstance(error, PeerLost):
-            raise error.with_traceback(None) from None  # it says all, and the frames are of the thread
-        if not _is_of_network(error):
-            raise
-        counts = {other: f"{key}/rank {other}" for other in ranks}
-        late = _late(store, counts, number, rank, timeout_s)
-        raise PeerLost(
-            f"rank {rank} waited {time.monotonic() - began:.1f} s in the making of group {name!r} of ranks "
-            f"{', '.join(map(str, ranks))}, {_why(late, timeout_s)}. It was told: {words_of(error)}",
-            ranks=late or (),
-            operation=MAKING,
-        ) from None
-
-
-def _is_of_network(error: Exception) -> bool:
-    """Whether it may be due to other ranks, or to the way to them; gloo has no type of its own for those."""
-    return isinstance(error, dist.DistError | TimeoutError) or "connectFullMesh" in str(error)
-
-
-def _late(store: Store, counts: dict[int, str], number: int, rank: int, timeout_s: float) -> list[int] | None:
-    """The ranks that have not come to rendezvous ``number``; None where the store does not say."""
-    if not number:
-        return None
-    try:
-        return ask_once(
-            rank,
-            patience_s(timeout_s),
-            lambda: [i for i, key in counts.items() if store.add(key, 0) < number],
-        )
-    except (RuntimeError, TimeoutError):
-        return None
-
-
-def _why(late: list[int] | None, timeout_s: float) -> str:
-    """What ``late`` means, and what to do."""
-    if late is None:
-        return (
-            "and the store gives no answer: rank 0 or its host has ended, or the network to it is cut: look "
-            "there, then start again"
-        )
-    if late:
-        return (
-            f"and never came: rank {', '.join(map(str, late))}. Look whether it lives and its host can be "
-            f"reached, make groups on every rank alike, or raise timeout_s ({timeout_s:g} s)"
-        )
-    return (
-        "to which all came, but not all reach each other: look at the network between their hosts, a "
-        "firewall, GLOO_SOCKET_IFNAME"
-    )
 
 
 def registered_groups(
@@ -425,18 +334,36 @@ class Group:
         if self.sends_best and self._again is not None and self._line is None:
             self._line = self._again()
 
-    def run(self, function: Callable[[], object], operation: str) -> None:
+    def run(
+        self,
+        function: Callable[[], object],
+        operation: str,
+        line: str = "",
+        soon: Callable[[], bool] | None = None,
+    ) -> None:
         """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
 
         It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
-        its connection along.
+        its connection along. Only where ``soon()`` says that there is nothing to wait for, it gets none.
         """
-        self.wait(self.start(function, operation), operation)
+        self.wait(self.start(function, operation, line, soon), operation)
 
-    def start(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
+    def start(
+        self,
+        function: Callable[[], object],
+        operation: str,
+        line: str = "",
+        soon: Callable[[], bool] | None = None,
+    ) -> Running:
         """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
         self._require_whole(operation)
-        work = self._submit(function, operation, line)
+        try:
+            here = soon is not None and soon()
+        except BaseException:  # an interrupt: what has been begun is owed
+            self._owe(self._submit(function, operation, line))
+            self.break_off(operation)
+            raise
+        work = self._submit(function, operation, line, here=here)
         self._owe(work)
         return work
 
@@ -472,10 +399,13 @@ class Group:
 
         return wait
 
-    def _submit(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
+    def _submit(
+        self, function: Callable[[], object], operation: str, line: str = "", *, here: bool = False
+    ) -> Running:
         if line not in self._lanes:
             self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
-        return Running(self._lanes[line].submit(operation, function))
+        lane = self._lanes[line]
+        return Running((lane.run if here else lane.submit)(operation, function))
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""

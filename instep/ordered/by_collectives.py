@@ -82,8 +82,14 @@ class ByCollectives:
             nodes.encode(root, out=row)
         self.group.all_gather(received, nodes.encode(roots[0]) if alone else sent, name)
         rows = received.view(size, most, length)
-        values = [nodes.decode(rows[r, i]) for r, count in enumerate(plan.counts) for i in range(count)]
-        add_up(values, plan, scale, [bucket.home], nodes)
+        self._add_received(bucket, plan, scale, [row.unbind() for row in rows])
+
+    def _add_received(
+        self, bucket: Bucket, plan: Sum, scale: float, rows: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Add up the whole roots that have come, by rank, as they travel."""
+        values = [bucket.nodes.decode(rows[r][i]) for r, n in enumerate(plan.counts) for i in range(n)]
+        add_up(values, plan, scale, [bucket.home], bucket.nodes)
 
 
 def by_owner(roots: Sequence[Tensor], size: int, nothing: Tensor) -> Tensor:

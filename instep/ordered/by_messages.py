@@ -13,18 +13,25 @@ be waited for goes on in a thread of its own.
 Messages of two buckets never take each other's place: slices have one tag and means another, and of each kind
 those of the bucket that comes first are sent first, on every rank. They have connections of their own
 (``Group.open_line``): ranks that meet for a bucket do not wait behind the bytes of those before it.
+
+Ranks meet by a message from each to each, in which the roots of a small bucket travel along. It ends with its
+number, and has come when that is in the memory that it comes to (``comm.messages.comes_soon``):
+
+    | end | header | roots of a small bucket | number |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages
+from instep.comm.messages import Messages, comes_soon
 from instep.errors import PeerLost
+from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up_to_send
 from instep.ordered.buckets import Bucket
@@ -32,10 +39,14 @@ from instep.ordered.by_collectives import ByCollectives
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 """By owner, what is sent to it, or comes from it."""
 
-SLICES, MEANS = 1, 2  # tags
+SLICES, MEANS, MEETING = 1, 2, 3  # tags
+WORD_BYTES, LINE_BYTES = 8, 64
 # What is received of a bucket that may travel beside others: a large one keeps a link busy on its own.
 BESIDE_BYTES = 8 << 20
 
@@ -51,8 +62,66 @@ class ByMessages(ByCollectives):
     def __init__(self, group: Group, scratch: Scratch) -> None:
         super().__init__(group, scratch)
         self._num_begun = 0
+        self._num_met = 0
+        self._rows = torch.empty((group.size, 0), dtype=torch.uint8, device="cpu")  # what came last, by rank
+        self._roots_from: int | None = None  # in these, if the roots of the bucket that is next are there
+
+    def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
+        """The ``row`` (length,) of every rank: (W, length). The roots of ``bucket`` come along, if small."""
+        if self.group.size == 1:
+            return super().meet(row, name)
+        # First the end, so that a row of words begins behind it; what follows begins a line of memory.
+        words, roots_from = 1 + len(row), round_up((1 + len(row)) * WORD_BYTES, LINE_BYTES)
+        self._make_room(roots_from + round_up(self.at_once_bytes, LINE_BYTES) + LINE_BYTES)
+        own, self._num_met = self._rows[self.group.rank], self._num_met + 1
+        seen = self._rows.view(torch.int64).numpy()
+        seen[:, 0] = 0  # of what has come before
+        own[WORD_BYTES : words * WORD_BYTES].view(torch.int64).copy_(row)
+        self._roots_from, end = None, words
+        if bucket is not None and plan is not None and self._comes_along(bucket, plan):
+            self._roots_from = roots_from
+            roots = [root for _, root in bucket.counter.roots]
+            for root, place in zip(roots, self._places(bucket, self.group.rank), strict=False):
+                bucket.nodes.encode(root, out=place)
+            end = (roots_from + round_up(len(roots) * bucket.nodes.wire_bytes, WORD_BYTES)) // WORD_BYTES
+        seen[self.group.rank, 0], seen[self.group.rank, end] = end, self._num_met
+        self._exchange_rows(own[: (end + 1) * WORD_BYTES], name)
+        return self._rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
+
+    def _exchange_rows(self, own: Tensor, name: str) -> None:
+        """Send ``own`` to all, and receive theirs into ``_rows``."""
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        seen, number = self._rows.view(torch.int64).numpy(), self._num_met
+
+        def is_there() -> bool:
+            return all(0 < (end := seen[i, 0]) < seen.shape[1] and seen[i, end] == number for i in others)
+
+        parts = {to: [own] for to in others}, {source: [self._rows[source]] for source in others}
+        wait = self._post(parts, MEETING, self.group.pg)
+        self.group.run(wait, name, " of meetings", soon=lambda: comes_soon(is_there))
+
+    def _make_room(self, nbytes: int) -> None:
+        """For what a rank sends when ranks meet."""
+        if self._rows.shape[1] < nbytes:
+            with torch.inference_mode(False):  # it outlives what it is made in
+                self._rows = torch.empty((self.group.size, nbytes), dtype=torch.uint8, device="cpu")
+
+    def _comes_along(self, bucket: Bucket, plan: Sum) -> bool:
+        return bucket.device.type == "cpu" and self._is_small(bucket, plan)
+
+    def _places(self, bucket: Bucket, rank: int) -> Sequence[Tensor]:
+        """Where the roots of ``rank`` are, as many as there may be, as they travel."""
+        assert self._roots_from is not None
+        length = bucket.nodes.wire_bytes
+        whole = self._rows[rank, self._roots_from : self._roots_from + self.at_once_bytes // length * length]
+        return whole.view(bucket.nodes.wire_dtype).split(length // bucket.nodes.wire_dtype.itemsize)
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        if self._roots_from is not None:
+            places = [self._places(bucket, rank) for rank in range(self.group.size)]
+            self._roots_from = None
+            self._add_received(bucket, plan, scale, places)
+            return
         if bucket.device.type != "cpu" or self._is_small(bucket, plan):
             super().reduce(bucket, plan, scale, name)
             return
@@ -89,11 +158,13 @@ class ByMessages(ByCollectives):
 
         return add
 
-    def _post(self, parts: tuple[Parts, Parts], tag: int) -> Callable[[], None]:
+    def _post(
+        self, parts: tuple[Parts, Parts], tag: int, pg: ProcessGroup | None = None
+    ) -> Callable[[], None]:
         """Begin to send and to receive; what is returned waits for all of it, or raises why it could not."""
         sent, received = map(_in_turn, parts)
         try:
-            return Messages(self.group.messages_pg, self.group.ranks, tag=tag).begin(sent, received)
+            return Messages(pg or self.group.messages_pg, self.group.ranks, tag=tag).begin(sent, received)
         except PeerLost as lost:
             return partial(_raise, lost)
 

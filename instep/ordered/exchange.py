@@ -12,7 +12,7 @@
 No collective that does arithmetic takes part, so neither the backend's algorithm nor the number of ranks
 can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots: (r + 1) S (W-1)/W; with
 one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
-the headers. A small bucket travels whole to all ranks instead, in one step. Where ranks can reach into each
+the headers. A small bucket travels whole to all ranks instead, with the headers where it can. Where ranks can reach into each
 other's buckets (backend "shm") nothing is sent: each adds its slices where they lie. How slices travel is a
 ``Transport``'s, one class a file: ``by_sharing.py``, ``by_messages.py``, ``by_collectives.py``,
 ``by_hosts.py``.
@@ -138,7 +138,7 @@ class OrderedAllReduce:
         Raises:
             Desync: the ranks are not in the same exchange; raised on every rank alike.
             PeerLost: a rank did not come.
-            ReplicasDiffer: what ``compare`` raises, before a gradient is sent; on every rank alike.
+            ReplicasDiffer: what ``compare`` raises, before a gradient is added; on every rank alike.
             ValueError: the weights of all ranks sum to zero.
         """
         name = f"the exchange of bucket {header.bucket}"

@@ -3,7 +3,7 @@
 A backend pairs whatever arrives next, so a rank that is one bucket or one step ahead would be averaged
 with the wrong numbers, or hang. Every exchange therefore begins with an all-gather of one small record
 per rank. Since every rank sees all the records, all reach the same verdict, and on a bad one all
-ranks raise the same error before a single gradient has been sent.
+ranks raise the same error before a single gradient has been added.
 
     | version | contract | steps | exchange | bucket | leaves | weight | times | left | round | act | flags |
 

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from instep.comm.messages import comes_soon
 from instep.mesh.process_group import Group
 from instep.pipeline.actions import NO_TIE, Action
 from instep.pipeline.message_words import (
@@ -57,7 +58,6 @@ from instep.work import Running
 
 SHORT_BYTES = 1 << 18  # of a message, with its words: to copy so much costs less than a second one
 SHORT_SENDS = 64  # that are under way with nobody to wait for them
-LOOKS, LOOK_S = 50, 20e-6  # at a short message that is waited for, before a thread waits for it
 # Tags: of words, and of tensors unlike the first ones of their kind, which has a tag of its own.
 WORDS, UNLIKE = range(2)
 MAX_TIES = 1 << 10
@@ -90,12 +90,11 @@ class Posted:
 
         That would be wrong where the same was in this memory before; then ``receive`` waits.
         """
-        for _ in range(LOOKS):
-            end, sent_ns = self._seen[END] // WORD, self._seen[SENT_NS]
-            if 0 < end <= len(self._seen) and self._seen[end - 1] == sent_ns:
-                return True
-            time.sleep(LOOK_S)
-        return False
+        return comes_soon(self._is_there)
+
+    def _is_there(self) -> bool:
+        end, sent_ns = self._seen[END] // WORD, self._seen[SENT_NS]
+        return bool(0 < end <= len(self._seen) and self._seen[end - 1] == sent_ns)
 
     def receive(self, long: LongReceives) -> None:
         """Wait until the message is there."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.comm.messages import Messages
 from instep.errors import PeerLost
 from instep.mesh import peers, process_group
 from instep.mesh.mesh import Mesh
@@ -56,6 +57,25 @@ def test_none_is_paired_with_one_that_ended_between_two_messages(
     with pytest.raises(PeerLost, match=r"rank 0 was interrupted|a rank left the exchange of bucket 0"):
         train(model)
     model.close()
+
+
+@world(2)
+def test_what_is_interrupted_while_it_looks_for_a_message_is_lost_too(mesh: Mesh) -> None:
+    group = mesh.world.duplicate()
+    wait = Messages(group.pg, group.ranks).begin([], [(torch.zeros(8), 1 - mesh.rank)])
+    if mesh.rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            group.run(wait, "an exchange", soon=_interrupted)
+        with pytest.raises(PeerLost, match="rank 0 was interrupted in an exchange"):
+            group.run(wait, "another exchange")
+    else:
+        with pytest.raises(PeerLost, match="a rank left an exchange"):
+            group.run(wait, "an exchange", soon=bool)
+    group.close()
+
+
+def _interrupted() -> bool:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("between_hosts", [False, True])

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh import debug_server, peers, process_group
+from instep.mesh import debug_server, peers, process_group, store_rendezvous
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, StatusRow
 from instep.mesh.peers import Peer, Peers, own_peer
@@ -121,8 +121,9 @@ def test_a_store_that_comes_back_is_used_again(store):
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("calls", [0, 1], ids=["before", "inside"])
 def test_a_group_that_is_cut_off_while_it_is_made_ends_by_the_deadline(store, monkeypatch, backend, calls):
-    monkeypatch.setattr(process_group, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
-    monkeypatch.setattr(process_group, "PATIENCE_S", 0.1)
+    for module in (process_group, store_rendezvous):
+        monkeypatch.setattr(module, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
+    monkeypatch.setattr(store_rendezvous, "PATIENCE_S", 0.1)
     store.left = calls
     began = time.monotonic()
     with pytest.raises(
@@ -132,11 +133,12 @@ def test_a_group_that_is_cut_off_while_it_is_made_ends_by_the_deadline(store, mo
     ) as lost:
         process_group.from_store(store, 1, 0.2, config=f"cpu:{backend}")("dp", [0, 1])
     assert time.monotonic() - began < 10
-    assert lost.value.operation == process_group.MAKING
+    assert lost.value.operation == store_rendezvous.MAKING
 
 
 def test_the_rank_that_did_not_come_to_the_making_of_a_group_is_named(monkeypatch):
-    monkeypatch.setattr(process_group, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
+    for module in (process_group, store_rendezvous):
+        monkeypatch.setattr(module, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
     store = dist.HashStore()
 
     def come(rank: int, timeout_s: float) -> None:

@@ -131,12 +131,39 @@ def mixes_sizes(mesh, monkeypatch, patched):
         monkeypatch.undo()
     patched.wait(10)
     exchanges.run(4, more=True)
-    exchanges.exchange.transport.at_once_bytes = 1 << 30
+    exchanges.exchange.transport.at_once_bytes = 1 << 20
     exchanges.run(5, more=True)
     assert exchanges.num_under_way == 2, "what has ended meanwhile is told of in its turn"
     exchanges.run(6, more=False)
     assert exchanges.num_under_way == 0
     assert all(exchanges.is_reduced(k) for k in range(NUM_BUCKETS))
+
+
+@pytest.mark.parametrize("soon", [True, False], ids=["found at a look", "waited for by a thread"])
+def test_a_small_bucket_travels_with_its_header(monkeypatch, soon):
+    if not soon:
+        monkeypatch.setattr(by_messages, "comes_soon", lambda is_there: False)
+    world(3)(sends_small_buckets)()
+
+
+def sends_small_buckets(mesh):
+    group = mesh.world.group
+    for leaves in (rank_major(3, 3), rank_major(8, 3), [[], [], [0, 1, 2, 3, 4, 5, 6]]):
+        exchanges = Exchanges(group, leaves, num_buckets=3)
+        exchanges.exchange.transport.at_once_bytes = 1 << 20
+        before = group.peers.flight.number
+        exchanges.run_all()
+        assert group.peers.flight.number - before == 3, "one operation for each"
+        assert all(exchanges.is_reduced(k) for k in range(3))
+
+
+@world(2)
+def test_a_large_bucket_after_a_small_one_is_not_taken_for_it(mesh):
+    exchanges = Exchanges(mesh.world.group, rank_major(4, 2), num_buckets=4)
+    for k, at_once_bytes in enumerate([1 << 20, 0, 1 << 20, 0]):
+        exchanges.exchange.transport.at_once_bytes = at_once_bytes
+        exchanges.run(k, more=False)
+    assert all(exchanges.is_reduced(k) for k in range(4))
 
 
 @world(3)

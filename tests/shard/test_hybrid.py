@@ -18,7 +18,7 @@ from instep.checkpoint.load import verify
 from instep.checkpoint.shorthand import load, save
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh, build
-from instep.mesh.process_group import backend_timeout
+from instep.mesh.store_rendezvous import backend_timeout
 from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.tree import rank_major, roots
 from instep.replicate.wrapper import DataParallel
