@@ -12,10 +12,10 @@
 No collective that does arithmetic takes part, so neither the backend's algorithm nor the number of ranks
 can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots: (r + 1) S (W-1)/W; with
 one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
-the headers. A small bucket travels whole to all ranks instead, with the headers where it can. Where ranks can reach into each
-other's buckets (backend "shm") nothing is sent: each adds its slices where they lie. How slices travel is a
-``Transport``'s, one class a file: ``by_sharing.py``, ``by_messages.py``, ``by_collectives.py``,
-``by_hosts.py``.
+the headers. A small bucket travels whole to all ranks instead, with the headers where it can. Where ranks
+can reach into each other's buckets (backend "shm") nothing is sent: each adds its slices where they lie. How
+slices travel is a ``Transport``'s, one class a file: ``by_sharing.py``, ``by_messages.py``,
+``by_collectives.py``, ``by_hosts.py``.
 
 G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 """
