@@ -47,6 +47,7 @@ Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 
 SLICES, MEANS, MEETING = 1, 2, 3  # tags
 WORD_BYTES, LINE_BYTES = 8, 64
+CHEAP = 32  # times as large a bucket as a small one: to copy and add more takes as long as a second message
 # What is received of a bucket that may travel beside others: a large one keeps a link busy on its own.
 BESIDE_BYTES = 8 << 20
 
@@ -72,7 +73,7 @@ class ByMessages(ByCollectives):
             return super().meet(row, name)
         # First the end, so that a row of words begins behind it; what follows begins a line of memory.
         words, roots_from = 1 + len(row), round_up((1 + len(row)) * WORD_BYTES, LINE_BYTES)
-        self._make_room(roots_from + round_up(self.at_once_bytes, LINE_BYTES) + LINE_BYTES)
+        self._make_room(roots_from + round_up(CHEAP * self.at_once_bytes, LINE_BYTES) + LINE_BYTES)
         own, self._num_met = self._rows[self.group.rank], self._num_met + 1
         seen = self._rows.view(torch.int64).numpy()
         seen[:, 0] = 0  # of what has come before
@@ -81,7 +82,7 @@ class ByMessages(ByCollectives):
         if bucket is not None and plan is not None and self._comes_along(bucket, plan):
             self._roots_from = roots_from
             roots = [root for _, root in bucket.counter.roots]
-            for root, place in zip(roots, self._places(bucket, self.group.rank), strict=False):
+            for root, place in zip(roots, self._places(bucket, self.group.rank, len(roots)), strict=True):
                 bucket.nodes.encode(root, out=place)
             end = (roots_from + round_up(len(roots) * bucket.nodes.wire_bytes, WORD_BYTES)) // WORD_BYTES
         seen[self.group.rank, 0], seen[self.group.rank, end] = end, self._num_met
@@ -107,18 +108,27 @@ class ByMessages(ByCollectives):
                 self._rows = torch.empty((self.group.size, nbytes), dtype=torch.uint8, device="cpu")
 
     def _comes_along(self, bucket: Bucket, plan: Sum) -> bool:
-        return bucket.device.type == "cpu" and self._is_small(bucket, plan)
+        """Whether the roots of ``bucket`` travel whole: if small, or if that takes no more bytes than slices.
 
-    def _places(self, bucket: Bucket, rank: int) -> Sequence[Tensor]:
-        """Where the roots of ``rank`` are, as many as there may be, as they travel."""
+        So it is between two ranks with a root each. Buckets that others follow are under way beside these.
+        """
+        if bucket.device.type != "cpu" or self._is_small(bucket, plan):
+            return bucket.device.type == "cpu"
+        most = max(plan.counts)
+        is_cheap = most * self.group.size <= most + 1 and not bucket.followed
+        return is_cheap and sum(plan.counts) * bucket.nbytes <= CHEAP * self.at_once_bytes
+
+    def _places(self, bucket: Bucket, rank: int, count: int) -> Sequence[Tensor]:
+        """Where the roots of ``rank`` are, ``count`` of them, as they travel."""
         assert self._roots_from is not None
         length = bucket.nodes.wire_bytes
-        whole = self._rows[rank, self._roots_from : self._roots_from + self.at_once_bytes // length * length]
-        return whole.view(bucket.nodes.wire_dtype).split(length // bucket.nodes.wire_dtype.itemsize)
+        whole = self._rows[rank, self._roots_from : self._roots_from + count * length]
+        roots = whole.view(bucket.nodes.wire_dtype).split(length // bucket.nodes.wire_dtype.itemsize)
+        return roots[:count]  # of nothing there is one part
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         if self._roots_from is not None:
-            places = [self._places(bucket, rank) for rank in range(self.group.size)]
+            places = [self._places(bucket, rank, count) for rank, count in enumerate(plan.counts)]
             self._roots_from = None
             self._add_received(bucket, plan, scale, places)
             return
@@ -132,7 +142,7 @@ class ByMessages(ByCollectives):
         """Send the slices of ``bucket``; what is returned waits for the rest, and says when that ended."""
         others = sum(plan.counts) - plan.counts[self.group.rank]
         is_large = others * bucket.nodes.wire_bytes > BESIDE_BYTES * self.group.size
-        if bucket.device.type != "cpu" or self._is_small(bucket, plan) or is_large:
+        if bucket.device.type != "cpu" or self._roots_from is not None or is_large:
             return super().begin(bucket, plan, scale, name)
         self._num_begun += 1
         scratch = self.scratch.beside(self._num_begun % self.num_under_way)

@@ -158,6 +158,17 @@ def sends_small_buckets(mesh):
 
 
 @world(2)
+@pytest.mark.parametrize(("leaves", "num_operations"), [([[0, 1], [2, 3]], 1), ([[0, 1, 2], [3, 4, 5]], 2)])
+def test_a_larger_one_does_so_where_that_takes_no_more_bytes(mesh, leaves, num_operations):
+    exchanges = Exchanges(mesh.world.group, leaves, num_buckets=1)
+    exchanges.exchange.transport.at_once_bytes = exchanges.buckets[0].nbytes  # and there are more roots
+    before = mesh.world.group.peers.flight.number
+    exchanges.run_all()
+    assert exchanges.is_reduced(0)
+    assert mesh.world.group.peers.flight.number - before == num_operations
+
+
+@world(2)
 def test_a_large_bucket_after_a_small_one_is_not_taken_for_it(mesh):
     exchanges = Exchanges(mesh.world.group, rank_major(4, 2), num_buckets=4)
     for k, at_once_bytes in enumerate([1 << 20, 0, 1 << 20, 0]):
