@@ -63,6 +63,7 @@ OTHERS = [
     ("timeline", "In a loop of your own", BEGUN),
     ("verify", "Your model", BEGUN),
     ("pipeline", "Mixed precision", PIPELINED),
+    ("pipeline", "Where the time goes", ""),
     ("strategies", "Two older forms", "instep.init()\n"),
     ("strategies", "Fewer bytes", "instep.init()\n"),
 ]

@@ -4,8 +4,8 @@ python benchmarks/pipeline/measured.py            some five minutes; writes meas
                                                   tables of README.md
 python benchmarks/pipeline/measured.py --width 64 --samples 1 --out DIR      a trial, elsewhere
 
-Exit code 1 if the measured bubble of gpipe or 1f1b is further from the simulated one than WITHIN, or if ranks
-keep other activations than their schedule says.
+Exit code 1 if the measured bubble of gpipe or 1f1b is further than WITHIN from that of its replay, which has
+the time of each single action, or if ranks keep other activations than their schedule says.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class PipelineSteps:
         return min(self.steps, key=lambda step: abs(makespan_s(step.timeline) - middle))
 
     def row(self) -> dict[str, Any]:
-        """All figures of it, medians over steps; ``x simulated`` compares each step with its own "
-        "simulation."""
+        """All figures of it, medians over steps; ``x simulated`` compares each step with its own
+        simulation."""
         steps_s = [step.step_s for step in self.steps]
         rates = [bubble_rate(step.timeline) for step in self.steps]
         simulated = [bubble_rate(step.simulated) for step in self.steps]
@@ -344,8 +344,8 @@ def is_crowded(options: PipelineOptions) -> bool:
 
 
 def short(row: Row) -> dict[str, Any]:
-    """A row for people: shares as percentages, the rest of the spread and the times of stages in the "
-    "files."""
+    """A row for people: shares as percentages, the rest of the spread and the times of stages in the
+    files."""
     said: dict[str, Any] = {name: f"{row[name]:.1%}" for name in SHARES if row.get(name) is not None}
     for name in ("x simulated", "x replayed"):
         if name in row:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep.errors import InstepError, PeerLost
 from instep.mesh.hang_report import words_of
@@ -124,6 +124,14 @@ class Messages:
             ) from error
 
 
+def is_there(seen: Any, end: int, number: int) -> bool:
+    """Whether a message is in its memory, the words ``seen``: it has ``end`` of them, the last is ``number``.
+
+    That would be wrong where the same was in this memory before: who says so waits for the message, too.
+    """
+    return bool(0 < end <= len(seen) and seen[end - 1] == number)
+
+
 def comes_soon(is_there: Callable[[], bool]) -> bool:
     """Whether what is awaited is there, perhaps after a moment.
 
@@ -135,6 +143,15 @@ def comes_soon(is_there: Callable[[], bool]) -> bool:
             return True
         time.sleep(LOOK_S)
     return False
+
+
+def raising(error: Exception) -> Callable[[], NoReturn]:
+    """What raises ``error`` where it is waited for."""
+
+    def wait() -> NoReturn:
+        raise error
+
+    return wait
 
 
 def flat(x: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
 First = Callable[[], Callable[[], object]]
+SOON = " that comes soon"  # the line of ``run_soon``
 EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
 # Of a message of which nothing is known yet: what is short comes with its length.
 LENGTH_BYTES, SHORT_BYTES = 8, 248
@@ -334,36 +335,43 @@ class Group:
         if self.sends_best and self._again is not None and self._line is None:
             self._line = self._again()
 
-    def run(
-        self,
-        function: Callable[[], object],
-        operation: str,
-        line: str = "",
-        soon: Callable[[], bool] | None = None,
-    ) -> None:
+    def run(self, function: Callable[[], object], operation: str) -> None:
         """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
 
         It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
-        its connection along. Only where ``soon()`` says that there is nothing to wait for, it gets none.
+        its connection along.
         """
-        self.wait(self.start(function, operation, line, soon), operation)
+        self.wait(self.start(function, operation), operation)
 
-    def start(
-        self,
-        function: Callable[[], object],
-        operation: str,
-        line: str = "",
-        soon: Callable[[], bool] | None = None,
-    ) -> Running:
-        """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
+    def run_soon(
+        self, begin: Callable[[], Callable[[], object]], is_over: Callable[[], bool], operation: str
+    ) -> None:
+        """As ``run``, without a thread if that is over in a moment.
+
+        ``begin()`` sends and receives, and returns what waits; ``is_over()`` says that there is nothing to
+        wait for.
+        """
         self._require_whole(operation)
+        if self._flight is not None:
+            self._flight.begin(operation)
+        wait = None
         try:
-            here = soon is not None and soon()
-        except BaseException:  # an interrupt: what has been begun is owed
-            self._owe(self._submit(function, operation, line))
+            wait = begin()
+            here = is_over()
+        except BaseException:  # an interrupt, say: what has begun is owed
+            if wait is not None:
+                self._owe(self._submit(wait, operation, SOON))
             self.break_off(operation)
             raise
-        work = self._submit(function, operation, line, here=here)
+        work = self._submit(wait, operation, SOON, here=here)
+        self._owe(work)
+        self._finish(work, operation)
+        self._owed.remove(work)
+
+    def start(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
+        """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
+        self._require_whole(operation)
+        work = self._submit(function, operation, line)
         self._owe(work)
         return work
 

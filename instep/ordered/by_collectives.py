@@ -29,6 +29,7 @@ class ByCollectives:
     """
 
     num_under_way = 1
+    came_along = False
 
     def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
         self.group = group

@@ -14,22 +14,24 @@ Messages of two buckets never take each other's place: slices have one tag and m
 those of the bucket that comes first are sent first, on every rank. They have connections of their own
 (``Group.open_line``): ranks that meet for a bucket do not wait behind the bytes of those before it.
 
-Ranks meet by a message from each to each, in which the roots of a small bucket travel along. It ends with its
-number, and has come when that is in the memory that it comes to (``comm.messages.comes_soon``):
+Ranks meet by a message from each to each, in which the roots of a small bucket travel along, and between two
+ranks those of a larger one, if each has one root: that takes no more bytes than slices. It ends with its
+number, and has come when that is in the memory that it comes to (``comm.messages.comes_soon``). As long as
+waits are short a rank looks there, which takes time from what computes beside; else a thread waits:
 
-    | end | header | roots of a small bucket | number |
+    | end | header | roots of the bucket | number |
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages, comes_soon
+from instep.comm.messages import Messages, comes_soon, is_there, raising
 from instep.errors import PeerLost
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
@@ -48,6 +50,10 @@ Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 SLICES, MEANS, MEETING = 1, 2, 3  # tags
 WORD_BYTES, LINE_BYTES = 8, 64
 CHEAP = 32  # times as large a bucket as a small one: to copy and add more takes as long as a second message
+# What is sent is in the socket's buffers, on either side, when a message from there has come: whether or not
+# that rank runs, this one does not wait for it.
+BUFFERED_BYTES = 128 << 10
+SHORT_NS = 1_000_000  # a wait, after which the next one may be as short
 # What is received of a bucket that may travel beside others: a large one keeps a link busy on its own.
 BESIDE_BYTES = 8 << 20
 
@@ -65,7 +71,10 @@ class ByMessages(ByCollectives):
         self._num_begun = 0
         self._num_met = 0
         self._rows = torch.empty((group.size, 0), dtype=torch.uint8, device="cpu")  # what came last, by rank
+        self._used_bytes = 0  # of each of them
+        self._waits_are_short = True
         self._roots_from: int | None = None  # in these, if the roots of the bucket that is next are there
+        self.came_along = False  # they were, of the bucket that ranks have met for last
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length). The roots of ``bucket`` come along, if small."""
@@ -73,7 +82,7 @@ class ByMessages(ByCollectives):
             return super().meet(row, name)
         # First the end, so that a row of words begins behind it; what follows begins a line of memory.
         words, roots_from = 1 + len(row), round_up((1 + len(row)) * WORD_BYTES, LINE_BYTES)
-        self._make_room(roots_from + round_up(CHEAP * self.at_once_bytes, LINE_BYTES) + LINE_BYTES)
+        self._make_room(roots_from + round_up(self._most_bytes, LINE_BYTES) + LINE_BYTES)
         own, self._num_met = self._rows[self.group.rank], self._num_met + 1
         seen = self._rows.view(torch.int64).numpy()
         seen[:, 0] = 0  # of what has come before
@@ -85,38 +94,52 @@ class ByMessages(ByCollectives):
             for root, place in zip(roots, self._places(bucket, self.group.rank, len(roots)), strict=True):
                 bucket.nodes.encode(root, out=place)
             end = (roots_from + round_up(len(roots) * bucket.nodes.wire_bytes, WORD_BYTES)) // WORD_BYTES
-        seen[self.group.rank, 0], seen[self.group.rank, end] = end, self._num_met
-        self._exchange_rows(own[: (end + 1) * WORD_BYTES], name)
+        seen[self.group.rank, 0], seen[self.group.rank, end] = end + 1, self._num_met
+        if (nbytes := (end + 1) * WORD_BYTES) > self._used_bytes:
+            self._used_bytes, self.scratch.others = nbytes, [other[:nbytes] for other in self._rows]
+        self._exchange_rows(own[:nbytes], name)
+        self.came_along = self._roots_from is not None
         return self._rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
 
     def _exchange_rows(self, own: Tensor, name: str) -> None:
         """Send ``own`` to all, and receive theirs into ``_rows``."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         seen, number = self._rows.view(torch.int64).numpy(), self._num_met
-
-        def is_there() -> bool:
-            return all(0 < (end := seen[i, 0]) < seen.shape[1] and seen[i, end] == number for i in others)
-
         parts = {to: [own] for to in others}, {source: [self._rows[source]] for source in others}
-        wait = self._post(parts, MEETING, self.group.pg)
-        self.group.run(wait, name, " of meetings", soon=lambda: comes_soon(is_there))
+
+        def have_come() -> bool:
+            return all(is_there(seen[other], seen[other, 0], number) for other in others)
+
+        def is_over() -> bool:
+            return own.nbytes <= BUFFERED_BYTES and self._waits_are_short and comes_soon(have_come)
+
+        begun_ns = time.monotonic_ns()
+        self.group.run_soon(lambda: self._post(parts, MEETING, self.group.pg), is_over, name)
+        self._waits_are_short = time.monotonic_ns() - begun_ns < SHORT_NS
 
     def _make_room(self, nbytes: int) -> None:
         """For what a rank sends when ranks meet."""
         if self._rows.shape[1] < nbytes:
             with torch.inference_mode(False):  # it outlives what it is made in
                 self._rows = torch.empty((self.group.size, nbytes), dtype=torch.uint8, device="cpu")
+            self._used_bytes = 0
 
     def _comes_along(self, bucket: Bucket, plan: Sum) -> bool:
         """Whether the roots of ``bucket`` travel whole: if small, or if that takes no more bytes than slices.
 
         So it is between two ranks with a root each. Buckets that others follow are under way beside these.
         """
-        if bucket.device.type != "cpu" or self._is_small(bucket, plan):
-            return bucket.device.type == "cpu"
-        most = max(plan.counts)
-        is_cheap = most * self.group.size <= most + 1 and not bucket.followed
-        return is_cheap and sum(plan.counts) * bucket.nbytes <= CHEAP * self.at_once_bytes
+        if bucket.device.type != "cpu":
+            return False
+        if self._is_small(bucket, plan):
+            return True
+        is_cheap = self.group.size == 2 and max(plan.counts) == 1 and not bucket.followed
+        return is_cheap and sum(plan.counts) * bucket.nbytes <= self._most_bytes
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of the roots that a rank sends when ranks meet."""
+        return self.at_once_bytes * (CHEAP if self.group.size == 2 else 1)
 
     def _places(self, bucket: Bucket, rank: int, count: int) -> Sequence[Tensor]:
         """Where the roots of ``rank`` are, ``count`` of them, as they travel."""
@@ -176,7 +199,7 @@ class ByMessages(ByCollectives):
         try:
             return Messages(pg or self.group.messages_pg, self.group.ranks, tag=tag).begin(sent, received)
         except PeerLost as lost:
-            return partial(_raise, lost)
+            return raising(lost)
 
 
 class OwnedSlices:
@@ -215,7 +238,3 @@ class OwnedSlices:
 
 def _in_turn(parts: Parts) -> list[tuple[Tensor, int]]:
     return [(x, owner) for owner, xs in parts.items() for x in xs]
-
-
-def _raise(error: Exception) -> None:
-    raise error

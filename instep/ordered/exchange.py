@@ -61,6 +61,7 @@ class Transport(Protocol):
     scratch: Scratch
     at_once_bytes: int  # a bucket of which all roots together have no more is exchanged in fewer messages
     num_under_way: int  # buckets that may have begun, at most, and not ended
+    came_along: bool  # the roots of the bucket that ranks have met for last travelled with that
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) int64 of every rank, in the CPU's memory: (W, length).
@@ -147,6 +148,8 @@ class OrderedAllReduce:
             begun_ns = time.monotonic_ns()
             headers = self._agree(bucket, header, name, bucket, plan)
             agreed_ns, scale, wait = time.monotonic_ns(), mean_scale(headers), None
+            if self.transport.came_along:  # which is what took the time
+                agreed_ns = self._all_there_ns(headers, begun_ns, agreed_ns)[0]
             self._end(self.transport.num_under_way - 1)
             if plan is None:
                 self._unordered(bucket, scale, name)
@@ -228,17 +231,22 @@ class OrderedAllReduce:
         """
         begun_ns, agreed_ns = max(begun_ns, self._free_ns), max(agreed_ns, self._free_ns)
         mine = headers[self.group.rank]
+        until_ns, last = self._all_there_ns(headers, begun_ns, agreed_ns)
+        told = [("queued", min(mine.ready_ns, begun_ns), begun_ns, -1)]
+        if last != self.group.rank and until_ns > begun_ns:
+            told.append(("wait", begun_ns, until_ns, self.group.ranks[last]))
+        if agreed_ns > until_ns:
+            told.append(("agree", until_ns, agreed_ns, -1))
+        self.recorder.put_all(told, lane="communication", bucket=mine.bucket)
+
+    def _all_there_ns(self, headers: Sequence[Header], begun_ns: int, agreed_ns: int) -> tuple[int, int]:
+        """When the last rank came, between ``begun_ns`` and ``agreed_ns``; and which one that is."""
         ahead_ns = self.offsets_ns[self.group.rank]
         launched = [
             h.launched_ns - offset + ahead_ns for h, offset in zip(headers, self.offsets_ns, strict=True)
         ]
         last = max(range(self.group.size), key=launched.__getitem__)
-        until_ns = min(max(begun_ns, launched[last]), agreed_ns)
-        told = [("queued", min(mine.ready_ns, begun_ns), begun_ns, -1)]
-        if last != self.group.rank and until_ns > begun_ns:
-            told.append(("wait", begun_ns, until_ns, self.group.ranks[last]))
-        told.append(("agree", until_ns, agreed_ns, -1))
-        self.recorder.put_all(told, lane="communication", bucket=mine.bucket)
+        return min(max(begun_ns, launched[last]), agreed_ns), last
 
     def _agree(
         self, bucket: Bundle, header: Header, name: str, sent: Bucket | None = None, plan: Sum | None = None

@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from instep.comm.messages import comes_soon
+from instep.comm.messages import comes_soon, is_there, raising
 from instep.mesh.process_group import Group
 from instep.pipeline.actions import NO_TIE, Action
 from instep.pipeline.message_words import (
@@ -85,16 +85,12 @@ class Posted:
         self.is_long = False
         self.work: Running | None = None
 
-    def comes_soon(self) -> bool:
-        """Whether a short message is there, perhaps after a moment: what it says last has been written.
-
-        That would be wrong where the same was in this memory before; then ``receive`` waits.
-        """
+    def is_short_and_comes_soon(self) -> bool:
+        """Whether a short message is there, perhaps after a moment; ``receive`` waits for it all the same."""
         return comes_soon(self._is_there)
 
     def _is_there(self) -> bool:
-        end, sent_ns = self._seen[END] // WORD, self._seen[SENT_NS]
-        return bool(0 < end <= len(self._seen) and self._seen[end - 1] == sent_ns)
+        return is_there(self._seen, self._seen[END] // WORD, self._seen[SENT_NS])
 
     def receive(self, long: LongReceives) -> None:
         """Wait until the message is there."""
@@ -207,7 +203,7 @@ class Connections:
 
     def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
         posted = self._posted[action]
-        if posted.work is None and posted.comes_soon():
+        if posted.work is None and posted.is_short_and_comes_soon():
             posted.receive(self._long_receives)
         else:
             self._receive_posted(source, action)
@@ -268,17 +264,13 @@ def _begun(begin: Callable[..., Any], x: Tensor, rank: int, tag: int) -> Wait:
     try:
         wait: Wait = begin([_bytes(x)], rank, tag).wait
     except RuntimeError as error:
-        return partial(_raise, error.with_traceback(None))
+        return raising(error.with_traceback(None))
     return wait
 
 
 def _wait_for_all(waits: Sequence[Wait]) -> None:
     for wait in waits:
         wait()
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _tag(numbers: Sequence[int]) -> int:

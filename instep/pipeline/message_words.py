@@ -70,7 +70,14 @@ def numbers_of(action: Action) -> list[int]:
 
 def rows_for(action: Action, tensors: Sequence[Tensor | None], dense: Sequence[Tensor | None]) -> list[int]:
     """``dense`` are the ``tensors`` with the strides that they are sent with."""
-    if len(tensors) > MAX_TENSORS or any(x is not None and x.ndim > MAX_DIMS for x in tensors):
+    there = [x for x in tensors if x is not None]
+    if others := [x for x in there if x.dtype not in DTYPES]:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(
+            f"{action}: expected tensors of {known} between two stages, got {others[0].dtype}: cut "
+            "elsewhere, or convert it before and after"
+        )
+    if len(tensors) > MAX_TENSORS or any(x.ndim > MAX_DIMS for x in there):
         listed = ", ".join("None" if x is None else f"{x.dtype} {tuple(x.shape)}" for x in tensors)
         raise ValueError(
             f"{action}: expected at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions between two "

@@ -130,17 +130,20 @@ def fit_buckets(rows: Sequence[BucketRow]) -> AlphaBeta:
     """The alpha-beta model fitted to a run's buckets, none of which took no time.
 
     A latency is at least what the headers take, which are messages of no bytes. Buckets of about one size
-    do not tell the two figures apart: then the headers' time per message is the latency.
+    do not tell the two figures apart: then the headers' time per message is the latency, or half of a flight
+    where gradients travel with their header.
     """
     sizes, times_s = [float(row.bytes) for row in rows], [row.flight_ms / 1e3 for row in rows]
-    header_s = median(row.agree_ms for row in rows) / 1e3
+    apart = [row.agree_ms for row in rows if row.agree_ms]
+    header_s = median(apart) / 1e3 if apart else 0.0
     if max(sizes) >= SAME * min(sizes):
         fitted = fit(sizes, times_s)
         if fitted.latency_s >= header_s:
             return fitted
         latency_s = min(header_s, *times_s)
     else:
-        latency_s = min(MESSAGES * header_s, median(times_s) / 2)
+        half_s = median(times_s) / 2
+        latency_s = min(MESSAGES * header_s, half_s) if apart else half_s
     return AlphaBeta(latency_s, (sum(times_s) - latency_s * len(sizes)) / sum(sizes))
 
 

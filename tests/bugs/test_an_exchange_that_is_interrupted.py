@@ -62,17 +62,22 @@ def test_none_is_paired_with_one_that_ended_between_two_messages(
 
 
 @world(2)
-def test_what_is_interrupted_while_it_looks_for_a_message_is_lost_too(mesh: Mesh) -> None:
+@pytest.mark.parametrize("at", ["begins", "looks"])
+def test_what_is_interrupted_before_a_thread_waits_for_it_is_lost_too(mesh: Mesh, at: str) -> None:
     group = mesh.world.duplicate()
-    wait = Messages(group.pg, group.ranks).begin([], [(torch.zeros(8), 1 - mesh.rank)])
+    messages = Messages(group.pg, group.ranks)
+    receives = [(torch.zeros(8), 1 - mesh.rank)]
     if mesh.rank == 0:
+        looks = _interrupted if at == "looks" else bool
+        if at == "begins":
+            interrupt(messages, "begin", KeyboardInterrupt, 1)
         with pytest.raises(KeyboardInterrupt):
-            group.run(wait, "an exchange", soon=_interrupted)
+            group.run_soon(lambda: messages.begin([], receives), looks, "an exchange")
         with pytest.raises(PeerLost, match="rank 0 was interrupted in an exchange"):
-            group.run(wait, "another exchange")
+            group.run_soon(lambda: messages.begin([], receives), bool, "another exchange")
     else:
         with pytest.raises(PeerLost, match="a rank left an exchange"):
-            group.run(wait, "an exchange", soon=bool)
+            group.run_soon(lambda: messages.begin([], receives), bool, "an exchange")
     group.close()
 
 

@@ -332,6 +332,7 @@ def test_weights_that_sum_to_zero_are_an_error_on_every_rank(mesh):
 @world(2)
 def test_agreeing_and_exchanging_are_recorded(mesh):
     exchange, bucket, leaves, _ = ready(mesh.world.group)
+    exchange.transport.at_once_bytes = 0
     exchange.run(bucket, header_for(bucket, leaves, 1), leaves)
     events = {event.name: event for event in exchange.recorder.events}
     queued, agree, exchanged = (events[name] for name in ("queued", "agree", "exchange"))
@@ -339,6 +340,16 @@ def test_agreeing_and_exchanging_are_recorded(mesh):
     assert {event.bucket for event in events.values()} == {bucket.index}
     assert (agree.bytes, exchanged.bytes) == (0, bucket.nbytes)
     assert queued.end_ns <= agree.start_ns <= agree.end_ns <= exchanged.start_ns
+
+
+@world(2)
+def test_what_travels_with_its_header_is_exchanged_from_when_all_are_there(mesh):
+    exchange, bucket, leaves, _ = ready(mesh.world.group)
+    header = header_for(bucket, leaves, 1)._replace(launched_ns=time.monotonic_ns())
+    exchange.run(bucket, header, leaves)
+    events = {event.name: event for event in exchange.recorder.events}
+    assert "agree" not in events
+    assert events["exchange"].start_ns == events.get("wait", events["queued"]).end_ns
 
 
 def waits(exchange: OrderedAllReduce) -> list[int]:

@@ -20,6 +20,7 @@ from instep.events import PIPELINE, Event, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
+from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.hash import SharedHash, state_entries, state_sha256
 from instep.pipeline import schedules
 from instep.pipeline.simulate import StageTimes, simulate
@@ -121,6 +122,46 @@ def test_two_stages_have_the_bits_of_one_rank(mesh: Mesh, schedule: str) -> None
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_two_stages_of_two_ranks_each_have_them_too(mesh: Mesh, schedule: str) -> None:
     assert piped(mesh, gpt(checkpoint=True), schedule) == of_one_rank()
+
+
+class Late(nn.Module):
+    """A layer whose backward number ``last`` waits until ``begun`` is set, and says whether it was."""
+
+    def __init__(self, last: int, begun: threading.Event) -> None:
+        super().__init__()
+        self.linear, self.last, self.begun = nn.Linear(4, 4), last, begun
+        self.found: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(self.reached)
+        return y
+
+    def reached(self, gradient: Tensor) -> None:
+        self.found.append(len(self.found) + 1 < self.last or self.begun.wait(20))
+
+
+def test_the_gradients_of_a_stage_travel_while_other_stages_still_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, original = threading.Event(), OrderedAllReduce.run
+
+    def run(self: OrderedAllReduce, bucket: Any, header: Any, *args: Any, **named: Any) -> None:
+        begun.set()  # nobody else comes here: the first stage has not ended its last backward
+        original(self, bucket, header, *args, **named)
+
+    monkeypatch.setattr(OrderedAllReduce, "run", run)
+    world(4, pp=2, dp=2)(reduces_early)(begun=begun)
+
+
+def reduces_early(mesh: Mesh, begun: threading.Event) -> None:
+    layers = [Late(G // 2, begun), nn.Linear(4, 4)]
+    model = instep.Pipeline(layers, mesh, "1f1b", G)
+    found = layers[0].found
+    model.step(lambda y, _: y.square().mean(), lambda _: torch.ones(2, 4))
+    assert found == ([True] * (G // 2) if mesh.coordinates["pp"] == 0 else [])
+    model.close()
 
 
 @world(3, pp=3, dp=1)
