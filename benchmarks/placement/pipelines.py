@@ -29,6 +29,7 @@ LAYOUTS = (
     (2, 4, 0),
     (2, 2, 4),
 )  # ranks of a pipeline, of the run, and when it is resumed
+CUTS = ("1", "3", "cost", "memory")  # beside "layers", of two ranks
 SEED, MICRO_SIZE = "--seed 1", "--batch.micro-size 8"
 
 
@@ -36,19 +37,22 @@ SEED, MICRO_SIZE = "--seed 1", "--batch.micro-size 8"
 class PipelinedRun:
     """Pipelines of ``pp`` ranks, on ``ranks``; from half-way on of ``resumed_pp``, 0: never stopped.
 
-    ``control`` is what is different from the run on one rank, and has to show.
+    ``cuts`` is how they are cut, if not by the number of layers. ``control`` is what is different from the run on one rank, and has to show.
     """
 
     schedule: str = ""
     pp: int = 1
     ranks: int = 1
     resumed_pp: int = 0
+    cuts: str = ""
     control: str = ""
 
     @property
     def row(self) -> str:
         if self.control:
             return f"control: `{self.control}`"
+        if self.cuts:
+            return f"`{self.schedule}`, `--parallel.cuts {self.cuts}`"
         return f"`{self.schedule}`" if self.schedule else "no pipeline"
 
     @property
@@ -66,6 +70,8 @@ class PipelinedRun:
         elif self.control == MICRO_SIZE:
             base = replace(base, batch=replace(base.batch, micro_size=8))
         schedule = self.schedule or base.parallel.schedule
+        if self.cuts:
+            base = replace(base, parallel=replace(base.parallel, cuts=self.cuts))
         begun = _piped(base, self.pp, schedule, self.ranks)
         resumed = _piped(base, self.resumed_pp, schedule, self.resumed_pp) if self.resumed_pp else None
         return begun, resumed
@@ -83,6 +89,8 @@ def pipelined_runs() -> Iterator[PipelinedRun]:
         for pp, ranks, resumed_pp in LAYOUTS:
             if generate(name, max(pp, resumed_pp), 1).num_stages <= layers:
                 yield PipelinedRun(name, pp, ranks, resumed_pp)
+    for cuts in CUTS:
+        yield PipelinedRun("1f1b", 2, 2, cuts=cuts)
     for control in (SEED, MICRO_SIZE):
         yield PipelinedRun("1f1b", 2, 2, control=control)
 

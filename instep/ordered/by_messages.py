@@ -53,7 +53,7 @@ CHEAP = 32  # times as large a bucket as a small one: to copy and add more takes
 # What is sent is in the socket's buffers, on either side, when a message from there has come: whether or not
 # that rank runs, this one does not wait for it.
 BUFFERED_BYTES = 128 << 10
-SHORT_NS = 1_000_000  # a wait, after which the next one may be as short
+SHORT_NS = 4_000_000  # a wait, after which the next one may be as short: what looks take, if none finds it
 # What is received of a bucket that may travel beside others: a large one keeps a link busy on its own.
 BESIDE_BYTES = 8 << 20
 
