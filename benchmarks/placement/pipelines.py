@@ -37,7 +37,8 @@ SEED, MICRO_SIZE = "--seed 1", "--batch.micro-size 8"
 class PipelinedRun:
     """Pipelines of ``pp`` ranks, on ``ranks``; from half-way on of ``resumed_pp``, 0: never stopped.
 
-    ``cuts`` is how they are cut, if not by the number of layers. ``control`` is what is different from the run on one rank, and has to show.
+    ``cuts`` is how they are cut, if not by the number of layers. ``control`` is what is different from the
+    run on one rank, and has to show.
     """
 
     schedule: str = ""
