@@ -122,8 +122,11 @@ class Running:
         if not self._work.finished.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
             raise TimeoutError
         error = self._work.error
+        if error is not None and error.__cause__ is not None:
+            let_go(error)  # its frames hold what waits here, if the lane was idle and it ran in this thread
+            raise error.__cause__
         if error is not None:
-            raise error.__cause__ or error
+            raise error
         return True if self.following is None else self.following.wait(timeout)
 
 

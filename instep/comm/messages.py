@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from instep.errors import InstepError, PeerLost
+from instep.errors import InstepError, PeerLost, let_go
 from instep.mesh.hang_report import words_of
 
 if TYPE_CHECKING:  # so that ``cost``, which needs to know how x is cut, does not import torch
@@ -146,7 +146,8 @@ def comes_soon(is_there: Callable[[], bool]) -> bool:
 
 
 def raising(error: Exception) -> Callable[[], NoReturn]:
-    """What raises ``error`` where it is waited for."""
+    """What raises ``error`` where it is waited for: by then the frames that it came from are of no use."""
+    let_go(error)
 
     def wait() -> NoReturn:
         raise error

@@ -71,7 +71,6 @@ class ByMessages(ByCollectives):
         self._num_begun = 0
         self._num_met = 0
         self._rows = torch.empty((group.size, 0), dtype=torch.uint8, device="cpu")  # what came last, by rank
-        self._used_bytes = 0  # of each of them
         self._waits_are_short = True
         self._roots_from: int | None = None  # in these, if the roots of the bucket that is next are there
         self.came_along = False  # they were, of the bucket that ranks have met for last
@@ -95,8 +94,7 @@ class ByMessages(ByCollectives):
                 bucket.nodes.encode(root, out=place)
             end = (roots_from + round_up(len(roots) * bucket.nodes.wire_bytes, WORD_BYTES)) // WORD_BYTES
         seen[self.group.rank, 0], seen[self.group.rank, end] = end + 1, self._num_met
-        if (nbytes := (end + 1) * WORD_BYTES) > self._used_bytes:
-            self._used_bytes, self.scratch.others = nbytes, [other[:nbytes] for other in self._rows]
+        nbytes = (end + 1) * WORD_BYTES
         self._exchange_rows(own[:nbytes], name)
         self.came_along = self._roots_from is not None
         return self._rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
@@ -122,7 +120,6 @@ class ByMessages(ByCollectives):
         if self._rows.shape[1] < nbytes:
             with torch.inference_mode(False):  # it outlives what it is made in
                 self._rows = torch.empty((self.group.size, nbytes), dtype=torch.uint8, device="cpu")
-            self._used_bytes = 0
 
     def _comes_along(self, bucket: Bucket, plan: Sum) -> bool:
         """Whether the roots of ``bucket`` travel whole: if small, or if that takes no more bytes than slices.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,13 +17,11 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._beside: dict[int, Scratch] = {}
-        self.others: Sequence[Tensor] = ()  # what an exchange keeps that is not taken from here
 
     @property
     def buffers(self) -> list[Tensor]:
         """What is kept, also beside it."""
-        beside = [x for other in self._beside.values() for x in other.buffers]
-        return [*self._buffers.values(), *beside, *self.others]
+        return [*self._buffers.values(), *(x for other in self._beside.values() for x in other.buffers)]
 
     def beside(self, number: int) -> Scratch:
         """Another one, number ``number``, which takes memory of its own."""

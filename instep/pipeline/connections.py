@@ -264,7 +264,7 @@ def _begun(begin: Callable[..., Any], x: Tensor, rank: int, tag: int) -> Wait:
     try:
         wait: Wait = begin([_bytes(x)], rank, tag).wait
     except RuntimeError as error:
-        return raising(error.with_traceback(None))
+        return raising(error)
     return wait
 
 
