@@ -36,6 +36,11 @@ class ByCollectives:
         self.scratch = scratch
         self.at_once_bytes = at_once_bytes
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory that it keeps for what it receives."""
+        return self.scratch.buffers
+
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length)."""
         out = torch.empty(self.group.size * len(row), dtype=row.dtype, device=row.device)

@@ -71,9 +71,15 @@ class ByMessages(ByCollectives):
         self._num_begun = 0
         self._num_met = 0
         self._rows = torch.empty((group.size, 0), dtype=torch.uint8, device="cpu")  # what came last, by rank
+        self._used_bytes = 0  # of each, at most; the kernel gives memory to no more
         self._waits_are_short = True
         self._roots_from: int | None = None  # in these, if the roots of the bucket that is next are there
         self.came_along = False  # they were, of the bucket that ranks have met for last
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        used = self._rows.numpy()[:, : self._used_bytes] if self._used_bytes else ()
+        return [*super().buffers, *map(torch.from_numpy, used)]  # storages that end where these do
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length). The roots of ``bucket`` come along, if small."""
@@ -96,6 +102,7 @@ class ByMessages(ByCollectives):
         seen[self.group.rank, 0], seen[self.group.rank, end] = end + 1, self._num_met
         nbytes = (end + 1) * WORD_BYTES
         self._exchange_rows(own[:nbytes], name)
+        self._used_bytes = max(self._used_bytes, int(seen[:, 0].max()) * WORD_BYTES)
         self.came_along = self._roots_from is not None
         return self._rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
 
@@ -120,6 +127,7 @@ class ByMessages(ByCollectives):
         if self._rows.shape[1] < nbytes:
             with torch.inference_mode(False):  # it outlives what it is made in
                 self._rows = torch.empty((self.group.size, nbytes), dtype=torch.uint8, device="cpu")
+            self._used_bytes = 0
 
     def _comes_along(self, bucket: Bucket, plan: Sum) -> bool:
         """Whether the roots of ``bucket`` travel whole: if small, or if that takes no more bytes than slices.

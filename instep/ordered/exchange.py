@@ -63,6 +63,10 @@ class Transport(Protocol):
     num_under_way: int  # buckets that may have begun, at most, and not ended
     came_along: bool  # the roots of the bucket that ranks have met for last travelled with that
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory that it keeps, ``scratch`` too, in storages that are no larger than what is used."""
+
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) int64 of every rank, in the CPU's memory: (W, length).
 
@@ -125,7 +129,7 @@ class OrderedAllReduce:
     @property
     def scratch(self) -> list[Tensor]:
         """The buffers that it keeps."""
-        return self.transport.scratch.buffers
+        return self.transport.buffers
 
     def run(
         self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]], *, more: bool = False

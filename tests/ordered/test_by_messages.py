@@ -100,7 +100,7 @@ def test_a_bounded_number_is_under_way_and_the_last_one_waits_for_all(mesh):
     most = exchanges.exchange.transport.num_under_way
     assert seen == [*range(1, most), *[most] * (NUM_BUCKETS - most), 0]
     received = exchanges.buckets[0].nbytes // 2 * 2  # two roots of the other rank, a slice of each
-    scratch = exchanges.exchange.scratch
+    scratch = exchanges.exchange.transport.scratch.buffers
     assert 1 < len(scratch) <= most
     assert all(x.nbytes < 2 * received for x in scratch)
 
@@ -112,7 +112,7 @@ def test_one_bucket_alone_needs_no_memory_beside(mesh):
         exchanges.buckets = [exchanges._bucket(0)]
         exchanges.run_all()
         assert exchanges.is_reduced(0)
-    assert len(exchanges.exchange.scratch) == 1
+    assert len(exchanges.exchange.transport.scratch.buffers) == 1
 
 
 def test_small_and_large_buckets_come_between_those_under_way(monkeypatch):

@@ -18,6 +18,7 @@ from instep.errors import PeerLost
 from instep.mesh.join import init
 from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
+from instep.ordered import by_messages
 from instep.ordered.homes import offered
 from tests.parity import world_of_one
 from tests.rejoin import (
@@ -113,6 +114,12 @@ def pair() -> Meetings:
 @pytest.fixture
 def four() -> Meetings:
     return Meetings(4)
+
+
+@pytest.fixture
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for each other in a thread: whether a look finds that all have come is chance."""
+    monkeypatch.setattr(by_messages, "comes_soon", lambda is_there: False)
 
 
 def num_hooks(joined: Rejoined) -> int:
@@ -258,7 +265,9 @@ def test_who_is_lost_while_optimizers_join_is_no_end(mesh: Mesh, name: str, meet
 
 @world(2, deadline_s=120)
 @pytest.mark.parametrize("kind", SOME_KINDS.values(), ids=SOME_KINDS)
-def test_a_generation_leaves_neither_hooks_nor_threads_behind(mesh: Mesh, kind: Kind, pair: Meetings) -> None:
+def test_a_generation_leaves_neither_hooks_nor_threads_behind(
+    mesh: Mesh, kind: Kind, pair: Meetings, no_looks: None
+) -> None:
     meetings = pair
     joined, found = Rejoined(kind), []
     kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
@@ -269,9 +278,7 @@ def test_a_generation_leaves_neither_hooks_nor_threads_behind(mesh: Mesh, kind: 
         kept = meetings.keep(mesh.rank, joined.keep())
         found.append((num_hooks(joined), num_threads(mesh.rank)))
         meetings.wait()
-    hooks, threads = map(list, zip(*found, strict=True))
-    assert hooks[1] == hooks[2] == hooks[0]
-    assert max(threads) - min(threads) <= 1, "that waits for others to meet, where a look did not find them"
+    assert found[1] == found[2] == found[0]
     joined.leave()
 
 
