@@ -51,6 +51,19 @@ def as_bytes(x: Tensor) -> Tensor:
     return flat(x.detach().resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
 
 
+def bytes_of(x: Tensor) -> bytes:
+    """The values of ``x`` in logical order, from whatever device, as a message."""
+    data: bytes = as_bytes(x).cpu().numpy().tobytes()
+    return data
+
+
+def tensor_of(data: bytes, dtype: torch.dtype) -> Tensor:
+    """The values that ``bytes_of`` has given, in one row, in memory of their own on the CPU."""
+    if not data:  # which torch does not view
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
 def align_bytes(device: torch.device) -> int:
     """Alignment of every parameter, in bytes: a vector register on CPU, a cuBLASLt load on GPU."""
     return ALIGN_BYTES.get(device.type, 256)

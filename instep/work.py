@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -72,6 +73,18 @@ class Work:
         if self.error is not None:
             raise self.error
 
+    def reason(self) -> BaseException:
+        """Why it failed, to be raised: what caused ``error``, if that is known.
+
+        A copy: an error keeps the frames that it is raised through, those hold this work, and this the error.
+        """
+        assert self.error is not None
+        let_go(self.error)  # if the lane was idle, it ran in the thread that waits
+        reason = self.error.__cause__ or self.error
+        with suppress(TypeError):  # some errors cannot be made of what they say
+            return copy(reason)
+        return reason
+
     def end(self, error: BaseException | None = None) -> None:
         """The work has ended; threads that wait for it go on."""
         self.error, self.ended_ns = error, time.monotonic_ns()
@@ -103,31 +116,26 @@ Item = tuple[Work, Callable[[], object], _State]
 
 
 class Running:
-    """Work of a lane in the form of a backend's, and what follows it."""
+    """Work of a lane in the form of a backend's, and what follows it: in ``following`` when it has ended."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self.following: Running | None = None  # once this has ended well, what is awaited with it
+    def __init__(self, work: Work, following: Sequence[Running] = ()) -> None:
+        self._work, self._following = work, following
 
     @property
     def ended_ns(self) -> int:
         """When that was, once it is."""
-        return self._work.ended_ns if self.following is None else self.following.ended_ns
+        return self._following[-1].ended_ns if self._following else self._work.ended_ns
 
     def is_completed(self) -> bool:
-        return self._work.done() and (self.following is None or self.following.is_completed())
+        return self._work.done() and all(work.is_completed() for work in self._following)
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         """``TimeoutError`` after a while; the backend's own error, if that is why it failed."""
         if not self._work.finished.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
             raise TimeoutError
-        error = self._work.error
-        if error is not None and error.__cause__ is not None:
-            let_go(error)  # its frames hold what waits here, if the lane was idle and it ran in this thread
-            raise error.__cause__
-        if error is not None:
-            raise error
-        return True if self.following is None else self.following.wait(timeout)
+        if self._work.error is not None:
+            raise self._work.reason()
+        return all(work.wait(timeout) for work in self._following)
 
 
 class Lane:

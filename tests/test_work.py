@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from instep.errors import PeerLost
-from instep.work import Lane
+from instep.work import Lane, Running, Work
 
 PATIENCE_S = 20
 
@@ -286,6 +287,31 @@ def test_what_runs_on_a_lane_cannot_wait_for_the_lane():
     ):
         work.wait(time.monotonic() + PATIENCE_S)
     lane.close()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("cause", [None, ConnectionError("closed by a peer")], ids=["alone", "with a cause"])
+def test_what_an_error_was_raised_through_is_not_kept_by_it(cause):
+    lost = PeerLost("rank 1 is lost", ranks=[1])
+    lost.__cause__ = cause
+    work = Work("a wait")
+    work.end(lost)
+    running = Running(work)
+    with pytest.raises(PeerLost if cause is None else ConnectionError) as caught:
+        running.wait()
+    assert str(caught.value) == str(cause or lost)
+    assert getattr(caught.value, "ranks", (1,)) == (1,)
+    kept = weakref.ref(running)
+    del caught, running, work, lost
+    assert kept() is None
 
 
 class Owner:

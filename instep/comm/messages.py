@@ -26,11 +26,13 @@ class Messages:
     """Sends and receives over ``pg``, and counts what this rank sends.
 
     ``pg`` None is a world of one. ``ranks[i]`` is the global rank of group rank i, for errors; everything
-    else here is a group rank. Two messages between the same ranks arrive in the order in which they were
-    sent, so the group must have no other user, and one thread.
+    else here is a group rank. Two messages of one ``tag`` between the same ranks arrive in the order in which
+    they were sent, so the messages of a tag are sent by one thread, in an order that both ranks know.
 
-    Both sides name the number of bytes, and the backend does not check that they agree. A message of no
-    bytes is not sent and not waited for. A wait ends at the deadline of ``pg``.
+    Both sides name the number of bytes. The backend takes a message that is shorter than its room for one
+    that fills it, and ends the process for one that is longer. A message of no bytes is not sent and not
+    waited for. What is begun has to be waited for, or kept until the connection is closed: else the backend
+    lets no other message by. A wait ends at the deadline of ``pg``.
     """
 
     def __init__(self, pg: ProcessGroup | None, ranks: Sequence[int] | None = None, *, tag: int = 0) -> None:
@@ -148,9 +150,10 @@ def comes_soon(is_there: Callable[[], bool]) -> bool:
 def raising(error: Exception) -> Callable[[], NoReturn]:
     """What raises ``error`` where it is waited for: by then the frames that it came from are of no use."""
     let_go(error)
+    errors = [error]  # a frame that keeps what it raises keeps itself
 
     def wait() -> NoReturn:
-        raise error
+        raise errors.pop()
 
     return wait
 

@@ -29,14 +29,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from instep.errors import Desync, PeerLost
-from instep.memory import Segment, allocate
+from instep.memory import Segment, allocate, tensor_of
 from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.mesh.rank_process import as_told
 from instep.mesh.store_rendezvous import backend_timeout, rendezvous
-from instep.work import Lane, Running
+from instep.work import Lane, Running, Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -139,7 +139,10 @@ def _end_what_is_owed() -> None:
 
 def _sweep() -> None:
     """Forget the lost groups that owe nothing any more."""
-    _lost[:] = [(pg, pending) for pg, pending in _lost if not all(work.is_completed() for work in pending)]
+    for lost in list(_lost):  # to which other threads may add meanwhile, and of which they may take away
+        if all(work.is_completed() for work in lost[1]):
+            with suppress(ValueError):
+                _lost.remove(lost)
 
 
 def destroy(pg: ProcessGroup) -> None:
@@ -354,19 +357,24 @@ class Group:
         self._require_whole(operation)
         if self._flight is not None:
             self._flight.begin(operation)
-        wait = None
+        wait = work = None
+        here = Running(inside := Work(operation))  # this thread, as long as it waits inside the backend
+        self._owe(here)
         try:
             wait = begin()
-            here = is_over()
-        except BaseException:  # an interrupt, say: what has begun is owed
-            if wait is not None:
+            work = self._submit(wait, operation, SOON, here=is_over())
+            self._owe(work)
+            self._finish(work, operation)
+        except BaseException as error:  # an interrupt, say: what has begun is owed
+            if wait is not None and work is None:
                 self._owe(self._submit(wait, operation, SOON))
-            self.break_off(operation)
+            if not self._interrupted and (work is None or not isinstance(error, PeerLost)):
+                self.break_off(operation)
             raise
-        work = self._submit(wait, operation, SOON, here=here)
-        self._owe(work)
-        self._finish(work, operation)
-        self._owed.remove(work)
+        finally:
+            inside.end()
+            self._settle(here)
+        self._settle(work)
 
     def start(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
         """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
@@ -381,7 +389,7 @@ class Group:
         if self._flight is not None:
             self._flight.begin(operation)
         self._finish(work, operation)
-        self._owed.remove(work)
+        self._settle(work)
 
     def begin(self, send: Callable[[], First], operation: str) -> Callable[[], int]:
         """As ``run``, but return at once: other operations may follow, before what is returned waits.
@@ -394,26 +402,35 @@ class Group:
             self._flight.begin(operation)
             self._flight.end()
 
-        def first_half() -> None:
-            work.following = self._submit(first(), operation)
-
         first = send()
-        work = self.start(first_half, operation)
+        following: list[Running] = []
+
+        def first_half() -> None:  # it may have ended before ``work`` is bound
+            following.append(self._submit(first(), operation))
+
+        work = self._submit(first_half, operation, following=following)
+        self._owe(work)
 
         def wait() -> int:
             self._finish(work, operation)
-            self._owed.remove(work)
+            self._settle(work)
             return work.ended_ns
 
         return wait
 
     def _submit(
-        self, function: Callable[[], object], operation: str, line: str = "", *, here: bool = False
+        self,
+        function: Callable[[], object],
+        operation: str,
+        line: str = "",
+        *,
+        here: bool = False,
+        following: Sequence[Running] = (),
     ) -> Running:
         if line not in self._lanes:
             self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
         lane = self._lanes[line]
-        return Running((lane.run if here else lane.submit)(operation, function))
+        return Running((lane.run if here else lane.submit)(operation, function), following)
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""
@@ -456,7 +473,7 @@ class Group:
         if self.pg is None:
             return [data.ljust(width)]
         out = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
-        self.all_gather(out, _bytes_tensor(data.ljust(width)), operation)
+        self.all_gather(out, tensor_of(data.ljust(width), torch.uint8), operation)
         return [row.tobytes() for row in out.view(self.size, width).numpy()]
 
     def statuses(self) -> list[StatusRow]:
@@ -482,7 +499,7 @@ class Group:
 
     def _meet(self, me: Peer) -> list[Peer]:
         out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8, device="cpu")
-        self.all_gather(out, _bytes_tensor(me.to_bytes()), "the exchange of addresses")
+        self.all_gather(out, tensor_of(me.to_bytes(), torch.uint8), "the exchange of addresses")
         rows = out.view(self.size, RECORD_BYTES).numpy()
         return [Peer.from_bytes(row.tobytes()) for row in rows]
 
@@ -519,6 +536,10 @@ class Group:
         self._owed.append(work)
         _owing.add(self)
 
+    def _settle(self, work: device.Waitable) -> None:
+        with suppress(ValueError):  # another thread has closed the group
+            self._owed.remove(work)
+
     def _require_whole(self, operation: str) -> None:
         """Raise ``PeerLost`` after an interrupt: what others have sent for that would be paired with this."""
         if self._interrupted:
@@ -527,10 +548,6 @@ class Group:
                 f"cannot come to {operation}: make the group anew on every rank",
                 operation=operation,
             )
-
-
-def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
 
 
 def alone(rank: int = 0, timeout_s: float = 300.0) -> Group:

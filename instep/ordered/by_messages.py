@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from instep.comm.messages import Messages, comes_soon, is_there, raising
-from instep.errors import PeerLost
+from instep.errors import Desync, PeerLost
+from instep.memory import allocate
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up_to_send
@@ -53,7 +54,7 @@ CHEAP = 32  # times as large a bucket as a small one: to copy and add more takes
 # What is sent is in the socket's buffers, on either side, when a message from there has come: whether or not
 # that rank runs, this one does not wait for it.
 BUFFERED_BYTES = 128 << 10
-SHORT_NS = 4_000_000  # a wait, after which the next one may be as short: what looks take, if none finds it
+SHORT_NS = 4_000_000  # a wait, after which the next one may be as short: twice what all looks take in vain
 # What is received of a bucket that may travel beside others: a large one keeps a link busy on its own.
 BESIDE_BYTES = 8 << 20
 
@@ -61,7 +62,8 @@ BESIDE_BYTES = 8 << 20
 class ByMessages(ByCollectives):
     """A ``Transport`` of buckets on the CPU; those on another device travel by the backend's collectives.
 
-    Buckets that are under way have memory of their own for what they receive, ``BESIDE_BYTES`` at most.
+    Buckets that are under way have memory of their own for what they receive, ``BESIDE_BYTES`` at most. Where
+    ranks meet there is room for W headers, and for as many times the roots that may travel along.
     """
 
     num_under_way = 3
@@ -98,7 +100,7 @@ class ByMessages(ByCollectives):
             roots = [root for _, root in bucket.counter.roots]
             for root, place in zip(roots, self._places(bucket, self.group.rank, len(roots)), strict=True):
                 bucket.nodes.encode(root, out=place)
-            end = (roots_from + round_up(len(roots) * bucket.nodes.wire_bytes, WORD_BYTES)) // WORD_BYTES
+            end = self._end(bucket, len(roots))
         seen[self.group.rank, 0], seen[self.group.rank, end] = end + 1, self._num_met
         nbytes = (end + 1) * WORD_BYTES
         self._exchange_rows(own[:nbytes], name)
@@ -126,8 +128,8 @@ class ByMessages(ByCollectives):
         """For what a rank sends when ranks meet."""
         if self._rows.shape[1] < nbytes:
             with torch.inference_mode(False):  # it outlives what it is made in
-                self._rows = torch.empty((self.group.size, nbytes), dtype=torch.uint8, device="cpu")
-            self._used_bytes = 0
+                memory = allocate(self.group.size * nbytes, LINE_BYTES).tensor[: self.group.size * nbytes]
+            self._rows, self._used_bytes = memory.view(self.group.size, nbytes), 0
 
     def _comes_along(self, bucket: Bucket, plan: Sum) -> bool:
         """Whether the roots of ``bucket`` travel whole: if small, or if that takes no more bytes than slices.
@@ -154,7 +156,28 @@ class ByMessages(ByCollectives):
         roots = whole.view(bucket.nodes.wire_dtype).split(length // bucket.nodes.wire_dtype.itemsize)
         return roots[:count]  # of nothing there is one part
 
+    def _end(self, bucket: Bucket, count: int) -> int:
+        """The word after ``count`` roots of ``bucket`` behind a header."""
+        assert self._roots_from is not None
+        return (self._roots_from + round_up(count * bucket.nodes.wire_bytes, WORD_BYTES)) // WORD_BYTES
+
+    def _require_alike(self, bucket: Bucket, plan: Sum, name: str) -> None:
+        """Raise ``Desync``, on every rank alike, unless all have sent their roots along, or none has."""
+        if not self._used_bytes:  # they have met elsewhere, if at all
+            return
+        seen = self._rows.view(torch.int64).numpy()[:, 0].tolist()
+        own, along = seen[self.group.rank], self._roots_from is not None
+        expected = [self._end(bucket, count) + 1 if along else own for count in plan.counts]
+        for rank, found, words in zip(self.group.ranks, seen, expected, strict=True):
+            if found != words:
+                raise Desync(
+                    f"{name}: rank {rank} has sent {found * WORD_BYTES} bytes to meet rank "
+                    f"{self.group.global_rank}, which expected {words * WORD_BYTES}: they do not agree on "
+                    "whether gradients travel with headers. Run the same version of instep on every rank"
+                )
+
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        self._require_alike(bucket, plan, name)
         if self._roots_from is not None:
             places = [self._places(bucket, rank, count) for rank, count in enumerate(plan.counts)]
             self._roots_from = None
@@ -171,7 +194,9 @@ class ByMessages(ByCollectives):
         others = sum(plan.counts) - plan.counts[self.group.rank]
         is_large = others * bucket.nodes.wire_bytes > BESIDE_BYTES * self.group.size
         if bucket.device.type != "cpu" or self._roots_from is not None or is_large:
+            # Ranks with other shares may see it otherwise; what is sent, and in which order, is the same.
             return super().begin(bucket, plan, scale, name)
+        self._require_alike(bucket, plan, name)
         self._num_begun += 1
         scratch = self.scratch.beside(self._num_begun % self.num_under_way)
         return self.group.begin(lambda: self._send(bucket, plan, scale, scratch), name)

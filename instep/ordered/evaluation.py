@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.events import GLOBAL_LOSS
-from instep.memory import as_bytes
+from instep.memory import bytes_of, tensor_of
 from instep.mesh.agree import all_or_none, all_tell, attempt, require_same_lines
 from instep.mesh.join import find_ranks, ranks_meant
 from instep.mesh.mesh import Mesh
@@ -190,11 +190,10 @@ def _check(tensors: Sequence[Tensor], index: Tensor | None) -> None:
 
 def _rows_of_all(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, in group order, on the device of ``x``."""
-    mine = as_bytes(x.cpu()).numpy().tobytes()
-    data = bytearray().join(group.all_gather_bytes(mine, "instep.gather", limit=LIMIT_BYTES))
-    if not data:  # which cannot be viewed
+    rows = group.all_gather_bytes(bytes_of(x), "instep.gather", limit=LIMIT_BYTES)
+    if not any(rows):  # of no elements there may be any number
         return x.clone()
-    return torch.frombuffer(data, dtype=x.dtype).view(-1, *x.shape[1:]).to(x.device)
+    return tensor_of(b"".join(rows), x.dtype).view(-1, *x.shape[1:]).to(x.device)
 
 
 def _each_once(index: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync
-from instep.memory import as_bytes
+from instep.memory import bytes_of, tensor_of
 
 LENGTH_BYTES = 8  # before the JSON that says what the numbers after it are
 
@@ -79,8 +79,7 @@ def to_bytes(by_micro_batch: Mapping[int, Changes]) -> bytes:
         for index, changes in by_micro_batch.items()
     ]
     head = json.dumps(listed).encode()
-    data = [as_bytes(x).cpu() for changes in by_micro_batch.values() for _, x in changes]
-    body = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *data]).numpy().tobytes()
+    body = b"".join(bytes_of(x) for changes in by_micro_batch.values() for _, x in changes)
     return len(head).to_bytes(LENGTH_BYTES, "little") + head + body
 
 
@@ -226,6 +225,4 @@ def _numbers(data: bytes, change: BufferChange, buffers: Sequence[Tensor]) -> Te
     dtype = dtype_of(change, buffers)
     if len(data) != num_elements(change, buffers) * dtype.itemsize:
         raise ValueError("the message is too short")
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-    )
+    return tensor_of(data, dtype)

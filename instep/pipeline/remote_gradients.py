@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from instep.errors import Desync
 from instep.events import PIPELINE, Recorder
+from instep.memory import bytes_of, tensor_of
 from instep.ordered.norm import block_square_sums
 from instep.ordered.placeholder import placeholder, stands_in_elsewhere
 from instep.pipeline.home import PipelineHome
@@ -43,19 +44,24 @@ class RemoteGradients:
     def square_sums(self, placeholders: Sequence[Tensor], whole: Sequence[Tensor]) -> list[float]:
         """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
         group, parameters = self.home.group, self.home.parameters
-        sums: dict[int, list[float]] = {}
+        sums: dict[int, Tensor] = {}
+        nothing = torch.empty(0, dtype=torch.float64, device="cpu")
         for i, p in enumerate(parameters):
             if self.home.holds(p) and p.grad is not None:
-                sums[i] = block_square_sums(p.grad.to_dense() if p.grad.is_sparse else p.grad).tolist()
+                sums[i] = block_square_sums(p.grad.to_dense() if p.grad.is_sparse else p.grad).cpu()
         counts = [x for i, its in sums.items() for x in (i, len(its))]
-        told = [_bytes(counts, torch.int64), _bytes([x for its in sums.values() for x in its], torch.float64)]
+        told = [
+            bytes_of(torch.tensor(counts, dtype=torch.int64, device="cpu")),
+            bytes_of(torch.cat([nothing, *sums.values()])),
+        ]
         with self.recorder.span(PIPELINE, lane="host"):
             numbers, values = (group.all_gather_bytes(x, GRADIENT_NORM, limit=NORM_BYTES) for x in told)
         asked = {id(x) for x in (*placeholders, *whole)}
         wanted = {i for i, p in enumerate(parameters) if id(p.grad) in asked}
         found: list[float] = []
         for its_numbers, its_values in zip(numbers, values, strict=True):
-            at, squares = iter(_numbers(its_numbers, torch.int64)), iter(_numbers(its_values, torch.float64))
+            at = iter(tensor_of(its_numbers, torch.int64).tolist())
+            squares = iter(tensor_of(its_values, torch.float64).tolist())
             for i, count in zip(at, at, strict=True):
                 its = [next(squares) for _ in range(count)]
                 found += its if i in wanted else []
@@ -100,12 +106,3 @@ class RemoteGradients:
     def used(self, placeholders: Sequence[Tensor]) -> None:
         """An optimizer finds nothing to step here."""
         self.discard(placeholders)
-
-
-def _bytes(numbers: Sequence[float], dtype: torch.dtype) -> bytes:
-    data: bytes = torch.tensor(numbers, dtype=dtype).numpy().tobytes()
-    return data
-
-
-def _numbers(data: bytes, dtype: torch.dtype) -> list[Any]:
-    return torch.frombuffer(bytearray(data), dtype=dtype).tolist() if data else []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from instep.errors import Desync, PeerLost
 from instep.events import PIPELINE, Recorder, Span
-from instep.memory import as_bytes
+from instep.memory import bytes_of, tensor_of
 from instep.mesh.agree import all_tell, attempt
 from instep.ordered.attributes import reached, within
 from instep.pipeline.actions import (
@@ -337,19 +337,19 @@ class StepEnd:
     def _tell(self, losses: Losses) -> bytes:
         if self.group.size == 1:
             return b""
-        its = [bytes([DTYPES.index(x.dtype)]) + _to_bytes(x) for x in losses.values()]
-        return b"".join([*map(_to_bytes, self._statistics[self.group.rank]), *its])
+        its = [bytes([DTYPES.index(x.dtype)]) + bytes_of(x) for x in losses.values()]
+        return b"".join([*map(bytes_of, self._statistics[self.group.rank]), *its])
 
     def _hear(self, data: bytes, statistics: Sequence[Tensor]) -> list[Tensor]:
         """Take over what another rank has told; its losses."""
         losses, at = [], 0
         for x in statistics:
-            x.copy_(_from_bytes(data[at : at + x.nbytes], x.dtype).view(x.shape))
+            x.copy_(tensor_of(data[at : at + x.nbytes], x.dtype).view(x.shape))
             at += x.nbytes
         while at < len(data):
             dtype = DTYPES[data[at]]
             losses.append(
-                _from_bytes(data[at + 1 : at + 1 + dtype.itemsize], dtype).view(()).to(self.channel.device)
+                tensor_of(data[at + 1 : at + 1 + dtype.itemsize], dtype).view(()).to(self.channel.device)
             )
             at += 1 + dtype.itemsize
         return losses
@@ -365,15 +365,6 @@ def _name_in(p: nn.Parameter, functions: Sequence[Callable[..., Any]]) -> str:
                 if its is p:
                     return f"parameter {name!r} of a {type(x).__name__}"
     return f"a parameter of shape {tuple(p.shape)}"
-
-
-def _to_bytes(x: Tensor) -> bytes:
-    data: bytes = as_bytes(x.detach().cpu()).numpy().tobytes()
-    return data
-
-
-def _from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def evaluate(

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
+from instep.memory import bytes_of, tensor_of
 from instep.ordered.buckets import Bundle, Caps
 from instep.ordered.header import NORM, UNSCALE
 from instep.ordered.homes import DividedOptimizer, ParameterShard
@@ -265,7 +266,7 @@ class SliceReducer(Reduction):
         """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
         own = [block_square_sums(piece).cpu() for piece in self._pieces(placeholders)]
         mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])
-        data, group = mine.view(torch.uint8).numpy().tobytes(), self.ranks.shard_group
+        data, group = bytes_of(mine), self.ranks.shard_group
         lengths = dict(zip(self.group.ranks, self.come_to(NORM, GRADIENT_NORM, [len(data)]), strict=True))
         everyone: list[bytes] = []
 
@@ -274,8 +275,7 @@ class SliceReducer(Reduction):
             everyone.extend(group.all_gather_bytes(data, GRADIENT_NORM, limit=NORM_BYTES, lengths=of_group))
 
         self.lane.run(GRADIENT_NORM, gather).wait()
-        sums = [torch.frombuffer(bytearray(data), dtype=torch.float64) for data in everyone if data]
-        return [value for x in sums for value in x.tolist()]
+        return [value for data in everyone for value in tensor_of(data, torch.float64).tolist()]
 
     def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
         """Multiply this rank's pieces of these gradients."""

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from instep.errors import Desync
-from instep.memory import PIECE_BYTES
+from instep.memory import PIECE_BYTES, tensor_of
 from instep.native.library import ADD, AS_IT_IS, DIVIDED, MOST_RANKS, MULTIPLY, TYPES, Core, Pairs, core
 from instep.shm.arguments import dtype_name, flat_bytes
 from instep.shm.call import LOCATION_BYTES, NOWHERE, Call, Location
@@ -343,7 +343,7 @@ def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Te
     """
     mine = [heap.locate(x) for x in tensors]
     data = len(mine).to_bytes(8, "little") + b"".join(place.to_bytes() for place in mine)
-    told = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    told = tensor_of(data, torch.uint8)
     by_rank = [_read(half) for half in show(op, lambda half: half[: len(told)].copy_(told))]
     if any(NOWHERE in places for places in by_rank):
         return None

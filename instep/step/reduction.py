@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from instep.errors import Desync, PeerLost
 from instep.events import BATCH_NORM, Recorder, Span
-from instep.memory import as_bytes
+from instep.memory import bytes_of
 from instep.mesh.device import Stream
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, Caps
@@ -506,8 +506,7 @@ class Reduction(ABC):
 
 
 def _bytes_of(gradient: Tensor) -> bytes:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return as_bytes(dense).cpu().numpy().tobytes()
+    return bytes_of(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
 class Unused(NamedTuple):

@@ -190,6 +190,18 @@ def test_only_a_signal_s_stop_counts_and_only_while_this_process_runs(monkeypatc
     assert look(0.05, "R") == {}
 
 
+def test_time_in_which_this_process_did_not_run_is_no_rank_s_delay(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Paused(Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            now[0] += 3600.0
+            return super().wait(timeout)
+
+    a_table(absent(1), timeout_s=0.5).wait(Paused(3), OPERATION)
+
+
 def test_a_name_with_brackets_and_blanks_does_not_confuse(tmp_path):
     program = tmp_path / "a) Z 1 (b"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", program)

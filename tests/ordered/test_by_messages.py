@@ -179,6 +179,34 @@ def test_a_large_bucket_after_a_small_one_is_not_taken_for_it(mesh):
     assert all(exchanges.is_reduced(k) for k in range(4))
 
 
+@world(2)
+def test_what_travels_with_headers_on_one_rank_only_is_noticed(mesh):
+    exchanges = Exchanges(mesh.world.group, [[0, 1, 2], [3, 4, 5]], num_buckets=1)
+    total = 4 * exchanges.buckets[0].nbytes  # two roots of each
+    exchanges.exchange.transport.at_once_bytes = total - mesh.rank
+    with pytest.raises(Desync, match=r"expected .* do not agree on whether gradients travel with headers"):
+        exchanges.run_all()
+
+
+@world(2)
+def test_what_is_begun_may_end_before_it_is_known(mesh, monkeypatch):
+    group = mesh.world.group
+    submit = group._submit
+
+    def submit_and_wait(*args, **options):
+        work = submit(*args, **options)
+        for lane in group._lanes.values():
+            if threading.current_thread() is not lane._thread:
+                lane.drain()
+        return work
+
+    group._submit = submit_and_wait
+    ended = []
+    wait = group.begin(lambda: lambda: lambda: ended.append(True), "two halves")
+    assert wait() > 0
+    assert ended == [True]
+
+
 @world(3)
 @pytest.mark.parametrize("change", [{"step": 5}, {"bucket": 9}, {"num_elements": 7}])
 def test_ranks_out_of_step_have_what_was_under_way_before(mesh, change):
