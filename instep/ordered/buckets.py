@@ -291,7 +291,8 @@ class Bucket(Bundle):
     leaf: Tensor | None = field(default=None, init=False)
     adds: bool = field(default=False, init=False)
     launched: bool = field(default=False, init=False)
-    # By another bucket of each reduction: ranks that meet for that one have all ended their part of this one.
+    # By another bucket of each reduction. In shared memory ranks that meet for that one have all ended their
+    # part of this one.
     followed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """The header that goes before every exchange, and the verdict that all ranks draw from it alike.
 
 A backend pairs whatever arrives next, so a rank that is one bucket or one step ahead would be averaged
-with the wrong numbers, or hang. Every exchange therefore begins with an all-gather of one small record
-per rank. Since every rank sees all the records, all reach the same verdict, and on a bad one all
-ranks raise the same error before a single gradient has been added.
+with the wrong numbers, or hang. Every exchange therefore begins with one small record of each rank, which
+all ranks see (``Transport.meet``). So all reach the same verdict, and on a bad one all raise the same error
+before a single gradient has been added.
 
     | version | contract | steps | exchange | bucket | leaves | weight | times | left | round | act | flags |
 

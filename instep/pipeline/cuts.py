@@ -106,8 +106,8 @@ def edges_at(first_layers: Sequence[int], num_layers: int, num_stages: int, name
     edges = [0, *first_layers, num_layers]
     if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(
-            f"{named}: expected {num_stages - 1} of the layers 1 to {num_layers - 1}, in order: where each "
-            f"of {num_stages} stages begins, but the first"
+            f"{named}: expected {num_stages - 1} of the layers 1 to {num_layers - 1}, in order, the first "
+            f"layer of each of {num_stages} stages but stage 0, so that none is empty"
         )
     return edges
 

@@ -229,7 +229,8 @@ class Pipeline(WrappedOnce, OwnNames):
             given = "any number of" if num_micro_batches is None else num_micro_batches
             raise ValueError(
                 f"the schedule is of {found.num_ranks} ranks and {found.num_micro_batches} micro-batches, "
-                f"and this pipeline has {size} ranks and {given} micro-batches: write one for these"
+                f"and this pipeline has {size} ranks and {given} micro-batches: write one for these, "
+                "or give a step other micro-batches (micro_batches=; instep train: --batch.global-size)"
             )
         return found
 

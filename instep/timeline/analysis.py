@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # it needs numpy
 SAMPLED = 60  # steps, for what needs all events of all ranks at once
 WARM_UP = 2  # steps in which the order of the buckets is learned
 WORTH_SAYING = 0.0005  # of a step
+WORTH_HIDING = 0.01  # of a step hidden: what less makes of the rest cannot be told from noise
 ARGUMENTS = {  # of what a script calls, for flags of instep train
     "--batch.global-size": "batch_size",
     "--parallel.backend": "backend",
@@ -117,11 +118,9 @@ def summary_lines(
     hidden_s = fmean(row.hidden_s for row in breakdowns)
     slowdowns = [row.slowdown for row in breakdowns if row.slowdown is not None]
     if hidden_s >= 5e-5:
-        slower = (
-            f", which makes it {in_percent(fmean(slowdowns))} slower"
-            if slowdowns and fmean(slowdowns) > 0
-            else ""
-        )
+        is_known = slowdowns and hidden_s >= WORTH_HIDING * fmean(row.wall_s for row in breakdowns)
+        slowdown = fmean(slowdowns) if is_known else 0.0
+        slower = f", which makes it {in_percent(slowdown)} slower" if slowdown > 0 else ""
         yield "", f"{in_ms(hidden_s)} of communication hidden under compute{slower}{_gathers(breakdowns)}"
     if pipeline is not None and pipeline.num_ranks > 1:
         yield from _pipeline_lines(pipeline)

@@ -59,7 +59,10 @@ def test_what_a_pipeline_does_not_go_with_is_refused_before_a_rank_starts(tmp_pa
             "parallel.pp 2 with parallel.shard_stage 3: the ranks of a stage have all of its weights",
         ),
         ((PP, 2, SCHEDULE, "zb-v", "--model.layers", 1), "make 4 stages of a model that has 3 layers"),
-        ((PP, 2, CUTS, "1,9"), "parallel.cuts 1,9: expected 1 of the layers 1 to 3, in order: where "),
+        (
+            (PP, 2, CUTS, "1,9"),
+            "parallel.cuts 1,9: expected 1 of the layers 1 to 3, in order, the first layer of each of ",
+        ),
         ((PP, 2, CUTS, "even"), "parallel.cuts 'even': expected one of layers, cost, memory, or numbers"),
     ):
         ended = train("--steps", 1, "-n", 2, *words, cwd=tmp_path)

@@ -462,7 +462,7 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(mesh: Mesh) -> None:
         instep.Pipeline(bare, mesh)
     with pytest.raises(ValueError, match=r"a layer for each of 2 stages, got 1"):
         instep.Pipeline([nn.Linear(2, 2)], mesh)
-    with pytest.raises(ValueError, match=r"cuts=\[2\]: expected 1 of the layers 1 to 1, in order"):
+    with pytest.raises(ValueError, match=r"cuts=\[2\]: expected 1 of the layers 1 to 1, .* but stage 0"):
         instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh, cuts=[2])
     with pytest.raises(ValueError, match=r"naive, gpipe, 1f1b"):
         instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh, "2f2b")

@@ -160,6 +160,11 @@ def test_hidden_communication_is_said_with_what_it_costs_if_that_is_known(slowdo
     )
 
 
+def test_what_next_to_nothing_costs_is_not_said():
+    told = [replace(row(compute=0.1, hidden_s=0.0002), slowdown=4.56)]
+    assert list(summary_lines(told, None, []))[1] == ("", "0.2 ms of communication hidden under compute")
+
+
 def test_the_share_of_hidden_gathers_is_said_where_weights_are_gathered():
     gathers = {"gathers_s": 0.01, "gathers_hidden_s": 0.008}
     told = [replace(row(compute=0.1, hidden_s=0.02), **gathers), row(1, compute=0.1, hidden_s=0.02)]
