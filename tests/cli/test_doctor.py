@@ -60,6 +60,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
     assert said.err.startswith("instep doctor: error: ") and "-m pip install" in said.err and said.out == ""
 
 
+@pytest.mark.slow
 def test_the_command_proves_the_gradients_and_prints_json_alone(capsys):
     assert main(["--verify", "--json"]) == DONE
     found = json.loads(capsys.readouterr().out)

@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ def give_back(mesh: Mesh, mine: TextTraining, graceful: bool, backend: str, pair
 @pytest.mark.parametrize(
     ("strategy", "stage", "graceful"),
     [
-        ("bucketed", 0, False),
+        pytest.param("bucketed", 0, False, marks=pytest.mark.slow),
         ("bucketed", 0, True),
         ("server", 0, False),
-        ("bucketed", 1, False),
-        ("bucketed", 2, False),
+        pytest.param("bucketed", 1, False, marks=pytest.mark.slow),
+        pytest.param("bucketed", 2, False, marks=pytest.mark.slow),
         ("bucketed", 3, False),
     ],
 )
@@ -110,7 +111,12 @@ def test_a_lost_generation_is_given_back_at_once(
     give_back(mesh, TextTraining(tiny(data, strategy, stage, steps=100)), graceful, "shm", pair)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "bucket_mb"), [(0, 25.0), (0, 0.01), (3, 25.0)])
 @world(2)
-def test_so_is_its_private_memory_over_gloo(mesh: Mesh, data: Path, stage: int, pair: Meetings) -> None:
-    give_back(mesh, TextTraining(tiny(data, stage=stage, steps=100)), False, "gloo", pair)
+def test_so_is_its_private_memory_over_gloo(
+    mesh: Mesh, data: Path, stage: int, bucket_mb: float, pair: Meetings
+) -> None:
+    """In small buckets several are under way."""
+    config = tiny(data, stage=stage, steps=100)
+    config = replace(config, parallel=replace(config.parallel, bucket_mb=bucket_mb))
+    give_back(mesh, TextTraining(config), False, "gloo", pair)

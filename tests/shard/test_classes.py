@@ -77,7 +77,9 @@ def assert_as_plain(
     sharded.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16]
+)
 @world(3)
 def test_elementwise_optimizers_are_cut_and_keep_their_bits(mesh: Mesh, dtype: torch.dtype) -> None:
     """In single precision every way of an update; in the others, which change no slice, one for each kind."""

@@ -77,7 +77,7 @@ def test_two_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
 
 
 @world(3)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
 def test_three_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
     for run in RUNS.values():
         assert_bits_of_one(mesh, run, stage=stage)
@@ -99,7 +99,7 @@ def test_three_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: i
 
 
 @world(4, by="process", backend="shm")
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
 def test_four_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
     for run in RUNS.values():
         assert_bits_of_one(mesh, run, stage=stage)

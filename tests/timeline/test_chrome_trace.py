@@ -311,6 +311,7 @@ def test_a_thread_of_replicas_is_a_track_and_a_stream(tmp_path):
     assert len({event["args"]["stream"] for event in kernels}) == 2
 
 
+@pytest.mark.slow
 def test_writing_needs_little_memory_beside_the_timeline(tmp_path):
     timeline = play(ranks=4, steps=250)
     tracemalloc.start()
