@@ -256,6 +256,13 @@ def generation(
     return build(own, rank, size, timeout_s=timeout_s, make_group=make, **axes)
 
 
+def await_ends(rank: int) -> None:
+    """Wait for the threads of groups that ``rank`` has left: woken, and on their way out."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("instep messages") and thread.name.endswith(f"rank {rank}"):
+            thread.join(5)
+
+
 class Meetings:
     """Where the threads of one test meet, in one generation after the other, and what they have kept."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from instep.errors import Desync, PeerLost, let_go
 from instep.mesh.mesh import Mesh
-from tests.rejoin import Lost, Meetings, generation
+from tests.rejoin import Lost, Meetings, await_ends, generation
 from tests.run.text_training import TextTraining, tiny
 from tests.world import world
 
@@ -85,10 +84,7 @@ def give_back(mesh: Mesh, mine: TextTraining, graceful: bool, backend: str, pair
     assert last
     if mesh.rank == 0:  # the survivor
         assert held() == before
-        # At once, but for threads of lost groups that were woken, and are on their way out.
-        for thread in threading.enumerate():
-            if thread.name.startswith("instep messages"):
-                thread.join(5)
+        await_ends(mesh.rank)
         assert [ref() for refs in others for ref in refs if ref() is not None] == []
     pair.wait()
 

@@ -26,6 +26,7 @@ from tests.rejoin import (
     Kind,
     Meetings,
     Rejoined,
+    await_ends,
     divided,
     generation,
     in_generations,
@@ -273,6 +274,7 @@ def test_a_generation_leaves_neither_hooks_nor_threads_behind(
     kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
     for number in range(3):
         joined.leave()
+        await_ends(mesh.rank)
         joined.join(generation(meetings.store, f"{number}", mesh.rank, 2, "gloo"), kept)
         joined.steps(1)
         kept = meetings.keep(mesh.rank, joined.keep())
