@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.memory import tensor_of
 from instep.ordered.attributes import OF_EVERY_MODULE, own_attributes, reached, within
 
 _asking = threading.Lock()  # of ``state_of``
@@ -304,7 +305,7 @@ class _Twister:
         if memory is not None and state.normal is None:
             memory.raw = state.words
             return
-        words = torch.frombuffer(bytearray(state.words), dtype=torch.int32).numpy()
+        words = tensor_of(state.words, torch.int32).numpy()
         told = {"key": words[:-1].view("uint32"), "pos": int(words[-1])}
         waits = {"has_gauss": int(state.normal is not None), "gauss": state.normal or 0.0}
         self._generator.set_state({"bit_generator": "MT19937", "state": told, **waits})

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync, PeerLost
+from instep.memory import tensor_of
 from instep.mesh.axes import round_up
 from instep.mesh.peers import Peers
 from instep.shm import segment
@@ -144,7 +145,7 @@ class Sender:
             assert self._channel is not None
             try:
                 head = MessageHead.of(x, tag)
-                self._channel.write(torch.frombuffer(bytearray(head.to_bytes()), dtype=torch.uint8))
+                self._channel.write(tensor_of(head.to_bytes(), torch.uint8))
                 self._channel.write(flat_bytes(plain(x)))
                 self._channel.flush()
             except BaseException as error:

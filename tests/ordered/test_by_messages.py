@@ -157,6 +157,7 @@ def sends_small_buckets(mesh):
         exchanges.run_all()
         assert group.peers.flight.number - before == 3, "one operation for each"
         assert all(exchanges.is_reduced(k) for k in range(3))
+        assert {x.dtype for x in exchanges.exchange.scratch} == {torch.uint8}, "it counts as scratch"
 
 
 @world(2)
@@ -189,7 +190,7 @@ def test_what_travels_with_headers_on_one_rank_only_is_noticed(mesh):
 
 
 @world(2)
-def test_what_is_begun_may_end_before_it_is_known(mesh, monkeypatch):
+def test_what_is_begun_may_end_before_it_is_known(mesh):
     group = mesh.world.group
     submit = group._submit
 
