@@ -228,8 +228,8 @@ class Pipeline(WrappedOnce, OwnNames):
         if found.num_ranks != size or num_micro_batches not in (None, found.num_micro_batches):
             given = "any number of" if num_micro_batches is None else num_micro_batches
             raise ValueError(
-                f"the schedule is of {found.num_ranks} ranks and {found.num_micro_batches} micro-batches; "
-                f"here are {size} and {given}: write one for these, or change micro_batches (--batch.global-size)"
+                f"the schedule is of {found.num_ranks} ranks and {found.num_micro_batches} micro-batches, "
+                f"not of {size} and {given}: write one for these, or change micro_batches (--batch.global-size)"
             )
         return found
 
