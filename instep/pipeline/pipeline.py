@@ -229,7 +229,7 @@ class Pipeline(WrappedOnce, OwnNames):
             given = "any number of" if num_micro_batches is None else num_micro_batches
             raise ValueError(
                 f"the schedule is of {found.num_ranks} ranks and {found.num_micro_batches} micro-batches, "
-                f"not of {size} and {given}: write one for these, or change micro_batches (--batch.global-size)"
+                f"not of {size} and {given}: write one, or change micro_batches (--batch.global-size)"
             )
         return found
 
