@@ -33,7 +33,7 @@ from instep.mesh.launch import launch, warm
 from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.mesh import build
 from instep.mesh.process_group import default_store
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from instep.mesh.store_rendezvous import backend_timeout
 from instep.native.library import switched_off
 

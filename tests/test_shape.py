@@ -51,6 +51,7 @@ PURE = (
     "instep.native.build",
     "instep.native.library",
     "instep.mesh.axes",
+    "instep.mesh.rank_exit",
     "instep.mesh.rank_process",
     "instep.mesh.launch_environment",
     "instep.mesh.memory_file",

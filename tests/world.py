@@ -34,7 +34,7 @@ import torch.distributed as dist
 from instep.mesh.hang_report import running_frames
 from instep.mesh.mesh import Mesh, build
 from instep.mesh.process_group import MakeGroup
-from instep.mesh.rank_process import ErrorRecord, Exit, root_cause
+from instep.mesh.rank_exit import ErrorRecord, Exit, root_cause
 from instep.mesh.store_rendezvous import backend_timeout
 from instep.native.library import core
 from instep.shm import connect

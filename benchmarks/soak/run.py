@@ -35,7 +35,7 @@ from torch import Tensor
 import instep
 from instep.bench import tables
 from instep.mesh.launch import launch
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from instep.shm.group_segment import HALF_BYTES
 
 HERE = Path(__file__).parent

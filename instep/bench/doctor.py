@@ -29,7 +29,7 @@ from instep.mesh import device
 from instep.mesh.join import init
 from instep.mesh.launch import launch, warm
 from instep.mesh.launch_environment import LaunchEnvironment, detect
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.native import build

@@ -13,7 +13,7 @@ from instep import _HOMES as PUBLIC
 from instep.cli.exit_codes import EXPECTED, USAGE, exit_code, report_error
 from instep.errors import InstepError
 from instep.mesh.launch_environment import detect
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 
 PROGRAM = "instep run"
 OF_SCRIPTS = (InstepError, KeyboardInterrupt)  # which need no traceback; its author looks for all others

@@ -32,7 +32,7 @@ from instep.mesh.hang_report import status_table
 from instep.mesh.launch import warm
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import statuses_of
-from instep.mesh.rank_process import Exit, RankFailed, describe_exit, root_cause
+from instep.mesh.rank_exit import Exit, RankFailed, describe_exit, root_cause
 from instep.mesh.signals import preempted
 
 LOOK_S = 0.25  # between two looks at the heartbeats

@@ -29,7 +29,8 @@ from instep.mesh.launch import ANSWER_S, Children, surroundings
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import is_stopped
 from instep.mesh.process_state import io_counters, waits_for_device
-from instep.mesh.rank_process import STACKS_SIGNAL, Child, Exit
+from instep.mesh.rank_exit import Exit
+from instep.mesh.rank_process import STACKS_SIGNAL, Child
 
 HANDLE_S = 5.0  # for a descriptor to follow its message: of a busy machine, too
 STACKS_S = 0.5  # for a process to write its stacks down

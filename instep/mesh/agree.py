@@ -35,7 +35,7 @@ from instep.errors import (
     ReplicasDiffer,
 )
 from instep.mesh.process_group import Group
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 
 T = TypeVar("T")
 Errors = Sequence[type[Exception]]

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.process_state import look
-from instep.mesh.rank_process import Child, Exit, RankFailed, read_record, root_cause, run_child
+from instep.mesh.rank_exit import Exit, RankFailed, root_cause
+from instep.mesh.rank_process import Child, read_record, run_child
 from instep.mesh.signals import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.mesh.store_rendezvous import backend_timeout, rendezvous
 from instep.work import Lane, Running, Work
 

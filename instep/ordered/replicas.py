@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from instep.errors import ReplicasDiffer
 from instep.mesh.process_group import Group
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.ordered.hash import Entry, bare, block_digests, state_sha256
 from instep.ordered.shards import Shard
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from instep.errors import Desync, InstepError, PeerLost
 from instep.mesh.clocks import measure
 from instep.mesh.process_group import Group
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.ordered.homes import dense_strides, with_strides
 from instep.pipeline.actions import Action
 from instep.pipeline.connections import WORDS, Connections

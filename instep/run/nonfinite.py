@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import Diverged
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.ordered.homes import Wrapped, offered
 from instep.ordered.placeholder import slices_of
 from instep.ordered.replicas import ranks_listed

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from instep.errors import ReplicasDiffer
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, together, way_out
 from instep.replicate.gradient_hashes import GradientHashes, model_of, reductions_of
 from instep.run.recovery import Copy

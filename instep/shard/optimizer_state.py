@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from instep.memory import as_bytes
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.ordered.homes import ParameterShard, home, in_order, with_strides
 from instep.ordered.shards import put_elements
 from instep.shard.checks import group_options, options_text

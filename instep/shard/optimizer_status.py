@@ -19,7 +19,7 @@ import torch
 
 from instep.errors import Desync, PeerLost
 from instep.mesh.process_group import Group
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.ordered.header import UPDATE
 from instep.shard.checks import options_text
 from instep.step.reduction import Reduction

@@ -24,7 +24,7 @@ from instep.mesh import hang_report
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
 from instep.mesh.peers import Peer, Peers, describe
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from instep.native.library import DIFFERENT, MISSING, THERE, Core
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words

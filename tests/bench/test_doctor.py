@@ -22,7 +22,7 @@ from instep.bench.doctor import (
     examine,
     memory_limit,
 )
-from instep.mesh.rank_process import Exit, RankFailed
+from instep.mesh.rank_exit import Exit, RankFailed
 from instep.native.library import core, switched_off
 from instep.shm import futex
 

@@ -25,7 +25,8 @@ from instep.elastic.failures import RunFailed
 from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, _ranks
 from instep.mesh.launch import Children, warm
-from instep.mesh.rank_process import Child, Exit, RankFailed
+from instep.mesh.rank_exit import Exit, RankFailed
+from instep.mesh.rank_process import Child
 from tests.elastic.toys import LOG, SAID, Script, work
 
 SETTLE_S = 5.0  # for what other threads have open for a moment

@@ -21,7 +21,7 @@ from instep.mesh.agree import (
     require_same_lines,
 )
 from instep.mesh.mesh import Mesh
-from instep.mesh.rank_process import as_told
+from instep.mesh.rank_exit import as_told
 from tests.world import world
 
 KINDS = [

@@ -21,7 +21,7 @@ from instep.mesh.join import meet
 from instep.mesh.launch import launch
 from instep.mesh.launch_environment import detect
 from instep.mesh.process_group import _lost, _sweep
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from instep.ordered.exchange import OrderedAllReduce
 
 PATIENCE_S = 30

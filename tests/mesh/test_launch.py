@@ -28,7 +28,7 @@ from instep.mesh import launch as launching
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.launch_environment import LaunchEnvironment, detect
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from tests.default_signals import default_signals
 
 PATIENCE_S = 60

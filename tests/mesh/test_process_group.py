@@ -21,7 +21,7 @@ from instep.errors import PeerLost
 from instep.mesh.hang_report import AFTER, Problem
 from instep.mesh.launch import launch
 from instep.mesh.process_group import SHORT_BYTES, Group
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from tests.world import world
 
 PATIENCE_S = 20

@@ -23,7 +23,7 @@ from instep.errors import Desync, PeerLost, ReplicasDiffer
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shard import one_copy as private_pages

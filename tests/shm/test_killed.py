@@ -18,7 +18,7 @@ import torch.distributed as dist
 import instep
 from instep.errors import PeerLost
 from instep.mesh.launch import launch
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from instep.native.library import core
 from instep.shm import collectives
 from instep.shm.futex import Words

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.mesh.launch import launch
-from instep.mesh.rank_process import RankFailed
+from instep.mesh.rank_exit import RankFailed
 from tests.shm.numbers import same_bits
 from tests.world import world
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from instep.errors import PeerLost
-from instep.mesh.rank_process import (
+from instep.mesh.rank_exit import (
     MESSAGE_LIMIT,
     RECORD_LIMIT_BYTES,
     TRACEBACK_LIMIT,
