@@ -126,6 +126,14 @@ class Running:
         """When that was, once it is."""
         return self._following[-1].ended_ns if self._following else self._work.ended_ns
 
+    @property
+    def failed_here(self) -> bool:
+        """Whether it failed in this process, for want of memory say: a backend's errors come as ``PeerLost``."""
+        error = self._work.error
+        if error is None:
+            return any(work.failed_here for work in self._following)
+        return not isinstance(error, PeerLost)
+
     def is_completed(self) -> bool:
         return self._work.done() and all(work.is_completed() for work in self._following)
 

@@ -32,6 +32,7 @@ from instep.mesh.hang_report import (
 )
 from instep.mesh.process_state import look
 from instep.mesh.questions import patience_s
+from instep.work import Running
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -267,6 +268,8 @@ class Peers:
         except PeerLost:
             raise
         except RuntimeError as error:
+            if isinstance(work, Running) and work.failed_here:
+                raise
             waited_s = time.monotonic() - began
             # What the backend says is in there, and its stack of C++ would only hide it.
             raise self._lost(operation, waited_s, limit_s, error, self.confirm(), None) from None

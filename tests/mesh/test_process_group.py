@@ -335,7 +335,7 @@ def test_an_error_in_either_half_of_what_was_begun_is_that_of_who_waits(mesh, ha
     group = mesh.world.group
 
     def fails() -> None:
-        raise RuntimeError("the backend said so")
+        raise PeerLost("a message was not sent") from RuntimeError("the backend said so")
 
     wait = group.begin(lambda: fails if half == 1 else lambda: fails, "the test")
     following = group.begin(lambda: lambda: lambda: None, "what follows")
@@ -343,6 +343,35 @@ def test_an_error_in_either_half_of_what_was_begun_is_that_of_who_waits(mesh, ha
         wait()
     with pytest.raises(PeerLost, match="the backend said so"):
         following()
+
+
+@world(2)
+@pytest.mark.parametrize("way", ["run", "first half", "second half", "soon"])
+def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh, way):
+    group = mesh.world.group
+    messages = Messages(group.pg, group.ranks)
+    x, other = torch.ones(3), 1 - group.rank
+
+    def exchange() -> None:
+        if group.rank == 0:
+            raise RuntimeError("can't allocate memory")
+        messages.recv(x, other)
+
+    operate = {
+        "run": lambda: group.run(exchange, "the test"),
+        "first half": lambda: group.begin(lambda: lambda: (exchange(), lambda: None)[1], "the test")(),
+        "second half": lambda: group.begin(lambda: lambda: exchange, "the test")(),
+        "soon": lambda: group.run_soon(lambda: exchange, lambda: False, "the test"),
+    }[way]
+    if group.rank == 0:
+        with pytest.raises(RuntimeError, match=r"^can't allocate memory$") as caught:
+            operate()
+        assert not isinstance(caught.value, PeerLost)
+    else:
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="a rank left the test"):
+            operate()
+        assert time.monotonic() - began < group.timeout_s / 2, "told at once"
 
 
 @world(3)
