@@ -128,7 +128,7 @@ class Running:
 
     @property
     def failed_here(self) -> bool:
-        """Whether it failed in this process, for want of memory say: a backend's errors come as ``PeerLost``."""
+        """Whether it failed in this process, say for want of memory: what a backend says is ``PeerLost``."""
         error = self._work.error
         if error is None:
             return any(work.failed_here for work in self._following)

@@ -61,7 +61,8 @@ BUBBLES = [
     for m in (1, 2, 8)
 ]
 STEP_PANELS = [
-    StepPanel(name, "a note", simulate(generate(name, 2, 12), StageTimes(0.01, 0.01, 0.01))) for name in NAMES
+    StepPanel(name, "a note", simulate(generate(name, 2, 4), StageTimes(0.01, 0.01, 0.01)))
+    for name in ("gpipe", "1f1b", "zb-v")
 ]
 DRAW = {
     "bubbles": lambda path: against_micro_batches(BUBBLES, path, title="A title"),

@@ -63,7 +63,7 @@ def test_a_script_trains_under_ddp(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "name", "undisturbed"),
     [
-        ("run", "gan.py", 2),  # the plain loop: the bits of as many ranks
+        pytest.param("run", "gan.py", 2, marks=pytest.mark.slow),  # the plain loop: the bits of as many ranks
         pytest.param("run", "language.py", 2, marks=pytest.mark.slow),
         ("run", "vision.py", 1),
         pytest.param("declared", "gan.py", 1, marks=pytest.mark.slow),
@@ -85,6 +85,7 @@ def test_a_script_ends_with_the_same_bits_after_three_kills(
     assert [(x["rank"], x["step"]) for x in failures] == [(1, 2), (0, 4), (1, 5)]
 
 
+@pytest.mark.slow
 def test_the_images_recipe_has_the_bits_of_one_rank_in_every_stage_and_after_kills(tmp_path: Path) -> None:
     """Ten held-out images in batches of four: three ranks have four, four and two of them."""
     recipe = ROOT / "instep" / "recipes" / "images.py"

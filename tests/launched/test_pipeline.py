@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from instep.elastic.faults import parse_all
 from tests.launched.command import train
 from tests.launched.test_failover import events
@@ -32,6 +34,7 @@ def test_a_pipeline_that_loses_a_rank_stops_and_goes_on_cut_otherwise_is_the_run
     assert summary(tmp_path / "run")["parallel"]["cuts"] == [1]
 
 
+@pytest.mark.slow
 def test_kills_at_other_points_of_a_step_and_of_a_recovery_leave_the_run_that_nothing_disturbed(
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:

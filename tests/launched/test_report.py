@@ -44,6 +44,7 @@ def test_a_finished_run_is_accounted_for_rank_by_rank(recipe: tuple[str, ...], t
     assert re.search(r"^time   [\d,.]+ ms a step on average over \d+ = compute ", said.out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...], tmp_path: Path) -> None:
     path, flags = tmp_path / "run", (*recipe, "--steps", LONG, "--checkpoint.every", 10)
     with started_warm("train", *flags, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.launched.command import train
 from tests.launched.test_shard_stage import ONE_COPY, STAGE, assert_same_run, summary
 
 ROWS = "--parallel.shard-ranks"
 
 
+@pytest.mark.slow
 def test_rows_that_lose_a_rank_shrink_stop_and_go_on_otherwise_give_the_run_that_nothing_disturbed(
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:

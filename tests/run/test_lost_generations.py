@@ -107,7 +107,9 @@ def test_a_lost_generation_is_given_back_at_once(
     give_back(mesh, TextTraining(tiny(data, strategy, stage, steps=100)), graceful, "shm", pair)
 
 
-@pytest.mark.parametrize(("stage", "bucket_mb"), [(0, 25.0), (0, 0.01), (3, 25.0)])
+@pytest.mark.parametrize(
+    ("stage", "bucket_mb"), [pytest.param(0, 25.0, marks=pytest.mark.slow), (0, 0.01), (3, 25.0)]
+)
 @world(2)
 def test_so_is_its_private_memory_over_gloo(
     mesh: Mesh, data: Path, stage: int, bucket_mb: float, pair: Meetings

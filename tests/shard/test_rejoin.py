@@ -146,7 +146,7 @@ def test_two_ranks_then_three_then_one_give_the_bits_of_one_process(
 
 
 @world(3, deadline_s=120)
-@pytest.mark.parametrize("kind", FROM_META.values(), ids=FROM_META)
+@pytest.mark.parametrize("kind", quick(FROM_META))
 def test_what_comes_from_the_meta_device_is_whole_nowhere_and_has_the_bits_of_one_process(
     mesh: Mesh, kind: Kind, meetings: Meetings
 ) -> None:
