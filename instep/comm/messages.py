@@ -7,8 +7,7 @@ in its place, a benchmark reads its counters. What many ranks send in parts is c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -79,24 +78,28 @@ class Messages:
         Raises:
             ValueError, PeerLost: as ``together``; where a rank is lost already, also what is returned may.
         """
-        for x, _ in [*sends, *receives]:
-            flat(x)
         begun: list[tuple[Any, int, str]] = []
         for x, source in receives:
+            self._require_message(x, source, "from")
+        for x, to in sends:
+            self._require_message(x, to, "to")
+        for x, source in receives:
             if x.numel():
-                with self._reaching(source, "from"):
-                    begun.append((self._pg.recv([x], source, self.tag), source, "from"))
+                begun.append((self._reach(self._pg.recv, x, source, "from"), source, "from"))
         for x, to in sends:
             if x.numel():
-                with self._reaching(to, "to"):
-                    begun.append((self._pg.send([x], to, self.tag), to, "to"))
+                begun.append((self._reach(self._pg.send, x, to, "to"), to, "to"))
                 self.num_messages += 1
                 self.bytes_sent += x.numel() * x.element_size()
 
         def wait() -> None:
             for work, other, direction in begun:
-                with self._reaching(other, direction):
+                try:
                     work.wait()  # not in slices: gloo closes the connection of a wait that times out
+                except InstepError:  # one of ours knows more
+                    raise
+                except RuntimeError as error:
+                    raise self._lost(other, direction, error) from error
 
         return wait
 
@@ -106,24 +109,29 @@ class Messages:
             raise ValueError("expected a process group to send messages over, got a world of one rank")
         return self.pg
 
-    @contextmanager
-    def _reaching(self, other: int, direction: str) -> Iterator[None]:
-        """Turns what a backend raises into ``PeerLost``; what is one of ours already knows more."""
+    def _require_message(self, x: Tensor, other: int, direction: str) -> None:
+        require_flat(x)
         if other == self.rank:
             raise ValueError(f"expected a message between two ranks, got one {direction} rank {other} itself")
+
+    def _reach(self, operate: Callable[..., Any], x: Tensor, other: int, direction: str) -> Any:
         try:
-            yield
+            return operate([x], other, self.tag)
         except InstepError:
             raise
         except RuntimeError as error:
-            rank = self.ranks[other]
-            operation = f"a message {direction} rank {rank}"
-            raise PeerLost(
-                f"rank {self.ranks[self.rank]} waited for {operation}, which failed; the backend reports: "
-                f"{words_of(error)}",
-                ranks=[rank],
-                operation=operation,
-            ) from error
+            raise self._lost(other, direction, error) from error
+
+    def _lost(self, other: int, direction: str, error: RuntimeError) -> PeerLost:
+        """What to raise of what a backend has raised."""
+        rank = self.ranks[other]
+        operation = f"a message {direction} rank {rank}"
+        return PeerLost(
+            f"rank {self.ranks[self.rank]} waited for {operation}, which failed; the backend reports: "
+            f"{words_of(error)}",
+            ranks=[rank],
+            operation=operation,
+        )
 
 
 def is_there(seen: Any, end: int, number: int) -> bool:
@@ -158,13 +166,9 @@ def raising(error: Exception) -> Callable[[], NoReturn]:
     return wait
 
 
-def flat(x: Tensor) -> Tensor:
-    """``x`` as one row, sharing its memory.
-
-    Raises:
-        ValueError: the bytes of ``x`` in memory are not its elements in order, or not in CPU memory.
-    """
-    if x.device.type != "cpu":
+def require_flat(x: Tensor) -> None:
+    """Raise ``ValueError`` unless the bytes of ``x`` in memory are its elements in order, in CPU memory."""
+    if not x.is_cpu:
         raise ValueError(
             f"expected a tensor in CPU memory, got one on {x.device}: use the group's collectives"
         )
@@ -175,6 +179,15 @@ def flat(x: Tensor) -> Tensor:
         )
     if x.is_conj() or x.is_neg():
         raise ValueError("expected a tensor that is stored as it reads: pass x.resolve_conj().resolve_neg()")
+
+
+def flat(x: Tensor) -> Tensor:
+    """``x`` as one row, sharing its memory.
+
+    Raises:
+        ValueError: as ``require_flat``.
+    """
+    require_flat(x)
     return x.view(-1)
 
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,12 @@ LENGTH_BYTES, SHORT_BYTES = 8, 248
 # ended: gloo's destructor waits for it.
 _owing: weakref.WeakSet[Group] = weakref.WeakSet()
 _lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
+
+
+class Closable(Protocol):
+    """What has an end."""
+
+    def close(self) -> None: ...
 
 
 def default_store() -> Store:
@@ -171,6 +177,8 @@ class Group:
         again: Callable[[], ProcessGroup] | None = None,
     ) -> None:
         self.pg = pg
+        # By its user to the other ranks: memory for what they will send. It keeps gloo's connections open.
+        self.offered: Closable | None = None
         self._again = again
         self._line: ProcessGroup | None = None
         self.ranks = tuple(ranks)
@@ -305,9 +313,11 @@ class Group:
             lane.close(wait=False)
         if self._shared is not None:
             self._shared.shutdown()
+        if self.offered is not None:
+            self.offered.close()
         for pg in filter(None, (self.pg, self._line)):
             drop(pg, self._owed)
-        self.pg, self._line, self._owed = None, None, []
+        self.pg, self._line, self._owed, self.offered = None, None, [], None
         self.peers.status_store = StatusStore()  # that of a segment holds it
 
     @property

@@ -14,26 +14,24 @@ Messages of two buckets never take each other's place: slices have one tag and m
 those of the bucket that comes first are sent first, on every rank. They have connections of their own
 (``Group.open_line``): ranks that meet for a bucket do not wait behind the bytes of those before it.
 
-Ranks meet by a message from each to each, in which the roots of a small bucket travel along, and between two
-ranks those of a larger one, if each has one root: that takes no more bytes than slices. It ends with its
-number, and has come when that is in the memory that it comes to (``comm.messages.comes_soon``). As long as
-waits are short a rank looks there, which takes time from what computes beside; else a thread waits:
+Ranks meet by a message from each to each (``comm.meeting_place``), in which the roots of a small bucket
+travel along, and between two ranks those of a larger one, if each has one root: those are as many bytes as
+slices:
 
-    | end | header | roots of the bucket | number |
+    | number of words | header | roots of the bucket | number of the meeting |
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages, comes_soon, is_there, raising
+from instep.comm.meeting_place import LINE_BYTES, WORD_BYTES, MeetingPlace
+from instep.comm.messages import Messages, raising
 from instep.errors import Desync, PeerLost
-from instep.memory import allocate
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up_to_send
@@ -43,18 +41,13 @@ from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 """By owner, what is sent to it, or comes from it."""
 
-SLICES, MEANS, MEETING = 1, 2, 3  # tags
-WORD_BYTES, LINE_BYTES = 8, 64
+SLICES, MEANS = 1, 2  # tags
 CHEAP = 32  # times as large a bucket as a small one: to copy and add more takes as long as a second message
-# What is sent is in the socket's buffers, on either side, when a message from there has come: whether or not
-# that rank runs, this one does not wait for it.
-BUFFERED_BYTES = 128 << 10
-SHORT_NS = 4_000_000  # a wait, after which the next one may be as short: twice what all looks take in vain
 # What is received of a bucket that may travel beside others: a large one keeps a link busy on its own.
 BESIDE_BYTES = 8 << 20
 
@@ -63,7 +56,7 @@ class ByMessages(ByCollectives):
     """A ``Transport`` of buckets on the CPU; those on another device travel by the backend's collectives.
 
     Buckets that are under way have memory of their own for what they receive, ``BESIDE_BYTES`` at most. Where
-    ranks meet there is room for W headers, and for as many times the roots that may travel along.
+    ranks meet there is room for 2 W headers, and for as many times the roots that may travel along.
     """
 
     num_under_way = 3
@@ -71,72 +64,41 @@ class ByMessages(ByCollectives):
     def __init__(self, group: Group, scratch: Scratch) -> None:
         super().__init__(group, scratch)
         self._num_begun = 0
-        self._num_met = 0
-        self._rows = torch.empty((group.size, 0), dtype=torch.uint8, device="cpu")  # what came last, by rank
-        self._used_bytes = 0  # of each, at most; the kernel gives memory to no more
-        self._waits_are_short = True
+        self._place = MeetingPlace.of(group)
+        self._num_words: list[int] = []  # that the ranks have met with, by rank
         self._roots_from: int | None = None  # in these, if the roots of the bucket that is next are there
         self.came_along = False  # they were, of the bucket that ranks have met for last
 
     @property
     def buffers(self) -> list[Tensor]:
-        used = self._rows.numpy()[:, : self._used_bytes] if self._used_bytes else ()
-        return [*super().buffers, *map(torch.from_numpy, used)]  # storages that end where these do
+        return [*super().buffers, *self._place.buffers]
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length). The roots of ``bucket`` come along, if small."""
         if self.group.size == 1:
             return super().meet(row, name)
-        # First the end, so that a row of words begins behind it; what follows begins a line of memory.
+        # First how many words, so that a row of words begins behind it; what follows begins a line of memory.
         words, roots_from = 1 + len(row), round_up((1 + len(row)) * WORD_BYTES, LINE_BYTES)
-        self._make_room(roots_from + round_up(self._most_bytes, LINE_BYTES) + LINE_BYTES)
-        own, self._num_met = self._rows[self.group.rank], self._num_met + 1
-        seen = self._rows.view(torch.int64).numpy()
-        seen[:, 0] = 0  # of what has come before
+        own = self._place.enter(roots_from + round_up(self._most_bytes, LINE_BYTES) + LINE_BYTES)
         own[WORD_BYTES : words * WORD_BYTES].view(torch.int64).copy_(row)
-        self._roots_from, end = None, words
-        if bucket is not None and plan is not None and self._comes_along(bucket, plan):
+        self._roots_from, num_words = None, words
+        if bucket is not None and plan is not None and self._comes_along(bucket, plan, len(own) - roots_from):
             self._roots_from = roots_from
             roots = [root for _, root in bucket.counter.roots]
             for root, place in zip(roots, self._places(bucket, self.group.rank, len(roots)), strict=True):
                 bucket.nodes.encode(root, out=place)
-            end = self._end(bucket, len(roots))
-        seen[self.group.rank, 0], seen[self.group.rank, end] = end + 1, self._num_met
-        nbytes = (end + 1) * WORD_BYTES
-        self._exchange_rows(own[:nbytes], name)
-        self._used_bytes = max(self._used_bytes, int(seen[:, 0].max()) * WORD_BYTES)
+            num_words = self._count(bucket, len(roots))
+        self._num_words = self._place.exchange(self.group, num_words, name)
         self.came_along = self._roots_from is not None
-        return self._rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
+        return self._place.rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
 
-    def _exchange_rows(self, own: Tensor, name: str) -> None:
-        """Send ``own`` to all, and receive theirs into ``_rows``."""
-        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-        seen, number = self._rows.view(torch.int64).numpy(), self._num_met
-        parts = {to: [own] for to in others}, {source: [self._rows[source]] for source in others}
-
-        def have_come() -> bool:
-            return all(is_there(seen[other], seen[other, 0], number) for other in others)
-
-        def is_over() -> bool:
-            return own.nbytes <= BUFFERED_BYTES and self._waits_are_short and comes_soon(have_come)
-
-        begun_ns = time.monotonic_ns()
-        self.group.run_soon(lambda: self._post(parts, MEETING, self.group.pg), is_over, name)
-        self._waits_are_short = time.monotonic_ns() - begun_ns < SHORT_NS
-
-    def _make_room(self, nbytes: int) -> None:
-        """For what a rank sends when ranks meet."""
-        if self._rows.shape[1] < nbytes:
-            with torch.inference_mode(False):  # it outlives what it is made in
-                memory = allocate(self.group.size * nbytes, LINE_BYTES).tensor[: self.group.size * nbytes]
-            self._rows, self._used_bytes = memory.view(self.group.size, nbytes), 0
-
-    def _comes_along(self, bucket: Bucket, plan: Sum) -> bool:
+    def _comes_along(self, bucket: Bucket, plan: Sum, room: int) -> bool:
         """Whether the roots of ``bucket`` travel whole: if small, or if that takes no more bytes than slices.
 
         So it is between two ranks with a root each. Buckets that others follow are under way beside these.
+        ``room`` is for roots and a number, in bytes.
         """
-        if bucket.device.type != "cpu":
+        if bucket.device.type != "cpu" or max(plan.counts) * bucket.nodes.wire_bytes > room - LINE_BYTES:
             return False
         if self._is_small(bucket, plan):
             return True
@@ -152,22 +114,22 @@ class ByMessages(ByCollectives):
         """Where the roots of ``rank`` are, ``count`` of them, as they travel."""
         assert self._roots_from is not None
         length = bucket.nodes.wire_bytes
-        whole = self._rows[rank, self._roots_from : self._roots_from + count * length]
+        whole = self._place.rows[rank, self._roots_from : self._roots_from + count * length]
         roots = whole.view(bucket.nodes.wire_dtype).split(length // bucket.nodes.wire_dtype.itemsize)
         return roots[:count]  # of nothing there is one part
 
-    def _end(self, bucket: Bucket, count: int) -> int:
-        """The word after ``count`` roots of ``bucket`` behind a header."""
+    def _count(self, bucket: Bucket, count: int) -> int:
+        """The words up to the end of ``count`` roots of ``bucket`` behind a header."""
         assert self._roots_from is not None
         return (self._roots_from + round_up(count * bucket.nodes.wire_bytes, WORD_BYTES)) // WORD_BYTES
 
     def _require_alike(self, bucket: Bucket, plan: Sum, name: str) -> None:
         """Raise ``Desync``, on every rank alike, unless all have sent their roots along, or none has."""
-        if not self._used_bytes:  # they have met elsewhere, if at all
+        seen = self._num_words
+        if not seen:  # they have met elsewhere, if at all
             return
-        seen = self._rows.view(torch.int64).numpy()[:, 0].tolist()
         own, along = seen[self.group.rank], self._roots_from is not None
-        expected = [self._end(bucket, count) + 1 if along else own for count in plan.counts]
+        expected = [self._count(bucket, count) if along else own for count in plan.counts]
         for rank, found, words in zip(self.group.ranks, seen, expected, strict=True):
             if found != words:
                 raise Desync(
@@ -221,13 +183,11 @@ class ByMessages(ByCollectives):
 
         return add
 
-    def _post(
-        self, parts: tuple[Parts, Parts], tag: int, pg: ProcessGroup | None = None
-    ) -> Callable[[], None]:
+    def _post(self, parts: tuple[Parts, Parts], tag: int) -> Callable[[], None]:
         """Begin to send and to receive; what is returned waits for all of it, or raises why it could not."""
         sent, received = map(_in_turn, parts)
         try:
-            return Messages(pg or self.group.messages_pg, self.group.ranks, tag=tag).begin(sent, received)
+            return Messages(self.group.messages_pg, self.group.ranks, tag=tag).begin(sent, received)
         except PeerLost as lost:
             return raising(lost)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from instep.comm import meeting_place
 from instep.errors import Desync, PeerLost
 from instep.events import Recorder
 from instep.mesh.process_group import Group
@@ -143,13 +144,13 @@ def mixes_sizes(mesh, monkeypatch, patched):
 @pytest.mark.parametrize("soon", [True, False], ids=["found at a look", "waited for by a thread"])
 def test_a_small_bucket_travels_with_its_header(monkeypatch, soon):
     if not soon:
-        monkeypatch.setattr(by_messages, "comes_soon", lambda is_there: False)
+        monkeypatch.setattr(meeting_place, "comes_soon", lambda is_there: False)
     world(3)(sends_small_buckets)()
 
 
 def sends_small_buckets(mesh):
-    group = mesh.world.group
     for leaves in (rank_major(3, 3), rank_major(8, 3), [[], [], [0, 1, 2, 3, 4, 5, 6]]):
+        group = mesh.world.duplicate()
         exchanges = Exchanges(group, leaves, num_buckets=3)
         assert not exchanges.exchange.scratch
         exchanges.exchange.transport.at_once_bytes = 1 << 20
@@ -158,6 +159,7 @@ def sends_small_buckets(mesh):
         assert group.peers.flight.number - before == 3, "one operation for each"
         assert all(exchanges.is_reduced(k) for k in range(3))
         assert {x.dtype for x in exchanges.exchange.scratch} == {torch.uint8}, "it counts as scratch"
+        group.close()
 
 
 @world(2)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad
 
+from instep.comm import meeting_place
 from instep.errors import PeerLost
 from instep.mesh.join import init
 from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
-from instep.ordered import by_messages
 from instep.ordered.homes import offered
 from tests.parity import world_of_one
 from tests.rejoin import (
@@ -120,7 +120,7 @@ def four() -> Meetings:
 @pytest.fixture
 def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks wait for each other in a thread: whether a look finds that all have come is chance."""
-    monkeypatch.setattr(by_messages, "comes_soon", lambda is_there: False)
+    monkeypatch.setattr(meeting_place, "comes_soon", lambda is_there: False)
 
 
 def num_hooks(joined: Rejoined) -> int:
