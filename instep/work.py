@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +20,10 @@ from datetime import timedelta
 from torch.autograd import profiler
 
 from instep.errors import InstepError, PeerLost, let_go
+
+
+class Refused(RuntimeError):
+    """A lane that has failed, or is closed, does nothing more."""
 
 
 class Once:
@@ -74,16 +78,15 @@ class Work:
             raise self.error
 
     def reason(self) -> BaseException:
-        """Why it failed, to be raised: what caused ``error``, if that is known.
+        """Why it failed, to be raised: ``error``, or of a lost peer what the backend has said.
 
         A copy: an error keeps the frames that it is raised through, those hold this work, and this the error.
         """
         assert self.error is not None
+        if not isinstance(self.error, PeerLost):
+            return _again(self.error).with_traceback(self.error.__traceback__)
         let_go(self.error)  # if the lane was idle, it ran in the thread that waits
-        reason = self.error.__cause__ or self.error
-        with suppress(TypeError):  # some errors cannot be made of what they say
-            return copy(reason)
-        return reason
+        return _again(self.error.__cause__ or self.error)
 
     def end(self, error: BaseException | None = None) -> None:
         """The work has ended; threads that wait for it go on."""
@@ -111,6 +114,16 @@ class _State:
             self.failed = error
 
 
+def _again(error: BaseException) -> BaseException:
+    """A copy of ``error``, with the same cause; itself, if it cannot be made of what it says."""
+    try:
+        again = copy(error)
+    except TypeError:
+        return error
+    again.__cause__, again.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return again
+
+
 _NOTHING = nullcontext()
 Item = tuple[Work, Callable[[], object], _State]
 
@@ -132,7 +145,7 @@ class Running:
         error = self._work.error
         if error is None:
             return any(work.failed_here for work in self._following)
-        return not isinstance(error, PeerLost)
+        return not isinstance(error, PeerLost | Refused)
 
     def is_completed(self) -> bool:
         return self._work.done() and all(work.is_completed() for work in self._following)
@@ -209,7 +222,7 @@ class Lane:
             finally:
                 self._state.running.release()
                 if not work.done():  # interrupted before it began
-                    work.end(RuntimeError(f"{operation} was interrupted"))
+                    work.end(Refused(f"{operation} was interrupted"))
             return work
         work = self.submit(operation, function)
         work.finished.wait()
@@ -245,7 +258,7 @@ class Lane:
                 self._thread.join()
             self._thread = None
         self._last = None
-        self._state.close(RuntimeError(f"{self.name!r} has failed, and is closed"))
+        self._state.close(Refused(f"{self.name!r} has failed, and is closed"))
 
 
 def _run(work: Work, function: Callable[[], object], state: _State) -> None:
@@ -262,7 +275,7 @@ def _run(work: Work, function: Callable[[], object], state: _State) -> None:
             state.fail(error)
         except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
             error = raised
-            state.fail(RuntimeError(f"{work.operation} was interrupted: {raised!r}"))
+            state.fail(Refused(f"{work.operation} was interrupted: {raised!r}"))
     work.end(error)  # last: a thread that waited finds the lane failed, and can reset it
     del work, function, state, error  # the error's traceback has this frame, and all of these hold the error
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from instep.errors import PeerLost
-from instep.work import Lane, Running, Work
+from instep.work import Lane, Refused, Running, Work
 
 PATIENCE_S = 20
 
@@ -190,7 +190,7 @@ def test_what_fails_while_its_lane_is_closed_is_forgotten_with_all_that_it_worke
     lane.close(wait=False)
     gate.open()
     thread.join()
-    assert type(lane.failed) is RuntimeError and lane.failed.__traceback__ is None
+    assert type(lane.failed) is Refused and lane.failed.__traceback__ is None
     lane.submit("again", nothing)
     assert lane.failed is not None  # as after any failure
 

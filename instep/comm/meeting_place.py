@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from instep.comm.messages import Messages, comes_soon, is_there, raising
-from instep.errors import PeerLost
+from instep.errors import Desync, PeerLost
 from instep.memory import allocate
+from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 
-MEETING = 3  # a tag, beside those of ``ordered.by_messages``
+MEETING = 3  # a tag, which no other messages over a group have
 WORD_BYTES, LINE_BYTES = 8, 64
 # What is sent is in the socket's buffers, on either side, when a message from there has come: whether or not
 # that rank runs, this one does not wait for it.
@@ -42,20 +43,22 @@ Parts: TypeAlias = Sequence[tuple[Tensor, int]]
 
 
 class MeetingPlace:
-    """Memory for what the ranks of ``group`` send when they meet: of this meeting, and of the next one.
+    """Memory for what the ranks of ``group`` send when they meet: in this meeting, and in the next one.
 
-    A meeting is ``enter``, then ``exchange``; what has come is in ``rows`` until the next one is over. The
-    room for a message is the same on all ranks, which ask for the same.
+    A meeting is ``enter``, then ``exchange``; one that was entered only has not been. Its memory may be
+    written to again from the ``exchange`` of the next one on. The room for a message is the same on all
+    ranks, which ask for the same. A group keeps its place, which must not keep it, and so is handed it.
     """
 
     def __init__(self, group: Group) -> None:
         self._rank = group.rank
         self._others = [rank for rank in range(group.size) if rank != group.rank]
-        self._number = 0  # of the meeting
+        self._number = 0  # of the last meeting
         self._room = 0  # that has been asked for
         self._by_turns = [torch.empty((group.size, 0), dtype=torch.uint8, device="cpu")] * 2
         self._used_bytes = [0, 0]  # of each row, at most; the kernel gives memory to no more
         self._offered: Wait | None = None  # room for the next meeting; waits for what comes
+        self._is_closed = False
         self._waits_are_short = True
 
     @staticmethod
@@ -66,27 +69,21 @@ class MeetingPlace:
         return group.offered
 
     @property
-    def rows(self) -> Tensor:
-        """What the ranks have sent, (W, room) bytes, the first word of each its number of words."""
-        return self._by_turns[self._number % 2]
-
-    @property
     def buffers(self) -> list[Tensor]:
         """The memory that is used, in storages that end where it does."""
         both = zip(self._by_turns, self._used_bytes, strict=True)
         return [torch.from_numpy(row) for rows, used in both if used for row in rows.numpy()[:, :used]]
 
     def enter(self, nbytes: int) -> Tensor:
-        """The next meeting begins: this rank's row, (room,) bytes, to write into behind the first word.
+        """Memory for what the ranks send in the next meeting: (W, room) bytes.
 
-        There is room for ``nbytes``, unless less was asked for in earlier meetings: that has been offered to
-        the others, and what is sent must not be longer. Then there is from the next one on.
+        A rank writes into its row, behind the first word. There is room for ``nbytes``, unless less was asked
+        for in earlier meetings: that has been offered to the others. Then there is from the next meeting on.
         """
-        self._room = max(self._room, nbytes)
-        self._number += 1
+        self._room = max(self._room, round_up(nbytes, LINE_BYTES))
         if self._offered is None:
-            self._make_room(self._number)
-        return self.rows[self._rank]
+            self._make_room(self._number + 1)
+        return self._by_turns[(self._number + 1) % 2]
 
     def exchange(self, group: Group, num_words: int, name: str) -> list[int]:
         """Send so many words of this rank's row to all, and wait for theirs; how many each has sent, by rank.
@@ -94,17 +91,24 @@ class MeetingPlace:
         The first word is one of them.
 
         Raises:
+            Desync: what has come is of another meeting.
             PeerLost: a rank did not come.
+            ValueError: there is no room for so many words and the number.
         """
-        number, seen = self._number, _words(self.rows)
-        seen[self._rank, 0] = num_words + 1
-        seen[self._rank, num_words] = number
-        own = self.rows[self._rank, : (num_words + 1) * WORD_BYTES]
+        number = self._number + 1
+        rows = self._by_turns[number % 2]
+        own, seen = rows[self._rank, : (num_words + 1) * WORD_BYTES], _words(rows)
+        if len(own) < (num_words + 1) * WORD_BYTES:
+            raise ValueError(f"{name}: expected at most {len(own)} bytes to meet with, got {num_words} words")
+        seen[self._rank, 0], seen[self._rank, num_words] = num_words + 1, number
 
         def begin() -> Wait:
             came = self._offered or self._offer(group, number)
             sent = _begun(group, [(own, to) for to in self._others], [])
+            self._number = number
             self._offered = self._offer(group, number + 1)
+            if self._is_closed:  # meanwhile, by another thread
+                self._offered = None
 
             def wait() -> None:
                 came()
@@ -121,12 +125,15 @@ class MeetingPlace:
         begun_ns = time.monotonic_ns()
         group.run_soon(begin, is_over, name)
         self._waits_are_short = time.monotonic_ns() - begun_ns < SHORT_NS
+        if not have_come():
+            raise Desync(f"{name}: what has come is not of meeting {number} of this rank with the others")
         found: list[int] = seen[:, 0].tolist()
         self._used_bytes[number % 2] = max(self._used_bytes[number % 2], max(found) * WORD_BYTES)
         return [count - 1 for count in found]
 
     def close(self) -> None:
         """No other meeting follows: what has been offered is taken back, which ends with the connections."""
+        self._is_closed = True
         self._offered = None
 
     def _offer(self, group: Group, number: int) -> Wait:

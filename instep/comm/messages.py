@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from instep.errors import InstepError, PeerLost, let_go
 from instep.mesh.hang_report import words_of
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # so that ``cost``, which needs to know how x is cut, does no
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 LOOKS, LOOK_S = 50, 20e-6  # at what is awaited, before a thread waits for it
 
 
@@ -85,21 +86,18 @@ class Messages:
             self._require_message(x, to, "to")
         for x, source in receives:
             if x.numel():
-                begun.append((self._reach(self._pg.recv, x, source, "from"), source, "from"))
+                work = self._reach(self._pg.recv, source, "from", [x], source, self.tag)
+                begun.append((work, source, "from"))
         for x, to in sends:
             if x.numel():
-                begun.append((self._reach(self._pg.send, x, to, "to"), to, "to"))
+                begun.append((self._reach(self._pg.send, to, "to", [x], to, self.tag), to, "to"))
                 self.num_messages += 1
                 self.bytes_sent += x.numel() * x.element_size()
 
         def wait() -> None:
             for work, other, direction in begun:
-                try:
-                    work.wait()  # not in slices: gloo closes the connection of a wait that times out
-                except InstepError:  # one of ours knows more
-                    raise
-                except RuntimeError as error:
-                    raise self._lost(other, direction, error) from error
+                # Not in slices: gloo closes the connection of a wait that times out.
+                self._reach(work.wait, other, direction)
 
         return wait
 
@@ -114,24 +112,34 @@ class Messages:
         if other == self.rank:
             raise ValueError(f"expected a message between two ranks, got one {direction} rank {other} itself")
 
-    def _reach(self, operate: Callable[..., Any], x: Tensor, other: int, direction: str) -> Any:
+    def _reach(self, operate: Callable[..., Any], other: int, direction: str, *args: Any) -> Any:
         try:
-            return operate([x], other, self.tag)
-        except InstepError:
+            return operate(*args)
+        except InstepError:  # one of ours knows more
             raise
         except RuntimeError as error:
-            raise self._lost(other, direction, error) from error
+            rank = self.ranks[other]
+            operation = f"a message {direction} rank {rank}"
+            raise lost_in(operation, error, [rank], f"rank {self.ranks[self.rank]} waited for ") from error
 
-    def _lost(self, other: int, direction: str, error: RuntimeError) -> PeerLost:
-        """What to raise of what a backend has raised."""
-        rank = self.ranks[other]
-        operation = f"a message {direction} rank {rank}"
-        return PeerLost(
-            f"rank {self.ranks[self.rank]} waited for {operation}, which failed; the backend reports: "
-            f"{words_of(error)}",
-            ranks=[rank],
-            operation=operation,
-        )
+
+def lost_in(operation: str, error: RuntimeError, ranks: Sequence[int] = (), who: str = "") -> PeerLost:
+    """What to raise of what a backend has raised in ``operation``."""
+    said = f"{who}{operation}, which failed; the backend reports: {words_of(error)}"
+    return PeerLost(said, ranks=ranks, operation=operation)
+
+
+def awaited(wait: Callable[[], T], operation: str) -> T:
+    """What ``wait()`` returns, a backend's; what it raises comes as ``PeerLost``.
+
+    So who waits for a thread knows it from what has failed in this process.
+    """
+    try:
+        return wait()
+    except InstepError:
+        raise
+    except RuntimeError as error:
+        raise lost_in(operation, error) from error
 
 
 def is_there(seen: Any, end: int, number: int) -> bool:

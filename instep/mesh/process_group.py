@@ -54,7 +54,7 @@ _lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
 
 
 class Closable(Protocol):
-    """What has an end."""
+    """What is to be closed with the group."""
 
     def close(self) -> None: ...
 

@@ -24,7 +24,7 @@ slices:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ from instep.ordered.buckets import Bucket
 from instep.ordered.by_collectives import ByCollectives
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
-
-if TYPE_CHECKING:
-    pass
 
 Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 """By owner, what is sent to it, or comes from it."""
@@ -65,6 +62,7 @@ class ByMessages(ByCollectives):
         super().__init__(group, scratch)
         self._num_begun = 0
         self._place = MeetingPlace.of(group)
+        self._rows = torch.empty((group.size, 0), dtype=torch.uint8, device="cpu")  # of the last meeting
         self._num_words: list[int] = []  # that the ranks have met with, by rank
         self._roots_from: int | None = None  # in these, if the roots of the bucket that is next are there
         self.came_along = False  # they were, of the bucket that ranks have met for last
@@ -79,7 +77,8 @@ class ByMessages(ByCollectives):
             return super().meet(row, name)
         # First how many words, so that a row of words begins behind it; what follows begins a line of memory.
         words, roots_from = 1 + len(row), round_up((1 + len(row)) * WORD_BYTES, LINE_BYTES)
-        own = self._place.enter(roots_from + round_up(self._most_bytes, LINE_BYTES) + LINE_BYTES)
+        rows = self._place.enter(roots_from + round_up(self._most_bytes, LINE_BYTES) + LINE_BYTES)
+        own, self._rows = rows[self.group.rank], rows
         own[WORD_BYTES : words * WORD_BYTES].view(torch.int64).copy_(row)
         self._roots_from, num_words = None, words
         if bucket is not None and plan is not None and self._comes_along(bucket, plan, len(own) - roots_from):
@@ -90,7 +89,7 @@ class ByMessages(ByCollectives):
             num_words = self._count(bucket, len(roots))
         self._num_words = self._place.exchange(self.group, num_words, name)
         self.came_along = self._roots_from is not None
-        return self._place.rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
+        return rows[:, WORD_BYTES : words * WORD_BYTES].view(torch.int64)
 
     def _comes_along(self, bucket: Bucket, plan: Sum, room: int) -> bool:
         """Whether the roots of ``bucket`` travel whole: if small, or if that takes no more bytes than slices.
@@ -114,7 +113,7 @@ class ByMessages(ByCollectives):
         """Where the roots of ``rank`` are, ``count`` of them, as they travel."""
         assert self._roots_from is not None
         length = bucket.nodes.wire_bytes
-        whole = self._place.rows[rank, self._roots_from : self._roots_from + count * length]
+        whole = self._rows[rank, self._roots_from : self._roots_from + count * length]
         roots = whole.view(bucket.nodes.wire_dtype).split(length // bucket.nodes.wire_dtype.itemsize)
         return roots[:count]  # of nothing there is one part
 

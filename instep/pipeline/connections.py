@@ -30,7 +30,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from instep.comm.messages import comes_soon, is_there, raising
+from instep.comm.messages import awaited, comes_soon, is_there, lost_in, raising
+from instep.errors import InstepError
 from instep.mesh.process_group import Group
 from instep.pipeline.actions import NO_TIE, Action
 from instep.pipeline.message_words import (
@@ -60,6 +61,7 @@ SHORT_BYTES = 1 << 18  # of a message, with its words: to copy so much costs les
 SHORT_SENDS = 64  # that are under way with nobody to wait for them
 # Tags: of words, and of tensors unlike the first ones of their kind, which has a tag of its own.
 WORDS, UNLIKE = range(2)
+MESSAGE = "a message between stages"
 MAX_TIES = 1 << 10
 
 Wait: TypeAlias = Callable[[], object]
@@ -262,10 +264,14 @@ def _begun(begin: Callable[..., Any], x: Tensor, rank: int, tag: int) -> Wait:
     If the connection has ended already it raises there: what waits for a message names its rank.
     """
     try:
-        wait: Wait = begin([_bytes(x)], rank, tag).wait
-    except RuntimeError as error:
+        work = begin([_bytes(x)], rank, tag)
+    except InstepError as error:
         return raising(error)
-    return wait
+    except RuntimeError as error:
+        lost = lost_in(MESSAGE, error)
+        lost.__cause__ = error
+        return raising(lost)
+    return partial(awaited, work.wait, MESSAGE)
 
 
 def _wait_for_all(waits: Sequence[Wait]) -> None:

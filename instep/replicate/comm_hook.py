@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from instep.comm.messages import awaited
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket
 
@@ -99,7 +101,7 @@ class CommHook:
         """
         for bucket, future in self._started:
             name = f"the communication hook of bucket {bucket.index}"
-            group.run(future.wait, name)
+            group.run(partial(awaited, future.wait, name), name)
             _take(bucket, future.value(), name)
         self._started.clear()
 

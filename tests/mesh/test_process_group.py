@@ -354,7 +354,7 @@ def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh,
 
     def exchange() -> None:
         if group.rank == 0:
-            raise RuntimeError("can't allocate memory")
+            raise RuntimeError("can't allocate memory") from ValueError("as it is asked for too much")
         messages.recv(x, other)
 
     operate = {
@@ -367,6 +367,8 @@ def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh,
         with pytest.raises(RuntimeError, match=r"^can't allocate memory$") as caught:
             operate()
         assert not isinstance(caught.value, PeerLost)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert "exchange" in [entry.name for entry in caught.traceback], "where it failed"
     else:
         began = time.monotonic()
         with pytest.raises(PeerLost, match="a rank left the test"):

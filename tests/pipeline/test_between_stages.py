@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.errors import Desync
+from instep.errors import Desync, PeerLost
 from instep.mesh.mesh import Mesh
-from instep.pipeline import message_words
+from instep.pipeline import connections, message_words
+from instep.pipeline.actions import Action
 from instep.pipeline.channel import StageChannel
 from instep.pipeline.connections import SHORT_BYTES
 from instep.step.micro_batches import MicroBatch
@@ -286,3 +287,20 @@ def test_what_was_on_a_device_comes_to_that_of_the_receiver(
             assert indices is not None and indices.tolist() == [0, 1, 2] and nothing is None
 
     sent()
+
+
+@world(2)
+@pytest.mark.parametrize("is_short", [True, False], ids=["looked for", "waited for by a thread"])
+def test_a_stage_that_is_gone_is_a_lost_peer(
+    mesh: Mesh, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_short:
+        monkeypatch.setattr(connections, "comes_soon", lambda is_there: False)
+    group = mesh.world.duplicate()
+    ends = connections.Connections(group)
+    if mesh.rank == 0:
+        receive = Action(0, "RECV_B", 0)
+        ends.post(receive, 1)
+        with pytest.raises(PeerLost, match="a rank left 0RECV_B0"):
+            ends.take(receive, 1, lambda words, action: None)
+    group.close()

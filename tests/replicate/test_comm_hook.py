@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from instep.errors import Desync
+from instep.errors import Desync, PeerLost
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled
@@ -101,6 +102,26 @@ def test_a_hook_stays_when_the_group_changes(mesh: Mesh) -> None:
     model.rebind(mesh)
     square(model, mesh.rank).backward()
     assert len(state["seen"]) == 1
+    model.close()
+
+
+def sum_over(pg: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return pg.allreduce([bucket.buffer()]).get_future().then(lambda summed: summed.value()[0])
+
+
+@world(2)
+def test_a_rank_that_is_gone_while_a_hook_reduces_is_a_lost_one(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh, strategy="flat")
+    group = mesh.world.duplicate()
+    if mesh.rank == 1:
+        model.register_comm_hook(dict[str, Any](), own)
+        square(model, 1).backward()
+        group.close()
+    else:
+        model.register_comm_hook(group.pg, sum_over)
+        with pytest.raises(PeerLost, match="the communication hook of bucket 0"):
+            square(model, 0).backward()
+        group.close()
     model.close()
 
 
