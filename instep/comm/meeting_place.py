@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages, comes_soon, is_there, raising
-from instep.errors import Desync, PeerLost
+from instep.comm.messages import Messages, comes_soon, is_there
+from instep.errors import Desync
 from instep.memory import allocate
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
@@ -161,7 +161,4 @@ def _begun(group: Group, sends: Parts, receives: Parts) -> Wait:
 
     It may be one that has ended well, and which comes to no other meeting.
     """
-    try:
-        return Messages(group.pg, group.ranks, tag=MEETING).begin(sends, receives)
-    except PeerLost as lost:
-        return raising(lost)
+    return Messages(group.pg, group.ranks, tag=MEETING).begin_anyway(sends, receives)

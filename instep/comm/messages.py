@@ -101,6 +101,15 @@ class Messages:
 
         return wait
 
+    def begin_anyway(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        """As ``begin``, but a rank that is lost already is told of by what is returned."""
+        try:
+            return self.begin(sends, receives)
+        except PeerLost as lost:
+            return raising(lost)
+
     @property
     def _pg(self) -> ProcessGroup:
         if self.pg is None:
@@ -130,7 +139,7 @@ def lost_in(operation: str, error: RuntimeError, ranks: Sequence[int] = (), who:
 
 
 def awaited(wait: Callable[[], T], operation: str) -> T:
-    """What ``wait()`` returns, a backend's; what it raises comes as ``PeerLost``.
+    """What ``wait()`` of a backend returns; what it raises comes as ``PeerLost``.
 
     So who waits for a thread knows it from what has failed in this process.
     """

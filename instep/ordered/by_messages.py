@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from instep.comm.meeting_place import LINE_BYTES, WORD_BYTES, MeetingPlace
-from instep.comm.messages import Messages, raising
-from instep.errors import Desync, PeerLost
+from instep.comm.messages import Messages
+from instep.errors import Desync
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up_to_send
@@ -185,10 +185,7 @@ class ByMessages(ByCollectives):
     def _post(self, parts: tuple[Parts, Parts], tag: int) -> Callable[[], None]:
         """Begin to send and to receive; what is returned waits for all of it, or raises why it could not."""
         sent, received = map(_in_turn, parts)
-        try:
-            return Messages(self.group.messages_pg, self.group.ranks, tag=tag).begin(sent, received)
-        except PeerLost as lost:
-            return raising(lost)
+        return Messages(self.group.messages_pg, self.group.ranks, tag=tag).begin_anyway(sent, received)
 
 
 class OwnedSlices:

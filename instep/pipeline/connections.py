@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from instep.comm.messages import awaited, comes_soon, is_there, lost_in, raising
+from instep.comm.messages import awaited, comes_soon, is_there, raising
 from instep.errors import InstepError
 from instep.mesh.process_group import Group
 from instep.pipeline.actions import NO_TIE, Action
@@ -264,13 +264,9 @@ def _begun(begin: Callable[..., Any], x: Tensor, rank: int, tag: int) -> Wait:
     If the connection has ended already it raises there: what waits for a message names its rank.
     """
     try:
-        work = begin([_bytes(x)], rank, tag)
+        work = awaited(lambda: begin([_bytes(x)], rank, tag), MESSAGE)
     except InstepError as error:
         return raising(error)
-    except RuntimeError as error:
-        lost = lost_in(MESSAGE, error)
-        lost.__cause__ = error
-        return raising(lost)
     return partial(awaited, work.wait, MESSAGE)
 
 
