@@ -229,7 +229,9 @@ class Rejoined:
 def unranked() -> Mesh:
     """As a process has it before it is given a rank."""
     axes = resolve(1, dp=1, shard=1, pp=1, tp=1)
-    return UnrankedMesh(axes, 0, None, no_store, on_device=torch.device("cpu"), timeout_s=20.0)
+    return UnrankedMesh(
+        axes, no_store, place=lambda: 0, on_device=lambda: torch.device("cpu"), timeout_s=20.0
+    )
 
 
 _undisturbed: dict[tuple[int, int], tuple[Kind, str | None]] = {}

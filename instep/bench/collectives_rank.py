@@ -32,6 +32,7 @@ from instep.bench.worlds import World
 from instep.comm import algorithms
 from instep.comm.messages import Messages
 from instep.comm.perform import perform
+from instep.mesh.device import num_gpus
 from instep.native.library import absence, switched_off
 from instep.shm import ShmGroup  # which registers the backend
 from instep.shm.futex import available
@@ -167,7 +168,7 @@ def default_names(collective: str, *, hosts: bool = False) -> list[str]:
 
     And shared memory as it comes: without the native core only if that is asked for.
     """
-    elsewhere = ON_ONE_HOST if hosts else () if torch.cuda.is_available() else ("nccl",)
+    elsewhere = ON_ONE_HOST if hosts else () if num_gpus() else ("nccl",)
     return [name for name in implementations(collective) if name not in (*elsewhere, *WITHOUT_CORE)]
 
 
@@ -186,8 +187,8 @@ def obstacle(name: str, collective: str, num_ranks: int, *, hosts: bool = False)
         return f"there is no native core to do without: {why}"
     if name in (*SHARED, *WITHOUT_CORE) and not available():
         return "this platform has no shm backend"
-    if name == "nccl" and torch.cuda.device_count() < num_ranks:
-        return f"nccl needs a GPU per rank: {torch.cuda.device_count()} for {num_ranks} ranks"
+    if name == "nccl" and num_gpus() < num_ranks:
+        return f"nccl needs a GPU per rank: {num_gpus()} for {num_ranks} ranks"
     return None
 
 

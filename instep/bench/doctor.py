@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from instep.checkpoint import contract
 from instep.errors import InstepError
-from instep.mesh import device
+from instep.mesh import deterministic, device
 from instep.mesh.join import init
 from instep.mesh.launch import launch, warm
 from instep.mesh.launch_environment import LaunchEnvironment, detect
@@ -184,7 +184,7 @@ def _set(machine: Machine, names: Sequence[str]) -> list[str]:
 
 def _gpu(machine: Machine) -> Finding:
     if torch.cuda.is_available():
-        kinds = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        kinds = [torch.cuda.get_device_properties(i) for i in range(device.num_gpus())]
         return Finding("gpu", "; ".join(f"{k.name}, {k.total_memory / GIB:.0f} GiB" for k in kinds))
     if not (machine.root / "proc/driver/nvidia/version").exists():
         return Finding("gpu", "none: ranks compute on the CPU")
@@ -292,17 +292,18 @@ def _launcher(machine: Machine) -> Finding:
 
 def _backend(machine: Machine) -> Finding:
     place = machine.place
-    on = device.choose(place.local_rank, place.local_world_size)
+    try:
+        on = device.resolve(None, None, place.local_world_size)
+    except ValueError as error:
+        return Finding("backend", "none by default", ERROR, str(error))
     one_host = place.local_world_size == place.world_size
     name, problem = device.default_backend(on, one_host=one_host), shm_problem()
     if name == "nccl":
         return Finding("backend", "nccl, because every rank of this host has a GPU of its own")
-    few = torch.cuda.is_available()
-    why = f"; on CPU, because {place.local_world_size} ranks share fewer GPUs" if few else ""
     if name == "shm" and not problem:
-        return Finding("backend", f"shm, because the ranks share this host{why}")
+        return Finding("backend", "shm, because the ranks share this host")
     reason = f"shared memory does not work: {problem}" if one_host else "the ranks are on several hosts"
-    return Finding("backend", f"gloo, because {reason}{why}")
+    return Finding("backend", f"gloo, because {reason}")
 
 
 def _switches(machine: Machine) -> Finding:
@@ -323,9 +324,8 @@ def _determinism(machine: Machine) -> Finding:
             "determinism",
             f"{', '.join(flags)}; on CPUs kernels are deterministic with a fixed number of threads",
         )
-    flags.append(f"cudnn benchmark {'on' if torch.backends.cudnn.benchmark else 'off'}")
-    if torch.backends.cudnn.benchmark or not torch.are_deterministic_algorithms_enabled():
-        fix = "CUBLAS_WORKSPACE_CONFIG=:4096:8, torch.use_deterministic_algorithms(True), benchmark off"
+    if settings := deterministic.missing():
+        fix = f"instep train sets it; in a script pass deterministic=True to Run, or: {'; '.join(settings)}"
         return Finding("determinism", ", ".join(flags), WARNING, fix)
     return Finding("determinism", ", ".join(flags))
 

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from instep.bench.bandwidth import available_bytes
 from instep.bench.hosts import RATE, Network, network, require_hosts
-from instep.mesh.device import complete, gpu_bytes, require_gpus, synchronize
+from instep.mesh.device import complete, gpu_bytes, resolve, synchronize
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 
@@ -144,7 +144,7 @@ def on_ranks(body: Body, task: Mapping[str, Any], *, ranks: int, backend: str = 
     if ranks < 2:
         raise ValueError(f"expected at least 2 ranks, got {ranks}: a single rank has no peer")
     if backend == "nccl":
-        require_gpus(ranks)
+        resolve("cuda", backend, ranks)
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
         launch(_rank, (body, json.dumps(task), directory, backend), ranks=ranks)
         return [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(ranks)]
@@ -201,7 +201,7 @@ def over_link(
 def require_memory(rank_bytes: float, *, ranks: int, backend: str = "gloo", fix: str) -> None:
     """Raise ``ValueError``, which ends with ``fix``, if ranks that take ``rank_bytes`` each will not fit."""
     if backend == "nccl":
-        require_gpus(ranks)
+        resolve("cuda", backend, ranks)
         needed, available, who, where = rank_bytes, gpu_bytes(), "a rank needs", "on each GPU"
     else:
         needed, available, who, where = (

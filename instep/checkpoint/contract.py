@@ -10,6 +10,7 @@ knows about its model, its libraries and its processor. What fields cannot tell,
 from __future__ import annotations
 
 import ast
+import ctypes
 import hashlib
 import inspect
 import json
@@ -111,6 +112,7 @@ def _flags(kind: str) -> dict[str, Scalar]:
         "attention.flash": cuda.flash_sdp_enabled(),
         "attention.memory_efficient": cuda.mem_efficient_sdp_enabled(),
         "attention.math": cuda.math_sdp_enabled(),
+        "attention.cudnn": cuda.cudnn_sdp_enabled(),
     }
 
 
@@ -143,20 +145,37 @@ def _cpu_kind() -> str:
 
 
 def _gpu(device: str) -> dict[str, Scalar]:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn, cuda, matmul = torch.backends.cudnn, torch.backends.cuda, torch.backends.cuda.matmul
     kind = torch.cuda.get_device_properties(device)
+    conv: Any = cudnn
     return {
         "gpu.kind": kind.name,
         # cuBLAS promises equal bits for equal numbers of multiprocessors, and a slice of a GPU has fewer.
         "gpu.multiprocessors": kind.multi_processor_count,
+        "gpu.strict": not torch.is_deterministic_algorithms_warn_only_enabled(),
         "gpu.driver": _gpu_driver(),
         "gpu.cuda": torch.version.cuda,
+        "gpu.cublas": _cublas_version(),
+        "gpu.blas": str(cuda.preferred_blas_library()).rpartition(".")[2],
         "gpu.cudnn": cudnn.version(),
-        "gpu.cudnn_flags": f"tf32={cudnn.allow_tf32} benchmark={cudnn.benchmark} det={cudnn.deterministic}",
-        "gpu.matmul_tf32": matmul.allow_tf32,
+        "gpu.cudnn_flags": f"benchmark={cudnn.benchmark} det={cudnn.deterministic}",
+        "gpu.precision": f"matmul={matmul.fp32_precision} conv={conv.conv.fp32_precision} "
+        f"rnn={conv.rnn.fp32_precision}",
         "gpu.matmul_reduced": f"fp16={matmul.allow_fp16_reduced_precision_reduction} "
-        f"bf16={matmul.allow_bf16_reduced_precision_reduction}",
+        f"bf16={matmul.allow_bf16_reduced_precision_reduction} fp16_sum={matmul.allow_fp16_accumulation}",
     }
+
+
+def _cublas_version() -> str:
+    """Of the library that torch has loaded; "unknown" where it goes by another name."""
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except OSError:
+        return "unknown"
+    numbers = [ctypes.c_int() for _ in range(3)]  # major, minor, patch
+    for which, number in enumerate(numbers):
+        library.cublasGetProperty(which, ctypes.byref(number))
+    return ".".join(str(number.value) for number in numbers)
 
 
 def _gpu_driver() -> str:

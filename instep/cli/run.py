@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
 
 def add_words(words: argparse.ArgumentParser) -> None:
     """Those that say how a script is run, whichever it is."""
-    words.add_argument("-n", "--ranks", type=int, default=0, metavar="N", help="processes; 0: one per core")
+    words.add_argument(
+        "-n", "--ranks", type=int, default=0, metavar="N", help="processes; 0: one per GPU, or per core"
+    )
     words.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="the run's folder, whatever the script says"
     )
@@ -119,6 +121,7 @@ def run_script(given: argparse.Namespace) -> int:
     """Run the script that was ``given``, as the words of the command say; its exit code."""
     _require_sane(given)
     preload()
+    from instep.mesh.device import num_gpus
     from instep.run.launch_script import launch_script
     from instep.run.script import ScriptCall
 
@@ -136,7 +139,7 @@ def run_script(given: argparse.Namespace) -> int:
         threads=given.threads,
         timeout_s=given.timeout_s,
     )
-    ranks = given.ranks or len(os.sched_getaffinity(0))
+    ranks = given.ranks or num_gpus() or len(os.sched_getaffinity(0))
     return launch_script(call, ranks=ranks, min_ranks=given.min_ranks)
 
 

@@ -43,11 +43,17 @@ def train(config: Config, ranks: int) -> int:
     run.preload("instep.recipes.text")
     # From here on torch is imported, which --help and a mistyped flag do not wait for.
     from instep.elastic.faults import parse_all
+    from instep.mesh.device import num_gpus, resolve
     from instep.recipes import text
     from instep.run import launch_script, loggers
     from instep.run.script import ScriptCall
 
     loggers.check(config.logs.names)
+    parallel = config.parallel
+    wanted = resolve(parallel.named_device, parallel.named_backend, 1)
+    if wanted.type == "cuda" and not config.ranks and ranks > 1 and detect(os.environ).source == "single":
+        ranks = min(ranks, num_gpus() if wanted.index is None else 1)
+        check_rows(ranks, parallel.shard_ranks)
     for fault in parse_all(config.fault):
         check_ranks(config, fault.ranks)
     call = ScriptCall(

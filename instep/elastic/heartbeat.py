@@ -26,6 +26,7 @@ from instep.mesh.memory_file import MemoryFile
 PHASES = (
     "start",
     "built",
+    "spare",
     "join",
     "agree",
     "script",
@@ -47,7 +48,7 @@ PHASES = (
 # How long these take depends on the size of the state and on the disk. What is done in them beats from
 # inside, so here a time is that from one beat to the next.
 BEATING = frozenset({"hash", "save"})
-WAITING = frozenset({"built", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
+WAITING = frozenset({"built", "spare", "join", "agree", "exchange", "loss", "gather", "summary", "lost"})
 # Of those, they do work of their own, too, which takes as long as there is to read or to write.
 OWN_WORK = frozenset({"agree", "summary"})
 # A user's own code: how long that takes says nothing of how long it may take.

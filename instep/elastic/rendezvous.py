@@ -30,6 +30,7 @@ from instep.elastic.heartbeat import Heartbeat, HeartbeatPage
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.errors import PeerLost
 from instep.mesh.memory_file import MemoryFile
+from instep.mesh.rank_process import exit_now
 
 MESSAGE_BYTES = 1 << 20
 CONFIRM_S = 1.0  # for the supervisor to notice what a rank has noticed first
@@ -38,16 +39,21 @@ SLICE_S = 0.005
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a new worker is given: its place in the heartbeat page, and its end of the control channel."""
+    """What a new worker is given: its line of the heartbeat page, and its end of the control channel.
+
+    ``place`` is its local rank of ``num_places``, and with it its GPU; a spare (None) asks for it.
+    """
 
     worker: int
     page: MemoryFile
     connection: Connection
+    place: int | None = 0
+    num_places: int = 1
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's rank in one generation.
+    """A worker's rank in one generation, and its local rank (``place``), which it keeps for life.
 
     ``store`` is the memory in which its ranks meet (``LogStore``); ``memory`` are the snapshots that the
     supervisor holds; ``told`` is what it has answered to those that came first (``SuperviseOptions.admit``).
@@ -59,6 +65,7 @@ class Assignment:
     store: MemoryFile
     memory: tuple[SnapshotHandle, ...] = ()
     told: str = ""
+    place: int = 0
 
     def to_bytes(self) -> bytes:
         """As it travels."""
@@ -88,7 +95,21 @@ class ControlChannel:
         self.page = HeartbeatPage(spec.page)
         self.heartbeat = Heartbeat(self.page, spec.worker)
         self.generation = 0
+        self.num_places = spec.num_places
+        self._place = spec.place
         self._connection = spec.connection
+
+    def place(self) -> int:
+        """The local rank of this worker; a spare waits until it gets that of a lost rank, or ends."""
+        if self._place is None:
+            self.heartbeat.enter("spare")
+            self.say("place")
+            try:
+                self._place = int(json.loads(self._connection.recv_bytes(MESSAGE_BYTES)))
+            except (EOFError, OSError):  # the supervisor has ended
+                exit_now(0)
+            self.heartbeat.enter("script")
+        return self._place
 
     def next_assignment(self, **why: Any) -> Assignment | None:
         """Say that this worker is ready, and ``why``, and wait for its rank; None: it is not needed more."""

@@ -29,7 +29,7 @@ from instep.elastic.snapshot import SnapshotHandle, SnapshotStore
 from instep.elastic.watchdog import Reading, find_stuck
 from instep.elastic.worker_pool import Message, Worker, WorkerPool, progress_table
 from instep.mesh.hang_report import status_table
-from instep.mesh.launch import warm
+from instep.mesh.launch import ANSWER_S, warm
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import statuses_of
 from instep.mesh.rank_exit import Exit, RankFailed, describe_exit, root_cause
@@ -153,7 +153,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the run is finished; its exit code."""
-        self.members = [self.pool.start() for _ in range(self.target)]
+        self.members = [self._start() for _ in range(self.target)]
         while self.code is None:
             messages, ended = self.pool.wait(LOOK_S)
             for worker, message in messages:
@@ -190,6 +190,12 @@ class Supervisor:
                     self.told = answer if self.told is None else self.told
                 if worker in self.members and worker.generation == self.generation and self.generation:
                     self._left(worker, message)
+            case "place":
+                worker.asks_place = True
+                if worker.place is None:
+                    self._give_places()
+                else:  # it replaces a rank that was lost meanwhile
+                    worker.give_place(worker.place)
             case "snapshot":
                 generation, rank = message["generation"], message["rank"]
                 self._snapshots.add(SnapshotHandle(message["place"], generation, rank, message["num_ranks"]))
@@ -298,17 +304,35 @@ class Supervisor:
         """Choose the workers of the next generation, and start those that are missing."""
         self._end_generation()
         others = [worker for worker in self.pool.living if worker not in self.members]
-        others.sort(key=lambda worker: not worker.ready)  # those that are ready first
+        # Those with a place first: it would be free for nobody else.
+        others.sort(key=lambda worker: (worker.place is None, not worker.ready))
         self.members.sort(key=lambda worker: worker.rank_or_number)
         while len(self.members) > self.target:
             self.pool.dismiss(self.members.pop())
         while len(self.members) < self.target and others and (others[0].ready or not self._enough()):
             self.members.append(others.pop(0))
         while len(self.members) < self.target and not self._enough():
-            self.members.append(self.pool.start())
+            self.members.append(self._start())
+        self._give_places()
         missing = self.target - len(self.members) - len(others)
         for _ in range(missing):
             self._start_spare()  # it will be asked to join when it is ready
+
+    def _free_places(self) -> list[int]:
+        """The local ranks that no living worker has: those of lost ranks, whose GPUs are free."""
+        taken = {worker.place for worker in self.pool.living}
+        return [place for place in range(self.target) if place not in taken]
+
+    def _give_places(self) -> None:
+        """Give free places to members without one, then to spares, which join as soon as they are ready."""
+        spares = [worker for worker in self.pool.living if worker not in self.members]
+        without = [worker for worker in [*self.members, *spares] if worker.place is None]
+        for worker, place in zip(without, self._free_places(), strict=False):
+            worker.give_place(place)
+
+    def _start(self, answer_s: float = ANSWER_S) -> Worker:
+        """One more worker, in a free place if there is one."""
+        return self.pool.start(next(iter(self._free_places()), None), self.target, answer_s)
 
     def _end_generation(self) -> None:
         """From now on the next generation is wanted."""
@@ -359,6 +383,7 @@ class Supervisor:
             due = fault.kind == "resize" and self.retries.step >= fault.step
             if settled and due and self.page.fire(number):
                 self.target = fault.ranks
+                self._give_places()
         ready = [w for w in self.pool.living if w.ready and w not in self.members]
         missing = self.target - len(self.members)
         if self.forming or not missing:
@@ -374,7 +399,7 @@ class Supervisor:
         if self._spares_lost >= MAX_SPARES_LOST:
             return
         try:
-            self.pool.start(SPARE_ANSWER_S)
+            self._start(SPARE_ANSWER_S)
         except TimeoutError as error:  # a new forkserver may still be loading torch
             self._spares_lost += 1
             self.options.say(f"no spare: {error}")
@@ -399,6 +424,7 @@ class Supervisor:
         self.generation += 1
         self.forming, self._lost, self._assigned = False, [], time.monotonic()
         self._member_failed = False
+        self._give_places()
         ranks = _ranks([worker.rank for worker in self.members])
         store = MemoryFile.create()
         self._replace_store(store)
@@ -414,6 +440,7 @@ class Supervisor:
                     store,
                     self._snapshots.handles,
                     self.told or "",
+                    worker.place or 0,
                 )
             )
 

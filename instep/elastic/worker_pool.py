@@ -51,8 +51,10 @@ class Worker:
     slot: int  # in the heartbeat page
     connection: Connection
     page: HeartbeatPage
+    place: int | None = None  # its local rank, and so its GPU, from when it has one; a spare has none
     rank: int = -1
     generation: int = 0
+    asks_place: bool = False
     ready: bool = False
     finished: int | None = None
     missed_since: float | None = None  # when another rank said that it has waited for this one in vain
@@ -86,6 +88,14 @@ class Worker:
             self.hung_up = True
             return None
         return message
+
+    def give_place(self, place: int) -> None:
+        """It has local rank ``place`` from now on, and is told if it waits for that."""
+        self.place = place
+        if self.asks_place:
+            self.asks_place = False
+            with suppress(OSError):  # it has died; that is noticed elsewhere
+                self.connection.send_bytes(json.dumps(place).encode())
 
     def assign(self, assignment: Assignment | None) -> None:
         """Give it its next rank, or (None) let it leave."""
@@ -165,8 +175,11 @@ class WorkerPool:
         """The most steps that one of them has done; -1: none has a state yet."""
         return max((self.page.position(w.slot).step for w in self.workers.values()), default=-1)
 
-    def start(self, answer_s: float = ANSWER_S) -> Worker:
-        """Start one more; ``OSError`` where there can be none, or none is there after ``answer_s``."""
+    def start(self, place: int | None, num_places: int, answer_s: float = ANSWER_S) -> Worker:
+        """Start one more, as local rank ``place`` or (None) as a spare.
+
+        ``OSError`` where there can be none, or none is there after ``answer_s``.
+        """
         taken = {worker.slot for worker in self.workers.values()}
         while self._number % MAX_WORKERS in taken:
             self._number += 1
@@ -176,7 +189,7 @@ class WorkerPool:
         child = Child(number, self._threads, environ)
         slot = number % MAX_WORKERS
         self.page.reset(slot)
-        spec = WorkerSpec(slot, self.page.file, theirs)
+        spec = WorkerSpec(slot, self.page.file, theirs, place, num_places)
         try:
             pid = self._children.start(child, self._work, (spec, *self._args), answer_s=answer_s)
         except BaseException:
@@ -184,7 +197,7 @@ class WorkerPool:
             raise
         finally:
             theirs.close()
-        self.workers[number] = Worker(child, pid, slot, ours, self.page)
+        self.workers[number] = Worker(child, pid, slot, ours, self.page, place)
         return self.workers[number]
 
     def wait(self, timeout_s: float) -> tuple[list[tuple[Worker, Message]], list[tuple[Worker, Exit]]]:

@@ -12,7 +12,7 @@ import ctypes
 import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -38,39 +38,78 @@ class Waitable(Protocol):
     def is_completed(self) -> bool: ...
 
 
-def choose(local_rank: int, num_local: int, backend: str | None = None) -> torch.device:
-    """The device of this rank: a GPU if all ``num_local`` ranks of the host have one, else the CPU.
+def resolve(wanted: str | torch.device | None, backend: str | None, num_local: int) -> torch.device:
+    """The device of this host's ``num_local`` ranks: the CPU, one GPU ("cuda:1"), or a GPU each ("cuda").
+
+    By default a GPU each where there are GPUs and ``backend`` reads their memory. No CUDA context is created:
+    ``activate`` does that.
 
     Raises:
-        ValueError: NCCL is asked for, which needs a GPU per rank, and there are fewer.
+        ValueError: the backend cannot exchange memory of that device, or there are too few GPUs.
     """
-    if backend == "nccl":
-        require_gpus(num_local)
-    if backend in ("gloo", *OURS) or _num_gpus() < num_local:
+    found = num_gpus()
+    if wanted is None:
+        wanted = "cuda" if backend == "nccl" or (found and backend not in ("gloo", *OURS)) else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(wanted)!r}: expected 'cpu', 'cuda' (a GPU per local rank) or 'cuda:N'")
+    if device.type == "cpu":
+        if backend == "nccl":
+            raise ValueError("device='cpu' with backend='nccl', which exchanges GPU memory: use gloo")
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    if backend in OURS:
+        raise ValueError(
+            f"device={str(device)!r} with backend={backend!r}, which exchanges host memory: pass "
+            "backend='nccl', or 'gloo' where ranks share a GPU"
+        )
+    if device.index is not None and device.index >= found:
+        raise ValueError(f"device={str(device)!r}: expected a GPU of this host, which has {found}")
+    if device.index is None and num_local > found:
+        raise ValueError(
+            f"expected a GPU for each of {num_local} rank(s) on this host, got {found} GPU(s): start "
+            "as many ranks as GPUs, pass device='cuda:0' and backend='gloo' to share one, or device='cpu'"
+        )
+    return device
+
+
+def activate(wanted: torch.device, local_rank: int) -> torch.device:
+    """The device of ``local_rank``, which becomes the current one: this creates a CUDA context on a GPU."""
+    if wanted.type == "cpu":
+        return wanted
+    device = torch.device("cuda", local_rank if wanted.index is None else wanted.index)
     torch.cuda.set_device(device)
     return device
 
 
-def require_gpus(num_local: int) -> None:
-    """Raise ``ValueError`` unless there is a GPU for each of ``num_local`` ranks."""
-    if (found := _num_gpus()) < num_local:
-        raise ValueError(f"nccl needs a GPU per rank, got {found} GPUs for {num_local} rank(s): use gloo")
-
-
-def _num_gpus() -> int:
+def num_gpus() -> int:
+    """How many GPUs this process sees; creates no CUDA context."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def current_gpu() -> int:
+    """A number that no other GPU has, of the one this process computes on; 0 on a CPU."""
+    if not torch.cuda.is_initialized():
+        return 0
+    kind = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(str(kind.uuid).replace("-", "")[-15:], 16) + 1
+
+
+def nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether NCCL takes several ranks on one GPU: from 2.30, where the environment allows it."""
+    return torch.cuda.nccl.version()[:2] >= (2, 30) and environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def gpu_names() -> list[str]:
     """What the GPUs are called, a name for each."""
-    return [torch.cuda.get_device_name(i) for i in range(_num_gpus())]
+    return [torch.cuda.get_device_name(i) for i in range(num_gpus())]
 
 
 def gpu_bytes() -> int:
     """Memory of the GPU that has least; 0 where there is none."""
-    sizes = (torch.cuda.get_device_properties(i).total_memory for i in range(_num_gpus()))
+    sizes = (torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus()))
     return min(sizes, default=0)
 
 

@@ -6,8 +6,9 @@ import errno
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instep.errors import PeerLost
 from instep.events import Recorder
-from instep.mesh import device
+from instep.mesh import device as devices
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
 from instep.mesh.debug_server import StatusStore
@@ -48,6 +49,7 @@ def init(
     pp: int = 1,
     tp: int = 1,
     backend: str | None = None,
+    device: str | torch.device | None = None,
     timeout_s: float = 300.0,
     threads: int = 1,
     outlive_launcher: bool = False,
@@ -65,6 +67,9 @@ def init(
             have copies of. For that, let it be the number of ranks on a host.
         backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else shm where all
             ranks share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
+        device: "cuda" gives every rank of a host a GPU of its own, "cuda:0" puts all of them on that one
+            (over gloo: NCCL wants a GPU per rank). By default "cuda" where there are GPUs and the backend is
+            not a host backend (gloo, shm), else "cpu".
         timeout_s: the deadline of every wait, in seconds.
         threads: intra-op threads of a CPU rank, the same for one rank as for many: their number changes the
             order of sums inside some kernels.
@@ -75,7 +80,7 @@ def init(
 
     Raises:
         ValueError: the environment is half set, with no default group; the axes do not multiply to its size;
-            or the backend needs a GPU that this rank has not.
+            there are too few GPUs, or ranks share one over NCCL.
         PeerLost: a rank did not come within ``timeout_s``, or the way to it is cut.
 
     Example:
@@ -92,15 +97,15 @@ def init(
     if started.source in PARENT_LAUNCHERS and not outlive_launcher:
         end_with_parent()
     here, one_host = started.local_rank, started.one_host
-    on_device, config = _choose(backend, here, started.local_world_size, threads, one_host=one_host)
+    on_device, config = _choose(backend, device, here, started.local_world_size, threads, one_host=one_host)
     if joins:
-        _join(started, device.complete(config), timeout_s)
+        _join(started, devices.complete(config), timeout_s)
     store = default_store() if dist.is_initialized() else None
-    axes = partial(build, dp=dp, shard=shard, pp=pp, tp=tp)
-    mesh = axes(store, rank, world_size, timeout_s=timeout_s, local_rank=here, on_device=on_device)
+    axes: dict[str, Any] = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "timeout_s": timeout_s}
+    mesh = build(store, rank, world_size, **axes, local_rank=here, on_device=on_device)
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
-    return _register(mesh)
+    return _register(mesh, config)
 
 
 def meet(
@@ -109,6 +114,7 @@ def meet(
     world_size: int,
     *,
     backend: str | None = None,
+    device: str | torch.device | None = None,
     timeout_s: float = 300.0,
     threads: int = 1,
     local_rank: int = 0,
@@ -129,19 +135,19 @@ def meet(
     Args:
         store: where all ``world_size`` ranks meet; None for a world of one.
         num_local: ranks on this host, by default all of them.
-        backend, timeout_s, threads, dp, shard, pp, tp: as in ``init``.
+        backend, device, timeout_s, threads, dp, shard, pp, tp: as in ``init``.
 
     Raises:
-        ValueError: the axes do not multiply to the world size.
+        ValueError: the axes do not multiply to the world size; or a device as in ``init``.
         PeerLost: a rank did not come within ``timeout_s``.
     """
     resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
     num_local = world_size if num_local is None else num_local
     one_host = num_local == world_size
-    on_device, config = _choose(backend, local_rank, num_local, threads, one_host=one_host)
+    on_device, config = _choose(backend, device, local_rank, num_local, threads, one_host=one_host)
     if one_host and world_size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = device.complete(config)
+    config = devices.complete(config)
     mesh = build(
         store,
         rank,
@@ -156,16 +162,28 @@ def meet(
         local_rank=local_rank,
         on_device=on_device,
     )
-    return _register(mesh)
+    return _register(mesh, config)
 
 
 def await_rank(
-    *, backend: str | None = None, timeout_s: float = 300.0, threads: int = 1, place: int = 0
+    place: Callable[[], int],
+    num_local: int,
+    *,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout_s: float = 300.0,
+    threads: int = 1,
 ) -> Mesh:
-    """A registered mesh of this process alone, which is to have a rank later; ``place`` chooses its GPU."""
-    on_device, _ = _choose(backend, place, place + 1, threads, one_host=True)
+    """A registered mesh of this process alone, which will be one of ``num_local`` ranks later.
+
+    ``place()`` is its local rank. A spare has none until it replaces a lost rank, so ``place`` may block; it
+    is called where the program first reads the mesh's ``local_rank``, or its ``device`` if that is a GPU.
+    """
+    wanted = devices.resolve(device, backend, num_local)
+    _prepare(wanted, threads)
+    on_device = cache(lambda: devices.activate(wanted, 0 if wanted.type == "cpu" else place()))
     axes = resolve(1, dp=1, shard=1, pp=1, tp=1)
-    mesh = UnrankedMesh(axes, 0, None, no_store, local_rank=place, on_device=on_device, timeout_s=timeout_s)
+    mesh = UnrankedMesh(axes, no_store, place=place, on_device=on_device, timeout_s=timeout_s)
     return _register(mesh)
 
 
@@ -191,21 +209,51 @@ def _unjoined() -> LaunchEnvironment | None:
 
 
 def _choose(
-    backend: str | None, local_rank: int, num_local: int, threads: int, *, one_host: bool
+    backend: str | None,
+    device: str | torch.device | None,
+    local_rank: int,
+    num_local: int,
+    threads: int,
+    *,
+    one_host: bool,
 ) -> tuple[torch.device, str]:
     """This rank's device, made ready for ``threads``, and the backend: ``backend``, or the device's own."""
-    on_device = device.choose(local_rank, num_local, backend)
-    if on_device.type == "cpu":
+    wanted = devices.resolve(device, backend, num_local)
+    _prepare(wanted, threads)
+    return devices.activate(wanted, local_rank), backend or devices.default_backend(wanted, one_host=one_host)
+
+
+def _prepare(wanted: torch.device, threads: int) -> None:
+    if wanted.type == "cpu":
         torch.set_num_threads(threads)
         keep_freed_memory(os.environ)
-    return on_device, backend or device.default_backend(on_device, one_host=one_host)
 
 
-def _register(mesh: Mesh) -> Mesh:
-    """``mesh``, the one that is found where none is named, until it is closed."""
+def _register(mesh: Mesh, backend: str = "") -> Mesh:
+    """``mesh``, the one that is found where none is named, until it is closed.
+
+    Raises:
+        ValueError: ranks share a GPU over NCCL; on every rank alike.
+    """
+    if "nccl" in backend and not devices.nccl_shares_gpus(os.environ):
+        _require_own_gpus(mesh)
     current.get.register_mesh(mesh)
     mesh.on_close.append(lambda: current.unregister(mesh))
     return mesh
+
+
+def _require_own_gpus(mesh: Mesh) -> None:
+    """Raise ``ValueError``, on every rank alike, if two ranks of the world compute on one GPU."""
+    owners = dict[int, int]()
+    for peer in mesh.world.group.peers.table:
+        other = owners.setdefault(peer.gpu, peer.rank)
+        if peer.gpu and other != peer.rank:
+            mesh.close()
+            raise ValueError(
+                f"ranks {other} and {peer.rank} share a GPU of host {peer.host}, and this NCCL wants one per "
+                "rank: pass backend='gloo', or start as many ranks as GPUs (NCCL 2.30 shares one where "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            )
 
 
 def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:

@@ -208,6 +208,18 @@ class UnrankedMesh(Mesh):
     What a script would compute from rank or size before it has them would be wrong on every rank but one.
     """
 
+    def __init__(
+        self,
+        axes: Axes,
+        own: MakeGroup,
+        *,
+        place: Callable[[], int],
+        on_device: Callable[[], torch.device],
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._place, self._on_device = place, on_device
+        super().__init__(axes, 0, None, own, timeout_s=timeout_s)
+
     NO_RANK = (
         "this process has no rank yet: under `instep run` ranks are given where the loop over run.steps "
         "begins, so that a process can take the place of one that is lost. Ask for rank and size inside of "
@@ -224,6 +236,24 @@ class UnrankedMesh(Mesh):
         """A place among others, which it does not have."""
 
     @property
+    def local_rank(self) -> int:
+        """That of the rank whose place this process takes; a spare waits here until one is lost."""
+        return self._place()
+
+    @local_rank.setter
+    def local_rank(self, local_rank: int) -> None:
+        """A place that it may not have yet."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes; a spare waits here for a GPU, until the rank that had it is lost."""
+        return self._on_device()
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        """As ``local_rank``."""
+
+    @property
     def whole(self) -> Axis:
         """Not known yet."""
         raise ValueError(self.NO_RANK)
@@ -234,7 +264,7 @@ class UnrankedMesh(Mesh):
         raise ValueError(self.NO_RANK)
 
     def __repr__(self) -> str:
-        return f"<mesh of a process without a rank yet, on {self.device}>"
+        return "<mesh of a process without a rank yet>"
 
 
 def build(

@@ -60,6 +60,7 @@ class Peer:
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat; 0 where there is no /proc
     pid_space: int = 0  # its pid namespace: containers may share the name of their host, but not its ids
     flight: int = 0  # the number of its recorder in its debug server; 0: it has none
+    gpu: int = 0  # a number that no other GPU has (``device.current_gpu``); 0: it computes on a CPU
 
     def to_bytes(self) -> bytes:
         """A record of ``RECORD_BYTES`` bytes, padded with spaces."""
@@ -74,7 +75,7 @@ class Peer:
     def from_bytes(record: bytes) -> Peer:
         """The peer that ``to_bytes`` wrote."""
         fields = json.loads(record[:RECORD_BYTES])
-        numbers = (int(fields[name]) for name in ("pid", "start_time", "pid_space", "flight"))
+        numbers = (int(fields[name]) for name in ("pid", "start_time", "pid_space", "flight", "gpu"))
         return Peer(int(fields["rank"]), str(fields["host"]), *numbers)
 
 
@@ -82,6 +83,7 @@ def own_peer(rank: int, flight: FlightRecorder | None = None) -> Peer:
     """This process as ``rank``, whose peers may ask for ``flight``."""
     pid = os.getpid()
     me = Peer(rank, socket.gethostname()[:128], pid, _start_time(pid) or 0, _pid_space())
+    me = replace(me, gpu=device.current_gpu())
     return me if flight is None else replace(me, flight=debug_server.register(flight, me))
 
 

@@ -156,6 +156,9 @@ class ParallelConfig:
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
     """What carries messages; auto takes nccl where every rank has a GPU, else shm where all ranks share a
     host, else gloo."""
+    device: str = "auto"
+    """cpu; cuda, a GPU per rank; or cuda:0, one GPU for all ranks, over gloo. auto takes cuda where there are
+    GPUs and the backend can use them."""
     threads: int = 1
     """Threads per rank on a CPU."""
     shard_stage: int = 0
@@ -177,6 +180,11 @@ class ParallelConfig:
     one_copy: bool = False
     """The ranks of a host, or of a shard group, share one copy of the weights; with shard-stage 1 or 2, on
     the shm backend."""
+
+    @property
+    def named_device(self) -> str | None:
+        """The device, or None where it was to be chosen."""
+        return None if self.device == "auto" else self.device
 
     @property
     def cuts_by_measure(self) -> bool:
@@ -320,6 +328,8 @@ def run_options(config: Config) -> dict[str, Any]:
         "shard": config.parallel.shard_ranks or 1,
         "pp": config.parallel.pp,
         "backend": config.parallel.named_backend,
+        "device": config.parallel.named_device,
+        "deterministic": True,
         "threads": config.parallel.threads,
         "timeout_s": config.timeout_s,
         "items": "tokens",

@@ -281,12 +281,11 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _meet(self, member: Membership) -> Mesh:
         run, settings = self.run, self.training.config
-        place = member.channel.heartbeat.worker
         return member.meet(
             backend=run._backend,
+            device=run._device,
             timeout_s=settings.timeout_s,
             threads=run._threads,
-            local_rank=place,
             shard=shard_axis(member.world_size, run._shard),
             pp=shard_axis(member.world_size, run._pp),
         )

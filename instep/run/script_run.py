@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.manifest import Scalar
+from instep.mesh.deterministic import enable as enable_deterministic
+from instep.mesh.device import resolve
 from instep.mesh.join import await_rank, init
 from instep.mesh.launch_environment import detect
 from instep.mesh.mesh import Mesh
@@ -89,13 +91,17 @@ class Run:
             pipeline has as many more as it needs to.
         shard: ranks of a shard group, among which ``fully_shard`` divides; -1: all. Where a run goes on with
             another number of ranks, which cannot be cut like that, the next larger number that divides them.
-        backend, timeout_s, threads: as for ``instep.init``.
+        backend, device, timeout_s, threads: as for ``instep.init``. Under ``instep run`` a rank that replaces
+            a lost one takes its GPU; a spare waits for that where the script first reads ``mesh.device``.
+        deterministic: on a GPU, set what the same bits need before CUDA starts: deterministic algorithms,
+            ``CUBLAS_WORKSPACE_CONFIG``, and no fill of uninitialised memory. CPU kernels need none of it.
 
     Attributes:
         mesh: of the present generation; inside of ``steps`` it has this process's rank.
 
     Raises:
         ValueError, PeerLost: as ``instep.init``.
+        ValueError: ``deterministic`` after CUDA has started without ``CUBLAS_WORKSPACE_CONFIG``.
         ValueError: one of ``items`` and ``items_per_step`` without the other, or out of range; or ``config``
             has what TOML has no word for.
         TypeError: ``config`` is no dataclass.
@@ -152,12 +158,16 @@ class Run:
         shard: int = 1,
         pp: int = 1,
         backend: str | None = None,
+        device: str | None = None,
+        deterministic: bool = False,
         timeout_s: float = 300.0,
         threads: int = 1,
     ) -> None:
-        self._shard, self._pp, self._backend, self._config = shard, pp, backend, _checked_config(config)
+        self._shard, self._pp, self._config = shard, pp, _checked_config(config)
+        self._backend, self._device, self._started = backend, device, started()
+        if deterministic and resolve(device, backend, 1).type == "cuda":
+            enable_deterministic()
         self._contract = _contract(contract, config)
-        self._started = started()
         settings = ScriptSettings(
             **asdict(script_command()),
             seed=seed,
@@ -188,13 +198,14 @@ class Run:
     def _first_mesh(self) -> Mesh:
         """That of the launcher's ranks, or one to build with until there are ranks."""
         channel = self._started.channel if self._started is not None else None
-        options: dict[str, Any] = {"backend": self._backend, "timeout_s": self._settings.timeout_s}
+        options: dict[str, Any] = {"backend": self._backend, "device": self._device}
+        options |= {"timeout_s": self._settings.timeout_s, "threads": self._threads}
         if channel is not None:
-            return await_rank(**options, threads=self._threads, place=channel.heartbeat.worker)
+            return await_rank(channel.place, channel.num_places, **options)
         launched, shard, pp = detect(os.environ), self._shard, self._pp
         if launched.restart_count:  # with fewer ranks, perhaps
             shard, pp = shard_axis(launched.world_size, shard), shard_axis(launched.world_size, pp)
-        return init(**options, threads=self._threads, shard=shard, pp=pp)
+        return init(**options, shard=shard, pp=pp)
 
     @property
     def rank(self) -> int:

@@ -420,8 +420,9 @@ class ScriptTraining:
         x = torch.linspace(-2, 2, 16 * 96).view(16, 96).to(self._device)
 
         def loss_of(copied: nn.Module) -> Tensor:
-            copied.to(self._device)
-            return F.cross_entropy(copied(x), torch.arange(16, device=self._device))
+            rows = copied.to(self._device)(x).view(1, 1, 16, 32)  # batch, head, position, feature
+            attended = F.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+            return F.cross_entropy(attended.view(16, 32), torch.arange(16, device=self._device))
 
         return canary(model, loss_of, seed=CANARY_SEED, device=self._device)
 

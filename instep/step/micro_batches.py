@@ -23,6 +23,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
+from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
 from instep.ordered.attributes import contents, own_attributes, within
 from instep.ordered.hook import weakly
@@ -279,8 +280,11 @@ class DeclaredStep:
                 "iterator, before the next one begins"
             )
         # One micro-batch is one rank's in every placement.
-        if self._steps == 0 and num_micro_batches > 1 and self.reducer.group.rank == 0 and self._is_on_cpu:
-            warn_of_default_threads()
+        if self._steps == 0 and num_micro_batches > 1 and self.reducer.group.rank == 0:
+            if any(parameter.device.type == "cpu" for parameter in self.reducer.parameters):
+                warn_of_default_threads()
+            if any(parameter.is_cuda for parameter in self.reducer.parameters):
+                deterministic.warn_if_missing()
         self._steps += 1
         self.registry.check()
         require_no_gradients(self.reducer.names, self.reducer.parameters)
@@ -302,10 +306,6 @@ class DeclaredStep:
                 )
         # The kernel of batch norm writes its statistics without counting a version.
         self._statistics = [(name, x, x.detach().clone()) for name, x in statistics.values()]
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        return any(parameter.device.type == "cpu" for parameter in self.reducer.parameters)
 
     def _check(self, micro_batch: MicroBatch, before: list[State], *, gradients: bool) -> None:
         index = micro_batch.index

@@ -145,8 +145,8 @@ def test_variants_that_memory_cannot_hold_are_refused_before_any_process_starts(
 
 
 def test_gpus_that_are_not_there_are_told_before_any_process_starts(monkeypatch):
-    monkeypatch.setattr(device, "_num_gpus", lambda: 1)
-    with pytest.raises(ValueError, match=r"nccl needs a GPU per rank, got 1 GPUs for 2 rank\(s\)"):
+    monkeypatch.setattr(device, "num_gpus", lambda: 1)
+    with pytest.raises(ValueError, match=r"expected a GPU for each of 2 rank\(s\) on this host, got 1 GPU"):
         steps.run(StepsOptions(backend="nccl"))
 
 

@@ -59,11 +59,11 @@ class Scene:
         while is_alive(self.ranks(1)[0]):
             os.sched_yield()
 
-    def lines(self, what: str) -> list[dict[str, Any]]:
-        """What the workers have logged."""
+    def lines(self, what: str = "") -> list[dict[str, Any]]:
+        """What the workers have logged, in order."""
         path = self.directory / LOG
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in found if line["what"] == what]
+        return [line for line in found if what in ("", line["what"])]
 
     def ranks(self, generation: int) -> dict[int, int]:
         """Rank to process id."""
@@ -177,6 +177,24 @@ def test_all_ranks_are_assigned_and_kept_where_that_is_possible(before: list[int
     for rank in range(len(before)):
         had_it = [i for i, its in enumerate(before) if its == rank]
         assert not had_it or after[had_it[0]] == rank
+
+
+def test_a_replacement_takes_the_place_of_the_rank_that_it_replaces(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place is the index of the GPU. It was the number of the process, which only grows."""
+    monkeypatch.setattr(supervise, "SPARE_AFTER_S", 0.0)
+    faults = tuple(f"kill:rank={rank},step={step},phase=exchange" for rank, step in ((1, 2), (2, 4), (1, 6)))
+    assert scene.run(ranks=4, steps=8, faults=faults, extra="asks_for_its_place") == 0
+    lines = scene.lines()
+    places = {line["pid"]: line["place"] for line in lines if line["what"] == "place"}
+    assert [sorted(scene.ranks(generation)) for generation in range(1, 5)] == [[0, 1, 2, 3]] * 4
+    joins = [line for line in lines if line["what"] == "joins"]
+    assert all(places[line["pid"]] == line["rank"] for line in joins)
+    events = [(line["what"], line["pid"]) for line in lines]
+    spare = [pid for what, pid in events if what == "asks"][4]
+    goes_on = [line["what"] for line in lines].index("goes on")
+    assert events.index(("asks", spare)) < goes_on < events.index(("place", spare))
 
 
 def test_all_ranks_at_once(scene: Scene) -> None:

@@ -310,6 +310,17 @@ def says_much_and_leaves(toy: Toy, phase: str) -> None:
     exit_now(0)
 
 
+def asks_for_its_place(toy: Toy, phase: str) -> None:
+    """Each asks before it is ready, as a script that reads its device; rank 1 waits for a spare to ask."""
+    if phase == "built":
+        toy.log("asks")
+        toy.log("place", place=toy.channel.place())
+    if (toy.assignment.rank, toy.step, toy.assignment.generation, phase) == (1, 1, 1, "exchange"):
+        while (toy.script.directory / LOG).read_text().count('"asks"') < 5:
+            select.select([], [], [], PAUSE_S)
+        toy.log("goes on")
+
+
 def waits_for_a_spare(toy: Toy, phase: str) -> None:
     """Rank 1 dies at step 2, once there is somebody else."""
     if (toy.step, toy.assignment.rank, toy.assignment.generation, phase) == (2, 1, 1, "forward"):

@@ -76,6 +76,55 @@ def test_what_is_divided_among_ranks_outlives_one_of_them(wrap: str, alone: Path
     assert_same_run(tmp_path / "runs" / "mine", alone)
 
 
+FOUR_GPUS = """
+import os, select
+import torch
+import instep
+from instep.mesh import device
+
+def note(*words):
+    with open("log", "a") as file:
+        file.write(" ".join(map(str, (os.getpid(), *words))) + "\\n")
+
+def activate(wanted, local_rank):
+    note("activates", wanted, local_rank)
+    return torch.device("cpu")
+
+device.num_gpus, device.activate = (lambda: 4), activate
+run = instep.Run("run", device="cuda", backend="gloo", checkpoint_every=0)
+note("asks")
+model = instep.DataParallel(torch.nn.Linear(4, 1).to(run.mesh.device), run.mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in run.steps(8, model=model, optimizer=optimizer):
+    with step:
+        while step == 2 and run.rank == 0 and open("log").read().count("asks") < 5:
+            select.select([], [], [], 0.01)  # until there is a spare
+        note("trains", int(step), run.rank, run.mesh.local_rank)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_on_four_gpus_a_replacement_takes_that_of_the_lost_rank_and_a_spare_touches_none(
+    tmp_path: Path,
+) -> None:
+    """On a simulated host: the devices are counted and activated by the script's own functions."""
+    (tmp_path / "four.py").write_text(FOUR_GPUS)
+    kills = faults("kill:rank=2,step=3", "kill:rank=1,step=5", "kill:rank=2,step=6")
+    ended = run("-n", 4, *kills, cwd=tmp_path, script=tmp_path / "four.py")
+    assert ended.code == 0, ended.err
+    log = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    trains = [line for line in log if line[1] == "trains"]
+    assert all(rank == local_rank for _, _, _, rank, local_rank in trains)
+    of = {(pid, local_rank) for pid, _, _, _, local_rank in trains}
+    activated = {(line[0], line[-1]) for line in log if line[1] == "activates"}
+    assert of <= activated and len({pid for pid, _ in activated}) == len(activated) >= 7
+    spare = [line[0] for line in log if line[1] == "asks"][4]
+    before = log[: next(i for i, line in enumerate(log) if line[:2] == [spare, "activates"])]
+    assert [spare, "asks"] in before and any(line[1:3] == ["trains", "3"] for line in before)
+
+
 ATTEMPTS = """
 def attempt():
     with open("attempts", "a+") as file:

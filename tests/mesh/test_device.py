@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
 import time
 from dataclasses import dataclass, field
@@ -16,39 +17,65 @@ from instep.mesh import device
 from instep.mesh.device import (
     Marks,
     Stream,
-    choose,
+    activate,
     complete,
     default_backend,
     done_within,
     generators,
     marks_for,
+    resolve,
 )
 
 CPU, CUDA, GPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_a_rank_without_a_gpu_or_with_gloo_computes_on_the_cpu(monkeypatch):
-    assert choose(0, 1, "gloo") == CPU
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose(3, 4) == CPU
+@pytest.mark.parametrize(
+    ("num_gpus", "wanted", "backend", "num_local", "expected"),
+    [
+        (0, None, None, 4, "cpu"),
+        (2, None, None, 2, "cuda"),
+        (2, None, "nccl", 2, "cuda"),
+        (2, None, "gloo", 2, "cpu"),
+        (2, None, "shm", 2, "cpu"),
+        (2, "cuda", "gloo", 2, "cuda"),
+        (2, "cuda:1", "gloo", 64, "cuda:1"),
+        (2, "cpu", None, 3, "cpu"),
+        (2, None, None, 3, "expected a GPU for each of 3 rank(s) on this host, got 2 GPU(s)"),
+        (2, "cuda", "nccl", 3, "pass device='cuda:0' and backend='gloo' to share one"),
+        (0, None, "nccl", 1, "expected a GPU for each of 1 rank(s) on this host, got 0 GPU(s)"),
+        (2, "cuda:2", "gloo", 1, "device='cuda:2': expected a GPU of this host, which has 2"),
+        (2, "cpu", "nccl", 1, "device='cpu' with backend='nccl'"),
+        (2, "cuda:0", "shm", 2, "which exchanges host memory: pass backend='nccl', or 'gloo'"),
+        (2, "mps", None, 1, "device='mps': expected 'cpu', 'cuda' (a GPU per local rank) or 'cuda:N'"),
+        (2, "gpu", None, 1, "device='gpu': expected 'cpu'"),
+    ],
+)
+def test_the_device_follows_from_what_there_is_and_what_is_asked(
+    num_gpus, wanted, backend, num_local, expected, monkeypatch
+):
+    monkeypatch.setattr(device, "num_gpus", lambda: num_gpus)
+    if " " in expected:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            resolve(wanted, backend, num_local)
+    else:
+        assert resolve(wanted, backend, num_local) == torch.device(expected)
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_every_rank_of_a_host_has_a_gpu_of_its_own(local_rank, monkeypatch):
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert choose(local_rank, 2) == torch.device("cuda", local_rank)
-    assert chosen == [torch.device("cuda", local_rank)]
+def test_a_rank_activates_its_own_gpu_or_the_one_that_is_named(monkeypatch):
+    activated: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    assert activate(torch.device("cuda"), 1) == activate(GPU, 0) == GPU
+    assert activate(CPU, 1) == CPU
+    assert activated == [GPU, GPU]
 
 
-def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_or_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose(0, 3) == CPU
-    with pytest.raises(ValueError, match=r"nccl needs a GPU per rank, got 2 GPUs for 3 rank\(s\)"):
-        choose(0, 3, "nccl")
+@pytest.mark.parametrize(
+    ("version", "switch", "allowed"),
+    [((2, 28, 9), "1", False), ((2, 30, 7), "1", True), ((2, 30, 7), "0", False), ((3, 0, 0), "1", True)],
+)
+def test_nccl_shares_a_gpu_from_version_2_30_if_told_to(version, switch, allowed, monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert device.nccl_shares_gpus({"NCCL_MULTI_RANK_GPU_ENABLE": switch}) == allowed
 
 
 def test_gpus_get_nccl_with_gloo_beside_it_for_headers():

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import instep
+from instep.mesh import device
 from instep.mesh.join import await_rank
 from instep.mesh.mesh import Mesh
 
 
 @pytest.fixture
 def mesh() -> Iterator[Mesh]:
-    made = await_rank(place=3)
+    made = await_rank(lambda: 3, 4)
     yield made
     made.close()
 
@@ -37,7 +38,28 @@ def test_the_mesh_has_none_either(name: str, mesh: Mesh) -> None:
 
 def test_device_and_place_on_the_host_are_known(mesh: Mesh) -> None:
     assert (instep.get("device"), instep.get("lrank")) == (torch.device("cpu"), 3)
-    assert str(mesh) == "<mesh of a process without a rank yet, on cpu>"
+    assert str(mesh) == "<mesh of a process without a rank yet>"
+
+
+def test_a_spare_asks_for_its_place_when_the_program_asks_for_the_device(monkeypatch) -> None:
+    """A CUDA context before that would take memory of a GPU on which another process trains."""
+    calls: list[object] = []
+    monkeypatch.setattr(device, "num_gpus", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+
+    def place() -> int:
+        calls.append("place")
+        return 2
+
+    mesh = await_rank(place, 4)
+    assert (str(mesh), calls) == ("<mesh of a process without a rank yet>", [])
+    assert mesh.device == mesh["dp"].device == torch.device("cuda", 2)
+    assert calls == ["place", torch.device("cuda", 2)]
+    mesh.close()
+    on_cpu = await_rank(place, 4, device="cpu")
+    assert on_cpu.device.type == "cpu"
+    assert len(calls) == 2
+    on_cpu.close()
 
 
 def test_models_are_wrapped_with_it(mesh: Mesh) -> None:

@@ -1,0 +1,59 @@
+"""Deterministic kernels on a GPU: the settings that the same bits need, which PyTorch leaves off by default.
+
+Two launches of one kernel may add in another order (atomics), and cuBLAS may choose another algorithm while
+several streams share its workspace. The settings below exclude both; they cost some speed, and operations
+without a deterministic kernel raise.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+FIXED_WORKSPACES = (":4096:8", ":16:8")  # those that cuBLAS documents as reproducible
+
+
+def enable() -> None:
+    """Let all that follows in this process use deterministic kernels.
+
+    Raises:
+        ValueError: CUDA has started with another cuBLAS workspace, which cannot be changed any more.
+    """
+    if os.environ.get(WORKSPACE) not in FIXED_WORKSPACES:
+        if torch.cuda.is_initialized():
+            raise ValueError(
+                f"expected {WORKSPACE}={FIXED_WORKSPACES[0]} before CUDA starts, got "
+                f"{os.environ.get(WORKSPACE)!r}: set it in the environment, or make the Run before the first "
+                "use of a GPU"
+            )
+        os.environ[WORKSPACE] = FIXED_WORKSPACES[0]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+def missing() -> list[str]:
+    """The settings that are still to be made, as statements."""
+    strict = torch.are_deterministic_algorithms_enabled()
+    strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
+    wanted = {
+        f"{WORKSPACE}={FIXED_WORKSPACES[0]} in the environment": (
+            os.environ.get(WORKSPACE) in FIXED_WORKSPACES
+        ),
+        "torch.use_deterministic_algorithms(True)": strict,
+        "torch.backends.cudnn.benchmark = False": not torch.backends.cudnn.benchmark,
+    }
+    return [setting for setting, is_made in wanted.items() if not is_made]
+
+
+def warn_if_missing() -> None:
+    """Warn that a declared step on a GPU may not have the same bits twice. Python shows it once."""
+    if settings := missing():
+        warnings.warn(
+            "a declared step on a GPU has the same bits everywhere only with deterministic kernels. Pass "
+            f"deterministic=True to instep.Run, or set: {'; '.join(settings)}",
+            stacklevel=2,
+        )
