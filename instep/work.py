@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -129,26 +129,19 @@ Item = tuple[Work, Callable[[], object], _State]
 
 
 class Running:
-    """Work of a lane in the form of a backend's, and what follows it: in ``following`` when it has ended."""
+    """Work of a lane in the form of a backend's."""
 
-    def __init__(self, work: Work, following: Sequence[Running] = ()) -> None:
-        self._work, self._following = work, following
-
-    @property
-    def ended_ns(self) -> int:
-        """When that was, once it is."""
-        return self._following[-1].ended_ns if self._following else self._work.ended_ns
+    def __init__(self, work: Work) -> None:
+        self._work = work
 
     @property
     def failed_here(self) -> bool:
         """Whether it failed in this process, say for want of memory: what a backend says is ``PeerLost``."""
         error = self._work.error
-        if error is None:
-            return any(work.failed_here for work in self._following)
-        return not isinstance(error, PeerLost | Refused)
+        return error is not None and not isinstance(error, PeerLost | Refused)
 
     def is_completed(self) -> bool:
-        return self._work.done() and all(work.is_completed() for work in self._following)
+        return self._work.done()
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         """``TimeoutError`` after a while; the backend's own error, if that is why it failed."""
@@ -156,7 +149,7 @@ class Running:
             raise TimeoutError
         if self._work.error is not None:
             raise self._work.reason()
-        return all(work.wait(timeout) for work in self._following)
+        return True
 
 
 class Lane:

@@ -38,7 +38,6 @@ def placements() -> Iterator[tuple[str, dict[str, Any]]]:
     for strategy in ("naive", "flat", "overlap", "bucketed", "server"):
         yield f"{strategy} shm 3", {"strategy": strategy, "backend": "shm", "ranks": 3}
         yield f"{strategy} gloo 2", {"strategy": strategy, "backend": "gloo", "ranks": 2, "bucket_mb": 0.1}
-    yield "threads 3", {"strategy": "threads", "ranks": 3}
     for ranks in (1, 4, 5):
         yield f"bucketed shm {ranks}", {"backend": "shm", "ranks": ranks, "bucket_mb": 1.0}
         yield f"bucketed gloo {ranks}", {"backend": "gloo", "ranks": ranks, "bucket_mb": 1.0}

@@ -106,8 +106,7 @@ def trained(config: Config, directory: Path, resumed: Config | None = None) -> s
     if resumed is not None:
         _expect(PREEMPTED, train(replace(config, stop_after=config.steps // 2), config.ranks))
         config = replace(resumed, run_dir=config.run_dir, resume=True)
-    threads = config.parallel.strategy == "threads"
-    _expect(DONE, train(config, 1 if threads else config.ranks))
+    _expect(DONE, train(config, config.ranks))
     return str(json.loads((directory / "run" / SUMMARY).read_text())["state_sha256"])
 
 

@@ -6,7 +6,6 @@ in its place, a benchmark reads its counters. What many ranks send in parts is c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -19,7 +18,6 @@ if TYPE_CHECKING:  # so that ``cost``, which needs to know how x is cut, does no
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-LOOKS, LOOK_S = 50, 20e-6  # at what is awaited, before a thread waits for it
 
 
 class Messages:
@@ -52,14 +50,6 @@ class Messages:
         """Overwrite ``x`` with what rank ``source`` sends, and return it."""
         self.together([], [(x, source)])
         return x
-
-    def exchange(self, x: Tensor, to: int, out: Tensor, source: int) -> Tensor:
-        """Send ``x`` to one rank while ``out`` is received from another; returns ``out``.
-
-        A ring in which every rank sends first and then receives waits for itself: hence both at once.
-        """
-        self.together([(x, to)], [(out, source)])
-        return out
 
     def together(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
         """Begin all of (tensor, rank), then wait for all.
@@ -101,15 +91,6 @@ class Messages:
 
         return wait
 
-    def begin_anyway(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> Callable[[], None]:
-        """As ``begin``, but a rank that is lost already is told of by what is returned."""
-        try:
-            return self.begin(sends, receives)
-        except PeerLost as lost:
-            return raising(lost)
-
     @property
     def _pg(self) -> ProcessGroup:
         if self.pg is None:
@@ -149,27 +130,6 @@ def awaited(wait: Callable[[], T], operation: str) -> T:
         raise
     except RuntimeError as error:
         raise lost_in(operation, error) from error
-
-
-def is_there(seen: Any, end: int, number: int) -> bool:
-    """Whether a message is in its memory, the words ``seen``: it has ``end`` of them, the last is ``number``.
-
-    That would be wrong where the same was in this memory before: who says so waits for the message, too.
-    """
-    return bool(0 < end <= len(seen) and seen[end - 1] == number)
-
-
-def comes_soon(is_there: Callable[[], bool]) -> bool:
-    """Whether what is awaited is there, perhaps after a moment.
-
-    A backend's thread writes what comes into memory. To look there takes less time than to be woken by that
-    thread, and than to let another one wait.
-    """
-    for _ in range(LOOKS):
-        if is_there():
-            return True
-        time.sleep(LOOK_S)
-    return False
 
 
 def raising(error: Exception) -> Callable[[], NoReturn]:

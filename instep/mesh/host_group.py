@@ -14,7 +14,7 @@ memory that they can share. Else ``near`` is None, on every rank, and the group 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -64,9 +64,8 @@ class HostGroup(Group):
         timeout_s: float,
         status_store: StatusStore | None = None,
         store: Store | None = None,
-        again: Callable[[], ProcessGroup] | None = None,
     ) -> None:
-        super().__init__(pg, ranks, rank, timeout_s, status_store, again)
+        super().__init__(pg, ranks, rank, timeout_s, status_store)
         self.near: Group | None = None
         self.unreached: Sequence[int] = ()  # global ranks to which a message did not get, in this operation
         self._boards: list[Tensor] = []  # of each rank of this host: who is lost, 1 by rank, and if by death

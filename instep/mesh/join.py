@@ -8,7 +8,7 @@ import socket
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -477,9 +477,8 @@ def _duplicate(pg: ProcessGroup, timeout_s: float, by_host: bool) -> Group:
     if len(ranks) == 1:
         return Group(None, ranks, rank, timeout_s)
     store = default_store()
-    again = partial(from_store(store, rank, timeout_s, pg), "duplicate", ranks)
-    made = again()
+    made = from_store(store, rank, timeout_s, pg)("duplicate", ranks)
     status_store = StatusStore(store, f"duplicate/{'-'.join(map(str, ranks))}", rank)
     if by_host:
-        return HostGroup(made, ranks, rank, timeout_s, status_store, store, again)
-    return Group(made, ranks, rank, timeout_s, status_store, again)
+        return HostGroup(made, ranks, rank, timeout_s, status_store, store)
+    return Group(made, ranks, rank, timeout_s, status_store)

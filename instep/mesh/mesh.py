@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,12 +81,11 @@ class Axis:
         self._num_duplicates += 1
         name = f"{self.name}/instep/{self._num_duplicates}"
         rank = self.ranks[self.rank]
-        again = partial(self._own, name, self.ranks)
-        pg = None if self.size == 1 else again()
+        pg = None if self.size == 1 else self._own(name, self.ranks)
         status_store = StatusStore(self._store, f"{name}/{'-'.join(map(str, self.ranks))}", rank)
         if by_host:
-            return HostGroup(pg, self.ranks, rank, self.timeout_s, status_store, self._store, again)
-        return Group(pg, self.ranks, rank, self.timeout_s, status_store, again)
+            return HostGroup(pg, self.ranks, rank, self.timeout_s, status_store, self._store)
+        return Group(pg, self.ranks, rank, self.timeout_s, status_store)
 
 
 class Mesh:

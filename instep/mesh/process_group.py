@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,12 @@ from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_t
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.mesh.rank_exit import as_told
 from instep.mesh.store_rendezvous import backend_timeout, rendezvous
-from instep.work import Lane, Running, Work
+from instep.work import Lane, Running
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
-First = Callable[[], Callable[[], object]]
-SOON = " that comes soon"  # the line of ``run_soon``
 EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
 # Of a message of which nothing is known yet: what is short comes with its length.
 LENGTH_BYTES, SHORT_BYTES = 8, 248
@@ -51,12 +49,6 @@ LENGTH_BYTES, SHORT_BYTES = 8, 248
 # ended: gloo's destructor waits for it.
 _owing: weakref.WeakSet[Group] = weakref.WeakSet()
 _lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
-
-
-class Closable(Protocol):
-    """What is to be closed with the group."""
-
-    def close(self) -> None: ...
 
 
 def default_store() -> Store:
@@ -162,7 +154,6 @@ class Group:
 
     ``ranks[i]`` is the global rank of group rank i. Operations are named in errors by ``operation``.
     A group must be used by one thread at a time: backends match operations by the order of their issue.
-    ``again()`` makes another process group like ``pg``; collective.
     """
 
     num_hosts = 1  # among which ranks are told apart: by a ``HostGroup``
@@ -174,13 +165,8 @@ class Group:
         rank: int,
         timeout_s: float,
         status_store: StatusStore | None = None,
-        again: Callable[[], ProcessGroup] | None = None,
     ) -> None:
         self.pg = pg
-        # By its user to the other ranks: memory for what they will send. It keeps gloo's connections open.
-        self.offered: Closable | None = None
-        self._again = again
-        self._line: ProcessGroup | None = None
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
@@ -302,7 +288,7 @@ class Group:
         """
         if self.sends_best:
             self._interrupted = operation
-            device.hang_up(self.pg, self._line)
+            device.hang_up(self.pg)
             self.peers.flight.end(failed=True)  # which a rank asks for that gloo has not told
             self.peers.status_store.post(self.peers.flight.row())
 
@@ -313,11 +299,9 @@ class Group:
             lane.close(wait=False)
         if self._shared is not None:
             self._shared.shutdown()
-        if self.offered is not None:
-            self.offered.close()
-        for pg in filter(None, (self.pg, self._line)):
-            drop(pg, self._owed)
-        self.pg, self._line, self._owed, self.offered = None, None, [], None
+        if self.pg is not None:
+            drop(self.pg, self._owed)
+        self.pg, self._owed = None, []
         self.peers.status_store = StatusStore()  # that of a segment holds it
 
     @property
@@ -338,16 +322,6 @@ class Group:
         """
         return self.pg is not None and self._shared is None
 
-    @property
-    def messages_pg(self) -> ProcessGroup | None:
-        """What messages from rank to rank go over."""
-        return self._line or self.pg
-
-    def open_line(self) -> None:
-        """Messages get connections of their own, where ``sends_best``. Collective; may raise ``PeerLost``."""
-        if self.sends_best and self._again is not None and self._line is None:
-            self._line = self._again()
-
     def run(self, function: Callable[[], object], operation: str) -> None:
         """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
 
@@ -356,40 +330,12 @@ class Group:
         """
         self.wait(self.start(function, operation), operation)
 
-    def run_soon(
-        self, begin: Callable[[], Callable[[], object]], is_over: Callable[[], bool], operation: str
-    ) -> None:
-        """As ``run``, without a thread if that is over in a moment.
-
-        ``begin()`` sends and receives, and returns what waits; ``is_over()`` says that there is nothing to
-        wait for.
-        """
-        self._require_whole(operation)
-        if self._flight is not None:
-            self._flight.begin(operation)
-        wait = work = None
-        here = Running(inside := Work(operation))  # this thread, as long as it waits inside the backend
-        self._owe(here)
-        try:
-            wait = begin()
-            work = self._submit(wait, operation, SOON, here=is_over())
-            self._owe(work)
-            self._finish(work, operation)
-        except BaseException as error:  # an interrupt, say: what has begun is owed
-            if wait is not None and work is None:
-                self._owe(self._submit(wait, operation, SOON))
-            if not self._interrupted and (work is None or not isinstance(error, PeerLost)):
-                self.break_off(operation)
-            raise
-        finally:
-            inside.end()
-            self._settle(here)
-        self._settle(work)
-
     def start(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
         """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
         self._require_whole(operation)
-        work = self._submit(function, operation, line)
+        if line not in self._lanes:
+            self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
+        work = Running(self._lanes[line].submit(operation, function))
         self._owe(work)
         return work
 
@@ -400,47 +346,6 @@ class Group:
             self._flight.begin(operation)
         self._finish(work, operation)
         self._settle(work)
-
-    def begin(self, send: Callable[[], First], operation: str) -> Callable[[], int]:
-        """As ``run``, but return at once: other operations may follow, before what is returned waits.
-
-        ``send()`` is called here, and waits for nothing. It returns the first half of what does, and that the
-        second, called after what was begun meanwhile. What is returned says when that ended (monotonic_ns).
-        """
-        self._require_whole(operation)
-        if self._flight is not None:
-            self._flight.begin(operation)
-            self._flight.end()
-
-        first = send()
-        following: list[Running] = []
-
-        def first_half() -> None:  # it may have ended before ``work`` is bound
-            following.append(self._submit(first(), operation))
-
-        work = self._submit(first_half, operation, following=following)
-        self._owe(work)
-
-        def wait() -> int:
-            self._finish(work, operation)
-            self._settle(work)
-            return work.ended_ns
-
-        return wait
-
-    def _submit(
-        self,
-        function: Callable[[], object],
-        operation: str,
-        line: str = "",
-        *,
-        here: bool = False,
-        following: Sequence[Running] = (),
-    ) -> Running:
-        if line not in self._lanes:
-            self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
-        lane = self._lanes[line]
-        return Running((lane.run if here else lane.submit)(operation, function), following)
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""
@@ -530,7 +435,7 @@ class Group:
 
     def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
         try:
-            self.peers.wait(work, operation, on_gpu=on_gpu, over=(self.pg, self._line))
+            self.peers.wait(work, operation, on_gpu=on_gpu, over=(self.pg,))
         except BaseException as error:
             if self._flight is not None:
                 self._flight.end(failed=True)

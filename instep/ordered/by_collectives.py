@@ -6,7 +6,7 @@ ranks, and all add everything: one message, where slices take two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ class ByCollectives:
     ``at_once_bytes`` are small.
     """
 
-    num_under_way = 1
-    came_along = False
-
     def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
         self.group = group
         self.scratch = scratch
@@ -46,11 +43,6 @@ class ByCollectives:
         out = torch.empty(self.group.size * len(row), dtype=row.dtype, device=row.device)
         self.group.all_gather(out, row, name)
         return out.view(self.group.size, len(row))
-
-    def begin(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> Callable[[], int] | None:
-        """``reduce``, after which nothing is left to wait for."""
-        self.reduce(bucket, plan, scale, name)
-        return None
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         """The sum of all ranks' roots, times ``scale``, into the ``home`` of ``bucket``."""
@@ -88,14 +80,8 @@ class ByCollectives:
             nodes.encode(root, out=row)
         self.group.all_gather(received, nodes.encode(roots[0]) if alone else sent, name)
         rows = received.view(size, most, length)
-        self._add_received(bucket, plan, scale, [row.unbind() for row in rows])
-
-    def _add_received(
-        self, bucket: Bucket, plan: Sum, scale: float, rows: Sequence[Sequence[Tensor]]
-    ) -> None:
-        """Add up the whole roots that have come, by rank, as they travel."""
-        values = [bucket.nodes.decode(rows[r][i]) for r, n in enumerate(plan.counts) for i in range(n)]
-        add_up(values, plan, scale, [bucket.home], bucket.nodes)
+        values = [nodes.decode(rows[rank, i]) for rank, count in enumerate(plan.counts) for i in range(count)]
+        add_up(values, plan, scale, [bucket.home], nodes)
 
 
 def by_owner(roots: Sequence[Tensor], size: int, nothing: Tensor) -> Tensor:

@@ -99,15 +99,6 @@ class Reducer(Reduction):
         if self._next_order is not None:
             self._make_buckets(self._next_order)
 
-    def open_line(self) -> None:
-        """Before the first step: if several buckets will be under way, they get connections. Collective.
-
-        Raises:
-            PeerLost: not all came.
-        """
-        if self.strategy.overlaps and len(self.buckets) > 1 and self.exchange.transport.num_under_way > 1:
-            self.group.open_line()
-
     def reduce_by(self, hook: CommHook) -> CommHook:
         """From now on ``hook`` reduces, and what ranks hold is not compared any more.
 
@@ -204,12 +195,10 @@ class Reducer(Reduction):
         if self.comm_hook is not None:
             return self._hook(self.comm_hook, bucket, header._replace(hooked=1), name)
 
-        more = self.strategy.overlaps and bucket.followed
-
         def run() -> None:
             try:
                 with self.stream.after(computed):
-                    self.exchange.run(bucket, header, plan.leaves, more=more)
+                    self.exchange.run(bucket, header, plan.leaves)
             except (InstepError, ValueError):
                 raise  # all ranks do, or a wait that has seen to what it leaves
             except BaseException:  # of this rank alone, as an interrupt, perhaps between two messages

@@ -240,7 +240,6 @@ class DataParallel(WrappedOnce, OwnNames):
             )
         compare_threads(self.module, self.group)
         prepared[1].exchange.offsets_ns = measure(self.group).offsets_ns
-        prepared[1].open_line()
         return prepared
 
     def _prepare(self, considered: Callable[[], object]) -> tuple[ParameterRegistry, Reducer]:

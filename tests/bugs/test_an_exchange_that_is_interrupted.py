@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import instep
-from instep.comm.messages import Messages
 from instep.errors import PeerLost
 from instep.mesh import peers, process_group
 from instep.mesh.mesh import Mesh
@@ -59,30 +58,6 @@ def test_none_is_paired_with_one_that_ended_between_two_messages(
     with pytest.raises(PeerLost, match=r"rank 0 was interrupted|a rank left the exchange of bucket 0"):
         train(model)
     model.close()
-
-
-@world(2)
-@pytest.mark.parametrize("at", ["begins", "looks"])
-def test_what_is_interrupted_before_a_thread_waits_for_it_is_lost_too(mesh: Mesh, at: str) -> None:
-    group = mesh.world.duplicate()
-    messages = Messages(group.pg, group.ranks)
-    receives = [(torch.zeros(8), 1 - mesh.rank)]
-    if mesh.rank == 0:
-        looks = _interrupted if at == "looks" else bool
-        if at == "begins":
-            interrupt(messages, "begin", KeyboardInterrupt, 1)
-        with pytest.raises(KeyboardInterrupt):
-            group.run_soon(lambda: messages.begin([], receives), looks, "an exchange")
-        with pytest.raises(PeerLost, match="rank 0 was interrupted in an exchange"):
-            group.run_soon(lambda: messages.begin([], receives), bool, "another exchange")
-    else:
-        with pytest.raises(PeerLost, match="a rank left an exchange"):
-            group.run_soon(lambda: messages.begin([], receives), bool, "an exchange")
-    group.close()
-
-
-def _interrupted() -> bool:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("between_hosts", [False, True])

@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -294,60 +292,7 @@ def test_what_is_short_comes_with_its_length_in_one_message(mesh):
 
 
 @world(2)
-def test_what_is_begun_goes_on_while_others_begin(mesh):
-    """The second half of the first comes after the first half of the second, which began meanwhile."""
-    group, done = mesh.world.group, list[str]()
-    may_go = threading.Event()
-
-    def halves(name: str) -> Callable[[], Callable[[], object]]:
-        def first_half() -> Callable[[], object]:
-            assert may_go.wait(10)
-            done.append(f"{name}, first half")
-            return lambda: done.append(f"{name}, second half")
-
-        return first_half
-
-    waits = [group.begin(partial(halves, name), name) for name in ("a", "b")]
-    group.barrier("something else")
-    assert done == []
-    may_go.set()
-    ended_ns = [wait() for wait in waits]
-    assert done == ["a, first half", "b, first half", "a, second half", "b, second half"]
-    assert 0 < ended_ns[0] <= ended_ns[1] <= time.monotonic_ns()
-    assert group._owed == []
-
-
-@world(2, timeout_s=0.3)
-def test_what_was_begun_is_waited_for_until_the_deadline_and_then_owed(mesh):
-    group, may_go = mesh.world.group, threading.Event()
-    wait = group.begin(lambda: lambda: may_go.wait(10) and (lambda: None), "the test")
-    with pytest.raises(PeerLost, match=r"in the test, and never came|some rank never came to the test"):
-        wait()
-    assert len(group._owed) == 1
-    may_go.set()
-    group.close()
-    assert group._owed == []
-
-
-@world(2)
-@pytest.mark.parametrize("half", [1, 2])
-def test_an_error_in_either_half_of_what_was_begun_is_that_of_who_waits(mesh, half):
-    group = mesh.world.group
-
-    def fails() -> None:
-        raise PeerLost("a message was not sent") from RuntimeError("the backend said so")
-
-    wait = group.begin(lambda: fails if half == 1 else lambda: fails, "the test")
-    following = group.begin(lambda: lambda: lambda: None, "what follows")
-    with pytest.raises(PeerLost, match=r"a rank left the test.*the backend said so"):
-        wait()
-    with pytest.raises(PeerLost, match="the backend said so"):
-        following()
-
-
-@world(2)
-@pytest.mark.parametrize("way", ["run", "first half", "second half", "soon"])
-def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh, way):
+def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh):
     group = mesh.world.group
     messages = Messages(group.pg, group.ranks)
     x, other = torch.ones(3), 1 - group.rank
@@ -357,36 +302,14 @@ def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh,
             raise RuntimeError("can't allocate memory") from ValueError("as it is asked for too much")
         messages.recv(x, other)
 
-    operate = {
-        "run": lambda: group.run(exchange, "the test"),
-        "first half": lambda: group.begin(lambda: lambda: (exchange(), lambda: None)[1], "the test")(),
-        "second half": lambda: group.begin(lambda: lambda: exchange, "the test")(),
-        "soon": lambda: group.run_soon(lambda: exchange, lambda: False, "the test"),
-    }[way]
     if group.rank == 0:
         with pytest.raises(RuntimeError, match=r"^can't allocate memory$") as caught:
-            operate()
+            group.run(exchange, "the test")
         assert not isinstance(caught.value, PeerLost)
         assert isinstance(caught.value.__cause__, ValueError)
         assert "exchange" in [entry.name for entry in caught.traceback], "where it failed"
     else:
         began = time.monotonic()
         with pytest.raises(PeerLost, match="a rank left the test"):
-            operate()
+            group.run(exchange, "the test")
         assert time.monotonic() - began < group.timeout_s / 2, "told at once"
-
-
-@world(3)
-def test_messages_may_have_connections_of_their_own(mesh):
-    group = mesh.world.duplicate()
-    assert group.messages_pg is group.pg
-    group.open_line()
-    line = group.messages_pg
-    assert line is not group.pg
-    group.open_line()
-    assert group.messages_pg is line, "one is enough"
-    Messages(line, group.ranks).exchange(
-        torch.ones(3), (group.rank + 1) % 3, torch.empty(3), (group.rank - 1) % 3
-    )
-    group.close()
-    assert group.messages_pg is None

@@ -342,16 +342,6 @@ def test_agreeing_and_exchanging_are_recorded(mesh):
     assert queued.end_ns <= agree.start_ns <= agree.end_ns <= exchanged.start_ns
 
 
-@world(2)
-def test_what_travels_with_its_header_is_exchanged_from_when_all_are_there(mesh):
-    exchange, bucket, leaves, _ = ready(mesh.world.group)
-    header = header_for(bucket, leaves, 1)._replace(launched_ns=time.monotonic_ns())
-    exchange.run(bucket, header, leaves)
-    events = {event.name: event for event in exchange.recorder.events}
-    assert "agree" not in events
-    assert events["exchange"].start_ns == events.get("wait", events["queued"]).end_ns
-
-
 def waits(exchange: OrderedAllReduce) -> list[int]:
     """For whom this rank has waited."""
     return [event.peer for event in exchange.recorder.events if event.name == "wait"]

@@ -295,7 +295,7 @@ def test_a_stage_that_is_gone_is_a_lost_peer(
     mesh: Mesh, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_short:
-        monkeypatch.setattr(connections, "comes_soon", lambda is_there: False)
+        monkeypatch.setattr(connections, "LOOKS", 0)
     group = mesh.world.duplicate()
     ends = connections.Connections(group)
     if mesh.rank == 0:
