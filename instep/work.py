@@ -102,6 +102,7 @@ class _State:
     failed: BaseException | None = None
     closed: BaseException | None = None  # what stands for a failure, once the lane is closed
     running: threading.Lock = field(default_factory=threading.Lock)
+    runner: int = 0  # the thread that executes a function in ``Lane.run``; 0: none does
 
     def fail(self, error: BaseException) -> None:
         self.failed = error
@@ -200,7 +201,7 @@ class Lane:
         Raises:
             RuntimeError: called by a function of the lane, which would wait for itself.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread or self._state.runner == threading.get_ident():
             raise RuntimeError(
                 f"{operation} was called by what runs on {self.name!r}: it cannot wait for itself"
             )
@@ -210,9 +211,11 @@ class Lane:
                 self._state.running.acquire()  # free at once: what was last has ended
                 work = self._last = Work(operation)
         if idle:
+            self._state.runner = threading.get_ident()
             try:
                 _run(work, function, self._state)
             finally:
+                self._state.runner = 0
                 self._state.running.release()
                 if not work.done():  # interrupted before it began
                     work.end(Refused(f"{operation} was interrupted"))

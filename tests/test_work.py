@@ -37,6 +37,20 @@ def threaded() -> Iterator[Lane]:
     lane.close()
 
 
+def test_a_function_of_a_lane_that_runs_another_there_is_refused_in_any_thread(threaded: Lane) -> None:
+    """Where the lane was idle the caller's thread ran the outer one, and waited for itself for ever."""
+    raised: list[str] = []
+
+    def outer() -> None:
+        with pytest.raises(RuntimeError) as error:
+            threaded.run("the inner one", nothing)
+        raised.append(str(error.value))
+
+    threaded.run("the outer one", outer)
+    threaded.submit("the outer one", outer).wait()
+    assert raised == ['the inner one was called by what runs on "a test\'s": it cannot wait for itself'] * 2
+
+
 class Gate:
     """Work that goes on until it is let go."""
 

@@ -192,7 +192,7 @@ class KeyedSamples:
 
     def _bases(self, generators: Sequence[KeyedGenerator], epoch: int, what: str) -> Sequence[int]:
         """Where the stream of each begins (splitmix64's), of which a sample takes that of its number."""
-        at = what, epoch, len(generators)  # more, once the program has loaded numpy.random
+        at = what, epoch, len(generators)
         if at not in self._known:
             if len(self._known) > KNOWN:
                 self._known.clear()

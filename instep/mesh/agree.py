@@ -75,7 +75,7 @@ def attempt(function: Callable[[], T]) -> Callable[[], T]:
 
 
 def all_or_none(group: Group, operation: str, function: Callable[[], T], *, errors: Errors = SAME_KIND) -> T:
-    """``function()`` of this rank, once it has succeeded on all. Collective: 8 bytes per rank if it has.
+    """``function()`` of this rank, once it has succeeded on all. Collective: 256 bytes per rank.
 
     Raises:
         the error of this rank, or one of ``errors`` that names the first rank that has failed, and the

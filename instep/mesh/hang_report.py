@@ -58,15 +58,12 @@ SILENT = {
 HOLDS_LOCK = "its main thread is in native code that holds the interpreter lock"
 
 _INSTEP = Path(__file__).parent.parent
-# Frames in here say how a collective was called, not where: the user's are the others, and those of instep's
-# own training loop.
+# Frames in here say how a collective was called. All others are the user's, and so are instep's own programs.
 _MACHINERY = (
-    *(
-        f"{_INSTEP}{os.sep}{name}"
-        for name in ("mesh", "shm", "comm", "ordered", "step", "replicate", "shard", "work.py")
-    ),
+    f"{_INSTEP}{os.sep}",
     *(f"{path}{os.sep}" for path in getattr(find_spec("torch"), "submodule_search_locations", ())),
 )
+_PROGRAMS = tuple(f"{_INSTEP}{os.sep}{name}{os.sep}" for name in ("recipes", "bench"))
 _looking = threading.Lock()
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = os.sep + "site-packages" + os.sep
@@ -305,7 +302,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_machinery(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith(("<", *_MACHINERY)):
-        return True
+        return not path.startswith(_PROGRAMS)
     return path.startswith(_STDLIB) and _PACKAGES not in path
 
 

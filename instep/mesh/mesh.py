@@ -1,15 +1,15 @@
 """The ranks of a run as a grid with the process groups of every axis, and the mesh that a process registers.
 
-The registered mesh is what is meant where a script names none: ``get("rank")``, ``process_group=None``. It is
-one of the two places of process-wide state; the other is the optimizer-step hook of
-``step/optimizer_guard.py``. A ``ContextVar``, so that ranks that are threads each have their own.
+The registered mesh is the default of ``get("rank")`` and of ``process_group=None``. It is one of the two
+places of process-wide state; the other is the optimizer-step hook of ``step/optimizer_guard.py``. The main
+thread registers for every thread of the process. Another thread, such as a test's rank, registers for itself.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -308,12 +308,22 @@ def no_store(name: str, ranks: Sequence[int]) -> ProcessGroup:
     raise ValueError(f"ranks {tuple(ranks)} need a store to meet in, got store=None")
 
 
-_registered: ContextVar[Mesh | DeviceMesh | None] = ContextVar("instep_mesh", default=None)
+class _Registered:
+    """A mesh, or None."""
+
+    mesh: Mesh | DeviceMesh | None = None
+
+
+class _OfThread(threading.local, _Registered):
+    """That of a thread other than the main one."""
+
+
+_of_process, _of_thread = _Registered(), _OfThread()
 
 
 def registered_mesh() -> Mesh | DeviceMesh | None:
-    """The mesh of ``get.register_mesh``; None if there is none."""
-    return _registered.get()
+    """The mesh that this thread has registered, else the main thread's; None if there is none."""
+    return _of_thread.mesh or _of_process.mesh
 
 
 def mesh_for_replicas() -> Mesh | DeviceMesh | None:
@@ -342,9 +352,10 @@ def mesh_for_replicas() -> Mesh | DeviceMesh | None:
 
 
 def unregister(mesh: Mesh) -> None:
-    """``mesh`` is closed, and no longer the registered one if it was."""
-    if _registered.get() is mesh:
-        _registered.set(None)
+    """``mesh`` is closed: neither it nor a view of it stays registered."""
+    for place in (_of_process, _of_thread):
+        if isinstance(place.mesh, Mesh) and place.mesh.along is mesh.along:
+            place.mesh = None
 
 
 class Get:
@@ -418,7 +429,8 @@ class Get:
                 f"expected a mesh of instep.init() or a DeviceMesh, got a {type(mesh).__name__}: a process "
                 "group is passed where it is used, process_group=..."
             )
-        _registered.set(mesh)
+        is_main = threading.current_thread() is threading.main_thread()
+        (_of_process if is_main else _of_thread).mesh = mesh
 
 
 get = Get()

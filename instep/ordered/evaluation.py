@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +25,7 @@ from instep.mesh.agree import all_or_none, all_tell, attempt, require_same_lines
 from instep.mesh.join import find_ranks, ranks_meant
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
-from instep.ordered.norm import exact_sum
+from instep.ordered.norm import rounded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,8 +42,8 @@ _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()  # the groups made 
 def mean(values: Values, weights: Values | None = None, *, process_group: Ranks = None) -> float:
     """The mean of the values that all ranks pass: each as many as it has, or none. Collective.
 
-    The sum is exact, and rounded once to float64: the same bits for every number of ranks, if the values are.
-    Costs a small all-gather: of the values only the exact sum is sent, some numbers of 8 bytes.
+    The mean is exact, and rounded once to float64: the same bits for every number of ranks.
+    Costs a small all-gather: a rank sends its exact sums, two fractions.
 
     Args:
         values: a number, a tensor of any shape, dtype and device, or a list of these.
@@ -54,6 +56,7 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
 
     Raises:
         ValueError: on all ranks: there are not as many weights as values, or a weight is negative.
+        TypeError: on all ranks: a value is no number, tensor or list of these.
         PeerLost: a rank did not come.
 
     Example:
@@ -64,17 +67,19 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
     """
     group = _group(process_group)
 
-    def sums() -> list[list[float]]:
+    def sums() -> list[Any]:
         numbers = _numbers(values)
         counts = _weights(weights, len(numbers))
-        return [_exact_parts([x * n for x, n in zip(numbers, counts, strict=True)]), _exact_parts(counts)]
+        return [_json(_weighted_sum(numbers, counts)), _json(sum(map(Fraction, counts)))]
 
     mine = attempt(sums)  # which may wait for a device, and for no rank
     with _waiting(process_group):
         _, everyone = all_tell(group, "instep.mean", mine, lambda both: json.dumps(both).encode())
     found = [json.loads(its) for its in everyone]
-    total, count = (exact_sum([part for its in found for part in its[i]]) for i in (0, 1))
-    return total / count if count else math.nan
+    total, count = (sum((_of_json(its[i]) for its in found), Fraction()) for i in (0, 1))
+    if not count:
+        return math.nan
+    return float(total / count) if isinstance(total, float) else rounded(total / Fraction(count))
 
 
 def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, process_group: Ranks = None) -> Any:
@@ -95,6 +100,7 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
     Raises:
         ValueError: on all ranks: numbers of rows differ between tensors and index, ranks differ in what they
             pass, or nothing is passed.
+        TypeError: on all ranks: it is no tensor.
         PeerLost: a rank did not come.
 
     Example:
@@ -109,9 +115,7 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
 
 
 def _gathered(tensors: Sequence[Tensor], index: Tensor | Sequence[int] | None, group: Group) -> Any:
-    rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]
-    order = None if index is None else torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
-    all_or_none(group, "instep.gather", lambda: _check(rows, order))
+    rows, order = all_or_none(group, "instep.gather", lambda: _checked(tensors, index))
     kinds = [f"tensor {i} of {x.dtype} and shape {('rows', *x.shape[1:])}" for i, x in enumerate(rows)]
     kinds.append("an index" if order is not None else "no index")
     require_same_lines(group, "what they gather", kinds, fix=". Pass tensors of one kind on every rank")
@@ -144,9 +148,30 @@ def _numbers(values: Values) -> list[float]:
     if isinstance(values, Tensor):
         found: list[float] = values.detach().to("cpu", torch.float64).reshape(-1).tolist()
         return found
-    if isinstance(values, Iterable):
+    if hasattr(values, "tolist"):  # an array
+        values = values.tolist()
+    if isinstance(values, Real):
+        return [float(values)]
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         return [x for value in values for x in _numbers(value)]
-    return [float(values)]
+    raise TypeError(
+        f"instep.mean: expected numbers, tensors, arrays or a list of these, got a {type(values).__name__}"
+    )
+
+
+def _weighted_sum(numbers: Sequence[float], counts: Sequence[float]) -> Fraction | float:
+    """The exact sum; a float if it is not finite."""
+    if all(map(math.isfinite, numbers)):
+        return sum((Fraction(x) * Fraction(n) for x, n in zip(numbers, counts, strict=True)), Fraction())
+    return sum(x * n for x, n in zip(numbers, counts, strict=True))
+
+
+def _json(x: Fraction | float) -> float | list[int]:
+    return [x.numerator, x.denominator] if isinstance(x, Fraction | int) else x
+
+
+def _of_json(x: float | list[int]) -> Fraction | float:
+    return Fraction(*x) if isinstance(x, list) else x
 
 
 def _weights(weights: Values | None, num_values: int) -> list[float]:
@@ -160,32 +185,33 @@ def _weights(weights: Values | None, num_values: int) -> list[float]:
             f"instep.mean: expected as many weights as values, got {len(found)} for {num_values}: "
             "pass one for each, or one number for all"
         )
-    if any(x < 0 for x in found):
+    if any(not 0 <= x < math.inf for x in found):
         raise ValueError(
-            f"instep.mean: expected weights of 0 or more, got {min(found)}: pass numbers of items"
+            f"instep.mean: expected finite weights of 0 or more, got {found}: pass numbers of items"
         )
     return found
 
 
-def _exact_parts(numbers: list[float]) -> list[float]:
-    """A few numbers whose sum is that of ``numbers``, exactly; one that is not finite if that is not."""
-    parts: list[float] = []
-    while part := exact_sum(numbers + [-x for x in parts]):
-        parts.append(part)
-        if not math.isfinite(part):
-            break
-    return parts
-
-
-def _check(tensors: Sequence[Tensor], index: Tensor | None) -> None:
+def _checked(
+    tensors: Sequence[Tensor], index: Tensor | Sequence[int] | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """The rows of each tensor, and the samples that they belong to."""
     if not tensors:
         raise ValueError("instep.gather: expected a tensor, got none: pass what to gather")
-    lengths = [len(x) for x in tensors] + ([] if index is None else [len(index)])
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"instep.gather: expected tensors, got a {type(x).__name__}: pass torch.as_tensor(x)"
+            )
+    rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]
+    order = None if index is None else torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
+    lengths = [len(x) for x in rows] + ([] if order is None else [len(order)])
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"instep.gather: expected as many rows in each tensor{'' if index is None else ' and in index'}, "
+            f"instep.gather: expected as many rows in each tensor{'' if order is None else ' and in index'}, "
             f"got {', '.join(map(str, lengths))}: pass a row for each sample"
         )
+    return rows, order
 
 
 def _rows_of_all(x: Tensor, group: Group) -> Tensor:

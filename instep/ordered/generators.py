@@ -1,7 +1,7 @@
 """Random generators that are not torch's default ones, each with one way to save, key and restore it.
 
-Forwards and augmentations also draw from Python's ``random``, from ``numpy.random`` (its global state, if the
-program has loaded it), and from generators that a module keeps as attributes. ``LeafKeys`` keys them all by
+Forwards and augmentations also draw from Python's ``random``, from the global state of ``numpy.random``, and
+from generators that a module keeps as attributes. ``LeafKeys`` keys them all by
 (seed, step, leaf). That they are not keyed by block as torch's are is a matter of cost: a seed takes ten
 microseconds. So states are saved once per step, and a leaf costs a seed each.
 
@@ -18,9 +18,10 @@ import threading
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy.random  # here, because NumPy loads it late: draws before it is loaded would not be keyed
 import torch
 from torch import Tensor, nn
 
@@ -64,13 +65,13 @@ class KeyedGenerator(NamedTuple):
 
 
 def global_generators() -> list[KeyedGenerator]:
-    """``random``, and ``numpy.random`` if it has been imported: importing it costs more than most steps."""
-    return [*_global_generators(sys.modules.get("numpy.random"))]
+    """``random`` and ``numpy.random``."""
+    return [*_global_generators()]
 
 
-@lru_cache(maxsize=2)
-def _global_generators(numpy: Any) -> tuple[KeyedGenerator, ...]:
-    return _python("random", random), *([_legacy_numpy("numpy.random", numpy)] if numpy else [])
+@cache
+def _global_generators() -> tuple[KeyedGenerator, ...]:
+    return _python("random", random), _legacy_numpy("numpy.random", numpy.random)
 
 
 def default_generator() -> KeyedGenerator:
@@ -188,10 +189,9 @@ def _kind(x: Any) -> Callable[[str, Any], KeyedGenerator] | None:
         return _torch
     if isinstance(x, random.Random):
         return None if isinstance(x, random.SystemRandom) else _python  # the system's has no state
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and isinstance(x, numpy.RandomState):
+    if isinstance(x, numpy.random.RandomState):
         return _legacy_numpy
-    if numpy is not None and isinstance(x, numpy.Generator | numpy.BitGenerator):
+    if isinstance(x, numpy.random.Generator | numpy.random.BitGenerator):
         return _numpy
     return None
 
@@ -315,7 +315,7 @@ class _Twister:
         bits = _bits_of(self._generator)
         if bits is not self._bits:
             self._bits, self._memory = bits, None
-            if type(bits) is sys.modules["numpy.random"].MT19937:
+            if type(bits) is numpy.random.MT19937:
                 memory = (ctypes.c_char * TWISTER_BYTES).from_address(bits.ctypes.state_address)
                 told = bits.state["state"]
                 place = int(told["pos"]).to_bytes(4, sys.byteorder)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -103,8 +104,16 @@ def exact_sum(numbers: Sequence[float]) -> float:
         return sum(numbers)
     try:
         return math.fsum(numbers)
-    except OverflowError:  # fsum raises where + gives inf
-        return math.inf
+    except OverflowError:  # a partial sum is too large, which the sum need not be
+        return rounded(sum(map(Fraction, numbers)))
+
+
+def rounded(exact: Fraction | int) -> float:
+    """The nearest float64; inf where that is too large."""
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
 
 
 def _square_sums(gradients: Iterable[Tensor]) -> list[float]:

@@ -25,7 +25,7 @@ from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
 from instep.mesh.peers import Peer, Peers, describe
 from instep.mesh.rank_exit import as_told
-from instep.native.library import DIFFERENT, MISSING, THERE, Core
+from instep.native.library import DIFFERENT, MISSING, SHARED, THERE, Core
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
 from instep.shm.group_segment import HERE, LEFT, GroupSegment
@@ -134,6 +134,8 @@ class Rounds:
         self.number = reduction.rounds
         if found == DIFFERENT:
             self._compare(label)
+        if found not in (THERE, SHARED):
+            raise RuntimeError(f"{label}: the native core refused the reduction (code {found})")
         return bool(found == THERE)
 
     def _announce(self, call: Call, label: str, location: Location) -> None:

@@ -86,10 +86,10 @@ class MicroBatch:
         Raises:
             ValueError: it is no int, or negative.
         """
-        if type(self.weight) is not int or self.weight < 0:
+        if type(self.weight) is not int or not 0 <= self.weight < 1 << 53:
             raise ValueError(
-                f"weight of micro-batch {self.index}: expected a non-negative int (a number of items), got "
-                f"{self.weight!r}; integers keep the sum of weights exact"
+                f"weight of micro-batch {self.index}: expected a non-negative int below 2**53 (a number of "
+                f"items), got {self.weight!r}; integers keep the sum of weights exact"
             )
         return self.weight
 

@@ -12,10 +12,12 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from instep.mesh import hang_report
 from instep.mesh.hang_report import (
     AFTER,
     ANY,
@@ -74,6 +76,16 @@ def test_the_ring_is_short():
         flight.begin(f"operation {i}")
     assert flight.row().number == 100
     assert flight.row().recent == tuple(f"#{99 - i} operation {98 - i}" for i in range(NUM_RECENT))
+
+
+@pytest.mark.parametrize(
+    "path", ["pipeline/runtime.py", "checkpoint/save.py", "run/script_step.py", "events.py"]
+)
+def test_no_file_of_the_library_is_the_line_of_the_program(path):
+    there: dict[str, Any] = {}
+    code = compile("import sys\ndef frame(): return sys._getframe()", str(hang_report._INSTEP / path), "exec")
+    exec(code, there)
+    assert hang_report._is_machinery(there["frame"]())
 
 
 def test_the_site_is_the_line_of_the_program_also_while_the_work_is_on_a_lane():

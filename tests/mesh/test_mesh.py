@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -219,23 +219,6 @@ def test_without_a_mesh_there_is_no_answer_but_a_way_out():
         get("rank")
 
 
-def test_every_thread_registers_its_own():
-    mine, its = alone(), alone()
-    get.register_mesh(mine)
-    seen: list[Mesh | None] = []
-
-    def other() -> None:
-        seen.append(current.registered_mesh())
-        get.register_mesh(its)
-        seen.append(current.registered_mesh())
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert seen == [None, its]
-    assert current.registered_mesh() is mine
-
-
 def test_a_mesh_is_forgotten_only_by_itself():
     first, second = alone(), alone()
     get.register_mesh(first)
@@ -244,6 +227,30 @@ def test_a_mesh_is_forgotten_only_by_itself():
     assert current.registered_mesh() is second
     current.unregister(second)
     assert current.registered_mesh() is None
+
+
+def test_a_closed_mesh_is_not_registered_by_a_view_either():
+    mesh = alone()
+    get.register_mesh(mesh["dp"])
+    current.unregister(mesh)
+    assert current.registered_mesh() is None
+
+
+def test_other_threads_see_the_main_thread_s_mesh_or_their_own():
+    """They saw none, so that instep.mean of a thread was that of this rank alone, without a word."""
+    mesh, own = alone(), alone()
+
+    def seen(register: Mesh | None = None) -> object:
+        if register is not None:
+            get.register_mesh(register)
+        return current.registered_mesh()
+
+    get.register_mesh(mesh)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(seen).result() is mesh
+        assert thread.submit(seen, own).result() is own
+        assert current.registered_mesh() is mesh
+    get.register_mesh(None)
 
 
 @pytest.fixture

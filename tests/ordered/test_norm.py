@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instep.ordered import norm
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.norm import block_square_sums, clip_grad_norm_, grad_norm
+from instep.ordered.norm import block_square_sums, clip_grad_norm_, exact_sum, grad_norm
 
 
 def with_gradients(*gradients: Tensor) -> list[Tensor]:
@@ -108,6 +108,12 @@ def test_what_is_not_finite_shows_in_the_norm(elements, expected):
 def test_squares_beyond_double_precision_are_infinite():
     assert grad_norm([torch.tensor([1e154], dtype=torch.float64)] * 2) == math.inf
     assert grad_norm([torch.tensor([1e200], dtype=torch.float64)]) == math.inf
+
+
+@given(st.permutations([1e308, 1e308, -1e308, 1.0]))
+def test_an_exact_sum_has_no_order_though_partial_sums_are_too_large(numbers):
+    assert exact_sum(numbers) == 1e308
+    assert exact_sum([1e308, 1e308]) == math.inf
 
 
 def test_no_gradients_have_norm_zero():
