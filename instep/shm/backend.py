@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from instep.memory import Segment, flat
 from instep.mesh.hang_report import FlightRecorder
@@ -414,6 +416,30 @@ class ShmGroup(ProcessGroup):
             self._rounds.flight.end(failed=True)
             raise
         self._rounds.flight.end()
+
+
+def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, around which ``torch.compile`` breaks its graph, as around the C++ of other backends.
+
+    As by ``torch.compiler.disable``, which would import ``torch._dynamo`` with this module, for seconds.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+_OF_INSTEP = {"allocate", "expose", "show", "locate", "reach"}  # which no compiled function calls
+for _name, _method in list(vars(ShmGroup).items()):
+    if isinstance(_method, FunctionType) and not _name.startswith("_") and _name not in _OF_INSTEP:
+        setattr(ShmGroup, _name, _never_compiled(_method))
 
 
 class ShmWork(dist.Work):
