@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# Beside its source, by whatever compiler there is; without one a line says so, and Python does it.
+# Beside its source, by whatever compiler there is; without one a line says so, and ranks use gloo.
 $(NATIVE): instep/native/core.c instep/native/build.py $(STAMP)
 	$(BIN)/python -m instep.native.build
 	@touch $@

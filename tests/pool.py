@@ -17,7 +17,7 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -35,7 +35,6 @@ from instep.mesh.mesh import build
 from instep.mesh.process_group import default_store
 from instep.mesh.rank_exit import RankFailed
 from instep.mesh.store_rendezvous import backend_timeout
-from instep.native.library import switched_off
 
 REPLY_LIMIT_BYTES = 1 << 16
 JOIN_S = 10
@@ -51,7 +50,6 @@ class Job:
     params: dict[str, Any]
     axes: dict[str, int]
     timeout_s: float
-    native: bool = True  # whether ranks use the native core, as far as there is one
 
 
 _pools: dict[tuple[int, str], Pool] = {}
@@ -207,8 +205,7 @@ def _serve(connections: list[Connection], backend: str, stacks: str) -> None:
             except EOFError:
                 return
             # torch gives a new group the name of one that was destroyed: it must not read that one's keys.
-            with nullcontext() if job.native else switched_off():
-                reply = _perform(job, place, dist.PrefixStore(str(number), store), backend)
+            reply = _perform(job, place, dist.PrefixStore(str(number), store), backend)
             jobs.send_bytes(reply.encode())
 
 

@@ -36,7 +36,6 @@ from instep.mesh.mesh import Mesh, build
 from instep.mesh.process_group import MakeGroup
 from instep.mesh.rank_exit import ErrorRecord, Exit, root_cause
 from instep.mesh.store_rendezvous import backend_timeout
-from instep.native.library import core
 from instep.shm import connect
 from tests.pool import Job, run_in_pool
 
@@ -74,7 +73,7 @@ def world(
             if by == "thread":
                 _Threads(size, backend, timeout_s, axes).run(body, params, deadline_s)
             else:
-                job = Job(body.__module__, body.__qualname__, params, axes, timeout_s, core() is not None)
+                job = Job(body.__module__, body.__qualname__, params, axes, timeout_s)
                 run_in_pool(size, backend, job, deadline_s)
 
         test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from instep.bench.collectives import (
     prediction,
     subtitle,
 )
-from instep.bench.collectives_rank import OWN, WITHOUT_CORE
+from instep.bench.collectives_rank import OWN
 from instep.bench.options import CollectivesOptions, sizes_of
 from instep.bench.tables import Row
 
@@ -39,14 +39,14 @@ COMMAND = "python benchmarks/collectives/run.py"
 WAYS = {"shm": "of ordinary tensors", "shm-in-place": "in place, in shared buckets"}
 # The largest messages by few ways on few ranks: by others they take long and show nothing new.
 ALGORITHMS = tuple(OWN["all_reduce"])
-WITH_CORE = ("gloo", *WAYS, *WITHOUT_CORE)
+TORCH_WAYS = ("gloo", *WAYS)
 SIZES = ("1KB", "10KB", "100KB", "1MB", "10MB", "100MB")
 LARGEST = ("1GB",)
 FULL = [
-    CollectivesOptions(ranks=(2,), sizes=SIZES, backends=(*WITH_CORE, *ALGORITHMS), samples=20, budget_s=30),
-    CollectivesOptions(ranks=(2,), sizes=LARGEST, backends=WITH_CORE, samples=20, budget_s=120),
-    CollectivesOptions(ranks=(4,), sizes=SIZES, backends=(*WITH_CORE, *ALGORITHMS), samples=20, budget_s=60),
-    CollectivesOptions(ranks=(4,), sizes=LARGEST, backends=WITH_CORE, samples=20, budget_s=120),
+    CollectivesOptions(ranks=(2,), sizes=SIZES, backends=(*TORCH_WAYS, *ALGORITHMS), samples=20, budget_s=30),
+    CollectivesOptions(ranks=(2,), sizes=LARGEST, backends=TORCH_WAYS, samples=20, budget_s=120),
+    CollectivesOptions(ranks=(4,), sizes=SIZES, backends=(*TORCH_WAYS, *ALGORITHMS), samples=20, budget_s=60),
+    CollectivesOptions(ranks=(4,), sizes=LARGEST, backends=TORCH_WAYS, samples=20, budget_s=120),
     CollectivesOptions(ranks=(3, 6), sizes=SIZES, samples=20, budget_s=15),
 ]
 IN_CHART = (2, 4)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -33,9 +32,8 @@ from instep.comm import algorithms
 from instep.comm.messages import Messages
 from instep.comm.perform import perform
 from instep.mesh.device import num_gpus
-from instep.native.library import absence, switched_off
 from instep.shm import ShmGroup  # which registers the backend
-from instep.shm.futex import available
+from instep.shm.futex import why_not
 
 Call = Callable[[], object]
 Allocate = Callable[[int], Tensor]  # elements -> flat float32 tensor
@@ -48,13 +46,7 @@ PERIOD = 7  # of the numbers that are sent
 BLOCK = 1 << 20  # elements that are made or compared at a time, so that a check needs no memory to speak of
 IN_PLACE = "shm-in-place"
 SHARED = ("shm", IN_PLACE)
-PYTHON = "-python"  # of shared memory without the native core
-WITHOUT_CORE = tuple(f"{name}{PYTHON}" for name in SHARED)
-ON_ONE_HOST = (
-    *SHARED,
-    *WITHOUT_CORE,
-    "nccl",
-)  # nccl: for the hosts of ``--link``, which have no GPU of their own
+ON_ONE_HOST = (*SHARED, "nccl")  # nccl: the hosts of ``--link`` have no GPU of their own
 LONGEST_MESSAGE = 100_000_000  # bytes of one that is timed by itself; longer ones take as long a byte
 
 # By their names in torch 2.13, where the old ones warn, or in torch before it.
@@ -160,16 +152,13 @@ def message_times(
 
 def implementations(collective: str) -> list[str]:
     """The names of all implementations of ``collective`` that this machine may have."""
-    return ["gloo", *SHARED, *WITHOUT_CORE, *OWN[collective], "nccl"]
+    return ["gloo", *SHARED, *OWN[collective], "nccl"]
 
 
 def default_names(collective: str, *, hosts: bool = False) -> list[str]:
-    """Those that are measured unless others are named: NCCL only where there are GPUs, on one host.
-
-    And shared memory as it comes: without the native core only if that is asked for.
-    """
+    """Those that are measured unless others are named: NCCL only where there are GPUs, on one host."""
     elsewhere = ON_ONE_HOST if hosts else () if num_gpus() else ("nccl",)
-    return [name for name in implementations(collective) if name not in (*elsewhere, *WITHOUT_CORE)]
+    return [name for name in implementations(collective) if name not in elsewhere]
 
 
 def obstacle(name: str, collective: str, num_ranks: int, *, hosts: bool = False) -> str | None:
@@ -183,10 +172,8 @@ def obstacle(name: str, collective: str, num_ranks: int, *, hosts: bool = False)
         raise ValueError(f"unknown backend {name!r} for {collective}: expected one of {valid}")
     if hosts and name in ON_ONE_HOST:
         return "it is for ranks of one host"
-    if name in WITHOUT_CORE and (why := absence()):
-        return f"there is no native core to do without: {why}"
-    if name in (*SHARED, *WITHOUT_CORE) and not available():
-        return "this platform has no shm backend"
+    if name in SHARED and (why := why_not()):
+        return why
     if name == "nccl" and num_gpus() < num_ranks:
         return f"nccl needs a GPU per rank: {num_gpus()} for {num_ranks} ranks"
     return None
@@ -199,10 +186,9 @@ class Implementation:
     """
 
     def __init__(self, name: str, shared: CollectiveBuffers, world: World) -> None:
-        self.name, self.way = name, name.removesuffix(PYTHON)
-        with switched_off() if name in WITHOUT_CORE else nullcontext():
-            self.buffers = self._buffers(shared, world)
-            self.run = self._own_call(world) if name in OWN[shared.collective] else self._torch_call(world)
+        self.name = name
+        self.buffers = self._buffers(shared, world)
+        self.run = self._own_call(world) if name in OWN[shared.collective] else self._torch_call(world)
 
     def wrong(self) -> int:
         """Number of wrong elements on this rank after one call."""
@@ -214,7 +200,7 @@ class Implementation:
 
     def _buffers(self, shared: CollectiveBuffers, world: World) -> CollectiveBuffers:
         allocate: Allocate = private_memory
-        if self.way == IN_PLACE:
+        if self.name == IN_PLACE:
             allocate = mapped_memory(self.group(world))
         elif self.name == "nccl":
             allocate = gpu_memory(world.rank)
@@ -226,14 +212,11 @@ class Implementation:
 
     def _torch_call(self, world: World) -> Call:
         call = torch_call(self.buffers, self.group(world))
-        if self.name in WITHOUT_CORE:
-            return in_python(call)
         return synchronised(call) if self.name == "nccl" else call
 
     def group(self, world: World) -> ProcessGroup:
-        """With the native core, or without: a group has what it was made with."""
-        backend = "shm" if self.way in SHARED else self.name
-        return world.group(backend, PYTHON if self.name in WITHOUT_CORE else "")
+        """The process group that it works over."""
+        return world.group("shm" if self.name in SHARED else self.name)
 
     def _own_call(self, world: World) -> Call:
         algorithm = OWN[self.buffers.collective][self.name]
@@ -253,16 +236,6 @@ def mapped_memory(pg: ProcessGroup) -> Allocate:
 def gpu_memory(index: int) -> Allocate:
     """Memory of GPU ``index``."""
     return lambda num_elements: torch.zeros(num_elements, device=f"cuda:{index}")
-
-
-def in_python(call: Call) -> Call:
-    """``call`` without the native core."""
-
-    def without() -> None:
-        with switched_off():
-            call()
-
-    return without
 
 
 def synchronised(call: Call) -> Call:

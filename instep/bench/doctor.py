@@ -207,9 +207,9 @@ def _shm(machine: Machine) -> Finding:
 
 
 def _native(machine: Machine) -> Finding:
-    """No warning where there is none: the bits are the same, and so is all that works."""
     if reason := absence():
-        return Finding("native core", f"not there ({reason}): the same in Python, slower", OK, build.HOW_TO)
+        text = f"not there ({reason}): ranks of this host use gloo instead of shared memory"
+        return Finding("native core", text, WARNING, build.HOW_TO)
     return Finding("native core", "compiled: ranks of this host wait and add without the interpreter")
 
 

@@ -69,8 +69,7 @@ class CollectivesOptions(OutputFiles):
     collective: Collective = "all_reduce"
     """What to measure."""
     backends: Words = ()
-    """Ways to do it, timed alternately; all that are there, if none is named. shm-python and
-    shm-in-place-python are shared memory without the native core."""
+    """Ways to do it, timed alternately; all that are there, if none is named."""
     sizes: Words = ()
     """Message sizes, such as 1KB,64KB,4MB; 1KB to 100MB if none is named."""
     full: bool = False

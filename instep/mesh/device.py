@@ -26,6 +26,7 @@ T = TypeVar("T")
 OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
 REBASE_NS = 1_000_000_000
+NCCL_SHARES_FROM = 23000  # 2.30.0, as NCCL writes it
 HANGING_UP = 2**31 - 1  # the tag of a message that no rank sends
 SPIN_NS = 200_000  # what an event takes on an idle stream, many times over
 MAX_MARKED = 8192  # spans, if ``settled`` is never called
@@ -98,8 +99,18 @@ def current_gpu() -> int:
 
 
 def nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether NCCL takes several ranks on one GPU: from 2.30, where the environment allows it."""
-    return torch.cuda.nccl.version()[:2] >= (2, 30) and environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    """Whether NCCL takes several ranks on one GPU: from 2.30, where the environment allows it.
+
+    The loaded library is asked: torch only knows the version that it was compiled with.
+    """
+    if environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return False
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return False
+    return version.value >= NCCL_SHARES_FROM
 
 
 def gpu_names() -> list[str]:

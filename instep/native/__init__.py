@@ -1,1 +1,1 @@
-"""The native core: waiting and adding in shared memory without the interpreter, where it was compiled."""
+"""The native core: waiting and adding in shared memory without the interpreter."""

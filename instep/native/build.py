@@ -1,6 +1,6 @@
 """Compile the native core, with whatever C compiler there is: ``python -m instep.native.build``.
 
-A missing compiler is no failure: without the core the same is done in Python, with the same bits. What is
+A missing compiler is no failure: without the core ranks of a host use gloo, with the same bits. What is
 compiled lies beside its source, and carries a stamp of it, so that a library of other source is never used.
 
 Imports nothing of instep, because a wheel is built where instep is not installed.
@@ -98,7 +98,7 @@ def main() -> int:
     try:
         print(f"native core: compiled by {build()}")
     except BuildFailed as reason:
-        print(f"native core: not compiled, the same is done in Python ({reason}). To get it: {HOW_TO}")
+        print(f"native core: not compiled, ranks of a host use gloo ({reason}). To get it: {HOW_TO}")
     return 0
 
 

@@ -7,8 +7,7 @@ adds. Calls that take less than handing over the lock would (a load, a wake) kee
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -166,27 +165,24 @@ def _typed(function: ctypes._NamedFuncPointer, arguments: Sequence[type], result
 
 
 class _Known:
-    """What this process knows of its core: looked for once, and whether it is to be used."""
+    """What this process knows of its core, once it has looked."""
 
     looked = False
     found: Core | None = None
-    wanted = True
     why = ""
 
 
 def core() -> Core | None:
-    """The compiled core, or None where Python is to do it: no library, one of other source, or not wanted."""
+    """The compiled core, or None: there is no library, or one of other source."""
     if not _Known.looked:
         _Known.found, _Known.why = load(build.LIBRARY)
         _Known.looked = True
-    return _Known.found if _Known.wanted else None
+    return _Known.found
 
 
 def absence() -> str:
     """Why ``core`` is None, or ""."""
-    if core() is not None:
-        return ""
-    return _Known.why if _Known.found is None else "it was switched off"
+    return "" if core() is not None else _Known.why
 
 
 def load(path: Path) -> tuple[Core | None, str]:
@@ -200,13 +196,3 @@ def load(path: Path) -> tuple[Core | None, str]:
     if found.stamp != wanted:
         return None, "it was compiled from other source"
     return found, ""
-
-
-@contextmanager
-def switched_off() -> Iterator[None]:
-    """Python does it all in the block, for groups that are made in it too: to compare the two."""
-    before, _Known.wanted = _Known.wanted, False
-    try:
-        yield
-    finally:
-        _Known.wanted = before

@@ -3,8 +3,8 @@
     import instep.shm
     torch.distributed.init_process_group("shm")        # or new_group(backend="shm")
 
-Where the ranks of a group turn out not to share a host, and on any platform but Linux on x86-64 (or aarch64
-with the native core), the group is one of gloo, and rank 0 says so once.
+It needs Linux and the native core. Where ranks do not share a host, or one of them lacks either, the group is
+one of gloo, and rank 0 says so once.
 """
 
 from instep.shm.backend import ShmGroup

@@ -19,8 +19,8 @@ least there is for a result that every rank holds. Two rounds: "my numbers are t
 and so on, on whichever rank and however fast: the same bits on every rank and in every run. Half-precision
 numbers are added in float32 and rounded once at the end.
 
-Where all ranks have the native core, sums, means and products of float32 and float64 go the same ways in C,
-in smaller pieces of which two are under way (``native/core.c``), with the same bits.
+Sums, means and products of float32 and float64 are made in C, in smaller pieces of which two are under way
+(``native/core.c``). All-reduces of other dtypes and operations add at once.
 
 Tensors are flat and contiguous. Lists have one entry per group rank.
 """
@@ -37,7 +37,7 @@ from torch.autograd.graph import increment_version
 
 from instep.errors import Desync
 from instep.memory import PIECE_BYTES, tensor_of
-from instep.native.library import ADD, AS_IT_IS, DIVIDED, MOST_RANKS, MULTIPLY, TYPES, Core, Pairs, core
+from instep.native.library import ADD, AS_IT_IS, DIVIDED, MOST_RANKS, MULTIPLY, TYPES, Pairs
 from instep.shm.arguments import dtype_name, flat_bytes
 from instep.shm.call import LOCATION_BYTES, NOWHERE, Call, Location
 from instep.shm.group_segment import HALF_BYTES, LINE, WORD
@@ -168,24 +168,19 @@ def reduce_scatter(op: Operation, out: Tensor, xs: Sequence[Tensor], reduction: 
 
 def all_reduce(op: Operation, x: Tensor, reduction: str, root: int | None = None) -> None:
     """``x`` (n,) becomes the sum over the ranks; with a ``root``, there alone."""
-    native = op.rounds.shared.core
-    at_once = op.rounds.size <= 2 or x.numel() * x.dtype.itemsize <= AT_ONCE_BYTES
-    if native is not None and _is_native(x.dtype, reduction) and op.rounds.size <= MOST_RANKS:
-        _reduce_natively(native, op, x, reduction, root, at_once)
+    if _is_native(x.dtype, reduction) and op.rounds.size <= MOST_RANKS:
+        _reduce_natively(op, x, reduction, root)
         return
-    reduce = _reduce_at_once if at_once else _reduce_by_slices
-    begins = not op.locations
     # A rank whose tensor lies in shared memory came to the first round without data. It has the others begin
     # again, all of whom see where each tensor lies.
-    if not reduce(op, x, reduction, root, begins):
-        reduce(op, x, reduction, root, False)
+    if not _reduce_at_once(op, x, reduction, root, not op.locations):
+        _reduce_at_once(op, x, reduction, root, False)
 
 
-def _reduce_natively(
-    native: Core, op: Operation, x: Tensor, reduction: str, root: int | None, at_once: bool
-) -> None:
-    """The same in smaller pieces, whose rounds and sums are made in C."""
+def _reduce_natively(op: Operation, x: Tensor, reduction: str, root: int | None) -> None:
+    """The same in smaller pieces, whose rounds and sums are made in C; above 32 KiB by slices."""
     rounds, view, itemsize = op.rounds, op.rounds.reduction, x.dtype.itemsize
+    at_once = rounds.size <= 2 or x.numel() * itemsize <= AT_ONCE_BYTES
     view.type, view.how = TYPES[itemsize], NATIVE[reduction]
     view.finish, view.number = _finish(reduction, rounds.size)
     view.root = -1 if root is None else root
@@ -193,7 +188,7 @@ def _reduce_natively(
     view.by_slices = not at_once
     view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
     view.compare = not op.locations
-    while not rounds.reduce(native, op.call, op.label, op.timeout_s):
+    while not rounds.reduce(op.call, op.label, op.timeout_s):
         view.compare = False  # a rank came without data: once more, all of them
     if not x.is_inference():
         increment_version(x)
@@ -213,46 +208,10 @@ def _reduce_at_once(op: Operation, x: Tensor, reduction: str, root: int | None, 
     return True
 
 
-def _reduce_by_slices(op: Operation, x: Tensor, reduction: str, root: int | None, begins: bool) -> bool:
-    """Every rank adds one slice of a piece, and takes the other slices from those who added them.
-
-    Both share a round: piece k is written beside the sums of piece k - 1. False: as above.
-    """
-    rounds, dtype = op.rounds, x.dtype
-    ranks = range(rounds.size)
-    slice_bytes = HALF_BYTES // (rounds.size + 1) // LINE * LINE
-    length, most = slice_bytes // dtype.itemsize, slice_bytes * rounds.size // dtype.itemsize
-    before: list[Tensor] | None = None  # piece k - 1, by slice
-    for start in range(0, x.numel() + most, most):
-        piece = _slices(x[start : start + most], rounds.size, length) if start < x.numel() else None
-        if piece is not None:
-            for rank in ranks:
-                if rank != rounds.rank:
-                    rounds.mine(dtype)[rank * length :][: len(piece[rank])].copy_(piece[rank])
-        op.meet()
-        if begins and not op.all_private():
-            return False
-        if before is not None and root in (None, rounds.rank):
-            for rank in ranks:
-                before[rank].copy_(rounds.theirs(rank, dtype)[most:][: len(before[rank])])
-        if piece is not None:
-            own = piece[rounds.rank]
-            place = slice(rounds.rank * length, rounds.rank * length + len(own))
-            addends = [own if rank == rounds.rank else rounds.theirs(rank, dtype)[place] for rank in ranks]
-            combine(addends, reduction, rounds.mine(dtype)[most:][: len(own)])
-        before = piece
-    return True
-
-
 def pieces(length: int, most: int) -> Iterator[tuple[int, int]]:
     """Cut ``length`` into (start, end) no longer than ``most``; one empty piece if there is nothing."""
     for start in range(0, max(length, 1), most):
         yield start, min(start + most, length)
-
-
-def _slices(piece: Tensor, size: int, length: int) -> list[Tensor]:
-    """``size`` slices of ``length``, of which the last ones may be shorter, or empty."""
-    return [piece[rank * length : (rank + 1) * length] for rank in range(size)]
 
 
 def _share(size: int) -> int:
@@ -290,8 +249,8 @@ def all_reduce_in_place(op: Operation, heap: Heap, dtype: torch.dtype, reduction
 
 def _combined_natively(op: Operation, heap: Heap, own: slice, dtype: torch.dtype, reduction: str) -> bool:
     """The same in one pass over memory; False: nothing was done."""
-    native, size = core(), op.rounds.size
-    if native is None or not _is_native(dtype, reduction) or size == 1:
+    native, size = op.rounds.shared.core, op.rounds.size
+    if not _is_native(dtype, reduction) or size == 1:
         return False
     try:
         addresses = [

@@ -8,7 +8,7 @@ A block is written by its rank alone, and so are its halves. *posted* counts the
 to; slot and half number k % 2 belong to round k. Every word that others wait for has a cache line of its own.
 Halves are only address space until a rank writes to them.
 
-Where all ranks have the same native core, they wait with it: on *done* and *sleepers* (``native/core.c``).
+Ranks wait in the native core, on *done* and *sleepers* (``native/core.c``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from instep.shm.segment import Mapping
 PAGE = 4096
 LINE = 64
 WORD = 8
-TITLE = b"instep group segment, version 3 "
+TITLE = b"instep group segment, version 4 "
 TOKEN_BYTES = 16
 HALF_BYTES = 2 << 20
 
 HERE, LEFT, FAILED = 0, 1, 2  # a rank's state
 _POSTED, _STATE, _FREED, _NUMBER, _PEER = 0, LINE, LINE + WORD, LINE + 2 * WORD, 2 * LINE
-_CORE = LINE + 3 * WORD  # of which source this rank's native core is; 0: it has none
 _DONE, _SLEEPERS = LINE, 2 * LINE  # beside the title
-_STAMP_DIGITS = 15  # in hexadecimal, as many as a word can hold
 _REASON = _PEER + RECORD_BYTES
 _REASON_BYTES = 1024
 _LABEL, _LABEL_BYTES = 1792, 128
@@ -52,8 +50,7 @@ class GroupSegment:
 
     ``posted[r]`` is the number of the word that counts the rounds of rank r. ``error`` is what this rank
     failed with; after that nothing of the group works any more. A child process that inherits the segment is
-    no member: what it does to it has no effect. ``core`` waits in its rounds, once ``settle`` has found that
-    all ranks have it.
+    no member: what it does to it has no effect. ``core`` waits in its rounds.
     """
 
     def __init__(self, mapping: Mapping, rank: int, size: int) -> None:
@@ -70,8 +67,9 @@ class GroupSegment:
         self._slots = [(block + _SLOTS, block + _SLOTS + _SLOT_STRIDE) for block in self._blocks]
         self._halves: dict[torch.dtype, list[list[Tensor]]] = {}
         self._by_round = self._memory.view(size, 2, HALF_BYTES).unbind(dim=1)
-        self.core: Core | None = None
-        self._own_core = core()
+        native = core()
+        assert native is not None, "made where shared memory is available"
+        self.core: Core = native
         base = self.words.address
         self.view = GroupView(
             size=size,
@@ -172,17 +170,8 @@ class GroupSegment:
         self.words.post(word, self.words[word] + 1)
 
     def introduce(self, peer: Peer) -> None:
-        """Write down who this rank is, and which core it has."""
+        """Write down who this rank is."""
         self._write(self._blocks[self.rank] + _PEER, peer.to_bytes())
-        self.words[(self._blocks[self.rank] + _CORE) // WORD] = _number_of(self._own_core)
-
-    def settle(self) -> None:
-        """All ranks have introduced themselves: where all have the same core, it waits in the group's rounds.
-
-        Those without one always wake, and are waited for in another way: a group has one way, or the other.
-        """
-        cores = {self.words[(block + _CORE) // WORD] for block in self._blocks}
-        self.core = self._own_core if cores == {_number_of(self._own_core)} else None
 
     def peer(self, rank: int) -> Peer:
         """Who ``rank`` said it is."""
@@ -248,10 +237,6 @@ class GroupSegment:
 @lru_cache(maxsize=1024)
 def _padded(label: str) -> bytes:
     return label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES)
-
-
-def _number_of(native: Core | None) -> int:
-    return int(native.stamp[:_STAMP_DIGITS], 16) if native is not None else 0
 
 
 def segment_bytes(size: int) -> int:

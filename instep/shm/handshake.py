@@ -28,7 +28,7 @@ from instep.mesh.peers import Peer, is_alive, own_peer
 from instep.mesh.questions import Questions, patience_s
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
-from instep.shm.futex import NEEDED, available
+from instep.shm.futex import why_not
 from instep.shm.group_segment import TOKEN_BYTES, GroupSegment
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
     flight = FlightRecorder(ranks[rank])
     me = own_peer(ranks[rank], flight)
     shared, problem = _open(store, rank, ranks, timeout_s)
-    store.set(_here(rank), json.dumps({"token": shared.token.hex() if shared else "", "problem": problem}))
+    told = {"token": shared.token.hex(), "core": shared.core.stamp} if shared else {}
+    store.set(_here(rank), json.dumps({**told, "problem": problem}))
     if rank == 0:
         store.set(VERDICT, json.dumps(_judge(store, shared, ranks, timeout_s)))
     _wait(store, [VERDICT], ranks[rank], ranks, timeout_s)
@@ -113,7 +114,6 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
         return Rendezvous(None, (), printable(verdict["problem"]))
     shared.introduce(me)
     _all_ranks(store, shared, 1, ranks, timeout_s)
-    shared.settle()
     table = tuple(shared.peer(other) for other in range(len(ranks)))
     strangers = [peer.rank for peer in table if is_alive(peer) is not True]
     shared.name(f"{BLIND} {strangers[0]}" if strangers else "the rendezvous")
@@ -129,8 +129,8 @@ def _open(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> tu
         _wait(store, [SEGMENT], ranks[rank], ranks, timeout_s)
         where = json.loads(store.get(SEGMENT))
     try:
-        if not available():
-            raise OSError(NEEDED)
+        if why := why_not():
+            raise OSError(why)
         if rank == 0:
             shared, fd = GroupSegment.create(len(ranks), secrets.token_bytes(TOKEN_BYTES))
             store.set(SEGMENT, json.dumps({"pid": own_peer(0).pid, "fd": fd}))
@@ -159,8 +159,10 @@ def _judge(
         told = json.loads(store.get(_here(rank)))
         if told["problem"]:
             problem = f"rank {ranks[rank]} {told['problem']}"
-        elif shared is not None and told["token"] != shared.token.hex():
+        elif shared is not None and told.get("token", "") != shared.token.hex():
             problem = f"rank {ranks[rank]} opened other memory than that of rank {ranks[0]}"
+        elif shared is not None and told["core"] != shared.core.stamp:
+            problem = f"rank {ranks[rank]} has another native core than rank {ranks[0]}: install one version"
     return {"absent": [], "problem": problem}
 
 

@@ -25,7 +25,7 @@ from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
 from instep.mesh.peers import Peer, Peers, describe
 from instep.mesh.rank_exit import as_told
-from instep.native.library import DIFFERENT, MISSING, SHARED, THERE, Core
+from instep.native.library import DIFFERENT, MISSING, SHARED, THERE
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
 from instep.shm.group_segment import HERE, LEFT, GroupSegment
@@ -59,7 +59,6 @@ class Rounds:
         self.peers = Peers(table, table[shared.rank], timeout_s, _LastSeen(shared, self.ranks), flight)
         self.flight = self.peers.flight
         self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
-        self._spin_s = SPIN_S if shared.size <= num_cores else 0.0
         shared.view.spin_ns, shared.view.yields = int(SPIN_S * _NS), shared.size > num_cores
         self.reduction = shared.reduction()
         # Each begins with its neighbour, so that not all sleep on one word.
@@ -79,19 +78,12 @@ class Rounds:
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Come to the next round and wait for all others; ``label`` names the operation in errors."""
-        shared, words = self.shared, self.shared.words
+        shared = self.shared
         self.number += 1
-        if shared.core is not None:
-            if shared.core.come(shared.view, self.number) and shared.core.meet(
-                shared.view, self.number, self.slice_ns(timeout_s)
-            ):
-                self.await_all(label, timeout_s)
-            return
-        words.post(shared.posted[self.rank], self.number)
-        for other in self._others:
-            if not words.spin(shared.posted[other], self.number, self._spin_s):
-                self.await_all(label, timeout_s)
-                return
+        if shared.core.come(shared.view, self.number) and shared.core.meet(
+            shared.view, self.number, self.slice_ns(timeout_s)
+        ):
+            self.await_all(label, timeout_s)
 
     def slice_ns(self, timeout_s: float | None) -> int:
         """How long the native core may sleep, which looks after nothing."""
@@ -116,7 +108,7 @@ class Rounds:
         self.meet(label, timeout_s)
         return self._compare(label)
 
-    def reduce(self, core: Core, call: Call, label: str, timeout_s: float | None = None) -> bool:
+    def reduce(self, call: Call, label: str, timeout_s: float | None = None) -> bool:
         """The all-reduce ``self.reduction`` by the core, which is to ``compare`` calls or is past that.
 
         False: only the calls were compared, because a rank has its tensor in shared memory.
@@ -129,7 +121,7 @@ class Rounds:
         if reduction.compare:
             self._announce(call, label, NOWHERE)
         sleep_ns = self.slice_ns(timeout_s)
-        while (found := core.all_reduce(reduction, sleep_ns)) == MISSING:
+        while (found := self.shared.core.all_reduce(reduction, sleep_ns)) == MISSING:
             self.await_all(label, timeout_s, reduction.rounds + reduction.at + 1)
         self.number = reduction.rounds
         if found == DIFFERENT:
@@ -218,9 +210,9 @@ class Arrival:
 
     def _sleep(self, rank: int, seconds: float) -> None:
         """Until the word of ``rank`` changes, or for other reasons."""
-        word, core = self._awaited[rank], self._shared.core
-        if core is not None and word == self._shared.posted[rank] and self._words is self._shared.words:
-            core.meet(self._shared.view, self._target, int(seconds * _NS))
+        word = self._awaited[rank]
+        if word == self._shared.posted[rank] and self._words is self._shared.words:
+            self._shared.core.meet(self._shared.view, self._target, int(seconds * _NS))
         else:
             self._words.sleep(word, self._target, seconds)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.mesh.memory_file import MemoryFile
-from instep.shm.futex import Words, words_at
+from instep.shm.futex import Words
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Mapping:
 
     def words(self) -> Words:
         """All of it as 64-bit words."""
-        return words_at(memoryview(self.memory), self.address)
+        return Words(memoryview(self.memory), self.address)
 
 
 def create(nbytes: int) -> Mapping:

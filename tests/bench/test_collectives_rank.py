@@ -5,17 +5,13 @@ import torch
 
 from instep.bench import collectives_rank
 from instep.bench.collectives_rank import (
-    WITHOUT_CORE,
     CollectiveBuffers,
-    Implementation,
     default_names,
     fits,
     memory_bytes_per_s,
     obstacle,
 )
 from instep.bench.worlds import World
-from instep.native.library import core, switched_off
-from instep.shm.futex import available
 from tests.world import world
 
 COLLECTIVES = [
@@ -115,20 +111,6 @@ def test_hosts_share_no_memory():
     assert obstacle("shm", "broadcast", 2, hosts=True) == "it is for ranks of one host"
 
 
-@pytest.mark.skipif(core() is None or not available(), reason="there is no native core here")
-@world(2, by="process")
-def test_shared_memory_does_without_the_native_core_if_it_is_asked_to(mesh):
-    ours = World()
-    shared = CollectiveBuffers("all_reduce", 1000, ours.rank, ours.size)
-    ways = {name: Implementation(name, shared, ours) for name in ("shm", "shm-in-place", *WITHOUT_CORE)}
-    seen = {}
-    for name, way in ways.items():
-        assert way.wrong() == 0
-        seen[name] = way.group(ours)._rounds.shared.core is not None
-    assert seen == {name: name not in WITHOUT_CORE for name in ways}
-    assert core() is not None
-
-
 @world(2, by="process")
 def test_all_ranks_know_how_fast_they_copy_together(mesh):
     ours = World()
@@ -138,15 +120,9 @@ def test_all_ranks_know_how_fast_they_copy_together(mesh):
     assert 0 < found == ours.slowest(found) < 1e15
 
 
-def test_there_is_nothing_to_do_without_where_there_is_no_core():
-    with switched_off():
-        assert "there is no native core to do without: it was " in obstacle("shm-python", "all_reduce", 2)
-    assert not set(WITHOUT_CORE) & set(default_names("all_reduce"))
-
-
 def test_what_needs_no_buffers_on_top_of_its_message_fits_where_an_algorithm_does_not(monkeypatch):
     monkeypatch.setattr(collectives_rank, "available_bytes", lambda: 10e9)
     size = 10**9  # of 6e9 bytes that may be taken
     assert fits("all_reduce", ["gloo", "shm", "shm-in-place"], size, 2)  # 2 x 2
-    assert not fits("all_reduce", ["gloo", "shm", "shm-in-place", *WITHOUT_CORE], size, 4)  # 4 x 3
+    assert not fits("all_reduce", ["gloo", "shm", "shm-in-place", "ring"], size, 4)  # 4 x 3
     assert not fits("all_reduce", ["shm-in-place", "ring"], size, 2)  # 2 x (2 + 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from instep.native.build import BuildFailed
 from instep.ordered.add_up import add_up
 from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import plan_sum
-from instep.shm import futex, group_segment, segment
-from tests.shm import calls
-from tests.shm.calls import group_of
-from tests.world import world
+from instep.shm import futex, segment
+from tests.native.without import without_core
 
 needs_compiler = pytest.mark.skipif(library.core() is None, reason="there is no compiled native core")
 
@@ -67,13 +64,9 @@ def test_a_library_without_its_source_is_not_used(fresh, monkeypatch):
 
 
 @needs_compiler
-def test_a_library_of_this_source_is_used_unless_it_is_switched_off(fresh):
+def test_a_library_of_this_source_is_used(fresh):
     build.build(fresh)
     assert library.core() is not None and library.absence() == ""
-    with library.switched_off():
-        assert library.core() is None and library.absence() == "it was switched off"
-        assert sums_as_python()
-    assert library.core() is not None
 
 
 def test_without_a_compiler_building_says_why(tmp_path, monkeypatch):
@@ -111,46 +104,19 @@ def test_the_command_is_no_failure_without_a_compiler(tmp_path):
     assert "ziglang" in ended.stdout
 
 
-def test_shared_memory_on_aarch64_needs_the_core(monkeypatch):
-    monkeypatch.setattr(futex.platform, "machine", lambda: "aarch64")
-    with library.switched_off():
-        assert not futex.available() and "where it was switched off" in futex.why_not()
+def test_ranks_share_memory_on_linux_with_the_core_and_nowhere_else(monkeypatch):
     assert futex.available() == (library.core() is not None)
+    with without_core():
+        assert futex.why_not() == "shm needs the native core: it was not compiled"
     monkeypatch.setattr(futex.platform, "machine", lambda: "riscv64")
-    with library.switched_off():
-        assert "this is Linux on riscv64" in futex.why_not()
+    assert "and this is Linux on riscv64" in futex.why_not()
 
 
 @needs_compiler
-def test_words_of_a_processor_that_reorders_are_those_of_the_core(monkeypatch):
-    monkeypatch.setattr(futex.platform, "machine", lambda: "aarch64")
+def test_words_are_stored_and_waited_for():
     words = segment.create(4096).words()
-    assert isinstance(words, futex.OrderedWords)
     words.post(3, -(2**62))
     words[4] = 7
     assert (words[3], words[4]) == (-(2**62), 7)
     assert words.spin(4, 7, 10) and not words.spin(4, 8, 0.001)
     words.sleep(4, 8, 0.001)
-
-
-@needs_compiler
-def test_a_group_in_which_one_rank_has_no_core_waits_without_it(monkeypatch):
-    native = library.core()
-
-    def of_rank() -> library.Core | None:
-        return None if threading.current_thread().name == "rank 1" else native
-
-    monkeypatch.setattr(group_segment, "core", of_rank)
-    world(3, backend="shm")(waits_without)()
-    monkeypatch.setattr(group_segment, "core", lambda: native)
-    world(3, backend="shm")(waits_with)()
-
-
-def waits_without(mesh):
-    assert group_of(mesh)._rounds.shared.core is None
-    calls.barrier(group_of(mesh)).wait()
-
-
-def waits_with(mesh):
-    assert group_of(mesh)._rounds.shared.core is not None
-    calls.barrier(group_of(mesh)).wait()

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from instep.native.library import ADD, DIVIDED, MULTIPLY, core, switched_off
+from instep.native.library import ADD, DIVIDED, MULTIPLY, core
 from instep.ordered.add_up import add_up
 from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import Sum, plan_sum, rank_major, round_major
+from tests.native.without import without_core
 
 pytestmark = pytest.mark.skipif(core() is None, reason="there is no compiled native core")
 
@@ -55,7 +56,7 @@ def bits(x: Tensor) -> Tensor:
 
 def both_ways(values: list[Tensor], plan: Sum, scale: float, homes: tuple[int, ...]) -> None:
     """Add in Python and natively, into the values numbered ``homes`` and one that is no value."""
-    with switched_off():
+    with without_core():
         expected = [value.clone() for value in values]
         apart = torch.empty_like(values[0])
         add_up(expected, plan, scale, [*(expected[i] for i in homes), apart], PLAIN)

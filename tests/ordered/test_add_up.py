@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.memory import PIECE_BYTES
-from instep.native.library import switched_off
 from instep.ordered.add_up import add_up
 from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import Sum
+from tests.native.without import without_core
 
 THREE = Sum((1, 2), ((0, 1), (0, 2)), ((0, 2), (0, 3)), 0)
 PIECES = 3
@@ -31,7 +31,7 @@ class Arithmetic(TorchDispatchMode):
 
 def num_calls(device: str) -> int:
     values = [torch.zeros(PIECES * PIECE_BYTES // 4, device=device) for _ in range(3)]
-    with switched_off(), Arithmetic() as arithmetic:
+    with without_core(), Arithmetic() as arithmetic:
         add_up(values, THREE, 0.5, [values[0]], BucketNodes(1, 1, torch.float32))
     return arithmetic.num_calls
 

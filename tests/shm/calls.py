@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +14,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from instep.mesh.mesh import Mesh
-from instep.native.library import switched_off
 from instep.shm import ShmGroup, connect
 
 PATIENCE_S = 20
 SUM = dist.ReduceOp.SUM
-
-
-def waiting(way: str) -> AbstractContextManager[None]:
-    """For ranks in processes of their own: with the native core, or, "python", without."""
-    return switched_off() if way == "python" else nullcontext()
 
 
 def group_of(mesh: Mesh) -> ShmGroup:

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from instep.native.library import core, switched_off
 from instep.shm import collectives, group_segment
 
 SMALL_BYTES = 16 << 10
-
-
-@pytest.fixture(autouse=True, params=["native", "python"] if core() is not None else ["python"])
-def waits_and_adds(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each test twice: with the native core, and with what stands for it where there is none."""
-    if request.param == "native":
-        yield request.param
-        return
-    with switched_off():
-        yield request.param
 
 
 @pytest.fixture

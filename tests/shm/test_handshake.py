@@ -11,6 +11,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import instep
 from instep.errors import PeerLost
 from instep.mesh.launch import launch
-from instep.shm import ShmGroup, connect, handshake, segment
+from instep.shm import ShmGroup, connect, group_segment, handshake, segment
 from instep.shm.group_segment import segment_bytes
 from tests.shm import calls
 from tests.shm.calls import PATIENCE_S
@@ -76,8 +77,15 @@ def memory_too_short(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
 
 
 def no_such_platform(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
-    monkeypatch.setattr(handshake, "available", lambda: not is_rank(rank))
-    return "needs Linux on x86-64"
+    monkeypatch.setattr(handshake, "why_not", lambda: "shm needs another platform" if is_rank(rank) else "")
+    return "shm needs another platform"
+
+
+def another_core(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
+    native = group_segment.core()
+    stranger = SimpleNamespace(stamp="another")
+    monkeypatch.setattr(group_segment, "core", lambda: stranger if is_rank(rank) else native)
+    return f"rank {rank} has another native core than rank 0"
 
 
 def cannot_see(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
@@ -103,6 +111,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
         (memory_too_short, 2),
         (no_such_platform, 0),
         (no_such_platform, 2),
+        (another_core, 1),
         (cannot_see, 1),
         (no_memory, 0),
     ],

@@ -23,7 +23,7 @@ from instep.native.library import core
 from instep.shm import collectives
 from instep.shm.futex import Words
 from instep.shm.heap import Heap
-from tests.shm.calls import PATIENCE_S, waiting
+from tests.shm.calls import PATIENCE_S
 
 SOON_S = PATIENCE_S / 2  # far above a slice of a wait, for a busy machine
 LONG = 5 << 20
@@ -147,14 +147,9 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-def survive(directory: Path, case: str, way: str) -> None:
+def survive(directory: Path, case: str) -> None:
     """A rank's life: meet, be killed, or write down how one learns of it."""
     os.chdir(directory)
-    with waiting(way):
-        survives(case)
-
-
-def survives(case: str) -> None:
     mesh = instep.init(backend="shm", timeout_s=PATIENCE_S)
     dist.barrier()
     try:
@@ -168,10 +163,10 @@ def survives(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case, waits_and_adds):
+def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case):
     pids: list[int] = []
     with pytest.raises(RankFailed, match=r"rank 1 of 3 .* was killed by SIGKILL"):
-        launch(survive, (tmp_path, case, waits_and_adds), ranks=3, on_start=pids.extend, grace_s=PATIENCE_S)
+        launch(survive, (tmp_path, case), ranks=3, on_start=pids.extend, grace_s=PATIENCE_S)
     died = float((tmp_path / "died").read_text())
     for rank in (0, 2):
         facts = json.loads((tmp_path / f"rank {rank}").read_text())
@@ -182,13 +177,8 @@ def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case, 
         assert facts["told"] - died < SOON_S
 
 
-def stop_and_be_missed(directory: Path, way: str) -> None:
+def stop_and_be_missed(directory: Path) -> None:
     os.chdir(directory)
-    with waiting(way):
-        is_missed()
-
-
-def is_missed() -> None:
     mesh = instep.init(backend="shm", timeout_s=0.5)
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
     dist.broadcast(torch.ones(1), 0)
@@ -201,21 +191,16 @@ def is_missed() -> None:
         os.kill(mesh.world.group.peers.table[1].pid, signal.SIGKILL)
 
 
-def test_a_process_that_is_stopped_is_alive_and_named_by_the_deadline(tmp_path, waits_and_adds):
+def test_a_process_that_is_stopped_is_alive_and_named_by_the_deadline(tmp_path):
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        launch(stop_and_be_missed, (tmp_path, waits_and_adds), ranks=2, grace_s=PATIENCE_S)
+        launch(stop_and_be_missed, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
     told = (tmp_path / "told").read_text()
     assert told.startswith("rank 0 waited 0.5 s in all_reduce, and never came: rank 1 (pid ")
     assert ", stopped, after broadcast. " in told
 
 
-def be_interrupted(directory: Path, way: str) -> None:
+def be_interrupted(directory: Path) -> None:
     os.chdir(directory)
-    with waiting(way):
-        is_interrupted()
-
-
-def is_interrupted() -> None:
     mesh = instep.init(backend="shm", timeout_s=PATIENCE_S)
     if mesh.rank == 0:
 
@@ -238,9 +223,9 @@ def is_interrupted() -> None:
     os.kill(mesh.world.group.peers.table[0].pid, signal.SIGKILL)
 
 
-def test_an_interrupt_ends_a_wait_and_the_others_are_told(tmp_path, waits_and_adds):
+def test_an_interrupt_ends_a_wait_and_the_others_are_told(tmp_path):
     with pytest.raises(RankFailed, match=r"rank 0 of 2 .* was killed by SIGKILL"):
-        launch(be_interrupted, (tmp_path, waits_and_adds), ranks=2, grace_s=PATIENCE_S)
+        launch(be_interrupted, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
     text, told = json.loads((tmp_path / "told").read_text())
     assert text.endswith("rank 0, which failed: KeyboardInterrupt")
     assert told - float((tmp_path / "died").read_text()) < SOON_S
