@@ -106,6 +106,7 @@ def train(name: str, setting: Setting) -> str:
 
 def world(part: Part, names: list[str], pp: int) -> None:
     """One rank: train all variants, one after the other; rank 0 reports each as soon as it has the hash."""
+    part.print_stacks_in_time()
     with closing(instep.init(pp=pp, backend="gloo", timeout_s=60)) as mesh:
         setting = setting_of(part, mesh)
         for name in names:

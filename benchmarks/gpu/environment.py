@@ -32,14 +32,15 @@ def environment(part: Part) -> None:
         "float32 matrix products": torch.get_float32_matmul_precision(),
         "CUBLAS_WORKSPACE_CONFIG": os.environ["CUBLAS_WORKSPACE_CONFIG"],
     }
-    if part.on_gpu:
-        found |= {"nvidia-smi": printed("nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader")}
-        found |= of_card(part.device) if torch.cuda.is_available() else {}
     for name, value in found.items():
         part.found(name, "info", value=value)
     if part.on_gpu:
+        asked = "nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader"
+        part.found("nvidia-smi", "info", value=printed(*asked))
         x = torch.ones(256, 256, device=part.device)
         part.found("the card computes", "same" if float((x @ x).sum()) == 256.0**3 else "differs")
+        for name, value in of_card(part.device).items():
+            part.found(name, "info", value=value)
 
 
 def of_card(device: str) -> dict[str, object]:

@@ -28,6 +28,7 @@ SWITCHES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_
 
 def over_nccl(part: Part, store: dist.Store, rank: int, ranks: int) -> None:
     """An all-reduce, and some steps whose hash is compared with that of the other parts."""
+    part.print_stacks_in_time()
     torch.cuda.set_device(part.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",  # headers are in CPU memory

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE_S = 3.0  # the limit, the stacks of all threads are printed
+BEFORE_S = 3.0  # the limit, stacks are printed
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Part:
     @property
     def left_s(self) -> float:
         return self.until - time.monotonic()
+
+    def print_stacks_in_time(self) -> None:
+        """Have this process print where its threads are, shortly before it is cut off; its ranks too."""
+        faulthandler.dump_traceback_later(max(1.0, self.left_s - BEFORE_S))
 
     def found(self, what: str, verdict: str, **data: object) -> None:
         """Report; ``verdict`` is "same", "differs", "passed", "failed", "skipped", "measured", or "info"."""
@@ -81,7 +85,9 @@ def main(functions: Mapping[str, Callable[[Part], None]]) -> None:
     words.add_argument("--quick", action="store_true")
     words.add_argument("--nccl", default="")
     got = words.parse_args()
-    faulthandler.dump_traceback_later(max(1.0, got.seconds - BEFORE_S))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for ranks too, before they start CUDA
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine may not know its own name
     until = time.monotonic() + got.seconds
-    functions[got.name](Part(got.name, got.device, got.quick, got.output, until, got.nccl))
+    part = Part(got.name, got.device, got.quick, got.output, until, got.nccl)
+    part.print_stacks_in_time()
+    functions[part.name](part)

@@ -38,8 +38,9 @@ def kill(part: Part) -> None:
 
 def recipe(part: Part) -> list[object]:
     """A small GPT with dropout and clipping on the package's own source."""
-    size = [] if part.quick else ["--model.layers", 4, "--model.width", 256, "--model.dropout", 0.1]
+    size = [] if part.quick else ["--model.layers", 4, "--model.width", 256]
     words = ["--steps", 8, "--data", ROOT / "instep" / "ordered", "--eval.windows", 8, *size]
+    words += ["--model.dropout", 0.1]
     return [*words, "--parallel.backend", "gloo", "--timeout-s", 30]
 
 

@@ -115,22 +115,34 @@ def measure(setting: Setting) -> None:
     figures = {"step_ms": step_ms, "host_ms": host_ms, "peak_mb": bare.peak_mb}
     part.found(f"{setting.name}, {BARE}", "measured", **figures)
     for variant in VARIANTS:
+        what = f"{setting.name}, {variant}"
         if part.left_s < LEAST_S:
-            part.found(f"{setting.name}, {variant}", "skipped", why=f"{part.left_s:.0f} s left")
+            part.found(what, "skipped", why=f"{part.left_s:.0f} s left")
             continue
-        loop, pairs = Loop(setting, variant), []
-        for turn in range(setting.pairs):  # in turns the one and the other first
-            first = [loop.sample()] if turn % 2 else []
-            pairs.append((bare.sample(), *(first or [loop.sample()])))
-        ratios = [ours[0] / theirs[0] for theirs, ours in pairs]
-        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        peak_ratio = loop.peak_mb / bare.peak_mb if loop.peak_mb and bare.peak_mb else None
-        figures = {"ratio": median, "quartiles": f"{low:.3f} to {high:.3f}", "peak_ratio": peak_ratio}
-        figures |= {"host_ms": statistics.median(ours[1] for _, ours in pairs), "ratios": ratios}
-        step_ms = statistics.median(ours[0] for _, ours in pairs)
-        part.found(f"{setting.name}, {variant}", "measured", step_ms=step_ms, **figures)
-        loop.close()
-        del loop
+        try:
+            part.found(what, "measured", **beside(bare, Loop(setting, variant), setting.pairs))
+        except Exception as error:  # the others are worth their time
+            part.found(what, "failed", why=f"{type(error).__name__}: {error}"[:500])
+
+
+def beside(bare: Loop, loop: Loop, num_pairs: int) -> dict[str, object]:
+    """The figures of ``loop``, from pairs of a sample of each, in turns the one and the other first."""
+    pairs = []
+    for turn in range(num_pairs):
+        first = [loop.sample()] if turn % 2 else []
+        pairs.append((bare.sample(), *(first or [loop.sample()])))
+    loop.close()
+    ratios = [ours[0] / theirs[0] for theirs, ours in pairs]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {
+        "step_ms": statistics.median(ours[0] for _, ours in pairs),
+        "ratio": median,
+        "quartiles": f"{low:.3f} to {high:.3f}",
+        "host_ms": statistics.median(ours[1] for _, ours in pairs),
+        "peak_mb": loop.peak_mb,
+        "peak_ratio": loop.peak_mb / bare.peak_mb if loop.peak_mb and bare.peak_mb else None,
+        "ratios": ratios,
+    }
 
 
 def timings(part: Part) -> None:
