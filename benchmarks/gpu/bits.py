@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import instep
 from benchmarks.gpu.part import Part, main
 from instep.checkpoint.state import TrainingState
+from instep.mesh import deterministic
 from instep.mesh.launch import RankFailed, launch
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
@@ -107,7 +108,10 @@ def train(name: str, setting: Setting) -> str:
 def world(part: Part, names: list[str], pp: int) -> None:
     """One rank: train all variants, one after the other; rank 0 reports each as soon as it has the hash."""
     part.print_stacks_in_time()
-    with closing(instep.init(pp=pp, backend="gloo", timeout_s=60)) as mesh:
+    if part.on_gpu:
+        deterministic.enable()
+    with closing(instep.init(pp=pp, device=part.device, backend="gloo", timeout_s=60)) as mesh:
+        assert str(mesh.device) == part.device, f"expected {part.device}, got {mesh.device}"
         setting = setting_of(part, mesh)
         for name in names:
             digest = train(name, setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import instep
 from benchmarks.gpu.bits import setting_of, train
 from benchmarks.gpu.part import Part, main
+from instep.mesh import deterministic
 from instep.mesh.launch import RankFailed, launch
 
 LIMIT_S = 30.0
@@ -29,6 +31,7 @@ SWITCHES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_
 def over_nccl(part: Part, store: dist.Store, rank: int, ranks: int) -> None:
     """An all-reduce, and some steps whose hash is compared with that of the other parts."""
     part.print_stacks_in_time()
+    deterministic.enable()
     torch.cuda.set_device(part.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",  # headers are in CPU memory
@@ -41,12 +44,19 @@ def over_nccl(part: Part, store: dist.Store, rank: int, ranks: int) -> None:
     dist.all_reduce(x)
     good = bool((x == sum(range(1, ranks + 1))).all())
     if rank == 0:
-        part.found("all_reduce", "same" if good else "differs", nccl=str(torch.cuda.nccl.version()))
-    with closing(instep.init(timeout_s=LIMIT_S)) as mesh:
+        part.found("all_reduce", "same" if good else "differs", nccl=loaded_version())
+    with closing(instep.init(device=part.device, timeout_s=LIMIT_S)) as mesh:
         digest = train("bucketed", setting_of(part, mesh))
     if rank == 0:
         part.compare("DataParallel, bucketed", digest, device=str(mesh.device))
     dist.destroy_process_group()
+
+
+def loaded_version() -> int:
+    """That of the library in this process; ``torch.cuda.nccl.version`` is that which torch was built with."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def one_rank(part: Part) -> None:

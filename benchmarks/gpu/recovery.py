@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -29,11 +30,12 @@ def kill(part: Part) -> None:
                 continue
             summary = json.loads((run / "summary.json").read_text())
             faults = (run / "faults.jsonl").read_text() if (run / "faults.jsonl").exists() else ""
-            recovered = faults.count('"recovery"')
-        expected = expected or summary["state_sha256"]
-        as_planned = summary["state_sha256"] == expected and recovered == ("--fault" in words)
-        verdict = "same" if as_planned else "differs"
-        part.found(what, verdict, recoveries=recovered, state_sha256=summary["state_sha256"])
+            device = re.findall(r'"device": "(\w+)"', (run / "ledger.jsonl").read_text())[0]
+        digest, recovered = summary["state_sha256"], faults.count('"recovery"')
+        expected = expected or digest
+        as_planned = device in part.device and recovered == ("--fault" in words)
+        verdict = "differs" if digest != expected else "same" if as_planned else "failed"
+        part.found(what, verdict, device=device, recoveries=recovered, state_sha256=digest)
 
 
 def recipe(part: Part) -> list[object]:
@@ -41,7 +43,7 @@ def recipe(part: Part) -> list[object]:
     size = [] if part.quick else ["--model.layers", 4, "--model.width", 256]
     words = ["--steps", 8, "--data", ROOT / "instep" / "ordered", "--eval.windows", 8, *size]
     words += ["--model.dropout", 0.1]
-    return [*words, "--parallel.backend", "gloo", "--timeout-s", 30]
+    return [*words, "--parallel.device", part.device, "--parallel.backend", "gloo", "--timeout-s", 30]
 
 
 def spare(part: Part) -> None:
@@ -50,14 +52,16 @@ def spare(part: Part) -> None:
         told = Path(folder, "told.jsonl")
         instep("run", "-n", 2, "--fault", KILL, SPARE, part.device, told, cwd=Path(folder))
         lines = [json.loads(line) for line in told.read_text().splitlines()]
-    before, after = ({x["pid"]: x for x in lines if x["at"] == at} for at in ("before", "after"))
-    killed = next(x for x in lines if x["at"] == "waited")
-    replaced = [pid for pid in before if before[pid]["s"] < killed["s"] and pid in after]
-    late = [pid for pid in replaced if after[pid]["s"] > killed["s"]]
-    had_cuda = any(x["cuda"] for x in before.values())
-    part.found("no process has CUDA before it is given a device", "failed" if had_cuda else "same")
-    verdict = "same" if len(late) == 1 else "failed" if part.on_gpu else "info"
-    part.found("a spare has no device until a rank is lost", verdict, processes=len(before), waited=len(late))
+    before, after, done = (
+        {x["pid"]: x for x in lines if x["at"] == at} for at in ("before", "after", "done")
+    )
+    lost_s = next(x["s"] for x in lines if x["at"] == "waited")
+    late = [pid for pid in after if before[pid]["s"] < lost_s < after[pid]["s"]]
+    early = any(x["cuda"] for x in before.values())
+    seen = all(x["cuda"] == part.on_gpu for x in done.values())  # that the check sees CUDA where it is
+    part.found("no CUDA before a device is given", "failed" if early or not seen else "same")
+    verdict = "same" if len(late) == 1 else "failed"
+    part.found("a spare waits until a rank is lost", verdict, processes=len(before), waited=len(late))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ LARGE = (
 
 def streams(part: Part) -> None:
     words = ["-n", 2, "--steps", 12, "--data", ROOT / "instep" / "ordered", "--eval.windows", 8]
-    words += [*(QUICK if part.quick else LARGE).split(), "--parallel.backend", "gloo"]
+    words += [*(QUICK if part.quick else LARGE).split(), "--parallel.device", part.device]
+    words += ["--parallel.backend", "gloo"]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         instep("train", *words, "--run-dir", run, cwd=Path(folder))
