@@ -15,6 +15,7 @@ from typing import Any
 BEGIN, END = "<!-- gpu tables -->\n", "<!-- end of gpu tables -->"
 AMISS = ("differs", "failed", "cut off")
 BITS = ("one rank twice", "1 rank", "2 ranks", "3 ranks", "4 ranks")
+LONGEST = 300  # of a text in a table
 Finding = Mapping[str, Any]
 
 
@@ -74,13 +75,15 @@ def table(found: Iterable[Finding]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Three digits that count of a number, the first sixteen of a hash, of a text one line."""
+    """Three digits that count of a number, the first sixteen of a hash, a text in one line."""
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     text = " ".join(str(value).replace("|", "/").split())
-    return text[:16] if len(text) == 64 and " " not in text else text[:200]
+    if len(text) == 64 and " " not in text:
+        return text[:16]
+    return text if len(text) <= LONGEST else f"... {text[-LONGEST:]}"  # of an error the end says most
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -180,8 +180,11 @@ class Run:
     def _show(self, finding: dict[str, Any]) -> None:
         name = ": ".join(filter(None, (finding["part"], finding["what"])))
         hidden = ("part", "what", "verdict", "log", "sha256", "ratios")
-        more = [f"{key} {value}" for key, value in finding.items() if key not in hidden and value is not None]
-        print(f"{name}: {finding['verdict']}  {', '.join(more)}".rstrip(), flush=True)
+        told = {key: value for key, value in finding.items() if key not in hidden and value is not None}
+        more = [
+            f"{key} {value:.4g}" if type(value) is float else f"{key} {value}" for key, value in told.items()
+        ]
+        print(" ".join(f"{name}: {finding['verdict']}  {', '.join(more)}".split()), flush=True)
         if finding["verdict"] in AMISS:
             self.amiss.append(name)
 
