@@ -75,6 +75,7 @@ def main() -> int:
         finally:
             run.report()
     print((run.output / "tables.md").read_text())
+    print(f"To send: results.jsonl and step.png in {wanted.output}")
     return 1 if run.amiss else 0
 
 
