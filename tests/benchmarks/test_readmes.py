@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("small_steps", name) for name in ("small steps table", "declared table", "environment")),
         *(("timeline", name) for name in ("parts table", "account table", "cost table", "environment")),
         ("fuzz", "fuzz"),
+        ("gpu", "gpu tables"),
         ("broadcast", "broadcast"),
         ("collectives", "collectives"),
         *(("soak", name) for name in ("soak", "kills")),

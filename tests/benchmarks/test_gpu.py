@@ -1,0 +1,166 @@
+"""The runner of the GPU benchmark: parts that hang, fail or differ, a run that is ended; and all on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.report import sections
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "gpu"
+REPORT = """
+import json, os, sys, time
+def found(what, verdict):
+    file = os.path.join(sys.argv[sys.argv.index("--output") + 1], "results.jsonl")
+    with open(file, "a") as results:
+        results.write(json.dumps({"part": sys.argv[1], "what": what, "verdict": verdict}) + "\\n")
+"""
+WITH_PARTS = """
+import json, sys
+sys.path.insert(0, {folder!r})
+import run
+run.PARTS = {{name: run.Part(*fields) for name, fields in json.loads(sys.argv.pop(1)).items()}}
+run.GRACE_S = 0.5
+sys.exit(run.main())
+"""
+GOOD = "found('first', 'same')"
+HANGS = """
+import subprocess
+found('begun', 'same')
+child = subprocess.Popen(["sleep", "600"])
+print("pid", child.pid, flush=True)
+child.wait()
+"""
+
+
+def started(
+    folder: Path, scripts: Mapping[str, str], *words: object, seconds: float = 10, needs_gpu: bool = False
+) -> subprocess.Popen[str]:
+    """The runner with parts that do what ``scripts`` say."""
+    parts: dict[str, tuple[str, float, bool]] = {}
+    for name, text in scripts.items():
+        path = folder / f"{name}.py"
+        path.write_text(REPORT + text)
+        parts[name] = str(path), seconds, needs_gpu
+    runner = WITH_PARTS.format(folder=str(FOLDER))
+    command = [sys.executable, "-c", runner, json.dumps(parts), "--output", str(folder / "out")]
+    command += ["--device", "cpu", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def findings(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
+
+
+def ends(folder: Path) -> dict[str, str]:
+    """By part, how it has ended."""
+    return {x["part"]: x["verdict"] for x in findings(folder) if not x["what"]}
+
+
+def assert_gone(pid: int) -> None:
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_part_that_hangs_is_cut_off_with_its_children_and_the_others_run(tmp_path: Path) -> None:
+    scripts = {"before": GOOD, "hanging": HANGS, "after": GOOD}
+    runner = started(tmp_path, scripts, "--minutes", 8 / 60, seconds=3)
+    out, err = runner.communicate()
+    assert runner.returncode == 1, err
+    assert ends(tmp_path) == {"before": "done", "hanging": "cut off", "after": "done"}
+    assert "hanging: cut off" in out and "Not as it should be: hanging." in out
+    assert "left] hanging: at most" in err
+    said = next(x["log"] for x in findings(tmp_path) if x["verdict"] == "cut off")
+    assert_gone(int(said.split()[1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "amiss"),
+    [
+        (GOOD, None),
+        ("found('a hash', 'differs')", "bad: a hash"),
+        ("found('a rank', 'failed')", "bad: a rank"),
+        (f"{GOOD}; raise SystemExit(3)", "bad"),
+        ("found('a hash', 'info'); found('another', 'skipped')", None),
+    ],
+)
+def test_the_exit_code_is_1_if_a_part_fails_or_differs(text: str, amiss: str | None, tmp_path: Path) -> None:
+    runner = started(tmp_path, {"bad": text, "after": GOOD})
+    out, err = runner.communicate()
+    assert runner.returncode == (amiss is not None), err
+    assert (f"Not as it should be: {amiss}." in out) == (amiss is not None)
+    assert ends(tmp_path)["after"] == "done"
+
+
+def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
+    runner = started(tmp_path, {"before": GOOD, "hanging": HANGS, "after": GOOD})
+    assert runner.stdout is not None and runner.stderr is not None
+    while "hanging: begun" not in runner.stdout.readline():
+        assert runner.poll() is None, runner.stderr.read()
+    runner.send_signal(signal.SIGTERM)
+    runner.communicate()
+    assert runner.returncode == 128 + signal.SIGTERM
+    assert [x["part"] for x in findings(tmp_path)] == ["before", "before", "hanging"]
+    assert "| before | done |" in (tmp_path / "out" / "tables.md").read_text()
+    assert_gone(int((tmp_path / "out" / "log.txt").read_text().split()[-1]))
+
+
+def test_parts_without_a_gpu_or_without_time_are_skipped_by_name(tmp_path: Path) -> None:
+    for words, why, options in (
+        ((), "no GPU", {"needs_gpu": True}),
+        (("--minutes", 0.01), "1 s left", {"seconds": 60}),
+    ):
+        runner = started(tmp_path, {"one": GOOD}, *words, **options)
+        runner.communicate()
+        assert runner.returncode == 0
+        assert [(x["verdict"], x["why"]) for x in findings(tmp_path)] == [("skipped", why)]
+
+
+def test_a_line_of_a_killed_part_that_is_not_whole_hides_no_other(tmp_path: Path) -> None:
+    torn = "open(os.path.join(sys.argv[5], 'results.jsonl'), 'a').write('{\"part\": '); sys.exit(3)"
+    runner = started(tmp_path, {"torn": torn, "after": GOOD})
+    out, err = runner.communicate()
+    assert runner.returncode == 1, err
+    assert "torn: failed" in out and "Not as it should be: torn." in out
+    assert "after: done" in out
+
+
+def test_hashes_are_in_one_table_and_other_parts_in_one_each() -> None:
+    found = [
+        {"part": "1 rank", "what": "naive", "verdict": "same", "sha256": "0" * 64},
+        {"part": "2 ranks", "what": "naive", "verdict": "differs", "sha256": "1" * 64},
+        {"part": "2 ranks", "what": "control", "verdict": "info", "answer": "differs"},
+        {"part": "2 ranks", "what": "", "verdict": "done", "seconds": 2.0},
+        {"part": "timings", "what": "bare", "verdict": "measured", "step_ms": 12.3456, "ratios": [1.0]},
+    ]
+    text = "\n\n".join(sections(found))
+    assert text.startswith("Not as it should be: 2 ranks: naive.")
+    assert "|  | 1 rank | 2 ranks |\n| --- | --- | --- |\n| naive | same | differs |" in text
+    assert "| control |  | differs |" in text
+    assert "|  | verdict | step ms |\n| --- | --- | --- |\n| bare | measured | 12.3 |" in text
+    assert "| 2 ranks | done | 2 |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_parts_are_as_they_should_be_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, FOLDER / "run.py", "--device", "cpu", "--quick", "--minutes", "18"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
+        [*command, "--output", tmp_path / "out"], capture_output=True, text=True, env=environ
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = findings(tmp_path)
+    assert {x["part"] for x in found if x.get("why") == "no GPU"} == {"tests", "nccl, one rank"}
+    hashes = {x["sha256"] for x in found if "sha256" in x}
+    assert len(hashes) == 1
+    assert (tmp_path / "out" / "step.png").stat().st_size > 10_000
