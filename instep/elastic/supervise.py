@@ -29,7 +29,7 @@ from instep.elastic.snapshot import SnapshotHandle, SnapshotStore
 from instep.elastic.watchdog import Reading, find_stuck
 from instep.elastic.worker_pool import Message, Worker, WorkerPool, progress_table
 from instep.mesh.hang_report import status_table
-from instep.mesh.launch import ANSWER_S, warm
+from instep.mesh.launch import warm
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import statuses_of
 from instep.mesh.rank_exit import Exit, RankFailed, describe_exit, root_cause
@@ -40,8 +40,6 @@ SPARE_AFTER_S = 1.0  # of training: a run that is shorter needs none
 MISSED_S = 1.0  # for a rank that others have waited for in vain to leave, too
 MAX_RANKS = MAX_WORKERS // 2  # each may have to be replaced while it is still ending
 MAX_SPARES_LOST = 3
-# For a spare to be started, which the run can do without: meanwhile no death of a rank is noticed.
-SPARE_ANSWER_S = 3.0
 GRACE_S = 2.0
 # Exceptions that would come again on any worker: about the run, its files, or its settings.
 FINAL = frozenset(
@@ -330,9 +328,9 @@ class Supervisor:
         for worker, place in zip(without, self._free_places(), strict=False):
             worker.give_place(place)
 
-    def _start(self, answer_s: float = ANSWER_S) -> Worker:
+    def _start(self) -> Worker:
         """One more worker, in a free place if there is one."""
-        return self.pool.start(next(iter(self._free_places()), None), self.target, answer_s)
+        return self.pool.start(next(iter(self._free_places()), None), self.target)
 
     def _end_generation(self) -> None:
         """From now on the next generation is wanted."""
@@ -399,10 +397,7 @@ class Supervisor:
         if self._spares_lost >= MAX_SPARES_LOST:
             return
         try:
-            self._start(SPARE_ANSWER_S)
-        except TimeoutError as error:  # a new forkserver may still be loading torch
-            self._spares_lost += 1
-            self.options.say(f"no spare: {error}")
+            self._start()
         except OSError as error:
             self._spares_lost = MAX_SPARES_LOST
             self.options.say(f"no spare: {error}; a rank that is lost has to wait for a new process")

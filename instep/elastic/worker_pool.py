@@ -25,7 +25,7 @@ from instep.elastic.heartbeat import BEATING, MAX_WORKERS, HeartbeatPage
 from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, WorkerSpec
 from instep.elastic.watchdog import Reading
 from instep.mesh.hang_report import aligned
-from instep.mesh.launch import ANSWER_S, Children, surroundings
+from instep.mesh.launch import Children, surroundings
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.peers import is_stopped
 from instep.mesh.process_state import io_counters, waits_for_device
@@ -175,11 +175,8 @@ class WorkerPool:
         """The most steps that one of them has done; -1: none has a state yet."""
         return max((self.page.position(w.slot).step for w in self.workers.values()), default=-1)
 
-    def start(self, place: int | None, num_places: int, answer_s: float = ANSWER_S) -> Worker:
-        """Start one more, as local rank ``place`` or (None) as a spare.
-
-        ``OSError`` where there can be none, or none is there after ``answer_s``.
-        """
+    def start(self, place: int | None, num_places: int) -> Worker:
+        """Start one more, as local rank ``place``, or as a spare (None). May raise ``OSError``."""
         taken = {worker.slot for worker in self.workers.values()}
         while self._number % MAX_WORKERS in taken:
             self._number += 1
@@ -191,7 +188,7 @@ class WorkerPool:
         self.page.reset(slot)
         spec = WorkerSpec(slot, self.page.file, theirs, place, num_places)
         try:
-            pid = self._children.start(child, self._work, (spec, *self._args), answer_s=answer_s)
+            pid = self._children.start(child, self._work, (spec, *self._args))
         except BaseException:
             ours.close()
             raise

@@ -23,7 +23,6 @@ import multiprocessing.util
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from instep.mesh.memory_file import MemoryFile
-from instep.mesh.process_state import look
 from instep.mesh.rank_exit import Exit, RankFailed, root_cause
 from instep.mesh.rank_process import Child, read_record, run_child
 from instep.mesh.signals import STOP_SIGNALS, handled
@@ -45,15 +43,8 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 # torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
 SET_UP = "instep.mesh.forkserver"  # the last
-ANSWER_S = 120.0  # for the forkserver, which may still be loading torch, to start a process
-REVIVE_S = 1.0  # between two looks at the forkserver
-MAX_UNREPORTED = 5  # looks at a process that has ended, of which the forkserver has not told
-LONGEST_PATH = 60  # of a directory, so that a socket in a directory in it fits into 104 characters
-HELD = "/proc/self/fd/"
-NO_PROCESS, RAISE_LIMIT = "no process can be started", "raise pids.max or ulimit -u"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
-_held: list[int] = []  # the descriptor of the forkserver's socket
 # Starting the forkserver borrows this process's signal handler and environment for a moment.
 _starting = threading.Lock()
 
@@ -115,78 +106,44 @@ def warm(*modules: str) -> None:
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules, SET_UP])
-    _ensure_forkserver()
-
-
-def _ensure_forkserver() -> None:
-    """Start the forkserver if there is none, or if it has ended."""
-    with _starting, _ignored(), _one_blas_thread(), _passing_directory(), _socket_with_a_file():
+    with _starting, _ignored(), _one_blas_thread():
         multiprocessing.forkserver.ensure_running()
 
 
 class Children:
     """The processes of one launcher: started one by one, waited for, stopped, until none is ``running``.
 
-    No child is polled: each has a sentinel, a pipe that becomes readable when it ends. The forkserver writes
-    it, and is looked at every ``REVIVE_S``, however short the waits: one that was stopped would hide the end
-    of all of them. One that cannot be made to go on is killed, and all of them with it, as soon as the end of
-    one is hidden: the pipes are closed then.
+    No child is polled: each has a sentinel, a pipe that becomes readable when it ends.
     """
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.running: dict[int, tuple[Child, ForkServerProcess]] = {}  # sentinel -> child, process
-        self._looked = time.monotonic()
-        self._unreported: dict[int, int] = {}  # sentinel -> looks that have found the process ended
 
-    def start(
-        self,
-        child: Child,
-        target: Callable[..., object],
-        args: tuple[Any, ...] = (),
-        *,
-        answer_s: float = ANSWER_S,
-    ) -> int:
+    def start(self, child: Child, target: Callable[..., object], args: tuple[Any, ...] = ()) -> int:
         """Start ``target(*args)`` in a new process; its process id. ``child`` is closed when it has ended.
 
         Raises:
-            OSError: there can be no more processes; those that run go on.
-            TimeoutError: the forkserver gives no answer within ``answer_s``.
+            OSError: there can be no more processes.
         """
-        if _has_ended(_forkserver_pid()):
-            _ensure_forkserver()
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
         process = self.context.Process(
             target=run_child, args=(child, target, args), name=f"rank {child.number}"
         )
         try:
-            _start_within(answer_s, process)
-            pid = process.pid
-            assert pid is not None
-            if pid < 0:  # mesh.forkserver
-                _forget(process)
-                raise OSError(-pid, f"{NO_PROCESS}: {os.strerror(-pid)}: {RAISE_LIMIT}")
-        except BrokenPipeError as error:  # the fork had failed before the forkserver was told what to run
-            child.close()
-            raise OSError(f"{NO_PROCESS}: the forkserver has hung up: {RAISE_LIMIT}") from error
+            process.start()
         except BaseException:
             child.close()
             raise
         self.running[process.sentinel] = child, process
-        return pid
+        assert process.pid is not None
+        return process.pid
 
     def wait(
         self, timeout_s: float | None, others: Sequence[Connection] = ()
     ) -> tuple[list[Exit], list[Connection]]:
         """Block until a child has ended or one of ``others`` can be read: those that have, and those."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left_s = REVIVE_S if until is None else max(0.0, min(REVIVE_S, until - time.monotonic()))
-            ready = multiprocessing.connection.wait([*self.running, *others], left_s)
-            if time.monotonic() - self._looked >= REVIVE_S:
-                self._look_at_forkserver(ready)
-            if ready or (until is not None and time.monotonic() >= until):
-                break
+        ready = multiprocessing.connection.wait([*self.running, *others], timeout_s)
         ended = [self._bury(sentinel) for sentinel in ready if isinstance(sentinel, int)]
         return ended, [other for other in others if other in ready]
 
@@ -213,22 +170,6 @@ class Children:
             exits += self.wait_all(None)
         return exits
 
-    def _look_at_forkserver(self, ready: Sequence[object]) -> None:
-        """Let it go on if it was stopped; kill it if it still does not tell that a process has ended.
-
-        Looks are counted, not seconds: the launcher may have been stopped, too.
-        """
-        self._looked = time.monotonic()
-        _revive()
-        hidden = [
-            sentinel
-            for sentinel, (_, process) in self.running.items()
-            if sentinel not in ready and _has_ended(process.pid)
-        ]
-        self._unreported = {sentinel: self._unreported.get(sentinel, 0) + 1 for sentinel in hidden}
-        if max(self._unreported.values(), default=0) >= MAX_UNREPORTED:
-            _kill_forkserver()
-
     def _bury(self, sentinel: int) -> Exit:
         child, process = self.running.pop(sentinel)
         process.join()
@@ -246,85 +187,6 @@ class Children:
             if process.pid is not None and process.is_alive() and not _signal_group(process.pid, number):
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     os.kill(process.pid, number)  # too young for a session of its own
-
-
-def _start_within(seconds: float, process: ForkServerProcess) -> None:
-    """Start ``process``, for which the forkserver may keep us waiting, and see meanwhile to the forkserver.
-
-    One that is started later is killed at once.
-    """
-    errors: list[BaseException] = []
-    started, given_up = threading.Event(), threading.Event()
-
-    def run() -> None:
-        try:
-            process.start()
-            started.set()
-            if given_up.is_set():
-                _kill_late(process)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="instep start of a rank", daemon=True)
-    thread.start()
-    until = time.monotonic() + seconds
-    while thread.is_alive() and time.monotonic() <= until:
-        thread.join(min(REVIVE_S, seconds))
-        if thread.is_alive():
-            _revive()
-    if thread.is_alive():
-        given_up.set()
-        if started.is_set():  # either side sees that of the other
-            _kill_late(process)
-        raise TimeoutError(f"the forkserver has started no process within {seconds:g} s")
-    if errors:
-        raise errors[0]
-
-
-def _kill_late(process: ForkServerProcess) -> None:
-    if process.pid is not None and process.pid > 0:  # mesh.forkserver
-        process.kill()
-
-
-def _revive() -> None:
-    """Let the forkserver go on if it was stopped; a stop of the command itself stops this, too."""
-    pid = _forkserver_pid()
-    if pid is not None and (found := look(pid)) is not None and found[0] == "T":
-        print(
-            f"the forkserver (pid {pid}) was stopped: it goes on, as no rank starts or ends without it",
-            file=sys.stderr,
-        )
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-def _kill_forkserver() -> None:
-    """End it, and all that it has started."""
-    pid = _forkserver_pid()
-    if pid is not None and not _has_ended(pid):
-        print(
-            f"the forkserver (pid {pid}) does not tell that a process has ended: killed, with all ranks",
-            file=sys.stderr,
-        )
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # another launcher's
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # or the next start would still ask it
-
-
-def _forkserver_pid() -> int | None:
-    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
-
-
-def _has_ended(pid: int | None) -> bool:
-    """Whether there is no process ``pid`` that runs; where there is no /proc, none is seen to have ended."""
-    return pid is None or (look(pid) is None and look(os.getpid()) is not None)
-
-
-def _forget(process: ForkServerProcess) -> None:
-    """Of ``process`` there is nothing but the object, which multiprocessing would wait for at exit."""
-    process._popen.returncode = 1  # type: ignore[attr-defined]
-    process.close()
 
 
 def _signal_group(pid: int, number: signal.Signals) -> bool:
@@ -389,55 +251,6 @@ def _ignored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _passing_directory() -> Iterator[None]:
-    """The forkserver's socket has a name only in the block, and is reached by a descriptor after it.
-
-    A cleaner of temporary files could remove the name, and then no rank could be started. Names of sockets
-    are short, so a long name of the temporary directory is passed over.
-    """
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    before = config.get("tempdir")
-    short = len(tempfile.gettempdir()) <= LONGEST_PATH
-    with tempfile.TemporaryDirectory(prefix="instep-", dir=None if short else "/tmp") as directory:
-        config["tempdir"] = directory
-        try:
-            yield
-        finally:
-            config["tempdir"] = before
-        _hold_address()
-
-
-def _hold_address() -> None:
-    server = multiprocessing.forkserver._forkserver
-    address: str = server._forkserver_address  # type: ignore[attr-defined]
-    if address.startswith("\0"):
-        raise RuntimeError(
-            "this program has started multiprocessing's forkserver, which in Python 3.11.0 unpickles what "
-            "any user of this host sends to it (CVE-2022-42919): use Python 3.11.1 or later"
-        )
-    if not address.startswith(HELD):
-        for old in _held:
-            os.close(old)
-        _held[:] = [os.open(address, os.O_PATH | os.O_CLOEXEC)]
-        server._forkserver_address = f"{HELD}{_held[0]}"  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _socket_with_a_file() -> Iterator[None]:
-    """What is started in the block listens in a directory of this user's.
-
-    In Python 3.11.0 a forkserver's socket would have a name without a file, to which any user of the host can
-    connect (CVE-2022-42919). Later ones do not ask for this switch.
-    """
-    before = getattr(multiprocessing.util, "abstract_sockets_supported", False)
-    multiprocessing.util.abstract_sockets_supported = False  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        multiprocessing.util.abstract_sockets_supported = before  # type: ignore[misc]
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, _ranks
 from instep.mesh.launch import Children, warm
 from instep.mesh.rank_exit import Exit, RankFailed
-from instep.mesh.rank_process import Child
 from tests.elastic.toys import LOG, SAID, Script, work
 
 SETTLE_S = 5.0  # for what other threads have open for a moment
@@ -431,28 +430,6 @@ def test_spares_that_die_are_named_as_such_and_given_up(
     assert len(scene.lines("built")) == 2
     assert scene.recoveries() == []
     assert scene.ranks(2) == {}
-
-
-def test_spares_that_are_not_started_in_time_are_done_without(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervise, "SPARE_AFTER_S", 0.0)
-    waited: list[float] = []
-    start = Children.start
-
-    def late(self: Children, child: Child, *args: Any, answer_s: float) -> int:
-        if len(waited) >= 2:
-            waited.append(answer_s)
-            child.close()
-            raise TimeoutError("the forkserver has started no process")
-        waited.append(answer_s)
-        return start(self, child, *args, answer_s=answer_s)
-
-    monkeypatch.setattr(Children, "start", late)
-    assert scene.run(extra="waits_for_dead_spares") == 0
-    assert scene.said == ["no spare: the forkserver has started no process"] * supervise.MAX_SPARES_LOST
-    assert waited[2:] == [supervise.SPARE_ANSWER_S] * supervise.MAX_SPARES_LOST
-    assert scene.failures() == []
 
 
 def test_a_snapshot_outlives_all_workers(scene: Scene) -> None:

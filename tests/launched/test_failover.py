@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -95,24 +94,6 @@ def test_four_faults_in_one_run_do_not_move_a_bit(
     compared = instep("compare", "run", undisturbed, cwd=tmp_path)
     assert compared.code == 0, compared.out
     assert f"the same bits in all {STEPS} steps" in compared.out
-
-
-def test_a_temporary_directory_that_is_emptied_in_mid_run_is_not_missed(
-    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
-) -> None:
-    """A run needs nothing in it: cleaners remove what looks old there, sockets included."""
-    slow = "slow:rank=0,phase=data,step=0,steps=1,seconds=0.5"
-    specs = faults(slow, "kill:rank=1,step=2,phase=exchange", "kill:rank=0,step=5,phase=update")
-    temporary = Path(os.environ["TMPDIR"])
-    with started_warm("train", *recipe, *specs, "-n", 2, "--run-dir", "run", cwd=tmp_path) as process:
-        read_until(process, "held out")
-        for path in temporary.iterdir():
-            shutil.rmtree(path)
-        _, err = process.communicate()
-    assert process.returncode == 0, err
-    assert_same_run(tmp_path / "run", undisturbed)
-    assert len(events(tmp_path / "run", "failure")) == 2
-    assert "Traceback" not in err
 
 
 @pytest.mark.slow

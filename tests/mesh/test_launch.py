@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing.forkserver
-import multiprocessing.util
 import os
 import select
 import signal
@@ -18,13 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from instep.mesh import launch as launching
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.launch_environment import LaunchEnvironment, detect
@@ -330,50 +326,3 @@ def test_a_launcher_that_is_killed_leaves_no_rank(up):
             process.kill()
             assert all(map(ended, pidfds))
         assert len(pids) == 2
-
-
-def address_of_3_11_0(family: str) -> str:
-    """As ``multiprocessing.connection.arbitrary_address`` of Python 3.11.0 chooses one."""
-    assert family == "AF_UNIX"
-    return "\0listener-1" if multiprocessing.util.abstract_sockets_supported else "/run/listener-1"
-
-
-def test_a_forkserver_of_python_3_11_0_listens_in_a_directory_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, chosen = multiprocessing.util.abstract_sockets_supported, []
-    monkeypatch.setattr(launching, "_hold_address", lambda: None)
-    monkeypatch.setattr(
-        multiprocessing.forkserver, "ensure_running", lambda: chosen.append(address_of_3_11_0("AF_UNIX"))
-    )
-    launching.warm()
-    assert chosen == ["/run/listener-1"]
-    assert multiprocessing.util.abstract_sockets_supported == before
-
-
-def test_a_forkserver_that_was_there_and_that_anybody_can_reach_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    there = SimpleNamespace(_forkserver_address="\0listener-1")
-    monkeypatch.setattr(multiprocessing.forkserver, "_forkserver", there)
-    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: None)
-    with pytest.raises(RuntimeError, match=r"CVE-2022-42919\): use Python 3\.11\.1 or later"):
-        launching.warm()
-
-
-def test_one_descriptor_of_a_socket_is_held_however_many_forkservers_there_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launching, "_held", held := [])
-    there = SimpleNamespace()
-    monkeypatch.setattr(multiprocessing.forkserver, "_forkserver", there)
-    for name in ("first", "second"):
-        path = tmp_path / name
-        path.touch()
-        there._forkserver_address = str(path)
-        for _ in range(2):  # of one that is there already nothing is opened anew
-            launching._hold_address()
-        (fd,) = held
-        assert there._forkserver_address == f"/proc/self/fd/{fd}"
-        assert os.readlink(there._forkserver_address) == str(path)
-    links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
-    assert str(tmp_path / "first") not in [os.readlink(link) for link in links if os.path.islink(link)]
-    os.close(fd)
