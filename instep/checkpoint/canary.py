@@ -110,7 +110,7 @@ def _fill(seed: int, name: str, p: Tensor) -> None:
     generator = torch.Generator()
     seed_generator(generator, derive(seed, "canary", name))
     kind = p.dtype if p.is_complex() else torch.float32
-    drawn = torch.randn(p.shape, generator=generator, dtype=kind)
+    drawn = torch.randn(p.shape, generator=generator, dtype=kind, device="cpu")
     p.copy_(drawn.mul_(max(p.shape[1:].numel(), 1) ** -0.5) if p.ndim > 1 else drawn.mul_(0.1).add_(1))
 
 

@@ -299,7 +299,7 @@ def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
 
 
 def _numerical(model: nn.Module) -> dict[str, Scalar]:
-    first = next(model.parameters(), torch.empty(0))
+    first = next(model.parameters(), torch.empty(0, device="cpu"))
     return contract.describe(config={}, threads=torch.get_num_threads(), device=str(first.device))
 
 

@@ -193,7 +193,7 @@ class Heartbeat:
     """The heartbeat of one worker's main thread: the phase it is in, and the steps it has done.
 
     ``on_enter(phase, step)`` is called at each phase; faults are injected there. Calls from other threads are
-    ignored. Without a ``page``, outside of a supervisor, only ``on_enter`` is called.
+    ignored, but for ``report``. Without a ``page``, outside of a supervisor, only ``on_enter`` is called.
     """
 
     def __init__(self, page: HeartbeatPage | None = None, worker: int = 0) -> None:
@@ -205,8 +205,11 @@ class Heartbeat:
 
     def enter(self, phase: str) -> None:
         """The main thread begins ``phase``."""
-        if threading.get_ident() != self._thread:
-            return
+        if threading.get_ident() == self._thread:
+            self.report(phase)
+
+    def report(self, phase: str) -> None:
+        """As ``enter``, from the main thread or from one that it waits for."""
         if self.page is not None:
             self.page.enter(self.worker, _NUMBERS[phase])
         if self.on_enter is not None:

@@ -282,7 +282,7 @@ def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begin to bring ``x`` to the host; what is returned gives it, and waits for it alone."""
     if x.device.type != "cuda":
         return lambda: x
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     host.copy_(x, non_blocking=True)
     copied = torch.cuda.current_stream(x.device).record_event()
 
@@ -294,10 +294,10 @@ def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class Stream:
-    """The order between a lane and the computation on ``device``."""
+    """The order between a lane and the computation on ``device``; one that is ``inline`` uses its stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, *, inline: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not inline else None
 
     def computed(self) -> Event | None:
         """Mark what the caller has computed so far."""
@@ -311,8 +311,10 @@ class Stream:
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(event)
-            yield
-            self._stream.synchronize()  # in the lane's thread: the computing thread goes on issuing
+            try:
+                yield
+            finally:  # after an error, too: from here on its memory may go to the computing stream
+                self._stream.synchronize()  # in the lane's thread: the computing thread goes on issuing
 
 
 _Tie = tuple[Event, int]  # an event that is over, and when it was, on the host's clock

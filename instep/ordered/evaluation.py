@@ -226,6 +226,6 @@ def _each_once(index: Tensor) -> Tensor:
     """Positions of the rows to keep: by sample, the first of each."""
     order = index.argsort(stable=True)
     ordered = index[order]
-    is_first = torch.ones(len(order), dtype=torch.bool)
+    is_first = torch.ones(len(order), dtype=torch.bool, device="cpu")
     is_first[1:] = ordered[1:] != ordered[:-1]
     return order[is_first]

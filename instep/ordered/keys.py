@@ -82,7 +82,7 @@ def initialize(module: nn.Module, seed: int) -> None:
     for name, parameter in module.named_parameters():
         generator = torch.Generator()
         seed_generator(generator, derive(seed, "init", name))
-        filled = torch.empty(parameter.shape, dtype=parameter.dtype)
+        filled = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         model.init_parameter(name, filled, generator)
         with torch.no_grad():
             parameter.copy_(filled)

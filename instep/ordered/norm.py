@@ -55,25 +55,45 @@ class Clips:
 clipping: ContextVar[Clips | None] = ContextVar("instep_clipping", default=None)
 
 # torch converts all that it is given before it adds: in pieces of 1 MB that stays in the cache, and takes a
-# seventh of the time. A device with many cores gets everything at once.
-PIECE_BLOCKS = {"cpu": 32}
+# seventh of the time.
+PIECE_BLOCKS = 32
+GPU_PIECE_BLOCKS = 4096  # 128 MB in float64
 
 
 def block_square_sums(x: Tensor) -> Tensor:
     """Sum of squares of every block of ``x``, in order: (ceil(numel / 4096),) float64 on ``x``'s device."""
-    pieces, tail = _pieces(flat_real(x))
+    flat = flat_real(x.detach())
+    if flat.device.type != "cpu":
+        pieces = flat.split(GPU_PIECE_BLOCKS * BLOCK_ELEMENTS)
+        return torch.cat([_sums_by_halves(piece) for piece in pieces])
+    pieces, tail = _pieces(flat)
     norms = [_norms(piece) for piece in pieces]
     if tail.numel():
         norms.append(_norms(tail.view(1, -1)))
     return torch.cat(norms).square()
 
 
+def _sums_by_halves(flat: Tensor) -> Tensor:
+    """``block_square_sums`` in an order that does not depend on how many blocks there are.
+
+    torch's own sum on a GPU divides a row among more threads where there are fewer rows, and so adds in
+    another order. Here the second half of every row is added to the first, elementwise, until one is left.
+    """
+    num_blocks = -(-flat.numel() // BLOCK_ELEMENTS)
+    squares = flat.new_zeros(num_blocks * BLOCK_ELEMENTS, dtype=torch.float64)
+    squares[: flat.numel()].copy_(flat).square_()
+    rows = squares.view(num_blocks, BLOCK_ELEMENTS)
+    while rows.shape[1] > 1:
+        rows, second = rows.chunk(2, dim=1)
+        rows.add_(second)
+    return rows.flatten()
+
+
 def _pieces(flat: Tensor) -> tuple[list[Tensor], Tensor]:
     """The whole blocks of ``flat``, some at a time, (blocks, 4096) each; and what is left of it."""
     whole = flat.numel() - flat.numel() % BLOCK_ELEMENTS
     blocks = flat[:whole].view(-1, BLOCK_ELEMENTS)
-    size = PIECE_BLOCKS.get(flat.device.type, flat.numel() + 1)
-    return [blocks] if len(blocks) <= size else list(blocks.split(size)), flat[whole:]
+    return [blocks] if len(blocks) <= PIECE_BLOCKS else list(blocks.split(PIECE_BLOCKS)), flat[whole:]
 
 
 def _norms(piece: Tensor) -> Tensor:
@@ -133,7 +153,7 @@ def _squares_of_all(flat: Sequence[Tensor]) -> Tensor:
     if flat[0].device.type != "cpu":
         return torch.cat([block_square_sums(x) for x in flat])
     cut = [_pieces(x) for x in flat if x.numel() >= BLOCK_ELEMENTS]
-    norms = [torch.empty(0, dtype=torch.float64)]
+    norms = [torch.empty(0, dtype=torch.float64, device="cpu")]
     norms += [_norms(piece) for pieces, _ in cut for piece in pieces]
     tails = [x for x in (*flat, *(tail for _, tail in cut)) if 0 < x.numel() < BLOCK_ELEMENTS]
     if tails:
@@ -185,7 +205,7 @@ def clip_grad_norm_(
             _scale(gradients, factor)
         if watch is not None:
             watch.add(norm, gradients)
-    return torch.tensor(norm, dtype=torch.float64)
+    return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
 
 clip_grad_norm_.__module__ = "instep"

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from instep.events import Recorder
 from instep.mesh.clocks import measure
-from instep.mesh.device import generators
+from instep.mesh.device import generators, marks_for
 from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
@@ -113,6 +113,7 @@ class Stage:
         self.reducer = Reducer(names, parameters, group, recorder, options, sparse)
         self.reducer.exchange.offsets_ns = offsets_ns
         self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
+        recorder.marks = recorder.marks or marks_for(self._device)
         keys = LeafKeys(layers, seed, generators(self._device), blocks)
         self.declared = DeclaredStep(layers, self.reducer, keys, registry)
         self._backward = Backward(self.declared, broadcast=False, records=False)

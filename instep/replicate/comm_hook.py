@@ -102,7 +102,7 @@ class CommHook:
         for bucket, future in self._started:
             name = f"the communication hook of bucket {bucket.index}"
             group.run(partial(awaited, future.wait, name), name)
-            _take(bucket, future.value(), name)
+            _take(bucket, future.wait(), name)  # it is there: of a GPU's, this thread's stream waits for it
         self._started.clear()
 
 

@@ -301,11 +301,14 @@ class ParameterServer:
         server = -1 if self.is_server else self.group.ranks[SERVER]
         with self.recorder.span(PARAMETER_UPDATE, lane="host", peer=server):
             self._tell(failed)
+        stream, computed = self._reducer.stream, self._reducer.stream.computed()
+
+        def give() -> None:
+            with stream.after(computed):
+                self._exchange.give(self._reducer.buckets)
+
         with self.recorder.span(PARAMETER_UPDATE, lane="host"):
-            work = self._reducer.lane.submit(
-                "the weights from the server", lambda: self._exchange.give(self._reducer.buckets)
-            )
-            work.wait()
+            self._reducer.lane.submit("the weights from the server", give).wait()
         if not self.is_server:  # where the optimizer's own hook counts
             self._reducer.stepped()
         self.recorder.stepped()

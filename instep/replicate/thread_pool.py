@@ -6,7 +6,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import TypeVar
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class ThreadSettings:
-    """What torch keeps per thread, as the caller has it: grad mode, inference mode, autocast, threads.
+    """What torch keeps per thread, as the caller has it: grad mode, inference mode, autocast, threads, and of
+    a GPU the stream, with which it is the current one.
 
     A new thread has as many threads for operators as there are cores, whatever ``torch.set_num_threads`` was
     told elsewhere, until something asks how many it has; convolutions do not ask, and round accordingly.
@@ -32,6 +33,7 @@ class ThreadSettings:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.num_threads = torch.get_num_threads()
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind))
             for kind in sorted({"cpu", device.type})
@@ -50,7 +52,8 @@ class ThreadSettings:
             for kind, dtype in self.autocast:
                 torch.set_autocast_enabled(kind, True)
                 torch.set_autocast_dtype(kind, dtype)
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+            on_stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+            with on_stream, torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
                 yield
         finally:
             for kind, enabled in before:

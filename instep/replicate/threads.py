@@ -428,7 +428,10 @@ class SplitBatch:
             begin += len(graph.outputs)
         if not keep:
             self.graphs = None
-        results = self.pool.run("backward", functions, ThreadSettings(self.device))
+        if self.device.type == "cpu":
+            results = self.pool.run("backward", functions, ThreadSettings(self.device))
+        else:  # autograd has one thread for a device, and is in it now: others would wait for it in vain
+            results = [function() for function in functions]
         of_inputs = [x for found, _ in results for x in found]
         with self.pool.recorder.span("aggregate", lane="compute"):
             sums = [tree_sum(column) for column in zip(*[found for _, found in results], strict=True)]

@@ -40,6 +40,7 @@ from instep.run.rank_state import BUBBLE_MS, Holds, Made
 from instep.run.script_training import ScriptTraining
 from instep.run.strangers import Strangers
 from instep.shard.saved_memory import Saved
+from instep.step.backward import is_in_backward
 from instep.step.reduction import Reduction
 
 WISHES = ("stop", "regroup", "copy")
@@ -55,7 +56,10 @@ PHASES = {
 
 
 class SpanPhases:
-    """Tells the heartbeat in which phase the main thread is, by the spans that begin and end there."""
+    """Tells the heartbeat in which phase the main thread is, by the spans that begin and end there.
+
+    Or in a backward that it waits for: of a GPU's tensors, autograd executes that in a thread of its own.
+    """
 
     def __init__(self, enter: Callable[[str], None]) -> None:
         self._enter = enter
@@ -74,7 +78,9 @@ class SpanPhases:
     def watch(self, name: str, begins: bool) -> None:
         """A span begins, or ends; of other threads, and of other names, nothing is told."""
         phase = PHASES.get(name)
-        if phase is None or not self._open or threading.get_ident() != self._thread:
+        if phase is None or not self._open:
+            return
+        if threading.get_ident() != self._thread and not is_in_backward():
             return
         if self._open[0] != OWN and phase != "exchange":
             return
@@ -104,7 +110,7 @@ class StepWork:
     ) -> None:
         self.training, self.recovers = training, recovers
         self.injector, self.search = injector or FaultInjector(()), NonFiniteSearch(training)
-        self.phases = SpanPhases(training.heartbeat.enter)
+        self.phases = SpanPhases(training.heartbeat.report)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
         self._strangers = Strangers(training.registered)
@@ -359,9 +365,9 @@ def share(
     addends but one are zero is exact. Collective.
     """
     names, width = sorted(addends), len(figures)
-    told = torch.zeros(len(names) + group.size * width, dtype=torch.float64)
-    told[: len(names)] = torch.tensor([addends[name] for name in names], dtype=torch.float64)
+    told = torch.zeros(len(names) + group.size * width, dtype=torch.float64, device="cpu")
+    told[: len(names)] = torch.tensor([addends[name] for name in names], dtype=torch.float64, device="cpu")
     rows = told[len(names) :].view(group.size, width)
-    rows[group.rank] = torch.tensor(figures, dtype=torch.float64)
+    rows[group.rank] = torch.tensor(figures, dtype=torch.float64, device="cpu")
     group.all_reduce(told, "the exchange of figures")
     return dict(zip(names, told.tolist(), strict=False)), rows.tolist()

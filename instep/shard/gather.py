@@ -127,11 +127,19 @@ class RequestedShards:
 
     def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None:
         """``parts[r]`` becomes the slice of rank r, in the dtype of ``parts``."""
+        others = [parts[source] for source in self._others]
+        on_cpu = parts[0].device.type == "cpu"
+        arrived = others if on_cpu else [torch.empty_like(part, device="cpu") for part in others]
         try:
-            self._group.run(lambda: self._ask(number, parts), operation)
+            work = self._group.start(lambda: self._ask(number, arrived), operation)
+            parts[self._group.rank].copy_(self._slices[number])
+            self._group.wait(work, operation)
         except PeerLost:
             self.abandon()
             raise
+        if not on_cpu:  # here, because the thread of messages has another current stream
+            for part, came in zip(others, arrived, strict=True):
+                part.copy_(came)
 
     def close(self) -> None:
         """Request no more, and give ranks that are not as far yet the time to close too."""
@@ -142,17 +150,11 @@ class RequestedShards:
         """``close`` shall not wait for others: one is lost, or all have closed in some other way."""
         self._leaving.abandoned = True
 
-    def _ask(self, number: int, parts: Sequence[Tensor]) -> None:
-        message = torch.tensor([number, DTYPES.index(parts[0].dtype)], device="cpu")
+    def _ask(self, number: int, arrived: Sequence[Tensor]) -> None:
+        """Request slice ``number`` of all others, into memory of the host."""
+        message = torch.tensor([number, DTYPES.index(arrived[0].dtype)], device="cpu")
         self._requests.together([(message, to) for to in self._others], [])
-        parts[self._group.rank].copy_(self._slices[number])
-        if parts[0].device.type == "cpu":
-            self._answers.together([], [(parts[source], source) for source in self._others])
-            return
-        arrived = [(torch.empty_like(parts[source], device="cpu"), source) for source in self._others]
-        self._answers.together([], arrived)
-        for part, source in arrived:
-            parts[source].copy_(part)
+        self._answers.together([], list(zip(arrived, self._others, strict=True)))
 
 
 def _serve(pg: ProcessGroup, slices: Sequence[Tensor], other: int) -> None:
@@ -248,7 +250,8 @@ class Gathers:
         self.lane = Lane(name, inline=group.size == 1, profiled_as="exchange")
         self._here = Lane(name, inline=True)
         self._quick_bytes = QUICK_BYTES if isinstance(source, MappedShards) else 0
-        self._source, self._recorder, self._stream = source, recorder, Stream(device)
+        self._source, self._recorder = source, recorder
+        self._stream = Stream(device, inline=self.lane.inline)
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Gather those of ``units`` that are not here, and go on meanwhile."""

@@ -104,7 +104,7 @@ def _by_name(module: InitializesByName, seed: int) -> Init:
     def init(name: str, tensor: Tensor) -> None:
         generator = torch.Generator()
         seed_generator(generator, derive(seed, "init", name))
-        filled = torch.empty(tensor.shape, dtype=tensor.dtype)
+        filled = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         module.init_parameter(name, filled, generator)
         tensor.copy_(filled)
 

@@ -47,6 +47,11 @@ from instep.work import Lane
 NO_TASK = -1
 
 
+def is_in_backward() -> bool:
+    """Whether autograd calls this code: for a GPU in a thread of its own, while the caller's waits."""
+    return torch._C._current_graph_task_id() != NO_TASK
+
+
 class Mark(NamedTuple):
     """What was true when a forward ran: synchronisation on or off, the open micro-batch; and whose it was."""
 
@@ -127,7 +132,7 @@ class Backward:
 
     def look_back(self) -> None:
         """If the last backward has raised, do now what the next forward would do about it."""
-        if self._runs and torch._C._current_graph_task_id() == NO_TASK:
+        if self._runs and not is_in_backward():
             self._runs = False
             self._marks.clear()
             self.reducer.backward_ended()

@@ -160,7 +160,8 @@ class Reduction(ABC):
         self.lane = Lane(
             f"instep exchange, rank {group.rank}", inline=group.size == 1, profiled_as="exchange"
         )
-        self.stream = Stream(self.parameters[0].device if self.parameters else torch.device("cpu"))
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.stream = Stream(device, inline=self.lane.inline)
         self.steps = 0  # optimizer steps so far
         self.ends_steps = True  # an optimizer's step ends what is recorded as a step
         self.whole = True  # a forward of all parameters is behind it, not of another module that shares some

@@ -11,6 +11,7 @@ import torch
 
 from instep.checkpoint.state import TrainingState
 from instep.events import Recorder
+from instep.mesh import deterministic
 from instep.mesh.device import marks_for
 from instep.mesh.join import init
 from instep.mesh.launch import launch
@@ -53,16 +54,15 @@ def train(strategy: str, steps: int = 3) -> str:
 
 
 def write_digest(strategy: str, path: str) -> None:
-    torch.use_deterministic_algorithms(True)
+    deterministic.enable()
     digest = train(strategy)
     with Path(path).open("a") as file:
         file.write(digest + "\n")
 
 
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
-def test_one_gpu_gives_the_same_bits_for_every_strategy(strategy: str, tmp_path: Path) -> None:
-    for name in ("naive", strategy):
-        launch(write_digest, (name, str(tmp_path / "digests")), ranks=1)
+def test_one_gpu_gives_the_same_bits_for_every_strategy(tmp_path: Path) -> None:
+    for strategy in ("naive", "flat", "overlap", "bucketed"):
+        launch(write_digest, (strategy, str(tmp_path / "digests")), ranks=1)
     assert len(set((tmp_path / "digests").read_text().split())) == 1
 
 
@@ -75,7 +75,7 @@ def test_two_gpus_give_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
 
 
 def write_digest_of_a_pipeline(pp: int, path: str) -> None:
-    torch.use_deterministic_algorithms(True)
+    deterministic.enable()
     mesh = init(pp=pp, dp=1, timeout_s=60)
     module = GPT(GPTConfig(context=32, layers=2, width=64, heads=4, dropout=0.1))
     initialize(module, seed=1)

@@ -66,6 +66,15 @@ def test_a_block_has_one_sum_at_every_address_and_beside_every_other():
         assert block_square_sums(place)[1].item() == alone
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_sums_of_a_gpu_do_not_depend_on_how_many_blocks_there_are(dtype):
+    x = torch.randn(5 * BLOCK_ELEMENTS + 7, dtype=torch.float64).mul_(100).to(dtype)
+    whole = norm._sums_by_halves(x)
+    assert torch.equal(whole, torch.cat([norm._sums_by_halves(part) for part in x.split(BLOCK_ELEMENTS)]))
+    torch.testing.assert_close(whole, block_square_sums(x), rtol=1e-14, atol=0)
+    assert norm._sums_by_halves(x[:0]).shape == (0,)
+
+
 def test_layout_does_not_matter():
     image = torch.randn(8, 16, 9, 9)
     assert grad_norm([image.to(memory_format=torch.channels_last)]) == grad_norm([image])
@@ -201,7 +210,7 @@ def test_pieces_of_a_tensor_give_the_bits_of_all_of_it(monkeypatch, dtype, threa
         for numel in (0, 1, 4095, 4096, 4097, 33 * 4096, 64 * 4096, 131 * 4096 + 5):
             x = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
             in_pieces = norm.block_square_sums(x)
-            monkeypatch.setattr(norm, "PIECE_BLOCKS", {})
+            monkeypatch.setattr(norm, "PIECE_BLOCKS", 1 << 20)
             assert torch.equal(in_pieces, norm.block_square_sums(x)), numel
             monkeypatch.undo()
     finally:

@@ -148,6 +148,25 @@ def test_phases_are_those_of_the_steps_own_thread() -> None:
     assert told == ["script", "backward", "script", "update"]
 
 
+def test_phases_of_a_backward_are_told_from_its_thread() -> None:
+    """Autograd executes that of a GPU's tensors in a thread of its own, and told nobody of it."""
+    told: list[str] = []
+    phases = SpanPhases(told.append)
+    phases.begin()
+    x = torch.ones((), requires_grad=True)
+
+    def reached(gradient: torch.Tensor) -> None:
+        phases.watch("backward", True)
+        phases.watch("backward", False)
+
+    y = x * 2
+    y.register_hook(reached)
+    engine = threading.Thread(target=y.backward)
+    engine.start()
+    engine.join()
+    assert told == ["script", "backward", "script"]
+
+
 def test_in_another_phase_waits_alone_are_told() -> None:
     """A forward of an evaluation may take longer than any of training, and is not stuck."""
     told: list[str] = []
