@@ -10,16 +10,16 @@ from pathlib import Path
 from benchmarks.gpu.part import ROOT, Part, instep, main
 
 SPARE = Path(__file__).with_name("spare.py")
-KILL = "kill:rank=1,step=3,phase=exchange"
+KILLS = ("kill:rank=1,step=3,phase=exchange", "kill:rank=0,step=5,phase=backward")
 
 
 def kill(part: Part) -> None:
-    """``instep train`` on one rank, on two, and on two of which one is killed."""
+    """``instep train`` on one rank, on two, and on two of which first one is killed, then the other."""
     expected = ""
     for what, words in {
         "one rank": ("-n", 1),
         "two ranks": ("-n", 2),
-        "two ranks, one is killed": ("-n", 2, "--fault", KILL),
+        "two ranks, two kills": ("-n", 2, *(word for kill in KILLS for word in ("--fault", kill))),
     }.items():
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
@@ -33,7 +33,7 @@ def kill(part: Part) -> None:
             device = re.findall(r'"device": "(\w+)"', (run / "ledger.jsonl").read_text())[0]
         digest, recovered = summary["state_sha256"], faults.count('"recovery"')
         expected = expected or digest
-        as_planned = device in part.device and recovered == ("--fault" in words)
+        as_planned = device in part.device and recovered == words.count("--fault")
         verdict = "differs" if digest != expected else "same" if as_planned else "failed"
         part.found(what, verdict, device=device, recoveries=recovered, state_sha256=digest)
 
@@ -41,7 +41,7 @@ def kill(part: Part) -> None:
 def recipe(part: Part) -> list[object]:
     """A small GPT with dropout and clipping on the package's own source."""
     size = [] if part.quick else ["--model.layers", 4, "--model.width", 256]
-    words = ["--steps", 8, "--data", ROOT / "instep" / "ordered", "--eval.windows", 8, *size]
+    words = ["--steps", 8, "--data", ROOT / "instep" / "recipes", "--eval.windows", 8, *size]
     words += ["--model.dropout", 0.1]
     return [*words, "--parallel.device", part.device, "--parallel.backend", "gloo", "--timeout-s", 30]
 
