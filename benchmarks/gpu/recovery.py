@@ -50,7 +50,7 @@ def spare(part: Part) -> None:
     """A script under ``instep run`` in which every process writes down when it came to the device."""
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "told.jsonl")
-        instep("run", "-n", 2, "--fault", KILL, SPARE, part.device, told, cwd=Path(folder))
+        instep("run", "-n", 2, "--fault", KILLS[0], SPARE, part.device, told, cwd=Path(folder))
         lines = [json.loads(line) for line in told.read_text().splitlines()]
     before, after, done = (
         {x["pid"]: x for x in lines if x["at"] == at} for at in ("before", "after", "done")

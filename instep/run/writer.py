@@ -217,6 +217,7 @@ def trace_head(training: ScriptTraining) -> Fields:
     setting = RunSetting(
         strategy="fully_shard" if config.parallel.shard_stage >= 2 else config.parallel.strategy,
         backend=backend,
+        device=mesh.device.type,
         world_size=size,
         ranks_per_host=max(local, neighbours),
         hosts=-(-size // local),

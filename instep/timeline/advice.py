@@ -530,7 +530,7 @@ def describe_hiding(costs: HidingCost, then: ExchangeTimes) -> str:
 def shared_memory(exchanges: RunExchanges) -> Change | None:
     """Ranks of one host need no sockets."""
     run, setting, model = exchanges.run, exchanges.run.setting, exchanges.model
-    if setting.backend != "gloo" or setting.hosts != 1:
+    if setting.backend != "gloo" or setting.hosts != 1 or setting.device != "cpu":
         return None
     cost = over_shared_memory(model.cost, run.memory_bytes_per_s)
     now, then = model.now(), model.with_cost(cost)

@@ -25,6 +25,7 @@ class RunSetting:
     micro_size: int = 0  # samples in one; 0: unknown
     pp: int = 1  # ranks of a pipeline
     schedule: str = ""  # of a pipeline; "": there is none
+    device: str = "cpu"
     cuts: str | Sequence[int] = ""  # what a pipeline is cut by, or where: its stages' first layers
 
     @property
@@ -44,7 +45,7 @@ def setting_of(found: Any) -> RunSetting | None:
 
 
 def _can_be(name: str, value: object) -> bool:
-    if name in ("strategy", "backend", "schedule") or (name == "cuts" and isinstance(value, str)):
+    if name in ("strategy", "backend", "schedule", "device") or (name == "cuts" and isinstance(value, str)):
         return isinstance(value, str)
     if name == "cuts":
         return isinstance(value, list) and all(type(x) is int and 1 <= x <= MOST for x in value)
