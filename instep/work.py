@@ -64,6 +64,10 @@ class Work:
     def done(self) -> bool:
         return self.finished.is_set()
 
+    def arrive(self, timeout_s: float | None = None) -> bool:
+        """Block until done, ``timeout_s`` at most; whether it is."""
+        return self.finished.wait(timeout_s)
+
     def wait(self, deadline: float | None = None) -> None:
         """Block until done, then raise ``error`` if there is one.
 

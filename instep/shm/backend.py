@@ -83,8 +83,8 @@ class ShmGroup(ProcessGroup):
         self.peers = self._rounds.peers
         self._heap = Heap(shared, table)
         self._lane = Lane(f"instep shm group, rank {table[shared.rank].rank}")
-        self._messages = PointToPoint(shared, self._rounds.ranks, self.peers)
-        self.mailboxes = Mailboxes(shared, self._heap, self.peers, num_cores)
+        self._messages = PointToPoint(shared, self._heap, self._rounds.ranks, self.peers, num_cores)
+        self.mailboxes = Mailboxes(shared, self._heap, self.peers, num_cores, shared.box_word)
         self._names = {"name": "", "desc": ""}
         self._close = weakref.finalize(self, _close, shared, self._lane, self._messages, self._rounds.ranks)
 
@@ -306,13 +306,13 @@ class ShmGroup(ProcessGroup):
         return ShmWork(self._messages.send(tensors[0], destination, tag), tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> ShmWork:
-        request = self._messages.receive(tensors[0], (source,), tag)
-        return ShmWork(request.work, tensors, lambda: request.source)
+        receive = self._messages.receive(tensors[0], (source,), tag)
+        return ShmWork(receive, tensors, lambda: receive.source)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> ShmWork:
         others = tuple(rank for rank in range(self.getSize()) if rank != self.getRank())
-        request = self._messages.receive(tensors[0], others, tag)
-        return ShmWork(request.work, tensors, lambda: request.source)
+        receive = self._messages.receive(tensors[0], others, tag)
+        return ShmWork(receive, tensors, lambda: receive.source)
 
     def _operation(
         self,
@@ -459,7 +459,7 @@ class ShmWork(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until done; True. A ``timeout`` that passes is a ``RuntimeError``, as in gloo's work."""
         limited = timeout > NO_TIMEOUT
-        if not self._work.finished.wait(timeout.total_seconds() if limited else None):
+        if not self._work.arrive(timeout.total_seconds() if limited else None):
             raise RuntimeError(f"{self._work.operation} did not end within {timeout.total_seconds():g} s")
         self._work.wait()
         return True
@@ -503,7 +503,7 @@ class ShmWork(dist.Work):
         return self._future
 
     def _set(self, began: torch.futures.Future[Any]) -> None:
-        self._work.finished.wait()
+        self._work.arrive()
         began.set_result(None)
 
     def _value(self, _: torch.futures.Future[Any]) -> list[Any]:
@@ -537,6 +537,7 @@ def _gather_single(op: Operation, out: Tensor, x: Tensor) -> None:
 def _close(shared: GroupSegment, lane: Lane, messages: PointToPoint, ranks: Sequence[int]) -> None:
     if not shared.is_own():
         return  # a child process; its parent goes on
+    messages.flush()
     messages.peers.given_up = True  # nothing that is under way may outlast the group
     shared.leave(LEFT, f"rank {ranks[shared.rank]} has no more use for it")
     lane.close()

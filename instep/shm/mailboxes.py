@@ -1,8 +1,6 @@
 """Messages that are read where they lie: the sender copies them into memory that the receiver maps.
 
-A pipe (``point_to_point.py``) is for any program: a message fills the tensor that its receiver brings, so it
-is copied twice, by a thread on either side. Where the receiver takes what comes, one copy is enough, in the
-sender's own thread, and nothing waits for room:
+One copy is made, in the sender's own thread, and nothing waits for room:
 
     sender     copy into a free *slot*, post its place                 . . . slot 0 is free again
     receiver                           . wait | tensors that are the slot ... | the last of them goes
@@ -17,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import unpack_from
 from typing import Any, NamedTuple
 
@@ -79,10 +77,20 @@ class _Slot:
 
 
 class Mailboxes:
-    """What one rank sends to the others of its group, and gets from them; one thread uses it."""
+    """What one rank sends to the others of its group, and gets from them; one thread uses it.
 
-    def __init__(self, shared: GroupSegment, heap: Heap, peers: Peers, num_cores: int) -> None:
-        self._shared, self._heap, self._peers = shared, heap, peers
+    ``word_of(source, destination)`` is the word of the group's segment in which a box is published.
+    """
+
+    def __init__(
+        self,
+        shared: GroupSegment,
+        heap: Heap,
+        peers: Peers,
+        num_cores: int,
+        word_of: Callable[[int, int], int],
+    ) -> None:
+        self._shared, self._heap, self._peers, self._word_of = shared, heap, peers, word_of
         self._spin_s = SPIN_S if shared.size <= num_cores else 0.0
         self._to: dict[int, _Outbox] = {}
         self._from: dict[int, _Inbox] = {}
@@ -99,7 +107,7 @@ class Mailboxes:
         if (elsewhere := next((x for x in tensors if not x.is_cpu), None)) is not None:
             raise TypeError(f"shm: expected tensors on the CPU, got one on {elsewhere.device}: use nccl")
         if to not in self._to:
-            self._to[to] = _Outbox(self._shared, self._heap, to)
+            self._to[to] = _Outbox(self._shared, self._heap, self._word_of(self._shared.rank, to))
         self._to[to].send(tag, words, tensors)
 
     def take(self, source: int, tag: int, label: str) -> Letter:
@@ -110,50 +118,68 @@ class Mailboxes:
         """
         self._shared.require_own()
         self._shared.require()
+        while (letter := self.poll(source, tag, label)) is None:
+            words, word, value = self.next_word(source)
+            self._wait(words, source, word, value, label)
+        return letter
+
+    def poll(self, source: int, tag: int, label: str) -> Letter | None:
+        """As ``take``; None if it is not there."""
+        words, word, value = self.next_word(source)
         if source not in self._from:
+            if words[word] < value:
+                return None
             self._from[source] = self._open(source, label)
         box = self._from[source]
         while not box.kept[tag]:
-            self._wait(box.words, source, _POSTED, box.num_taken + 1, label)
+            if box.words[_POSTED] <= box.num_taken:
+                return None
             with reaching(self._shared, self._peers, source, label):
                 its_tag, letter = box.take(self._heap)
             box.kept[its_tag].append(letter)
         return box.kept[tag].popleft()
 
-    def flush(self, label: str) -> None:
+    def next_word(self, source: int) -> tuple[Words, int, int]:
+        """The word that the next message from ``source`` raises to a value: (words, number, value)."""
+        if source not in self._from:
+            return self._shared.words, self._word_of(source, self._shared.rank), 1
+        box = self._from[source]
+        return box.words, _POSTED, box.num_taken + 1
+
+    def flush(self, label: str, timeout_s: float | None = None) -> None:
         """Wait until all that was sent has been taken: what lies in memory of this rank goes with it.
 
         Raises:
             PeerLost: a rank did not take it.
         """
         for rank, box in self._to.items():
-            self._wait(box.words, rank, _TAKEN, box.num_sent, label)
+            self._wait(box.words, rank, _TAKEN, box.num_sent, label, timeout_s)
 
     def _open(self, source: int, label: str) -> _Inbox:
         shared = self._shared
-        word = shared.box_word(source, shared.rank)
-        self._wait(shared.words, source, word, 1, label)
+        word = self._word_of(source, shared.rank)
         with reaching(shared, self._peers, source, label):
             pid, inode = self._peers.table[source].pid, shared.words[word + 1]
             return _Inbox(source, segment.attach(pid, shared.words[word] - 1, inode))
 
-    def _wait(self, words: Words, rank: int, word: int, value: int, label: str) -> None:
+    def _wait(
+        self, words: Words, rank: int, word: int, value: int, label: str, timeout_s: float | None = None
+    ) -> None:
         """Until ``word``, which ``rank`` writes, is at least ``value``."""
         if not words.spin(word, value, self._spin_s):
             arrival = Arrival(self._shared, self._peers, words, {rank: word}, value, label)
-            self._peers.wait(arrival, label, missing=arrival.missing)
+            self._peers.wait(arrival, label, missing=arrival.missing, timeout_s=timeout_s)
 
 
 class _Outbox:
-    """The box to rank ``to``, which this rank makes and fills."""
+    """A box which this rank makes, publishes in ``word``, and fills."""
 
-    def __init__(self, shared: GroupSegment, heap: Heap, to: int) -> None:
+    def __init__(self, shared: GroupSegment, heap: Heap, word: int) -> None:
         self._heap = heap
         self._mapping = segment.create(BOX_BYTES)  # others attach by its descriptor, as long as it lives
         self.words = self._mapping.words()
         self.num_sent = self.num_slots = 0
         self._slots: defaultdict[int, deque[_Slot]] = defaultdict(deque)  # by size, the last used at the end
-        word = shared.box_word(shared.rank, to)
         shared.words.post(
             word + 1, self._mapping.inode
         )  # a descriptor's number may be another file's some day

@@ -21,7 +21,6 @@ from instep.mesh.launch import launch
 from instep.mesh.rank_exit import RankFailed
 from instep.native.library import core
 from instep.shm import collectives
-from instep.shm.futex import Words
 from instep.shm.heap import Heap
 from tests.shm.calls import PATIENCE_S
 
@@ -110,21 +109,6 @@ def receive(mesh: Any) -> None:
     dist.recv(torch.ones(3), src=1)
 
 
-def half_a_message(mesh: Any) -> None:
-    if mesh.rank == 1:
-        dies_in(Words, "post", at_call=6)
-        for rank in (0, 2):
-            dist.isend(torch.ones(LONG), rank)
-        signal.pause()
-    dist.recv(torch.ones(LONG), src=1)
-
-
-def send(mesh: Any) -> None:
-    if mesh.rank == 1:
-        die()
-    dist.send(torch.ones(LONG), 1)
-
-
 def wait_for(path: Path) -> None:
     until = time.monotonic() + PATIENCE_S
     while not path.exists() and time.monotonic() < until:
@@ -142,8 +126,6 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "before mapping": (before_mapping, "all_reduce"),
     "barrier": (barrier, "barrier"),
     "receive": (receive, "receive from rank 1"),
-    "half a message": (half_a_message, "receive from rank 1"),
-    "send": (send, "send to rank 1"),
 }
 
 

@@ -8,20 +8,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from instep.errors import Desync, PeerLost
-from instep.shm.call import DTYPES
-from instep.shm.group_segment import LINE
-from instep.shm.point_to_point import RING_BYTES, MessageHead
 from tests.shm import calls
 from tests.shm.calls import PATIENCE_S, group_of
 from tests.shm.numbers import MOVED, same_bits, values
 from tests.world import world
 
-# Nothing, one, up to a line, around the ring's end, several rings.
-LENGTHS = (0, 1, 15, 16, 17, 9001, RING_BYTES // 4 - 16, RING_BYTES // 4 + 1, 3 * RING_BYTES // 4 + 5)
+LENGTHS = (0, 1, 15, 16, 17, 9001, (1 << 18) + 1)
+LONG = 1 << 20
 
 
 @world(2, backend="shm")
@@ -80,7 +75,7 @@ def test_messages_of_one_tag_come_in_the_order_in_which_they_were_sent(mesh):
 
 @world(3, backend="shm")
 def test_everybody_sends_long_messages_to_everybody_at_once(mesh):
-    pg, length = group_of(mesh), RING_BYTES
+    pg, length = group_of(mesh), LONG
     others = [rank for rank in range(3) if rank != mesh.rank]
     found = {rank: torch.zeros(length, dtype=torch.int32) for rank in others}
     works = [pg.send([torch.full((length,), mesh.rank, dtype=torch.int32)], rank, 9) for rank in others]
@@ -192,7 +187,7 @@ def test_a_rank_that_has_left_is_not_missed_while_another_may_send(mesh, left):
         (torch.ones(3), torch.zeros(2)),
         (torch.ones(3), torch.zeros(0)),
         (torch.ones(3), torch.zeros(3, dtype=torch.int32)),
-        (torch.ones(RING_BYTES), torch.zeros(4)),
+        (torch.ones(LONG), torch.zeros(4)),
     ],
     ids=["shorter", "none", "another dtype", "much shorter"],
 )
@@ -268,8 +263,8 @@ def asks_nobody(mesh):
 def test_torch_s_functions_send_and_receive(mesh):
     me = mesh.rank
     successor, predecessor = (me + 1) % 3, (me - 1) % 3
-    found, ring = torch.zeros(2), torch.zeros(3 * RING_BYTES)
-    mine = torch.full((3 * RING_BYTES,), float(me))
+    found, ring = torch.zeros(2), torch.zeros(3 * LONG)
+    mine = torch.full((3 * LONG,), float(me))
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, torch.full((2,), float(me)), successor, tag=1),
@@ -296,18 +291,3 @@ def test_torch_s_functions_send_and_receive(mesh):
     elif me == 2:
         assert dist.recv(found, group=pair) == 1
         assert found.tolist() == [7, 7]
-
-
-@given(
-    st.builds(MessageHead, st.integers(-(2**62), 2**62), st.sampled_from(DTYPES[1:]), st.integers(0, 2**62))
-)
-def test_heads_arrive_as_they_were_told_and_fill_a_line(head):
-    assert len(head.to_bytes()) == LINE
-    assert MessageHead.from_bytes(head.to_bytes()) == head
-
-
-def test_a_head_fits_what_has_its_dtype_and_length():
-    head = MessageHead.of(torch.zeros(2, 3), tag=4)
-    assert str(head) == "6 float32 with tag 4"
-    assert head.fits(torch.ones(6)) and head.fits(torch.ones(3, 2).t())
-    assert not head.fits(torch.ones(5)) and not head.fits(torch.ones(6, dtype=torch.int32))

@@ -374,6 +374,8 @@ def test_ranks_of_one_host_need_no_sockets() -> None:
     assert "5.0 GB/s (as the update shows it)" in first.how
     other, *_ = ask(ranks, rows, setting, optimizer="sgd")
     assert "5.0 GB/s (an assumption)" in other.how
+    on_gpu = ask(ranks, rows, replace(setting, device="cuda"), num_parameters=25_000_000)
+    assert "gloo" not in [advice.cause for advice in on_gpu]
 
 
 def test_what_else_the_ranks_tell_each_other_needs_no_sockets_either() -> None:
