@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-PATIENCE_S = 2.0
+PATIENCE_S = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 TESTS = Path(__file__).parent
 WORKER = "PYTEST_XDIST_WORKER"  # in whose environment xdist says which one it is

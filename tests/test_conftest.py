@@ -57,7 +57,7 @@ def test_what_is_left_behind_is_named_and_blamed_on_its_test(pytester: pytest.Py
     conftest = Path(__file__).with_name("conftest.py").read_text()
     # In a folder of its own: whoever tests beside this one would be blamed for a segment without an owner.
     shared = pytester.mkdir("shared")
-    changes = {"PATIENCE_S = 2.0": "PATIENCE_S = 0.1", 'Path("/dev/shm")': f"Path({str(shared)!r})"}
+    changes = {"PATIENCE_S = 20.0": "PATIENCE_S = 0.1", 'Path("/dev/shm")': f"Path({str(shared)!r})"}
     for old, new in changes.items():
         assert conftest.count(old) == 1
         conftest = conftest.replace(old, new)

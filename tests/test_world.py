@@ -91,7 +91,7 @@ def test_processes_stay_warm_from_test_to_test(tmp_path):
     assert first == second != str(os.getpid())
 
 
-@world(4, timeout_s=0.5)
+@world(4, timeout_s=2)
 def rank_two_raises(mesh):
     if mesh.rank == 2:
         raise LookupError("only here")

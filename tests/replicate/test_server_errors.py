@@ -157,7 +157,7 @@ def test_a_second_gradient_before_the_step_is_refused(mesh: Mesh) -> None:
     server.close()
 
 
-@world(2, timeout_s=0.5)
+@world(2, timeout_s=2)
 def test_a_worker_that_never_comes_is_found_by_the_deadline(mesh: Mesh, noticed: threading.Event) -> None:
     module = filled(Dense())
     server = ParameterServer(module, momentum(module.parameters()), mesh)
@@ -170,7 +170,7 @@ def test_a_worker_that_never_comes_is_found_by_the_deadline(mesh: Mesh, noticed:
     server.close()
 
 
-@world(2, timeout_s=0.5)
+@world(2, timeout_s=2)
 def test_a_server_that_never_updates_is_found_by_the_deadline(mesh: Mesh, noticed: threading.Event) -> None:
     module = filled(Dense())
     server = ParameterServer(module, momentum(module.parameters()), mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -189,8 +190,8 @@ def stop_and_be_missed(directory: Path, way: str) -> None:
 
 
 def is_missed() -> None:
-    mesh = instep.init(backend="shm", timeout_s=0.5)
-    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    mesh = instep.init(backend="shm", timeout_s=2)
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
     dist.broadcast(torch.ones(1), 0)
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -205,7 +206,7 @@ def test_a_process_that_is_stopped_is_alive_and_named_by_the_deadline(tmp_path, 
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
         launch(stop_and_be_missed, (tmp_path, waits_and_adds), ranks=2, grace_s=PATIENCE_S)
     told = (tmp_path / "told").read_text()
-    assert told.startswith("rank 0 waited 0.5 s in all_reduce, and never came: rank 1 (pid ")
+    assert re.match(r"rank 0 waited \d+\.\d s in all_reduce, and never came: rank 1 \(pid ", told)
     assert ", stopped, after broadcast. " in told
 
 
