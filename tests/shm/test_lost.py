@@ -59,23 +59,23 @@ def test_a_rank_that_never_comes_is_named_by_the_deadline_with_what_it_did_last(
     mesh, meeting, operation, now
 ):
     pg = group_of(mesh)
-    pg.set_timeout(timedelta(seconds=0.3))
+    pg.set_timeout(timedelta(seconds=1))
+    began = time.monotonic()
     if mesh.rank == 1:
         pg.label = "the exchange of a test"
     calls.barrier(pg).wait()
     if mesh.rank == 1:
         meeting.stay_away()
         return
-    began = time.monotonic()
     try:
         with pytest.raises(PeerLost) as lost:
             OPERATIONS[operation](pg, now).wait()
     finally:
         meeting.done.release()
     waited_s = time.monotonic() - began
-    assert 0.25 < waited_s < 0.3 + SOON_S
+    assert 0.9 < waited_s < SOON_S
     assert (lost.value.ranks, lost.value.operation) == ((1,), operation)
-    told = rf"rank {mesh.rank} waited \d\.\d s in {operation}, and never came: rank 1 \(pid "
+    told = rf"rank {mesh.rank} waited [\d.]+ s in {operation}, and never came: rank 1 \(pid "
     assert re.search(told, str(lost.value))
     sentence, *table = str(lost.value).splitlines()
     assert ", alive, after the exchange of a test, at shm/test_lost.py:" in sentence
