@@ -262,7 +262,7 @@ def await_ends(rank: int) -> None:
     """Wait for the threads of groups that ``rank`` has left: woken, and on their way out."""
     for thread in threading.enumerate():
         if thread.name.startswith("instep messages") and thread.name.endswith(f"rank {rank}"):
-            thread.join(5)
+            thread.join(30)
 
 
 class Meetings:

@@ -117,7 +117,7 @@ def test_a_rank_that_never_synchronises_is_found_by_the_deadline(mesh: Mesh, ran
         with pytest.raises(PeerLost, match=r"This group is lost: .*rebind"):
             square(model, 0).backward()
         rank_zero_has_noticed.set()
-    assert rank_zero_has_noticed.wait(10)
+    assert rank_zero_has_noticed.wait(30)
     model.close()
 
 
@@ -161,7 +161,7 @@ def test_what_a_terminal_shows_last_says_who_was_lost_and_what_to_do(
             assert "This group is lost" in last if again else "the exchange of bucket 0" in last
         rank_zero_has_noticed.set()
     if mesh.rank == 0 or not left:
-        assert rank_zero_has_noticed.wait(10)
+        assert rank_zero_has_noticed.wait(30)
     model.close()
 
 

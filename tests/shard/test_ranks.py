@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_step_is_found_by_the_deadline(backend: str, notice
             with pytest.raises(RuntimeError, match=r"is closed, because rank 0 waited .* make another one"):
                 optimizer.step()
             noticed.set()
-        assert noticed.wait(10)
+        assert noticed.wait(30)
         optimizer.close()
 
     body()
@@ -180,7 +180,7 @@ def test_a_rank_that_makes_no_optimizer_is_found_by_the_deadline(
         ):
             ShardedOptimizer(parameters(), AdamW, mesh)
         noticed.set()
-    assert noticed.wait(10)
+    assert noticed.wait(30)
 
 
 @world(2, backend="shm")
