@@ -1,4 +1,4 @@
-"""What holds for every test: it starts from the same random state, and it leaves nothing behind."""
+"""What holds for every test: the same random state, the signals of a terminal, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-PATIENCE_S = 2.0
+PATIENCE_S = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 TESTS = Path(__file__).parent
 WORKER = "PYTEST_XDIST_WORKER"  # in whose environment xdist says which one it is
@@ -52,6 +53,17 @@ def same_random_state() -> None:
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_of_a_terminal() -> None:
+    """Child processes receive the signals that a background shell or ``nohup`` makes pytest ignore.
+
+    Children inherit ignored signals, but no handlers, so pytest gets handlers that do nothing.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -258,19 +258,12 @@ def generation(
     return build(own, rank, size, timeout_s=timeout_s, make_group=make, **axes)
 
 
-def await_ends(rank: int) -> None:
-    """Wait for the threads of groups that ``rank`` has left: woken, and on their way out."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("instep messages") and thread.name.endswith(f"rank {rank}"):
-            thread.join(5)
-
-
 class Meetings:
     """Where the threads of one test meet, in one generation after the other, and what they have kept."""
 
     def __init__(self, num_threads: int) -> None:
         self.store = dist.HashStore()
-        self.kept: list[list[Kept]] = []
+        self._of_others = set(threading.enumerate())  # a lost group of an earlier test may still have some
         self._barrier = threading.Barrier(num_threads)
         self._mine: list[Kept | None] = [None] * num_threads
 
@@ -284,6 +277,17 @@ class Meetings:
 
     def wait(self) -> None:
         self._barrier.wait(60)
+
+    def threads(self, rank: int) -> list[threading.Thread]:
+        """The threads that instep has started in this test, for ``rank``."""
+        new = set(threading.enumerate()) - self._of_others
+        return [t for t in new if t.name.startswith("instep") and f"rank {rank}" in t.name]
+
+    def await_ends(self, rank: int) -> None:
+        """Wait for the threads of groups that ``rank`` has left: woken, and on their way out."""
+        for thread in self.threads(rank):
+            if thread.name.startswith("instep messages"):
+                thread.join(30)
 
 
 def in_generations(

@@ -1,7 +1,8 @@
-"""What a test leaves behind fails that test, by name, and does not fail the next one."""
+"""What a test leaves behind fails that test, by name, and not the next one; children receive all signals."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def test_group(): sys.modules["torch.distributed"] = Distributed("torch.distribu
 def test_group_was_destroyed(): assert "torch.distributed" not in sys.modules
 
 def test_monkeypatch_is_in_time(monkeypatch): monkeypatch.setenv("LEFT", "for a while")
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_signal(number): assert subprocess.run(["sh", "-c", f"kill -{number} $$"]).returncode == -number
 """
 
 EXPECTED = {
@@ -53,14 +57,20 @@ def test_what_is_left_behind_is_named_and_blamed_on_its_test(pytester: pytest.Py
     conftest = Path(__file__).with_name("conftest.py").read_text()
     # In a folder of its own: whoever tests beside this one would be blamed for a segment without an owner.
     shared = pytester.mkdir("shared")
-    changes = {"PATIENCE_S = 2.0": "PATIENCE_S = 0.1", 'Path("/dev/shm")': f"Path({str(shared)!r})"}
+    changes = {"PATIENCE_S = 20.0": "PATIENCE_S = 0.1", 'Path("/dev/shm")': f"Path({str(shared)!r})"}
     for old, new in changes.items():
         assert conftest.count(old) == 1
         conftest = conftest.replace(old, new)
     pytester.makeconftest(conftest)
     pytester.makepyfile(LEAKS)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=11, errors=len(EXPECTED))
+    terminal = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    before = [signal.signal(number, signal.SIG_IGN) for number in terminal]
+    try:  # as under nohup, in the background of a shell
+        result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    finally:
+        for number, handler in zip(terminal, before, strict=True):
+            signal.signal(number, handler)
+    result.assert_outcomes(passed=14, errors=len(EXPECTED))
     for test, left in EXPECTED.items():
         pattern = f"_ ERROR at teardown of {test} _"
         result.stdout.fnmatch_lines([f"*{pattern}*", f"the test left behind {left}"])

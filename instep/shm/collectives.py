@@ -307,7 +307,9 @@ def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Te
     if any(NOWHERE in places for places in by_rank):
         return None
     dtype = tensors[0].dtype
-    return [reach(op.rounds, heap, r, places, dtype, op.label) for r, places in enumerate(by_rank)]
+    found = [reach(op.rounds, heap, r, places, dtype, op.label) for r, places in enumerate(by_rank)]
+    op.meet()  # no rank frees its tensors before all have mapped them
+    return found
 
 
 def reach(

@@ -201,7 +201,7 @@ def test_another_optimizer_on_one_rank_is_refused_on_all_and_nothing_changed(
 def test_a_rank_that_loads_alone_is_told_in_which_operation_it_waits(disks: list[Path]) -> None:
     have_ended = threading.Barrier(2)  # what is closed by one is no more waited for by the other
 
-    @world(2, timeout_s=0.5)
+    @world(2, timeout_s=2)
     def body(mesh: Mesh) -> None:
         model, _, optimizer = wrapped(mesh)
         if mesh.rank == 0:

@@ -35,5 +35,5 @@ def test_an_unknown_command_is_a_usage_error(word, fix, capsys):
 
 
 @pytest.mark.parametrize("args", HELPS, ids=" ".join)
-def test_help_is_there_at_once_and_imports_no_torch(args):
+def test_help_imports_nothing_that_is_slow(args):
     assert_quick(*args)

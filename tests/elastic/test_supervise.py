@@ -266,7 +266,7 @@ def test_a_rank_that_is_alone_and_hangs_where_it_would_wait_for_others_is_ended_
     assert scene.run(ranks=1, **script, options={"timeout_s": 1.0}) == 0
     ((rank, how),) = scene.failures()
     assert rank == 0
-    assert how.startswith("made no progress in exchange for 1.")
+    assert how.startswith("made no progress in exchange for ")
 
 
 def test_a_long_save_that_makes_progress_is_let_be(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

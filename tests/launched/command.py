@@ -19,7 +19,6 @@ from typing import IO
 
 from instep.run.jsonl import read_lines
 from instep.run.ledger import LEDGER
-from tests.default_signals import default_signals
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 100  # below what pytest grants: a busy machine is slow
@@ -129,7 +128,7 @@ class _Ember:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, default_signals():
+        with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.launched.ember", str(theirs.fileno())],
                 cwd=ROOT,
@@ -176,18 +175,16 @@ def started(
     mark = secrets.token_hex(8)
     paths = [*filter(None, [(env or {}).get("PYTHONPATH")]), str(ROOT)]
     environ = {**os.environ, **(env or {}), MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}
-    with default_signals():
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
-    with process:
+    with subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as process:
         try:
             yield process
         finally:

@@ -40,7 +40,7 @@ from instep.mesh.launch import PRELOAD
 from tests.lab import enter
 
 REQUEST_LIMIT_BYTES = 1 << 16
-PATIENCE_S = 10
+PATIENCE_S = 30
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 COMMANDS = (
     "instep.run.launch_script",

@@ -182,9 +182,9 @@ def test_a_model_from_the_meta_device_is_filled_by_those_who_begin(alone: Path, 
 
 
 def test_ranks_come_and_go(alone: Path, tmp_path: Path) -> None:
-    slowly = "slow:rank=0,phase=data,step=1,steps=11,seconds=0.4"  # a new rank takes a while to be ready
+    slowly = (f"slow:rank=0,phase=data,step={n},seconds=4" for n in (3, 9))  # until new ranks are ready
     resizes = "resize:ranks=4,step=1", "resize:ranks=1,step=4", "resize:ranks=3,step=6"
-    ended = run("-n", 2, *faults(*resizes, slowly), cwd=tmp_path)
+    ended = run("-n", 2, *faults(*resizes, *slowly), cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "runs" / "mine", alone)
     assert {
@@ -260,7 +260,7 @@ def test_the_same_script_goes_on_after_a_restart_by_torchrun_and_runs_as_it_is(
 
 
 def test_two_commands_do_not_write_to_one_folder_and_a_signal_ends_with_a_checkpoint(tmp_path: Path) -> None:
-    slowly = faults("slow:rank=0,phase=data,step=1,steps=11,seconds=0.25")
+    slowly = faults("slow:rank=0,phase=data,step=1,steps=11,seconds=2")
     with started_warm("run", "-n", 1, *slowly, SCRIPT, cwd=tmp_path) as first:
         read_until(first, " 1/12 ")
         second = run("-n", 1, cwd=tmp_path)

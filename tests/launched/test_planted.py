@@ -19,7 +19,7 @@ from tests.lab import two_hosts
 from tests.launched.command import started_warm, train
 
 STEPS = 12
-SLEEP_S = 0.15  # a step has some 0.02
+SLEEP_S = 0.4  # a step has some 0.02, and several times that on a busy machine
 EVERY_STEP = {"step": 1, "steps": STEPS, "seconds": SLEEP_S}
 # 3.2 MB of gradients: 0.08 s at 300 Mbit/s, about as long as the backward that could hide them.
 OVER_LINK = (

@@ -167,7 +167,7 @@ def test_what_is_too_long_to_be_told_is_an_error_on_all_but_on_a_rank_with_its_o
         )
 
 
-@world(2, timeout_s=0.5)
+@world(2, timeout_s=2)
 def test_a_rank_that_has_failed_raises_that_though_another_never_came(mesh: Mesh) -> None:
     if mesh.rank:
         return

@@ -38,7 +38,7 @@ def test_a_process_without_a_debug_server_is_not_waited_for():
     stranger = Peer(1, own_peer(0).host, os.getppid(), 1, 0, flight=1)
     began = time.monotonic()
     assert debug_server.ask([stranger, replace(stranger, flight=0)], seconds=30) == {}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 @world(2, by="process")

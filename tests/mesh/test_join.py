@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import instep
 from instep.errors import PeerLost
+from instep.mesh import join
 from instep.mesh import mesh as current
 from instep.mesh.join import meet
 from instep.mesh.launch import launch
@@ -163,8 +165,9 @@ def test_two_of_three_go_on_when_one_is_killed_in_the_middle_of_an_exchange(tmp_
 
 def leave_a_hanging_rank(directory: Path) -> None:
     """Rank 1 never comes; rank 0 is to be free of it at once, as is a thread of it, and to end."""
+    join.backend_timeout = lambda timeout_s: timedelta(seconds=60)  # type: ignore[attr-defined]
     rank, store = place_and_store(directory, "store", 2)
-    mesh = meet(store, rank, 2, backend="gloo", timeout_s=0.3)
+    mesh = meet(store, rank, 2, backend="gloo", timeout_s=1)
     if rank == 1:
         while not (directory / "closed").exists():
             pass
@@ -185,6 +188,4 @@ def leave_a_hanging_rank(directory: Path) -> None:
 
 def test_what_a_closed_group_still_owes_ends_at_once(tmp_path):
     launch(leave_a_hanging_rank, (tmp_path,), ranks=2)
-    assert (
-        json.loads((tmp_path / "closed").read_text()) < 2.0
-    )  # gloo's own deadline comes after more than two
+    assert json.loads((tmp_path / "closed").read_text()) < 30  # half of gloo's own deadline

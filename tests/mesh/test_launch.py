@@ -25,7 +25,6 @@ from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.rank_exit import RankFailed
-from tests.default_signals import default_signals
 
 PATIENCE_S = 60
 ROOT = Path(__file__).parents[2]
@@ -280,17 +279,15 @@ launcher.launch(exec, (rank,), ranks=2, on_start=tell, grace_s=1)
 @contextmanager
 def a_launcher(directory: Path, up: int = 2) -> Iterator[tuple[subprocess.Popen, list[int]]]:
     """The launcher and its ranks' process ids, when ``up`` ranks are there."""
-    with default_signals():
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER],
-            cwd=ROOT,
-            env=os.environ | {"TMPDIR": str(directory)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
-    with process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as process:
         try:
             assert process.stdout is not None
             lines: list[str] = []

@@ -90,7 +90,7 @@ def test_an_axis_has_the_user_s_group_and_as_many_more_as_are_asked_for(mesh):
     groups = [axis.group, axis.duplicate(), axis.duplicate()]
     assert axis.pg not in [group.pg for group in groups]
     assert len({id(group.pg) for group in groups}) == 3
-    assert {(group.ranks, group.rank, group.timeout_s) for group in groups} == {((0, 1), mesh.rank, 5.0)}
+    assert {(group.ranks, group.rank, group.timeout_s) for group in groups} == {((0, 1), mesh.rank, 20.0)}
 
 
 @world(2)

@@ -26,7 +26,12 @@ from instep.mesh.peers import RECORD_BYTES, Peer, Peers, is_alive, own_peer
 
 ME = own_peer(0)
 OPERATION = "the exchange of bucket 3"
-PATIENT_S = 0.5  # of which a tenth is for the answers of a store
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has more time to answer than a tenth of a deadline: a busy machine is slow."""
+    monkeypatch.setattr(peers, "patience_s", lambda timeout_s: 20.0)
 
 
 @contextmanager
@@ -111,11 +116,10 @@ def test_this_process_lives_and_is_itself():
 
 
 def test_the_start_time_is_that_of_the_process():
-    boot_s = time.clock_gettime(time.CLOCK_REALTIME) - time.clock_gettime(time.CLOCK_BOOTTIME)
-    before_s = time.time()
+    before_s, tick_s = time.clock_gettime(time.CLOCK_BOOTTIME), 1 / os.sysconf("SC_CLK_TCK")
     with a_child() as process:
-        started_s = boot_s + peer_of(process).start_time / os.sysconf("SC_CLK_TCK")
-        assert before_s - 0.1 <= started_s <= time.time() + 0.1
+        started_s = peer_of(process).start_time * tick_s
+        assert before_s - tick_s <= started_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @pytest.mark.parametrize("reaped", [False, True])
@@ -266,9 +270,9 @@ def test_a_wait_that_is_no_operation_of_all_ranks_is_shown_while_it_lasts(monkey
 
 def test_the_wait_that_is_told_is_the_one_that_was_allowed():
     table = a_table(absent(1), timeout_s=1000)
-    with pytest.raises(PeerLost, match=r"rank 0 waited 0\.\d s in .* raise timeout_s \(0\.05 s\)"):
+    with pytest.raises(PeerLost, match=r"rank 0 waited \d+\.\d s in .* raise timeout_s \(0\.05 s\)"):
         table.wait(Work(float("inf")), OPERATION, timeout_s=0.05)
-    with pytest.raises(PeerLost, match=r"rank 0 waited 0\.0 s in .* the backend said: no route"):
+    with pytest.raises(PeerLost, match=r"rank 0 waited \d+\.\d s in .* the backend said: no route"):
         replace_confirm(table).wait(Work(0, "no route"), OPERATION, timeout_s=0.5)
 
 
@@ -283,7 +287,7 @@ def test_a_dead_rank_ends_the_wait_long_before_the_deadline():
         ended_but_not_reaped(process)
         with pytest.raises(PeerLost) as lost:
             a_table(absent(2), peer, timeout_s=1000).wait(Work(float("inf")), OPERATION)
-    assert str(lost.value).startswith(f"rank 1 (pid {process.pid} on {ME.host}) died: rank 0 waited 0.")
+    assert str(lost.value).startswith(f"rank 1 (pid {process.pid} on {ME.host}) died: rank 0 waited ")
     assert f" in {OPERATION}. If it raised, the cause stands in its own traceback; if it ended" in str(
         lost.value
     )
@@ -326,7 +330,7 @@ def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
             peer_of(process, rank=4),
             hidden[3],
             status_store=status_store,
-            timeout_s=0.5,  # of which the questions to the store have a part
+            timeout_s=0.5,
             flight=in_operation(5),
         )
         began = time.monotonic()
@@ -386,7 +390,7 @@ def test_of_ranks_that_wait_for_the_same_one_one_shows_where_all_stand(posted, t
     for rank, later_s in posted.items():
         status_store.post(StatusRow(rank, IN, OPERATION, 5, since=began + later_s))
     hidden = [replace(ME, rank=rank, host="another") for rank in (1, 2, 3, 4)]
-    of_all = a_table(*hidden, timeout_s=PATIENT_S, status_store=status_store, flight=flight)
+    of_all = a_table(*hidden, timeout_s=0.1, status_store=status_store, flight=flight)
     with pytest.raises(PeerLost, match="Look there for other code") as lost:
         of_all.wait(Work(float("inf")), OPERATION)
     _, *table = str(lost.value).splitlines()
@@ -405,7 +409,7 @@ def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed()
     near = replace(own_peer(1, silent), rank=1)
     far = replace(ME, rank=2, host="another")
     with pytest.raises(PeerLost):
-        a_table(near, far, timeout_s=4 * PATIENT_S, status_store=status_store, flight=in_operation()).wait(
+        a_table(near, far, timeout_s=0.1, status_store=status_store, flight=in_operation()).wait(
             Work(float("inf")), OPERATION
         )
     posted = status_store.read(1)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from instep.mesh.signals import hear_stop_signals, listen_for_preemption, preempted
-from tests.default_signals import OF_A_TERMINAL, default_signals
 
 pytestmark = pytest.mark.usefixtures("hangups_are_heard")
 POLITE = [signal.SIGTERM, signal.SIGUSR1]
@@ -138,18 +136,6 @@ def test_a_command_that_was_told_to_ignore_hangups_does_and_is_preempted_all_the
         os._exit(0 if asked == ["SIGUSR1"] else 1)
 
     assert fork(body) == 0
-
-
-@pytest.mark.parametrize("number", OF_A_TERMINAL)
-def test_what_tests_start_hears_a_terminal_though_they_do_not(number: signal.Signals) -> None:
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        with default_signals():
-            ended = subprocess.run(["sh", "-c", f"kill -{number:d} $$"])
-        assert signal.getsignal(number) is signal.SIG_IGN
-    finally:
-        signal.signal(number, before)
-    assert ended.returncode == -number
 
 
 def test_a_rank_that_listens_no_longer_is_ended_by_a_signal() -> None:

@@ -25,7 +25,7 @@ from instep.step.micro_batches import MicroBatch
 from tests.world import world
 
 X = torch.linspace(-1.0, 1.0, 4 * 2 * 4).view(4, 2, 4)
-SOON_S = 3.0  # the deadline of waits is 5 s
+SOON_S = 10.0  # the deadline of waits is 20 s
 
 
 def filled(module: nn.Module) -> Any:

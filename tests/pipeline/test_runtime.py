@@ -288,7 +288,7 @@ def test_a_recorded_step_has_the_spans_of_the_simulated_one(mesh: Mesh, waits: t
         wait(work, operation)
 
     def tokens(micro_batch: MicroBatch) -> Tensor:
-        assert waits.wait(5)
+        assert waits.wait(30)
         return windows(0, micro_batch)[:, :-1]
 
     row.wait = watched  # type: ignore[method-assign]

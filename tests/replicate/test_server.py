@@ -213,7 +213,7 @@ def test_a_worker_sends_every_root_of_its_micro_batches(mesh: Mesh) -> None:
     server.close()
 
 
-@world(2, timeout_s=0.5)
+@world(2, timeout_s=2)
 def test_survivors_go_on_over_a_new_group_with_the_weights_of_its_server(mesh: Mesh) -> None:
     module = filled(Dense())
     server = ParameterServer(module, momentum(module.parameters()), mesh)

@@ -125,7 +125,7 @@ def test_a_worker_that_leaves_the_loop_is_named_to_the_server(mesh: Mesh, notice
         with pytest.raises(Desync, match="rank 1 left step 0"):
             declared_step(server, 4)
         noticed.set()
-    assert noticed.wait(10)
+    assert noticed.wait(30)
     server.close()
 
 
@@ -157,7 +157,7 @@ def test_a_second_gradient_before_the_step_is_refused(mesh: Mesh) -> None:
     server.close()
 
 
-@world(2, timeout_s=0.5)
+@world(2, timeout_s=2)
 def test_a_worker_that_never_comes_is_found_by_the_deadline(mesh: Mesh, noticed: threading.Event) -> None:
     module = filled(Dense())
     server = ParameterServer(module, momentum(module.parameters()), mesh)
@@ -166,11 +166,11 @@ def test_a_worker_that_never_comes_is_found_by_the_deadline(mesh: Mesh, noticed:
             server.backward(square(module, 0))
         assert failure.value.ranks == (1,)
         noticed.set()
-    assert noticed.wait(10)
+    assert noticed.wait(30)
     server.close()
 
 
-@world(2, timeout_s=0.5)
+@world(2, timeout_s=2)
 def test_a_server_that_never_updates_is_found_by_the_deadline(mesh: Mesh, noticed: threading.Event) -> None:
     module = filled(Dense())
     server = ParameterServer(module, momentum(module.parameters()), mesh)
@@ -179,7 +179,7 @@ def test_a_server_that_never_updates_is_found_by_the_deadline(mesh: Mesh, notice
         with pytest.raises(PeerLost, match=r"rank 1 waited .* in the server's report on its update"):
             server.step()
         noticed.set()
-    assert noticed.wait(10)
+    assert noticed.wait(30)
     server.close()
 
 

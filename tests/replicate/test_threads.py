@@ -126,7 +126,7 @@ def test_both_replicas_are_at_work_at_once() -> None:
     module = filled(Dense())
 
     def meet(module: nn.Module, args: object) -> None:
-        both.wait(10)
+        both.wait(30)
 
     module.register_forward_pre_hook(meet)
     replicas = ThreadedReplicas(module, 2)
@@ -256,7 +256,7 @@ def test_threads_end_with_the_replicas() -> None:
     gc.collect()
     assert alive() is None
     for thread in started:
-        thread.join(5)
+        thread.join(30)
         assert not thread.is_alive()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from instep.errors import Desync, PeerLost, let_go
 from instep.mesh.mesh import Mesh
-from tests.rejoin import Lost, Meetings, await_ends, generation
+from tests.rejoin import Lost, Meetings, generation
 from tests.run.text_training import TextTraining, tiny
 from tests.world import world
 
@@ -84,7 +84,7 @@ def give_back(mesh: Mesh, mine: TextTraining, graceful: bool, backend: str, pair
     assert last
     if mesh.rank == 0:  # the survivor
         assert held() == before
-        await_ends(mesh.rank)
+        pair.await_ends(mesh.rank)
         assert [ref() for refs in others for ref in refs if ref() is not None] == []
     pair.wait()
 

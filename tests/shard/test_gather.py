@@ -205,7 +205,7 @@ def test_an_answer_may_come_after_a_pause_longer_than_any_deadline(mesh: Mesh) -
         requested.fetch(0, parts, "a slice")
         assert torch.equal(parts[1], slices(1)[0])
     requested.close()
-    requested._servers[0].join(5.0)
+    requested._servers[0].join(30.0)
     assert not requested._servers[0].is_alive()
     group.close()
 
@@ -256,7 +256,7 @@ def test_survivors_whose_neighbours_are_gone_end_their_servers(mesh: Mesh) -> No
     meeting.barrier("the odd ranks have hung up")
     requested.close()
     for server in requested._servers:
-        server.join(5.0)
+        server.join(30.0)
     assert not any(server.is_alive() for server in requested._servers)
     meeting.barrier("all have looked")
     group.close()
@@ -273,7 +273,7 @@ def test_a_rank_that_has_gone_is_named(mesh: Mesh) -> None:
     group, _ = find_ranks(mesh)
     requested = RequestedShards(group, slices(group.rank))
     requested.close()
-    requested._servers[0].join(5.0)
+    requested._servers[0].join(30.0)
     if mesh.rank == 0:  # no rank answers any more
         with pytest.raises(PeerLost):
             requested.fetch(0, [torch.empty(40), torch.empty(40)], "a slice")

@@ -17,7 +17,7 @@ from instep.mesh.mesh import Mesh
 from instep.shard.unit import Unit
 from tests.parity import filled, numbers
 from tests.shard.gathered import Layer, Stack, assert_same_gradients, built, in_slices, inputs, loss_of
-from tests.shard.test_one_copy import pss_together
+from tests.shard.test_one_copy import memory_of_all
 from tests.shard.test_sliced import LOOP, LOOPS, Tied, train, units, weights_of
 from tests.world import world
 
@@ -191,8 +191,8 @@ def test_the_host_has_the_weights_once_while_all_ranks_compute_with_them(mesh: M
         return model
 
     computed(64).close()  # what is loaded on first use
-    before, width = pss_together(mesh), 3072  # 36 MB each
+    before, width = memory_of_all(mesh), 3072  # 36 MB each
     model = computed(width)
-    size, taken = 2 * 4 * width**2, pss_together(mesh) - before
+    size, taken = 2 * 4 * width**2, memory_of_all(mesh) - before
     assert abs(taken - size) < 0.1 * size, f"{taken:,} bytes, expected {size:,}"
     model.close()

@@ -496,12 +496,12 @@ def test_a_rank_that_dies_in_its_update_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report").read_text()) == [[1], "the vote on step 1"]
 
 
-def pss_together(mesh: Mesh) -> int:
-    """Of all ranks, shared pages once; without files, whose pages other processes share, too."""
+def memory_of_all(mesh: Mesh) -> int:
+    """Bytes of all ranks: anonymous pages, which no other process changes, and shared ones once."""
     gc.collect()
     meet(mesh)
-    told = dict(re.findall(r"^(Pss_\w+): +(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.M))
-    mine = (int(told["Pss_Anon"]) + int(told["Pss_Shmem"])) << 10
+    told = dict(re.findall(r"^(\w+): +(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.M))
+    mine = (int(told["Anonymous"]) + int(told["Pss_Shmem"])) << 10
     rows = mesh.world.group.all_gather_bytes(str(mine).encode(), "the memory of a test")
     meet(mesh)
     return sum(map(int, rows))
@@ -515,7 +515,7 @@ def test_the_host_has_the_weights_once_and_the_moments_once(mesh: Mesh, shared: 
     optimizer = ShardedOptimizer(warm, AdamW, mesh, one_copy=shared, fused=True)
     steps(optimizer, warm, 2)  # what is loaded on first use, and the first part of each arena
     optimizer.close()
-    before = pss_together(mesh)
+    before = memory_of_all(mesh)
     ours = [nn.Parameter(torch.full((size // 8,), 0.5)) for _ in range(2)]
     optimizer = instep.ShardedOptimizer(ours, AdamW, mesh, one_copy=shared, fused=True)
     for p in ours:
@@ -523,7 +523,7 @@ def test_the_host_has_the_weights_once_and_the_moments_once(mesh: Mesh, shared: 
     for _ in range(2):
         optimizer.step()
     optimizer.zero_grad()
-    taken = pss_together(mesh) - before
+    taken = memory_of_all(mesh) - before
     copies = 1 if shared else 2
     assert abs(taken - (copies * size + 2 * size)) < 0.1 * size, f"{taken / MB:.1f} MB"
     optimizer.close()

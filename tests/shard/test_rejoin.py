@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad
 
-from instep.comm import meeting_place
 from instep.errors import PeerLost
 from instep.mesh.join import init
 from instep.mesh.launch import RankFailed, launch
@@ -26,7 +24,6 @@ from tests.rejoin import (
     Kind,
     Meetings,
     Rejoined,
-    await_ends,
     divided,
     generation,
     in_generations,
@@ -117,12 +114,6 @@ def four() -> Meetings:
     return Meetings(4)
 
 
-@pytest.fixture
-def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks wait for each other in a thread: whether a look finds that all have come is chance."""
-    monkeypatch.setattr(meeting_place, "comes_soon", lambda is_there: False)
-
-
 def num_hooks(joined: Rejoined) -> int:
     of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in joined.module.modules())
     of_parameters = sum(
@@ -131,10 +122,6 @@ def num_hooks(joined: Rejoined) -> int:
     optimizer: Any = joined.optimizer
     of_optimizer = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     return of_modules + of_parameters + of_optimizer
-
-
-def num_threads(rank: int) -> int:
-    return sum(t.name.startswith("instep") and f"rank {rank}" in t.name for t in threading.enumerate())
 
 
 @world(3, deadline_s=120)
@@ -266,19 +253,17 @@ def test_who_is_lost_while_optimizers_join_is_no_end(mesh: Mesh, name: str, meet
 
 @world(2, deadline_s=120)
 @pytest.mark.parametrize("kind", SOME_KINDS.values(), ids=SOME_KINDS)
-def test_a_generation_leaves_neither_hooks_nor_threads_behind(
-    mesh: Mesh, kind: Kind, pair: Meetings, no_looks: None
-) -> None:
+def test_a_generation_leaves_neither_hooks_nor_threads_behind(mesh: Mesh, kind: Kind, pair: Meetings) -> None:
     meetings = pair
     joined, found = Rejoined(kind), []
     kept = meetings.keep(mesh.rank, joined.keep() if mesh.rank == 0 else None)
     for number in range(3):
         joined.leave()
-        await_ends(mesh.rank)
+        meetings.await_ends(mesh.rank)
         joined.join(generation(meetings.store, f"{number}", mesh.rank, 2, "gloo"), kept)
         joined.steps(1)
         kept = meetings.keep(mesh.rank, joined.keep())
-        found.append((num_hooks(joined), num_threads(mesh.rank)))
+        found.append((num_hooks(joined), len(meetings.threads(mesh.rank))))
         meetings.wait()
     assert found[1] == found[2] == found[0]
     joined.leave()

@@ -181,7 +181,7 @@ def test_a_future_of_what_failed_raises_it(mesh):
     assert isinstance(work.exception(), Desync)
 
 
-@world(2, backend="shm", deadline_s=10)
+@world(2, backend="shm")
 def test_a_callback_may_use_the_group(mesh):
     """As torch's PowerSGD does: it reduces, in a callback of a reduction, and waits there."""
     pg = group_of(mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -161,8 +162,8 @@ def test_a_rank_that_is_killed_is_named_at_once_by_all_who_wait(tmp_path, case):
 
 def stop_and_be_missed(directory: Path) -> None:
     os.chdir(directory)
-    mesh = instep.init(backend="shm", timeout_s=0.5)
-    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    mesh = instep.init(backend="shm", timeout_s=2)
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
     dist.broadcast(torch.ones(1), 0)
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -177,7 +178,7 @@ def test_a_process_that_is_stopped_is_alive_and_named_by_the_deadline(tmp_path):
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
         launch(stop_and_be_missed, (tmp_path,), ranks=2, grace_s=PATIENCE_S)
     told = (tmp_path / "told").read_text()
-    assert told.startswith("rank 0 waited 0.5 s in all_reduce, and never came: rank 1 (pid ")
+    assert re.match(r"rank 0 waited \d+\.\d s in all_reduce, and never came: rank 1 \(pid ", told)
     assert ", stopped, after broadcast. " in told
 
 

@@ -112,7 +112,7 @@ def test_a_letter_that_never_comes_ends_at_the_deadline(mesh):
     pg = group_of(mesh)
     if mesh.rank == 1:
         pg.peers.timeout_s = 0.3
-        with pytest.raises(PeerLost, match=r"rank 1 waited 0\.\d s in the letter, and never came: rank 0"):
+        with pytest.raises(PeerLost, match=r"rank 1 waited \d+\.\d s in the letter, and never came: rank 0"):
             pg.mailboxes.take(0, 0, "the letter")
     pg.monitored_barrier(timedelta(seconds=10))
 

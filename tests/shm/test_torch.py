@@ -130,7 +130,7 @@ HOOKS: dict[str, Callable[[Any], tuple[Any, Callable[..., Any]]]] = {
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@world(2, by="process", backend="shm", deadline_s=30)
+@world(2, by="process", backend="shm")
 def test_communication_hooks(mesh, hook):
     gives_what_gloo_gives(hooked, hook=hook)
 
