@@ -91,7 +91,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     In a fresh clone the assertions of every file are rewritten, which takes longer than all else before the
     tests: whoever comes to a file first leaves its bytecode for the others.
+
+    GPUs are hidden, but from tests that are about them (``-m gpu``): ranks by default would each want one.
     """
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     worker = os.environ.get(WORKER, "")
     if worker and [Path(arg).resolve() for arg in config.args] == [TESTS]:
         folders = sorted(path for path in TESTS.iterdir() if any(path.glob("test_*.py")))
