@@ -29,27 +29,24 @@ class Refused(RuntimeError):
 class Once:
     """A ``threading.Event`` that is set once: a bare lock, which takes a tenth of the time, also to wake."""
 
-    __slots__ = ("_is_set", "_lock")
+    __slots__ = ("_lock", "happened")
 
     def __init__(self) -> None:
-        self._is_set = False
+        self.happened = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def is_set(self) -> bool:
-        return self._is_set
-
     def set(self) -> None:
         """Those who wait go on, one after the other."""
-        if not self._is_set:
-            self._is_set = True
+        if not self.happened:
+            self.happened = True
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is set, ``timeout`` seconds at most; whether it is."""
-        if not self._is_set and self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+        if not self.happened and self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             self._lock.release()
-        return self._is_set
+        return self.happened
 
 
 class Work:
@@ -62,7 +59,7 @@ class Work:
         self.finished = Once()
 
     def done(self) -> bool:
-        return self.finished.is_set()
+        return self.finished.happened
 
     def arrive(self, timeout_s: float | None = None) -> bool:
         """Block until done, ``timeout_s`` at most; whether it is."""
@@ -74,7 +71,7 @@ class Work:
         ``deadline`` is a ``time.monotonic()`` value in seconds; past it ``PeerLost`` names the operation.
         """
         timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        if not self.finished.wait(timeout):
+        if not self.finished.happened and not self.finished.wait(timeout):
             raise PeerLost(f"{self.operation} did not end before its deadline", operation=self.operation)
         if isinstance(self.error, InstepError):  # it says all, and has the frames of all who have raised it
             raise self.error.with_traceback(None)
@@ -107,6 +104,7 @@ class _State:
     closed: BaseException | None = None  # what stands for a failure, once the lane is closed
     running: threading.Lock = field(default_factory=threading.Lock)
     runner: int = 0  # the thread that executes a function in ``Lane.run``; 0: none does
+    server: int = 0  # the lane's own
 
     def fail(self, error: BaseException) -> None:
         self.failed = error
@@ -205,12 +203,12 @@ class Lane:
         Raises:
             RuntimeError: called by a function of the lane, which would wait for itself.
         """
-        if threading.current_thread() is self._thread or self._state.runner == threading.get_ident():
+        if threading.get_ident() in (self._state.runner, self._state.server):
             raise RuntimeError(
                 f"{operation} was called by what runs on {self.name!r}: it cannot wait for itself"
             )
         with self._lock:
-            idle = self._last is None or self._last.done()
+            idle = self._last is None or self._last.finished.happened
             if idle:
                 self._state.running.acquire()  # free at once: what was last has ended
                 work = self._last = Work(operation)
@@ -221,7 +219,7 @@ class Lane:
             finally:
                 self._state.runner = 0
                 self._state.running.release()
-                if not work.done():  # interrupted before it began
+                if not work.finished.happened:  # interrupted before it began
                     work.end(Refused(f"{operation} was interrupted"))
             return work
         work = self.submit(operation, function)
@@ -243,6 +241,7 @@ class Lane:
             thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
             thread.start()  # which raises where the system has no room for another one
             self._thread, self._state.closed = thread, None
+            self._state.server = thread.ident or 0
             weakref.finalize(self, self._queue.put, None)
 
     def close(self, *, wait: bool = True) -> None:
@@ -266,7 +265,10 @@ def _run(work: Work, function: Callable[[], object], state: _State) -> None:
     error = state.failed
     if error is None:
         try:
-            with _told_to_profiler(state.profiled_as, work, state):
+            if state.profiled_as and profiler._is_profiler_enabled:
+                with _told_to_profiler(state.profiled_as, work, state):
+                    function()
+            else:
                 function()
         except Exception as raised:
             error = raised

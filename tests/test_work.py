@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from instep.errors import PeerLost
-from instep.work import Lane, Refused, Running, Work
+from instep.work import Lane, Once, Refused, Running, Work
 
 PATIENCE_S = 20
 
@@ -140,7 +140,7 @@ def test_whoever_has_waited_finds_the_lane_failed(threaded):
     """Else a reset right after the wait could come before the failure, and the lane stay closed for good."""
     seen: list[BaseException | None] = []
 
-    class Watched(threading.Event):
+    class Watched(Once):
         def set(self) -> None:
             seen.append(threaded.failed)
             super().set()

@@ -249,8 +249,9 @@ class Group:
         ``write(x)`` puts this rank's into ``x`` (uint8), ``count`` words of int64 first. The others' are for
         reading, and all are gone when this rank comes to the operation after the next one.
         """
-        self._shared.label = operation
-        shown: Tensor = self._shared.show(write, count)
+        shared: Any = self.pg
+        shared.label = operation
+        shown: Tensor = shared.show(write, count)
         return shown
 
     def locate(self, x: Tensor) -> Sequence[int]:

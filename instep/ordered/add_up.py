@@ -43,21 +43,20 @@ def _in_native(
     native: Core, values: Sequence[Tensor], plan: Sum, scale: float, homes: Sequence[Tensor]
 ) -> bool:
     first = values[0]
-    if first.dtype not in _NATIVE or not all(_in_a_row(x) for x in (*values, *homes)):
+    if first.dtype not in _NATIVE:
         return False
+    for x in (*values, *homes):
+        if not (x.is_cpu and x.is_contiguous()):
+            return False
     return native.add_up(
         [value.data_ptr() for value in values],
         plan.adds,
         plan.root,
         [home.data_ptr() for home in homes],
-        len(first),
+        first.numel(),
         first.dtype.itemsize,
         finish=(AS_IT_IS, 1.0) if scale == 1.0 else (TIMES, scale),
     )
-
-
-def _in_a_row(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.is_contiguous()
 
 
 def _in_pieces(

@@ -307,9 +307,13 @@ class Bucket(Bundle):
         self._views: dict[int, list[Tensor]] = {}
         self._make_counter()
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return self.slice_length * self.num_ranks
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
 
     @property
     def home(self) -> Tensor:

@@ -11,6 +11,7 @@ small is written down itself, and added up by all:
 
 from __future__ import annotations
 
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,7 +48,7 @@ class BySharing(ByCollectives):
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length). What there is of ``bucket`` is told with it."""
-        length, self._shown = len(row), None
+        length, self._shown = row.numel(), None
 
         def write(half: Tensor) -> None:
             self._part(half, 0, row).copy_(row)
@@ -140,5 +141,6 @@ class BySharing(ByCollectives):
         return found
 
 
+@cache
 def _start_of_data(length: int) -> int:
     return round_up(length * WORD_BYTES, LINE_BYTES)

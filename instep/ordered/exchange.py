@@ -23,8 +23,8 @@ G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 from torch import Tensor
@@ -49,6 +49,8 @@ from instep.ordered.header import (
 )
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum, plan_sum
+
+_weight, _buffers, _fed = attrgetter("weight"), attrgetter("buffers"), attrgetter("fed")
 
 
 class Transport(Protocol):
@@ -118,24 +120,19 @@ class OrderedAllReduce:
         """
         name = f"the exchange of bucket {header.bucket}"
         plan = plan_sum(leaves, header.num_leaves) if self.ordered else None
-        with _told_where(header):
-            begun_ns = time.monotonic_ns()
+        begun_ns = time.monotonic_ns()
+        try:
             headers = self._agree(bucket, header, name, bucket, plan)
             agreed_ns, scale = time.monotonic_ns(), mean_scale(headers)
             if plan is None:
                 self._unordered(bucket, scale, name)
             else:
                 self.transport.reduce(bucket, plan, scale, name)
-            ended_ns = time.monotonic_ns()
-            self._record(headers, begun_ns, agreed_ns)
-            self.recorder.put(
-                "exchange",
-                agreed_ns,
-                ended_ns,
-                lane="communication",
-                num_bytes=bucket.nodes.wire_bytes,
-                bucket=header.bucket,
-            )
+        except PeerLost as lost:
+            raise _lost_in(header, lost) from None
+        ended_ns, what = time.monotonic_ns(), {"num_bytes": bucket.nodes.wire_bytes, "bucket": header.bucket}
+        self._record(headers, begun_ns, agreed_ns)
+        self.recorder.put("exchange", agreed_ns, ended_ns, lane="communication", **what)
 
     def meet(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         """The headers of all ranks, once all are there, and which of them have gradients, in ``presence``.
@@ -143,11 +140,13 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost, ReplicasDiffer: as ``run``.
         """
-        with _told_where(header):
-            begun_ns = time.monotonic_ns()
+        begun_ns = time.monotonic_ns()
+        try:
             headers = self._agree(bucket, header, name)
-            self._record(headers, begun_ns, time.monotonic_ns())
-            return headers
+        except PeerLost as lost:
+            raise _lost_in(header, lost) from None
+        self._record(headers, begun_ns, time.monotonic_ns())
+        return headers
 
     def come_to(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
         """The ``words`` of every rank, at most ``NUM_WORDS``, once all have come to ``header.act``.
@@ -155,9 +154,11 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost: as ``run``.
         """
-        with _told_where(header):
+        try:
             rows = self.transport.meet(pack(header, 0, 0, self.header_length, words), name)
             self._require_agreement(unpack(rows, 0)[0], name)
+        except PeerLost as lost:
+            raise _lost_in(header, lost) from None
         return words_of(rows, len(words))
 
     def leave(self, header: Header, name: str) -> None:
@@ -188,8 +189,7 @@ class OrderedAllReduce:
         headers, flags = unpack(self.transport.meet(row, name, sent, plan), num_flags)
         self._require_agreement(headers, name)
         bucket.take_flags(flags)
-        self.buffers = [header.buffers for header in headers]
-        self.fed = [header.fed for header in headers]
+        self.buffers, self.fed = [*map(_buffers, headers)], [*map(_fed, headers)]
         if self.compare is not None and header.bucket == header.round == 0:
             self.compare(headers)
         return headers
@@ -220,14 +220,10 @@ def fastest(group: Group) -> Transport:
     return (ByMessages if group.sends_best else ByCollectives)(group, Scratch())
 
 
-@contextmanager
-def _told_where(header: Header) -> Iterator[None]:
-    """A lost rank is raised with the step in which it was lost. The group keeps its own error."""
-    try:
-        yield
-    except PeerLost as lost:
-        message = f"{whereabouts(header)}: {lost}"
-        raise PeerLost(message, ranks=lost.ranks, operation=lost.operation) from None
+def _lost_in(header: Header, lost: PeerLost) -> PeerLost:
+    """``lost``, and in which step it came. The group keeps the error, to raise again: it stays as it is."""
+    message = f"{whereabouts(header)}: {lost}"
+    return PeerLost(message, ranks=lost.ranks, operation=lost.operation)
 
 
 def mean_scale(headers: Sequence[Header]) -> float:
@@ -236,7 +232,7 @@ def mean_scale(headers: Sequence[Header]) -> float:
     Raises:
         ValueError: the weights of all ranks sum to zero.
     """
-    weight = sum(h.weight for h in headers)
+    weight = sum(map(_weight, headers))
     if weight == 0:
         raise ValueError("the weights of all micro-batches of the step sum to 0: there is nothing to average")
     return 1.0 / weight

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -72,7 +73,7 @@ class BucketNodes:
     def wire_length(self) -> int:
         return self.slice_length
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
         """Of all slices of a node."""
         return self.num_slices * self.wire_length * self.wire_dtype.itemsize

@@ -103,7 +103,8 @@ class Sum:
 def plan_sum(leaves: Sequence[Sequence[int]], num_leaves: int) -> Sum:
     """The sum over all ranks, of which rank r holds ``leaves[r]``; kept, because every bucket asks anew."""
     # A range is compared without its numbers.
-    return _plan_sum(tuple(own if isinstance(own, range) else tuple(own) for own in leaves), num_leaves)
+    hashable = [own if isinstance(own, range) else tuple(own) for own in leaves]
+    return _plan_sum(tuple(hashable), num_leaves)
 
 
 @lru_cache(maxsize=64)

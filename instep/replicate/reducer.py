@@ -197,6 +197,9 @@ class Reducer(Reduction):
 
         def run() -> None:
             try:
+                if computed is None:  # on a CPU
+                    self.exchange.run(bucket, header, plan.leaves)
+                    return
                 with self.stream.after(computed):
                     self.exchange.run(bucket, header, plan.leaves)
             except (InstepError, ValueError):

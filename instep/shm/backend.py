@@ -155,14 +155,20 @@ class ShmGroup(ProcessGroup):
 
         ``write(x)`` puts this rank's into ``x``, of ``HALF_BYTES``. Of its first words, int64, all ranks have
         the same ``count``; the rest is for them to agree on. Not to be written to, and gone when this rank
-        comes to the operation after the next one.
+        comes to the operation after the next one. Not beside operations that this group's thread executes.
         """
-        found: list[Tensor] = []
-        op = Operation(
-            self._rounds, Call.of("all_gather", "int64", count, "", -1), self.label or "all_gather"
-        )
-        self._now(op, lambda: found.append(collectives.show(op, write)))
-        return found[0]
+        rounds, shared = self._rounds, self._rounds.shared
+        shared.require_own()
+        shared.require()
+        try:
+            shown = rounds.show(
+                write, Call.of("all_gather", "int64", count, "", -1), self.label or "all_gather"
+            )
+        except BaseException as error:
+            self._failed(error)
+            raise
+        rounds.flight.end()
+        return shown
 
     def locate(self, x: Tensor) -> Location:
         """Where ``x`` lies, for the others to ``reach``; ``NOWHERE`` if not in memory from ``allocate``."""
@@ -412,10 +418,13 @@ class ShmGroup(ProcessGroup):
         try:
             function()
         except BaseException as error:
-            self._rounds.shared.fail(error)
-            self._rounds.flight.end(failed=True)
+            self._failed(error)
             raise
         self._rounds.flight.end()
+
+    def _failed(self, error: BaseException) -> None:
+        self._rounds.shared.fail(error)
+        self._rounds.flight.end(failed=True)
 
 
 def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

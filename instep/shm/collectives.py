@@ -285,16 +285,6 @@ def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
     return slice(start, min(start + length, num_elements))
 
 
-def show(op: Operation, write: Callable[[Tensor], object]) -> Tensor:
-    """``write(half)`` puts into this rank's half what it shows; the halves of all ranks, (W, HALF_BYTES).
-
-    They stay so until this rank comes to the operation after the next one; none but its rank writes there.
-    """
-    write(op.rounds.mine())
-    op.meet()
-    return op.rounds.everyones()
-
-
 def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
     """All ranks' ``tensors``, by rank, as this rank reaches them; None if one of them is private memory.
 
@@ -303,7 +293,9 @@ def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Te
     mine = [heap.locate(x) for x in tensors]
     data = len(mine).to_bytes(8, "little") + b"".join(place.to_bytes() for place in mine)
     told = tensor_of(data, torch.uint8)
-    by_rank = [_read(half) for half in show(op, lambda half: half[: len(told)].copy_(told))]
+    op.rounds.mine()[: len(told)].copy_(told)
+    op.meet()
+    by_rank = [_read(half) for half in op.rounds.everyones()]
     if any(NOWHERE in places for places in by_rank):
         return None
     dtype = tensors[0].dtype

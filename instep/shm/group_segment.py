@@ -130,7 +130,7 @@ class GroupSegment:
 
     def require_own(self) -> None:
         """Raise in a child that inherited it, where an operation would count as one of the rank."""
-        if not self.is_own():
+        if os.getpid() != self._pid:
             raise RuntimeError(
                 f"process {os.getpid()} was forked by group rank {self.rank}, process {self._pid}, and is no "
                 "member of its groups: call collectives in the rank's own process"
@@ -179,8 +179,9 @@ class GroupSegment:
 
     def name(self, label: str, number: int = 0) -> None:
         """Write down what this rank is about to do, its operation number ``number``, for others' errors."""
+        start = self._blocks[self.rank] + _LABEL
         self.words[(self._blocks[self.rank] + _NUMBER) // WORD] = number
-        self._write(self._blocks[self.rank] + _LABEL, _padded(label))
+        self._bytes[start : start + _LABEL_BYTES] = _padded(label)
 
     def label(self, rank: int) -> str:
         """What ``rank`` has begun last; empty if nothing."""
@@ -202,7 +203,8 @@ class GroupSegment:
 
     def write_slot(self, round_number: int, data: bytes) -> None:
         """This rank's slot of a round, to be written before the round is posted."""
-        self._write(self._slots[self.rank][round_number & 1], data)
+        start = self._slots[self.rank][round_number & 1]
+        self._bytes[start : start + len(data)] = data
 
     def slot(self, rank: int, round_number: int) -> bytes:
         """The slot of ``rank``, to be read after it has posted the round."""

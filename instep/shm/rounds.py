@@ -108,6 +108,23 @@ class Rounds:
         self.meet(label, timeout_s)
         return self._compare(label)
 
+    def show(self, write: Callable[[Tensor], object], call: Call, label: str) -> Tensor:
+        """``write(half)`` fills this rank's half; the halves of all ranks, (W, HALF_BYTES). One round.
+
+        They stay until this rank comes to the operation after the next one; none but its rank writes there.
+
+        Raises:
+            Desync: the calls differ; raised on every rank alike.
+        """
+        shared, announcement = self.shared, call.announcement
+        self._announce(call, label, NOWHERE)
+        write(self.mine())
+        self.meet(label)
+        for other in self._others:
+            if shared.slot(other, self.number) != announcement:
+                self._compare(label)
+        return shared.all_halves(self.number)
+
     def reduce(self, call: Call, label: str, timeout_s: float | None = None) -> bool:
         """The all-reduce ``self.reduction`` by the core, which is to ``compare`` calls or is past that.
 

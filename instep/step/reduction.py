@@ -524,7 +524,7 @@ def _find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
 
     A rank that had no gradient at all, because no micro-batch or no weight fell to it, is not counted.
     """
-    if all(bucket.presence.count(bucket.every) == len(bucket.presence) for bucket in buckets):
+    if not [1 for bucket in buckets if bucket.presence.count(bucket.every) < len(bucket.presence)]:
         return []  # as in most steps
     ranks = range(len(buckets[0].presence))
     busy = [r for r in ranks if any(bucket.presence[r] for bucket in buckets)]

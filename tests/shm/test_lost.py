@@ -48,7 +48,6 @@ OPERATIONS: dict[str, Callable[[Any, bool], Any]] = {
     "all_to_all": lambda pg, now: calls.all_to_all_single(pg, torch.ones(3), torch.ones(3), now=now),
     "barrier": lambda pg, now: calls.barrier(pg, now=now),
     "receive from rank 1, tag 7": lambda pg, now: pg.recv([torch.ones(3)], 1, 7),
-    "send to rank 1": lambda pg, now: pg.send([torch.ones(3)], 1, 7),
 }
 
 
