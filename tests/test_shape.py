@@ -207,7 +207,6 @@ ONE_USER = {
     "instep/shard/stage3.py",
     "instep/shard/state_dicts.py",
     "instep/shm/collectives.py",
-    "instep/shm/mailboxes.py",
     "instep/shm/handshake.py",
     "instep/shm/point_to_point.py",
     "instep/step/running_statistics.py",

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from instep.checkpoint.manifest import Scalar, differences
 from instep.errors import ContractBroken
+from instep.mesh import deterministic
 from instep.mesh.agree import raise_on_all
 from instep.mesh.process_group import Group
 from instep.shard.fully import FullySharded
@@ -157,6 +158,7 @@ def _gpu(device: str) -> dict[str, Scalar]:
         "gpu.cuda": torch.version.cuda,
         "gpu.cublas": _cublas_version(),
         "gpu.blas": str(cuda.preferred_blas_library()).rpartition(".")[2],
+        "gpu.workspace": deterministic.workspace(),
         "gpu.cudnn": cudnn.version(),
         "gpu.cudnn_flags": f"benchmark={cudnn.benchmark} det={cudnn.deterministic}",
         "gpu.precision": f"matmul={matmul.fp32_precision} conv={conv.conv.fp32_precision} "

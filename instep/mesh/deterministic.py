@@ -22,12 +22,11 @@ def enable() -> None:
     Raises:
         ValueError: CUDA has started with another cuBLAS workspace, which cannot be changed any more.
     """
-    if os.environ.get(WORKSPACE) not in FIXED_WORKSPACES:
+    if workspace() not in FIXED_WORKSPACES:
         if torch.cuda.is_initialized():
             raise ValueError(
-                f"expected {WORKSPACE}={FIXED_WORKSPACES[0]} before CUDA starts, got "
-                f"{os.environ.get(WORKSPACE)!r}: set it in the environment, or make the Run before the first "
-                "use of a GPU"
+                f"expected {WORKSPACE}={FIXED_WORKSPACES[0]} before CUDA starts, got {workspace()!r}: set it "
+                "in the environment, or make the Run before the first use of a GPU"
             )
         os.environ[WORKSPACE] = FIXED_WORKSPACES[0]
     torch.use_deterministic_algorithms(True)
@@ -35,14 +34,17 @@ def enable() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def workspace() -> str:
+    """What cuBLAS computes its splits in, as the environment says; "" for its own choice."""
+    return os.environ.get(WORKSPACE, "")
+
+
 def missing() -> list[str]:
     """The settings that are still to be made, as statements."""
     strict = torch.are_deterministic_algorithms_enabled()
     strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
     wanted = {
-        f"{WORKSPACE}={FIXED_WORKSPACES[0]} in the environment": (
-            os.environ.get(WORKSPACE) in FIXED_WORKSPACES
-        ),
+        f"{WORKSPACE}={FIXED_WORKSPACES[0]} in the environment": (workspace() in FIXED_WORKSPACES),
         "torch.use_deterministic_algorithms(True)": strict,
         "torch.backends.cudnn.benchmark = False": not torch.backends.cudnn.benchmark,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,3 +143,13 @@ def test_what_is_not_the_same_is_raised_with_the_first_rank_that_differs(mesh: M
     with pytest.raises(ContractBroken, match=words) as caught:
         require_same(mesh.world.group, {"torch": "2", "threads": 1 + (mesh.rank > 0)})
     assert getattr(caught.value, "told", False) is (mesh.rank != 0)
+
+
+def test_the_gpu_its_libraries_and_their_flags_are_in_the_description(monkeypatch):
+    card = SimpleNamespace(name="a card", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    fields = describe(config={}, threads=1, device="cuda:0")
+    assert (fields["device"], fields["gpu.kind"], fields["gpu.multiprocessors"]) == ("cuda", "a card", 132)
+    names = ("strict", "driver", "cuda", "cublas", "blas", "workspace", "cudnn", "cudnn_flags", "precision")
+    assert {f"gpu.{name}" for name in (*names, "matmul_reduced")} <= fields.keys()
+    assert "attention.cudnn" in fields
