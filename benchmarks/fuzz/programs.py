@@ -117,6 +117,16 @@ FORMS: Mapping[str, int] = {
     "stage1": 3,
     "stage2": 3,
     "stage3": 5,
+    "pipeline": 4,
+}
+SCHEDULES: Mapping[str, int] = {  # of pipelines, with their stages per rank
+    "naive": 1,
+    "gpipe": 1,
+    "1f1b": 1,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "interleaved": 2,
+    "zb-v": 2,
 }
 BUCKETS_MB = (1e-6, 1e-4, 1e-3, 0.01, 25.0)
 
@@ -175,10 +185,19 @@ class Program:
         """Whether forward draws random numbers: threads, which share generators, cannot be its ranks."""
         return bool(self.kinds & DRAWING)
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether stages can train it: what a layer draws is keyed by the layer there, a loss of all weights
+        needs them on one rank, a micro-batch that is left out is not run at all, and torch's Adafactor takes
+        one eps for all weights, from the dtype of the first that has a gradient.
+        """
+        one_eps = self.optimizer == "Adafactor" and self.words & (set(DTYPES) - {"float32"})
+        return not (self.draws or self.loss == "l2" or self.weights == "zero" or one_eps)
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where it is trained. ``by``: whether ranks are threads or processes."""
+    """Where it is trained. ``by``: whether ranks are threads or processes. ``pp``: ranks of each pipeline."""
 
     form: str
     world: int
@@ -189,9 +208,13 @@ class Placement:
     reshard: bool = True
     overlap: bool = True
     find_unused: bool | None = True
+    pp: int = 1
+    schedule: str = "1f1b"
+    cuts: tuple[int, ...] | None = None  # None: about as many layers in each stage
 
     def __str__(self) -> str:
-        return f"{self.form} on {self.world} by {self.by} over {self.backend}"
+        form = f"{self.form} {self.schedule}" if self.form == "pipeline" else self.form
+        return f"{form} on {self.world} by {self.by} over {self.backend}"
 
 
 def program(seed: int, model: int, keep: Sequence[int] | None = None) -> Program:
@@ -222,12 +245,15 @@ def program(seed: int, model: int, keep: Sequence[int] | None = None) -> Program
 
 def placements(seed: int, model: int, number: int) -> tuple[Placement, ...]:
     """Placement number ``number`` of a model: one for each part of the training between two saves."""
-    draw = random.Random(f"placement {seed} {model} {number}")
-    whole = program(seed, model)
-    first = _placement(draw, whole)
+    return parts(random.Random(f"placement {seed} {model} {number}"), program(seed, model))
+
+
+def parts(draw: random.Random, whole: Program, form: str | None = None) -> tuple[Placement, ...]:
+    """A placement for each part of the training; the first is of ``form``, the others may be of another."""
+    first = placement(draw, whole, form)
     moves = draw.random() < 0.7
     return tuple(
-        first if not part or not moves else _placement(draw, whole) for part in range(len(whole.stops))
+        first if not part or not moves else placement(draw, whole) for part in range(len(whole.stops))
     )
 
 
@@ -246,14 +272,25 @@ def _sizes(draw: random.Random) -> tuple[int, ...]:
     return tuple(draw.randint(1, 4) for _ in range(number))
 
 
-def _placement(draw: random.Random, whole: Program) -> Placement:
-    # Threads promise nothing with random numbers, nor under autocast: one that leaves it drops the casts of
-    # all, and a weight that is cast anew has another node of the graph, whose gradient is rounded by itself.
-    threads = not whole.draws and "autocast" not in whole.words
-    form = _weighted(draw, {form: odds for form, odds in FORMS.items() if form != "threads" or threads})
+def forms(whole: Program) -> Mapping[str, int]:
+    """The forms that can train ``whole``, and how often each is drawn."""
+    odds = dict(FORMS)
+    if not _threads(whole):
+        del odds["threads"]
+    if not whole.is_pipelined:
+        del odds["pipeline"]
+    return odds
+
+
+def placement(draw: random.Random, whole: Program, form: str | None = None) -> Placement:
+    """One of ``form``, by default of any that can train ``whole``."""
+    form = _weighted(draw, forms(whole)) if form is None else form
     world = 1 if form == "threads" else draw.choice((1, 2, 2, 3, 3, 4, 5, 6))
+    stages: dict[str, Any] = {}
+    if form == "pipeline":
+        world, stages = _stages(draw, len(whole.layers) + 1)
     by = "thread"
-    if world > 1 and (not threads or draw.random() < 0.1):
+    if world > 1 and (not _threads(whole) or draw.random() < 0.1):
         by, world = "process", min(world, 4)
     backend = draw.choice(("gloo", "shm"))
     return Placement(
@@ -266,7 +303,27 @@ def _placement(draw: random.Random, whole: Program) -> Placement:
         reshard=draw.random() < 0.7,
         overlap=draw.random() < 0.8,
         find_unused=draw.choice((True, True, None)),
+        **stages,
     )
+
+
+def _threads(whole: Program) -> bool:
+    """Whether ranks may be threads. They promise nothing with random numbers, nor under autocast: one that
+    leaves it drops the casts of all, and a weight that is cast anew has another node of the graph, whose
+    gradient is rounded by itself.
+    """
+    return not whole.draws and "autocast" not in whole.words
+
+
+def _stages(draw: random.Random, num_layers: int) -> tuple[int, dict[str, Any]]:
+    """World size and options of a pipeline of so many layers, of two at least."""
+    pp = draw.choice([pp for pp in (2, 2, 3, 4) if pp <= num_layers])
+    schedule = draw.choice([name for name, chunks in SCHEDULES.items() if pp * chunks <= num_layers])
+    world = 4 if pp == 2 and draw.random() < 0.5 else pp
+    cuts = None
+    if draw.random() < 0.5:
+        cuts = tuple(sorted(draw.sample(range(1, num_layers), pp * SCHEDULES[schedule] - 1)))
+    return world, {"pp": pp, "schedule": schedule, "cuts": cuts}
 
 
 def _weighted(draw: random.Random, odds: Mapping[str, int]) -> str:
