@@ -116,6 +116,9 @@ def test_every_form_is_tried_over_both_backends_and_saved_and_loaded_in_threads_
         assert form == "threads" or {2, 3} <= {part.world for part in first}
     parts = [part for trials in TRIALS.values() for one in trials for part in one.parts]
     assert {part.by for part in parts} == {"thread", "process"}
+    for form in ("stage2", "stage3", "pipeline"):
+        assert {part.other_optimizer for part in parts if part.form == form} == {True, False}
+    assert {part.form for part in parts if part.shard is not None} == set(programs.SHARDED)
     assert {part.schedule for part in parts if part.form == "pipeline"} == set(programs.SCHEDULES)
 
 

@@ -109,6 +109,7 @@ OPTIMIZERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 OFTEN = ("AdamW", "AdamW", "Adam", "SGD", "SGD")  # half of the programs have one of these
 
 REPLICATED = ("naive", "flat", "overlap", "bucketed")  # strategies of ``DataParallel``
+SHARDED = ("stage1", "stage2", "stage3")
 FORMS: Mapping[str, int] = {
     **dict.fromkeys(REPLICATED, 2),
     "bucketed": 4,
@@ -197,7 +198,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where it is trained. ``by``: whether ranks are threads or processes. ``pp``: ranks of each pipeline."""
+    """Where it is trained.
+
+    ``by``: whether ranks are threads or processes. ``shard``: ranks of each shard group, by default all.
+    ``other_optimizer``: a plain one where stages 2 and 3 have a sharded one, a sharded one in a pipeline.
+    ``pp``: ranks of each pipeline. ``cuts``: its own, or about as many layers in each stage.
+    """
 
     form: str
     world: int
@@ -208,9 +214,11 @@ class Placement:
     reshard: bool = True
     overlap: bool = True
     find_unused: bool | None = True
+    shard: int | None = None
+    other_optimizer: bool = False
     pp: int = 1
     schedule: str = "1f1b"
-    cuts: tuple[int, ...] | None = None  # None: about as many layers in each stage
+    cuts: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         form = f"{self.form} {self.schedule}" if self.form == "pipeline" else self.form
@@ -303,6 +311,8 @@ def placement(draw: random.Random, whole: Program, form: str | None = None) -> P
         reshard=draw.random() < 0.7,
         overlap=draw.random() < 0.8,
         find_unused=draw.choice((True, True, None)),
+        shard=2 if form in SHARDED and world in (4, 6) and draw.random() < 0.5 else None,
+        other_optimizer=form in ("stage2", "stage3", "pipeline") and draw.random() < 0.3,
         **stages,
     )
 

