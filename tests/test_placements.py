@@ -118,6 +118,7 @@ def test_every_form_is_tried_over_both_backends_and_saved_and_loaded_in_threads_
     assert {part.by for part in parts} == {"thread", "process"}
     for form in ("stage2", "stage3", "pipeline"):
         assert {part.other_optimizer for part in parts if part.form == form} == {True, False}
+    assert {part.num_hosts for part in parts} == {1, 2}
     assert {part.form for part in parts if part.shard is not None} == set(programs.SHARDED)
     assert {part.schedule for part in parts if part.form == "pipeline"} == set(programs.SCHEDULES)
 

@@ -201,6 +201,7 @@ class Placement:
     """Where it is trained.
 
     ``by``: whether ranks are threads or processes. ``shard``: ranks of each shard group, by default all.
+    ``num_hosts``: between which ranks share no memory, on each of which several do.
     ``other_optimizer``: a plain one where stages 2 and 3 have a sharded one, a sharded one in a pipeline.
     ``pp``: ranks of each pipeline. ``cuts``: its own, or about as many layers in each stage.
     """
@@ -214,6 +215,7 @@ class Placement:
     reshard: bool = True
     overlap: bool = True
     find_unused: bool | None = True
+    num_hosts: int = 1
     shard: int | None = None
     other_optimizer: bool = False
     pp: int = 1
@@ -301,6 +303,7 @@ def placement(draw: random.Random, whole: Program, form: str | None = None) -> P
     if world > 1 and (not _threads(whole) or draw.random() < 0.1):
         by, world = "process", min(world, 4)
     backend = draw.choice(("gloo", "shm"))
+    may_spread = by == "thread" and backend == "gloo" and form in (*REPLICATED, "stage1") and world in (4, 6)
     return Placement(
         form=form,
         world=world,
@@ -311,6 +314,7 @@ def placement(draw: random.Random, whole: Program, form: str | None = None) -> P
         reshard=draw.random() < 0.7,
         overlap=draw.random() < 0.8,
         find_unused=draw.choice((True, True, None)),
+        num_hosts=2 if may_spread and draw.random() < 0.5 else 1,
         shard=2 if form in SHARDED and world in (4, 6) and draw.random() < 0.5 else None,
         other_optimizer=form in ("stage2", "stage3", "pipeline") and draw.random() < 0.3,
         **stages,

@@ -12,7 +12,7 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +44,7 @@ from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
 from instep.shard.shard_groups import shard_group_of
 from instep.step.micro_batches import MicroBatch
+from tests.far import evenly, hosts
 from tests.parity import _tree_sum, wide, world_of_one
 from tests.world import world
 
@@ -376,7 +377,8 @@ def placed(whole: Program, parts: Sequence[Placement], expected: State, folder: 
         )(live)
         raised: BaseException | None = None
         try:
-            run(program=whole, placement=placement, part=part, folder=folder)
+            with spread(placement):
+                run(program=whole, placement=placement, part=part, folder=folder)
         except BaseException as error:
             raised = error
         answers = {
@@ -397,6 +399,12 @@ def placed(whole: Program, parts: Sequence[Placement], expected: State, folder: 
             return found
     told = {name: value for state in states.values() for name, value in state.items()}
     return Outcome(SAME) if in_slices else compared(told, expected, where)
+
+
+def spread(placement: Placement) -> AbstractContextManager[None]:
+    if placement.num_hosts == 1:
+        return nullcontext()
+    return hosts(*evenly(placement.num_hosts, placement.world // placement.num_hosts))
 
 
 def axes(placement: Placement) -> dict[str, int]:
