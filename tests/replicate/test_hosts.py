@@ -20,29 +20,15 @@ from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
 from instep.ordered.by_hosts import ByHosts
 from instep.ordered.by_messages import ByMessages
-from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.far import evenly, hosts
 from tests.lab import on_each, two_hosts
-from tests.parity import Training, assert_bits_of_one, filled, world_of_one
+from tests.parity import assert_bits_of_one, filled, world_of_one
 from tests.replicate.nets import RANDOM, Dense, mean_square
 from tests.replicate.replicas import assert_backwards, failing_at, square
 from tests.world import world
 
 TINY_MB = 1e-4
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 3)])
-def test_every_strategy_gives_the_bits_of_one(num_hosts, num_local, strategy):
-    with hosts(*evenly(num_hosts, num_local)):
-        world(num_hosts * num_local)(every_number_of_leaves_gives_the_bits_of_one)(strategy=strategy)
-
-
-def every_number_of_leaves_gives_the_bits_of_one(mesh: Mesh, strategy: str) -> None:
-    for num_leaves in (1, 7, 12):
-        training = Training(Dense, mean_square, num_leaves, clip=0.1, num_steps=2)
-        assert_bits_of_one(mesh, training, strategy=strategy, bucket_cap_mb=TINY_MB)
 
 
 def test_plain_loops_and_steps_that_are_given_up_go_on():
