@@ -45,28 +45,14 @@ def test_two_ranks_compute_the_bits_of_the_plain_module(mesh: Mesh) -> None:
     compare(mesh)
 
 
-class Checkpointed(Stack):
-    """Layers compute again in backward, each for itself; ``reentrant`` is how."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.out(x)
-
-
-class CheckpointedPairs(Checkpointed):
+class CheckpointedPairs(Stack):
     """Two units in one checkpoint, and one that begins in the middle of a unit."""
-
-    reentrant = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x)
         for first, second in zip(self.layers[::2], self.layers[1::2], strict=False):
-            x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=self.reentrant)
-        x = x + checkpoint(self.layers[-1].feed, x, use_reentrant=self.reentrant)
+            x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=True)
+        x = x + checkpoint(self.layers[-1].feed, x, use_reentrant=True)
         return self.out(x)
 
 
