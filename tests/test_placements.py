@@ -18,39 +18,35 @@ from torch import Tensor
 
 import instep
 from benchmarks.fuzz import programs, trial
-from benchmarks.fuzz.programs import FINDINGS, MISMATCH, REFUSED, SAME, Layer, Placement, Program
+from benchmarks.fuzz.programs import INVALID, MISMATCH, REFUSED, SAME, Layer, Placement, Program
 from benchmarks.fuzz.trial import Outcome
 
-SEED = 50
+SEED = 133
 MOST_LAYERS = 3
 MOST_PROCESSES = 1  # trials of a form whose ranks are processes; those of the others are threads
 
 
-class Share(NamedTuple):
-    """How many trials a form has, and how many at least end in the same bits."""
-
-    trials: int
-    same: int
-
-
-SHARES = {
-    "naive": Share(8, 7),
-    "flat": Share(8, 7),
-    "overlap": Share(8, 7),
-    "bucketed": Share(14, 12),
-    "server": Share(8, 7),
-    "threads": Share(6, 5),
-    "stage1": Share(12, 10),
-    "stage2": Share(12, 10),
-    "stage3": Share(16, 13),
-    "pipeline": Share(18, 15),
+NUM_TRIALS = {
+    "naive": 8,
+    "flat": 8,
+    "overlap": 8,
+    "bucketed": 14,
+    "server": 8,
+    "threads": 6,
+    "stage1": 12,
+    "stage2": 12,
+    "stage3": 16,
+    "pipeline": 18,
 }
-# What is refused in words wherever it is drawn: a forward that counts its calls, an optimizer that looks at
-# whole matrices where they are cut, and recomputation that cannot leave the gradients of weights for later.
-COUNTED, CUT = frozenset({"counter"}), frozenset({"counter", "Adafactor"})
+# What is refused is not drawn, so that all end in the same bits, but one that torch itself may not train.
+FLOORS = {form: number - 1 for form, number in NUM_TRIALS.items()}
+# What is refused in words: a forward that counts its calls; where gradients are in slices, an optimizer that
+# looks at whole matrices, and parts of a gradient that come one by one; in a pipeline, recomputation that
+# cannot leave the gradients of weights for later.
 REFUSALS = {
-    **dict.fromkeys(SHARES, COUNTED),
-    **dict.fromkeys(("stage1", "stage2", "stage3"), CUT),
+    **dict.fromkeys(NUM_TRIALS, frozenset({"counter"})),
+    "stage1": frozenset({"counter", "Adafactor"}),
+    **dict.fromkeys(("stage2", "stage3"), frozenset({"counter", "Adafactor", "reentrant"})),
     "pipeline": frozenset({"counter", "reentrant"}),
 }
 
@@ -78,7 +74,7 @@ def drawn(form: str) -> Iterator[Trial]:
             yield Trial(whole, parts)
 
 
-TRIALS = {form: list(islice(drawn(form), share.trials)) for form, share in SHARES.items()}
+TRIALS = {form: list(islice(drawn(form), number)) for form, number in NUM_TRIALS.items()}
 
 
 def outcome(one: Trial, folder: Path) -> Outcome:
@@ -89,27 +85,30 @@ def outcome(one: Trial, folder: Path) -> Outcome:
 
 
 def require(form: str, outcomes: Sequence[Outcome]) -> None:
-    """AssertionError if there is a finding, or if fewer are the same than the floor of ``form``."""
+    """AssertionError if there is a finding or a refusal, or if too few are the same."""
     found = Counter(one.kind for one in outcomes)
     said = "\n".join(
         f"{one.kind}: {' then '.join(map(str, parts))}: {one.where} {one.text}\n    {whole}"
         for one, (whole, parts) in zip(outcomes, TRIALS[form], strict=True)
         if one.kind != SAME
     )
-    assert not any(found[kind] for kind in FINDINGS), said
-    assert found[SAME] >= SHARES[form].same, said
+    assert set(found) <= {SAME, INVALID}, said
+    assert found[SAME] >= FLOORS[form], said
 
 
-@pytest.mark.parametrize("form", SHARES)
+@pytest.mark.parametrize("form", NUM_TRIALS)
 def test_random_programs_have_the_bits_of_plain_torch(form: str, tmp_path: Path) -> None:
     require(form, [outcome(one, tmp_path / str(number)) for number, one in enumerate(TRIALS[form])])
 
 
+def mixed(whole: Program) -> bool:
+    return {layer.dtype for layer in whole.layers} != {"float32"}  # that of the last layer
+
+
 def test_every_form_is_tried_over_both_backends_and_saved_and_loaded_in_threads_and_processes() -> None:
-    assert set(SHARES) == set(programs.FORMS)
-    for form, share in SHARES.items():
-        assert len(TRIALS[form]) == share.trials
-        assert share.same >= max(5, 0.8 * share.trials)
+    assert set(NUM_TRIALS) == set(programs.FORMS)
+    for form, number in NUM_TRIALS.items():
+        assert len(TRIALS[form]) == number
         assert any(len(one.parts) > 1 for one in TRIALS[form])
         first = [one.parts[0] for one in TRIALS[form]]
         assert form == "threads" or {part.backend for part in first} == {"gloo", "shm"}
@@ -120,12 +119,16 @@ def test_every_form_is_tried_over_both_backends_and_saved_and_loaded_in_threads_
         assert {part.other_optimizer for part in parts if part.form == form} == {True, False}
     assert {part.num_hosts for part in parts} == {1, 2}
     assert {part.form for part in parts if part.shard is not None} == set(programs.SHARDED)
+    assert any(
+        len(parts) > 1 and mixed(whole) and all(part.form == "pipeline" for part in parts)
+        for whole, parts in TRIALS["pipeline"]
+    )
     assert {part.schedule for part in parts if part.form == "pipeline"} == set(programs.SCHEDULES)
 
 
 def test_a_build_that_refuses_everything_fails() -> None:
     with pytest.raises(AssertionError):
-        require("bucketed", [Outcome(REFUSED)] * SHARES["bucketed"].trials)
+        require("bucketed", [Outcome(REFUSED)] * NUM_TRIALS["bucketed"])
 
 
 PLAIN = Program(
