@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -139,7 +140,7 @@ def _parameter_list(width: int) -> Odd:
 
 
 def _in_place(width: int) -> Odd:
-    return Odd(lambda my, x, sample: F.relu(my.inner(x), inplace=True).mul_(2), inner=nn.Linear(width, width))
+    return Odd(lambda my, x, sample: F.relu(my.inner(x).mul_(2), inplace=True), inner=nn.Linear(width, width))
 
 
 def _no_grad(width: int) -> Odd:
@@ -296,11 +297,25 @@ class Model(nn.Module):
     def forward(self, x: Any, tokens: Tensor | None = None, index: int = 0) -> Any:
         if isinstance(x, dict):
             x, tokens, index = x["x"], x["tokens"], x["index"]
-        assert tokens is not None
-        sample = Sample(tokens, index)
-        for kind, block in zip(self.kinds, self.blocks, strict=True):
-            change = self._borrow(block, x) if kind == "borrowed" else block(x, sample)
-            x = x + STEP * torch.tanh(change)
+        values: Any = (x, tokens, index)
+        for _, call in self.pipeline_layers():
+            values = call(*values)
+        return values
+
+    def pipeline_layers(self) -> list[tuple[str, Callable[..., Any]]]:
+        """What forward calls; each gives (x, tokens, index) to the next one."""
+        blocks = [(f"blocks.{place}", partial(self._add, place)) for place in range(len(self.blocks))]
+        return [*blocks, ("out", self._end)]
+
+    def _add(self, place: int, x: Tensor, tokens: Tensor, index: int | Tensor) -> tuple[Any, ...]:
+        block = self.blocks[place]
+        if self.kinds[place] == "borrowed":
+            change = self._borrow(block, x)
+        else:
+            change = block(x, Sample(tokens, int(index)))
+        return x + STEP * torch.tanh(change), tokens, index
+
+    def _end(self, x: Tensor, *_: Any) -> Any:
         y = self.out(x)
         return {
             "tensor": lambda: y,
@@ -332,6 +347,12 @@ def inputs(program: Program, step: int, index: int) -> tuple[tuple[Any, ...], di
     if program.inputs == "keyword":
         return (), {"x": x, "tokens": tokens, "index": index}
     return (x, tokens, index), {}
+
+
+def first_inputs(program: Program, step: int, index: int) -> tuple[Tensor, ...]:
+    """The same for the first layer of a pipeline."""
+    (x, tokens, _), _ = inputs(replace(program, inputs="positional"), step, index)
+    return x, tokens, torch.tensor(index)
 
 
 def leaves(value: Any) -> list[Tensor]:

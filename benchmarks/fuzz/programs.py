@@ -109,6 +109,7 @@ OPTIMIZERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 OFTEN = ("AdamW", "AdamW", "Adam", "SGD", "SGD")  # half of the programs have one of these
 
 REPLICATED = ("naive", "flat", "overlap", "bucketed")  # strategies of ``DataParallel``
+SHARDED = ("stage1", "stage2", "stage3")
 FORMS: Mapping[str, int] = {
     **dict.fromkeys(REPLICATED, 2),
     "bucketed": 4,
@@ -117,6 +118,16 @@ FORMS: Mapping[str, int] = {
     "stage1": 3,
     "stage2": 3,
     "stage3": 5,
+    "pipeline": 4,
+}
+SCHEDULES: Mapping[str, int] = {  # of pipelines, with their stages per rank
+    "naive": 1,
+    "gpipe": 1,
+    "1f1b": 1,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "interleaved": 2,
+    "zb-v": 2,
 }
 BUCKETS_MB = (1e-6, 1e-4, 1e-3, 0.01, 25.0)
 
@@ -175,10 +186,25 @@ class Program:
         """Whether forward draws random numbers: threads, which share generators, cannot be its ranks."""
         return bool(self.kinds & DRAWING)
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether stages can train it: what a layer draws is keyed by the layer there, a loss of all weights
+        needs them on one rank, a micro-batch that is left out is not run at all, and torch's Adafactor takes
+        one eps for all weights, from the dtype of the first that has a gradient.
+        """
+        one_eps = self.optimizer == "Adafactor" and self.words & (set(DTYPES) - {"float32"})
+        return not (self.draws or self.loss == "l2" or self.weights == "zero" or one_eps)
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where it is trained. ``by``: whether ranks are threads or processes."""
+    """Where it is trained.
+
+    ``by``: whether ranks are threads or processes. ``shard``: ranks of each shard group, by default all.
+    ``num_hosts``: between which ranks share no memory, on each of which several do.
+    ``other_optimizer``: a plain one where stages 2 and 3 have a sharded one, a sharded one in a pipeline.
+    ``pp``: ranks of each pipeline. ``cuts``: its own, or about as many layers in each stage.
+    """
 
     form: str
     world: int
@@ -189,9 +215,16 @@ class Placement:
     reshard: bool = True
     overlap: bool = True
     find_unused: bool | None = True
+    num_hosts: int = 1
+    shard: int | None = None
+    other_optimizer: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
+    cuts: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        return f"{self.form} on {self.world} by {self.by} over {self.backend}"
+        form = f"{self.form} {self.schedule}" if self.form == "pipeline" else self.form
+        return f"{form} on {self.world} by {self.by} over {self.backend}"
 
 
 def program(seed: int, model: int, keep: Sequence[int] | None = None) -> Program:
@@ -222,12 +255,15 @@ def program(seed: int, model: int, keep: Sequence[int] | None = None) -> Program
 
 def placements(seed: int, model: int, number: int) -> tuple[Placement, ...]:
     """Placement number ``number`` of a model: one for each part of the training between two saves."""
-    draw = random.Random(f"placement {seed} {model} {number}")
-    whole = program(seed, model)
-    first = _placement(draw, whole)
+    return parts(random.Random(f"placement {seed} {model} {number}"), program(seed, model))
+
+
+def parts(draw: random.Random, whole: Program, form: str | None = None) -> tuple[Placement, ...]:
+    """A placement for each part of the training; the first is of ``form``, the others may be of another."""
+    first = placement(draw, whole, form)
     moves = draw.random() < 0.7
     return tuple(
-        first if not part or not moves else _placement(draw, whole) for part in range(len(whole.stops))
+        first if not part or not moves else placement(draw, whole) for part in range(len(whole.stops))
     )
 
 
@@ -246,16 +282,28 @@ def _sizes(draw: random.Random) -> tuple[int, ...]:
     return tuple(draw.randint(1, 4) for _ in range(number))
 
 
-def _placement(draw: random.Random, whole: Program) -> Placement:
-    # Threads promise nothing with random numbers, nor under autocast: one that leaves it drops the casts of
-    # all, and a weight that is cast anew has another node of the graph, whose gradient is rounded by itself.
-    threads = not whole.draws and "autocast" not in whole.words
-    form = _weighted(draw, {form: odds for form, odds in FORMS.items() if form != "threads" or threads})
+def forms(whole: Program) -> Mapping[str, int]:
+    """The forms that can train ``whole``, and how often each is drawn."""
+    odds = dict(FORMS)
+    if not _threads(whole):
+        del odds["threads"]
+    if not whole.is_pipelined:
+        del odds["pipeline"]
+    return odds
+
+
+def placement(draw: random.Random, whole: Program, form: str | None = None) -> Placement:
+    """One of ``form``, by default of any that can train ``whole``."""
+    form = _weighted(draw, forms(whole)) if form is None else form
     world = 1 if form == "threads" else draw.choice((1, 2, 2, 3, 3, 4, 5, 6))
+    stages: dict[str, Any] = {}
+    if form == "pipeline":
+        world, stages = _stages(draw, len(whole.layers) + 1)
     by = "thread"
-    if world > 1 and (not threads or draw.random() < 0.1):
+    if world > 1 and (not _threads(whole) or draw.random() < 0.1):
         by, world = "process", min(world, 4)
     backend = draw.choice(("gloo", "shm"))
+    may_spread = by == "thread" and backend == "gloo" and form in (*REPLICATED, "stage1") and world in (4, 6)
     return Placement(
         form=form,
         world=world,
@@ -266,7 +314,30 @@ def _placement(draw: random.Random, whole: Program) -> Placement:
         reshard=draw.random() < 0.7,
         overlap=draw.random() < 0.8,
         find_unused=draw.choice((True, True, None)),
+        num_hosts=2 if may_spread and draw.random() < 0.5 else 1,
+        shard=2 if form in SHARDED and world in (4, 6) and draw.random() < 0.5 else None,
+        other_optimizer=form in ("stage2", "stage3", "pipeline") and draw.random() < 0.3,
+        **stages,
     )
+
+
+def _threads(whole: Program) -> bool:
+    """Whether ranks may be threads. They promise nothing with random numbers, nor under autocast: one that
+    leaves it drops the casts of all, and a weight that is cast anew has another node of the graph, whose
+    gradient is rounded by itself.
+    """
+    return not whole.draws and "autocast" not in whole.words
+
+
+def _stages(draw: random.Random, num_layers: int) -> tuple[int, dict[str, Any]]:
+    """World size and options of a pipeline of so many layers, of two at least."""
+    pp = draw.choice([pp for pp in (2, 2, 3, 4) if pp <= num_layers])
+    schedule = draw.choice([name for name, chunks in SCHEDULES.items() if pp * chunks <= num_layers])
+    world = 4 if pp == 2 and draw.random() < 0.5 else pp
+    cuts = None
+    if draw.random() < 0.5:
+        cuts = tuple(sorted(draw.sample(range(1, num_layers), pp * SCHEDULES[schedule] - 1)))
+    return world, {"pp": pp, "schedule": schedule, "cuts": cuts}
 
 
 def _weighted(draw: random.Random, odds: Mapping[str, int]) -> str:

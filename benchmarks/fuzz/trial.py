@@ -12,7 +12,7 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
-from benchmarks.fuzz.layers import build, inputs, leaves
+from benchmarks.fuzz.layers import build, first_inputs, inputs, leaves
 from benchmarks.fuzz.programs import (
     CRASH,
     HANG,
@@ -44,6 +44,7 @@ from instep.ordered.alignment import align
 from instep.ordered.keys import LeafKeys
 from instep.shard.shard_groups import shard_group_of
 from instep.step.micro_batches import MicroBatch
+from tests.far import evenly, hosts
 from tests.parity import _tree_sum, wide, world_of_one
 from tests.world import world
 
@@ -89,7 +90,23 @@ class Training:
                 **stage3,
                 **options,
             )
-            self.optimizer: Any = self._sharded(module, shard_group_of(mesh))
+            self.optimizer: Any = (
+                plain(program, module)
+                if placement.other_optimizer
+                else self._sharded(module, shard_group_of(mesh))
+            )
+        elif form == "pipeline":
+            self.model = instep.Pipeline(
+                module,
+                mesh,
+                placement.schedule,
+                cuts=placement.cuts or "layers",
+                bucket_cap_mb=placement.bucket_mb,
+                **options,
+            )
+            self.optimizer = (
+                self._sharded(module, mesh) if placement.other_optimizer else plain(program, module)
+            )
         elif form == "threads":
             self.model = instep.ThreadedReplicas(module, num_replicas=2)
             self.optimizer = plain(program, module)
@@ -103,12 +120,13 @@ class Training:
             )
             sharded = form == "stage1"
             self.optimizer = (
-                self._sharded(module, mesh, one_copy=placement.one_copy)
+                self._sharded(module, shard_group_of(mesh), one_copy=placement.one_copy)
                 if sharded
                 else plain(program, module)
             )
         self.module = module
         self.form = form
+        self.in_slices = placement.other_optimizer and form != "pipeline"
         self.scheduler = ExponentialLR(self.optimizer, 0.7) if program.scheduled else None
 
     def _sharded(self, module: nn.Module, ranks: Any, **options: Any) -> Optimizer:
@@ -120,6 +138,12 @@ class Training:
         forward = self.model.module if self.form == "server" else self.model
         if self.form == "threads":
             self.model.micro_batches(num, lambda model, one: leaf(self.program, model, one, number))
+        elif self.form == "pipeline":
+            self.model.step(
+                lambda output, one: loss_of(self.program, output, one),
+                lambda one: first_inputs(self.program, number, one.index),
+                num,
+            )
         else:
             for micro_batch in self.model.micro_batches(num):
                 leaf(self.program, forward, micro_batch, number)
@@ -131,10 +155,12 @@ class Training:
             self.scheduler.step()
 
     def state(self, rank: int) -> State:
-        sharded = self.form in ("stage2", "stage3")
-        weights = instep.full_state_dict(self.module) if sharded else self.module.state_dict()
+        is_divided = self.form in ("stage2", "stage3", "pipeline")
+        weights = instep.full_state_dict(self.module) if is_divided else self.module.state_dict()
         stepping = self.form != "server" or rank == SERVER
-        return digests(weights, self.optimizer if stepping else None)
+        if self.form == "pipeline" and not isinstance(self.optimizer, instep.ShardedOptimizer):
+            return digests(weights, self.optimizer, self.model.home.holds)
+        return digests(weights, self.optimizer if stepping and not self.in_slices else None)
 
     def end(self) -> None:
         if isinstance(self.optimizer, instep.ShardedOptimizer):
@@ -170,16 +196,19 @@ def leaf(program: Program, model: Any, micro_batch: MicroBatch, step: int) -> No
         micro_batch.weight = 0
         return
     args, kwargs = inputs(program, step, index)
-    losses = [x.float().square() for x in leaves(model(*args, **kwargs))]
-    if program.weights == "mean":
-        loss = sum((x.mean() for x in losses), torch.zeros(()))
-    else:
-        micro_batch.weight = program.sizes[index]
-        loss = sum((x.mean() * program.sizes[index] for x in losses), torch.zeros(()))
+    loss = loss_of(program, model(*args, **kwargs), micro_batch)
     if program.loss == "l2":
         named = list(model.named_parameters())
         loss = loss + 1e-3 * sum(p.abs().float().square().sum() for _, p in named if p.requires_grad)
     loss.backward()
+
+
+def loss_of(program: Program, output: Any, micro_batch: MicroBatch) -> Tensor:
+    losses = [x.float().square() for x in leaves(output)]
+    if program.weights == "mean":
+        return sum((x.mean() for x in losses), torch.zeros(()))
+    micro_batch.weight = program.sizes[micro_batch.index]
+    return sum((x.mean() * micro_batch.weight for x in losses), torch.zeros(()))
 
 
 def by_hand(program: Program) -> State:
@@ -214,7 +243,11 @@ def by_hand(program: Program) -> State:
     return digests(module.state_dict(), optimizer)
 
 
-def digests(weights: Mapping[str, Any], optimizer: Optimizer | None) -> State:
+def digests(
+    weights: Mapping[str, Any],
+    optimizer: Optimizer | None,
+    has_moments: Callable[[Tensor], bool] = lambda parameter: True,
+) -> State:
     """A digest of each tensor by name; a moment is "moment/number of its parameter".
 
     Not of moments of frozen parameters: torch's Adagrad alone makes some, and never uses them.
@@ -225,7 +258,7 @@ def digests(weights: Mapping[str, Any], optimizer: Optimizer | None) -> State:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = optimizer.state_dict()
     for number, moments in saved["state"].items():
-        if parameters[number].requires_grad:
+        if parameters[number].requires_grad and has_moments(parameters[number]):
             found |= {f"{key}/{number}": digest(x) for key, x in moments.items() if x is not None}
     return found | {f"{LR}/{i}": digest(group[LR]) for i, group in enumerate(saved["param_groups"])}
 
@@ -289,12 +322,9 @@ def judged(error: BaseException) -> Outcome:
 def reference(whole: Program) -> tuple[Outcome, State]:
     """What one rank of the library gives, and whether it is what comes out by hand."""
     with quiet():
-        try:
-            expected = by_hand(whole)
-        except Exception as error:
-            return Outcome(INVALID, f"{type(error).__name__}: {error}"[:300]), {}
-        if any(value.startswith("nan") for value in expected.values()):
-            return Outcome(INVALID, "its numbers are not finite"), {}
+        found, expected = checked_by_hand(whole)
+        if found.kind != SAME:
+            return found, {}
         try:
             training = Training(whole, Placement("bucketed", 1), world_of_one())
             for step in range(whole.stops[-1]):
@@ -304,6 +334,17 @@ def reference(whole: Program) -> tuple[Outcome, State]:
         except Exception as error:
             return judged(error), {}
     return compared(state, expected, "one rank, by the library and by hand"), state
+
+
+def checked_by_hand(whole: Program) -> tuple[Outcome, State]:
+    """What comes out by hand, and whether torch can train it at all."""
+    try:
+        expected = by_hand(whole)
+    except Exception as error:
+        return Outcome(INVALID, f"{type(error).__name__}: {error}"[:300]), {}
+    if any(value.startswith("nan") for value in expected.values()):
+        return Outcome(INVALID, "its numbers are not finite"), {}
+    return Outcome(SAME), expected
 
 
 def compared(ours: State, expected: State, where: str) -> Outcome:
@@ -332,10 +373,12 @@ def placed(whole: Program, parts: Sequence[Placement], expected: State, folder: 
             backend=placement.backend,
             timeout_s=PATIENCE_S,
             deadline_s=DEADLINE_S,
+            **axes(placement),
         )(live)
         raised: BaseException | None = None
         try:
-            run(program=whole, placement=placement, part=part, folder=folder)
+            with spread(placement):
+                run(program=whole, placement=placement, part=part, folder=folder)
         except BaseException as error:
             raised = error
         answers = {
@@ -345,14 +388,29 @@ def placed(whole: Program, parts: Sequence[Placement], expected: State, folder: 
         }
         if raised is not None or len(answers) < placement.world:
             return failure(placement, answers, raised)
-    for rank, answer in answers.items():
-        state, wanted = answer["state"], expected
-        if placement.form == "server" and rank != SERVER:
-            wanted = {name: value for name, value in expected.items() if name in state}
-        found = compared(state, wanted, f"rank {rank}, {' then '.join(map(str, parts))}")
+    where = " then ".join(map(str, parts))
+    in_slices = placement.other_optimizer and placement.form != "pipeline"  # no rank has a whole moment
+    in_parts = placement.form in ("server", "pipeline") or in_slices  # a rank has some, all ranks have all
+    states = {f"rank {rank}": answer["state"] for rank, answer in answers.items()}
+    for rank, state in states.items():
+        wanted = {name: value for name, value in expected.items() if name in state} if in_parts else expected
+        found = compared(state, wanted, f"{rank}, {where}")
         if found.kind != SAME:
             return found
-    return Outcome(SAME)
+    told = {name: value for state in states.values() for name, value in state.items()}
+    return Outcome(SAME) if in_slices else compared(told, expected, where)
+
+
+def spread(placement: Placement) -> AbstractContextManager[None]:
+    if placement.num_hosts == 1:
+        return nullcontext()
+    return hosts(*evenly(placement.num_hosts, placement.world // placement.num_hosts))
+
+
+def axes(placement: Placement) -> dict[str, int]:
+    if placement.form == "pipeline":
+        return {"pp": placement.pp}
+    return {} if placement.shard is None else {"shard": placement.shard}
 
 
 def failure(placement: Placement, answers: Mapping[int, Any], raised: BaseException | None) -> Outcome:

@@ -413,7 +413,7 @@ class TrainingState:
             there, dtype = home(x), x.dtype
             if there is not None and not there.resident:  # what it shows may have another dtype
                 stored = found[firsts[name]][1] if firsts[name] in found else dtype
-                dtype = next((held.tensor.dtype for held in there.held), stored)
+                dtype = next((held.tensor.dtype for held in there.held if held.parameter is x), stored)
             expected[name] = (tuple(x.shape), dtype)
         tensors.require_layout(found, expected, firsts)
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
+from instep.ordered.alignment import align
 from instep.ordered.homes import DividedOptimizer, ParameterShard, dense_strides, undivided
 from instep.ordered.hook import Hook
 from instep.shard.unit import give_value
@@ -53,6 +54,8 @@ class PipelineHome:
     ) -> None:
         self.group, self.everyone, self.replicas = group, everyone, replicas
         self.names, self.parameters = list(named), list(named.values())
+        if before is None:  # what has a home is not aligned any more
+            align(self.parameters)
         self.has_values = before is None and not any(p.is_meta for p in self.parameters)
         self._rank_of = {id(p): rank for p, rank in zip(self.parameters, ranks, strict=True)}
         self._strides: dict[int, tuple[int, ...]] = (

@@ -84,9 +84,12 @@ def gradients_at_once(
 
 
 def _accumulate(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-    # A hook of a weight has changed its gradient, and would once more.
+    # A hook of a weight has changed its gradient, and would once more. Nothing else holds the nodes where no
+    # graph is left, and those that the backward made anew would not call these.
+    nodes = [get_gradient_edge(w).node for w, _ in gradients]
     handles = [
-        get_gradient_edge(w).node.register_prehook(lambda again, came=g: (came,)) for w, g in gradients
+        node.register_prehook(lambda again, came=g: (came,))
+        for node, (_, g) in zip(nodes, gradients, strict=True)
     ]
     try:
         if gradients:

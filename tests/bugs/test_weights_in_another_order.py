@@ -147,39 +147,11 @@ def assert_goes_on(mesh: Mesh, stage: int, expected: Uninterrupted, saved: Path,
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_rank_goes_on_with_a_plain_checkpoint_and_back(
-    expected: Uninterrupted, saved: Path, tmp_path: Path, stage: int
-) -> None:
-    assert_goes_on(world_of_one(), stage, expected, saved, tmp_path / "back")
-
-
-@pytest.mark.parametrize("stage", STAGES)
 @world(2)
 def test_two_ranks_go_on_with_a_plain_checkpoint_and_back(
     mesh: Mesh, expected: Uninterrupted, saved: Path, tmp_path: Path, stage: int
 ) -> None:
     assert_goes_on(mesh, stage, expected, saved, tmp_path / "back")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@world(3)
-def test_three_ranks_go_on_with_a_plain_checkpoint_and_back(
-    mesh: Mesh, expected: Uninterrupted, saved: Path, tmp_path: Path, stage: int
-) -> None:
-    assert_goes_on(mesh, stage, expected, saved, tmp_path / "back")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@world(3, backend="shm")
-def test_ranks_that_share_one_copy_take_the_same_steps(
-    mesh: Mesh, expected: Uninterrupted, stage: int
-) -> None:
-    norms, states, _ = expected
-    model, optimizer = make(mesh, stage, one_copy=True)
-    assert train(model, optimizer, 0, 2) == norms[:2]
-    assert_same(state_of(model, optimizer), states[1], "one copy")
-    mesh.world.group.barrier("the end of the test")
-    close(optimizer, model)
 
 
 def halved_between_steps(mesh: Mesh, stage: int, *, one_copy: bool = False) -> dict[str, Any]:
@@ -200,13 +172,6 @@ def halved_between_steps(mesh: Mesh, stage: int, *, one_copy: bool = False) -> d
 @world(2)
 def test_what_is_written_to_weights_between_steps_is_stepped(mesh: Mesh, stage: int) -> None:
     found = halved_between_steps(mesh, stage)
-    assert_same(found, halved_between_steps(world_of_one(), 0), "weights that were halved")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@world(3, backend="shm")
-def test_what_is_written_to_one_copy_of_weights_counts_once(mesh: Mesh, stage: int) -> None:
-    found = halved_between_steps(mesh, stage, one_copy=True)
     assert_same(found, halved_between_steps(world_of_one(), 0), "weights that were halved")
 
 

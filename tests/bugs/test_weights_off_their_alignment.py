@@ -133,6 +133,14 @@ def test_bits_are_those_of_weights_that_torch_has_made(train, layout: str) -> No
     assert entry_digests(train(net(layout)).state_dict().items()) == expected
 
 
+def test_layers_of_a_pipeline_are_aligned() -> None:
+    """Its weights had a home when they were to be aligned, and what has a home stays where it is."""
+    layer = net("4 bytes off").trained
+    model = instep.Pipeline(nn.Sequential(layer), world_of_one())
+    assert layer.weight.data_ptr() % 64 == 0
+    model.close()
+
+
 class Moving(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -129,24 +129,6 @@ def save_on_ranks(mesh: Mesh, directory: Path, kind: str, step: int) -> None:
     save(directory, *sharded(mesh, kind, step), step=step)
 
 
-def load_on_ranks(mesh: Mesh, directory: Path, kind: str, step: int) -> None:
-    model, optimizer = sharded(mesh, kind, 0, "other")
-    assert load(directory, model, optimizer).step == step
-    assert hash_of(model, optimizer, kind, step) == plain_hash(kind, step)
-    train(model, optimizer, range(step, step + 1))
-    assert hash_of(model, optimizer, kind, step + 1) == plain_hash(kind, step + 1)
-
-
-@pytest.mark.parametrize(
-    ("saved_by", "loaded_by"), [(a, b) for a in range(1, 5) for b in range(1, 5)], ids=str
-)
-def test_any_number_of_ranks_loads_what_any_other_has_saved(
-    tmp_path: Path, saved_by: int, loaded_by: int
-) -> None:
-    world(saved_by)(save_on_ranks)(directory=tmp_path, kind="adamw", step=2)
-    world(loaded_by)(load_on_ranks)(directory=tmp_path, kind="adamw", step=2)
-
-
 def saved(tmp_path: Path) -> Path:
     world(2)(save_on_ranks)(directory=tmp_path, kind="adamw", step=1)
     return tmp_path / "step-00000001"

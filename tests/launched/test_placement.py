@@ -167,18 +167,6 @@ def test_a_run_that_ended_before_it_could_sum_up_does_so_when_resumed(recipe, un
     assert "speed  not measured: these ranks have made no step\n" in ended.out
 
 
-def test_a_server_stopped_on_two_ranks_and_resumed_on_three_gives_the_hash_of_one(
-    recipe, undisturbed, tmp_path
-):
-    server = (*recipe, "--parallel.strategy", "server", "--run-dir", "run")
-    ended = train(*server, "-n", 2, "--stop-after", STEPS // 2, cwd=tmp_path)
-    assert ended.code == 75, ended.err
-    ended = train(*server, "-n", 3, "--resume", cwd=tmp_path)
-    assert ended.code == 0, ended.err
-    assert_same_run(tmp_path / "run", undisturbed)
-    assert summary(tmp_path / "run")["strategy"] == "server"
-
-
 def test_threads_give_the_hash_of_one_rank_where_nothing_is_random(recipe, tmp_path):
     for strategy, ranks in (("bucketed", 1), ("threads", 3)):
         same = (*recipe, "--model.dropout", 0, "--steps", 6, "--run-dir", strategy)

@@ -76,16 +76,6 @@ def test_one_rank_has_the_hash_and_the_samples(mesh: Mesh) -> None:
     assert_hashed_as_one(mesh)
 
 
-@world(2)
-def test_two_ranks_have_the_hash_and_the_samples_of_one(mesh: Mesh) -> None:
-    assert_hashed_as_one(mesh)
-
-
-@world(3)
-def test_three_ranks_have_the_hash_and_the_samples_of_one(mesh: Mesh) -> None:
-    assert_hashed_as_one(mesh)
-
-
 @world(4)
 def test_four_ranks_some_with_nothing_of_an_entry_have_the_hash_and_the_samples_of_one(mesh: Mesh) -> None:
     assert_hashed_as_one(mesh)

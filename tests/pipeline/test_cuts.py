@@ -37,7 +37,7 @@ from instep.pipeline.proposal import RankTimes, propose, rank_times
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import makespan_s, simulate
 from instep.shard.saved_memory import saved_beside
-from tests.pipeline.test_runtime import G, gpt, loss, of_one_rank, piped, windows
+from tests.pipeline.test_runtime import G, gpt, loss, windows
 from tests.rejoin import unranked
 from tests.world import world
 
@@ -349,12 +349,6 @@ def test_a_model_without_values_is_measured_too_and_has_none_afterwards():
 # On ranks.
 
 EXAMPLE = torch.zeros(2, 8, dtype=torch.int64)
-
-
-@world(2, pp=2, dp=1)
-@pytest.mark.parametrize("by", ["cost", "memory"])
-def test_a_measured_cut_has_the_bits_of_one_rank(mesh: Mesh, by: str) -> None:
-    assert piped(mesh, gpt(), "1f1b", cuts=by, example=EXAMPLE) == of_one_rank()
 
 
 @world(2, pp=2, dp=1)

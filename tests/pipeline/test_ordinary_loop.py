@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.checkpoint.state import TrainingState
@@ -22,17 +21,6 @@ from tests.world import world
 
 WIDTH, ROWS, G, STEPS = 8, 4, 6, 3
 Optimizers = Sequence[torch.optim.Optimizer]
-
-
-class Recomputed(nn.Module):
-    """A layer that checkpoints what is inside of it."""
-
-    def __init__(self, inner: nn.Module, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.use_reentrant = inner, use_reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
 def net() -> nn.Sequential:
@@ -193,32 +181,6 @@ def one_per_end(module: nn.Module) -> Optimizers:
 def test_optimizers_of_which_one_stage_has_all_parameters_are_refused_by_a_scaler(mesh: Mesh) -> None:
     with pytest.raises(Desync, match=r"different parameters(?s:.*)Make one optimizer of model.parameters"):
         Scaled(one_per_end).piped(mesh, net())
-
-
-def in_groups(module: nn.Module) -> Optimizers:
-    """Weights decay, the rest does not, and learns faster."""
-    matrices = [p for p in module.parameters() if p.ndim > 1]
-    others = [p for p in module.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.05, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=1e-2)]
-
-
-@world(2, pp=2, dp=1)
-def test_groups_of_parameters_have_their_options_on_every_rank(mesh: Mesh) -> None:
-    assert Loop(in_groups).piped(mesh, net()) == Loop(in_groups).alone(net())
-
-
-@world(2, pp=2, dp=1)
-@pytest.mark.parametrize(("schedule", "use_reentrant"), [("1f1b", False), ("zb-v", False), ("1f1b", True)])
-def test_layers_that_checkpoint_inside_are_recomputed(mesh: Mesh, schedule: str, use_reentrant: bool) -> None:
-    def made() -> nn.Sequential:
-        layers = list(net())
-        first = 1 if use_reentrant else 0  # such a one needs an input with a gradient, which data has not
-        return nn.Sequential(
-            *layers[:first], *(Recomputed(x, use_reentrant=use_reentrant) for x in layers[first:])
-        )
-
-    assert Loop().piped(mesh, made(), schedule) == Loop().alone(made())
 
 
 @contextmanager

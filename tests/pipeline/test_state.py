@@ -83,6 +83,14 @@ def test_its_state_dict_is_that_of_all_layers_and_fits_a_plain_optimizer(mesh: M
     model.close()
 
 
+@world(2, pp=2, dp=1)
+def test_stages_of_different_dtypes_load_what_they_have_saved(mesh: Mesh, tmp_path: Path) -> None:
+    model = instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64)], mesh)
+    instep.save(tmp_path, model, step=1)
+    assert instep.load(tmp_path, model).step == 1
+    model.close()
+
+
 @world(4, pp=2, dp=2)
 def test_a_checkpoint_of_it_is_for_any_pipeline_and_for_none(mesh: Mesh, tmp_path: Path) -> None:
     model = instep.Pipeline(gpt(), mesh, "1f1b", G)

@@ -142,14 +142,6 @@ def test_three_stages_of_one_weight_have_the_bits_of_one_rank(backend: str) -> N
     compared()
 
 
-@world(2, pp=2, dp=1)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_weight_in_channels_last_may_be_shared(mesh: Mesh, schedule: str) -> None:
-    found = piped(mesh, two(), schedule)
-    if mesh.rank == 0:
-        assert torch.equal(found, of_one_rank(two()))
-
-
 class Looks(nn.Embedding):
     """Rows of a shared weight, for tokens that it passes on."""
 

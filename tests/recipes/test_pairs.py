@@ -49,9 +49,7 @@ def train_on_few(config: PairsConfig, where: Path) -> Any:
         return main(config)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "stage"), [("bert", 2, 1), ("bert", 3, 3), ("llama", 3, 0), ("llama", 2, 2)]
-)
+@pytest.mark.parametrize(("kind", "ranks", "stage"), [("bert", 3, 3), ("llama", 2, 1)])
 def test_any_number_of_ranks_and_every_stage_ends_with_the_bits_of_one_process(kind, ranks, stage, tmp_path):
     config = replace(SMALL, model=kind)
     train_on_few(config, tmp_path / "alone")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,12 +16,6 @@ from instep.step.micro_batches import MicroBatch
 from tests.parity import Training, momentum, numbers
 
 WIDTH = 6
-
-
-def every_other(values: Iterable[Any], first: int) -> list[Any]:
-    """Parameters of a test: every other one of ``values``, and the rest for `make slow`."""
-    marks = ((), pytest.mark.slow)
-    return [pytest.param(value, marks=marks[(i - first) % 2]) for i, value in enumerate(values)]
 
 
 def data(micro_batch: MicroBatch, step: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,47 +20,15 @@ from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
 from instep.ordered.by_hosts import ByHosts
 from instep.ordered.by_messages import ByMessages
-from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.far import evenly, hosts
 from tests.lab import on_each, two_hosts
-from tests.parity import Training, assert_bits_of_one, filled, world_of_one
-from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, every_other, mean_square
+from tests.parity import assert_bits_of_one, filled, world_of_one
+from tests.replicate.nets import RANDOM, Dense, mean_square
 from tests.replicate.replicas import assert_backwards, failing_at, square
 from tests.world import world
 
 TINY_MB = 1e-4
-
-
-# Every strategy on two hosts of two; two of them, in turn, where there are more ranks or hosts.
-PLACES = [
-    pytest.param(*place, strategy, marks=[pytest.mark.slow] * (which and i % 2 != which % 2))
-    for which, place in enumerate([(2, 2), (2, 3), (3, 2)])
-    for i, strategy in enumerate(STRATEGIES)
-]
-
-
-@pytest.mark.parametrize(("num_hosts", "num_local", "strategy"), PLACES)
-def test_every_strategy_gives_the_bits_of_one(num_hosts, num_local, strategy):
-    with hosts(*evenly(num_hosts, num_local)):
-        world(num_hosts * num_local)(every_number_of_leaves_gives_the_bits_of_one)(strategy=strategy)
-
-
-def every_number_of_leaves_gives_the_bits_of_one(mesh: Mesh, strategy: str) -> None:
-    for num_leaves in (1, 7, 12):
-        training = Training(Dense, mean_square, num_leaves, clip=0.1, num_steps=2)
-        assert_bits_of_one(mesh, training, strategy=strategy, bucket_cap_mb=TINY_MB)
-
-
-# The others on three ranks, which share memory or send: test_parity.py.
-@pytest.mark.parametrize("name", every_other(PLAIN | OTHER, first=0))
-def test_every_model_gives_the_bits_of_one(name):
-    with hosts(*evenly(2, 2)):
-        world(4)(gives_the_bits_of_one)(name=name)
-
-
-def gives_the_bits_of_one(mesh: Mesh, name: str) -> None:
-    assert_bits_of_one(mesh, (PLAIN | OTHER)[name], bucket_cap_mb=TINY_MB)
 
 
 def test_plain_loops_and_steps_that_are_given_up_go_on():

@@ -20,11 +20,10 @@ from instep.replicate.server import ParameterServer
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.step.micro_batches import MicroBatch
-from tests.far import evenly, hosts
 from tests.ordered.rounded_nodes import FORMATS, by_hand
 from tests.parity import _kept as kept
 from tests.parity import adamw, assert_same_bits, filled, world_of_one
-from tests.replicate.nets import WIDTH, data, every_other
+from tests.replicate.nets import WIDTH, data
 from tests.world import world
 
 EVERY = pytest.mark.parametrize("nodes", FORMATS, ids=str)
@@ -135,7 +134,6 @@ def alone(nodes: NodeFormat) -> list[Entry]:
 
 
 EVERY_WAY = (("bucketed", TINY_MB), ("bucketed", 0.03), ("flat", LARGE_MB), ("naive", 1))
-SOME_WAYS = EVERY_WAY[1:3]
 
 
 def gives_the_bits_of_one(mesh: Mesh, nodes: NodeFormat, ways: Any = EVERY_WAY) -> None:
@@ -158,22 +156,6 @@ def test_three_ranks_give_the_bits_of_one_in_shared_memory(mesh: Mesh, nodes: No
     gives_the_bits_of_one(mesh, nodes)
 
 
-@pytest.mark.parametrize("nodes", every_other(FORMATS, first=0), ids=str)
-@world(5)
-def test_five_ranks_give_the_bits_of_one_in_messages(mesh: Mesh, nodes: NodeFormat) -> None:
-    """In buckets of some parameters and of all; in every other way on two ranks, above."""
-    gives_the_bits_of_one(mesh, nodes, SOME_WAYS)
-
-
-@pytest.mark.parametrize("nodes", every_other(FORMATS, first=1), ids=str)
-@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
-def test_ranks_of_several_hosts_give_the_bits_of_one(
-    nodes: NodeFormat, num_hosts: int, num_local: int
-) -> None:
-    with hosts(*evenly(num_hosts, num_local)):
-        world(num_hosts * num_local)(gives_the_bits_of_one)(nodes=nodes, ways=SOME_WAYS)
-
-
 @EVERY
 @world(3)
 def test_a_server_gives_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
@@ -190,10 +172,9 @@ def test_a_server_gives_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_threads_give_the_bits_of_one(nodes: NodeFormat, num_replicas: int) -> None:
+def test_threads_give_the_bits_of_one(nodes: NodeFormat) -> None:
     module = filled(Wide())
-    replicas = ThreadedReplicas(module, num_replicas, **words(nodes))
+    replicas = ThreadedReplicas(module, 3, **words(nodes))
     optimizer = adamw(module.parameters())
     for step in range(NUM_STEPS):
         replicas.micro_batches(7, lambda model, micro_batch, step=step: leaf(model, micro_batch, step))

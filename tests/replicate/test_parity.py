@@ -9,22 +9,19 @@ import torch
 from torch import nn
 
 from instep.mesh.mesh import Mesh
-from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.step.micro_batches import MicroBatch
 from tests.parity import (
     Training,
-    adamw,
     assert_bits_of_one,
     assert_same_bits,
     bits_of_one,
     filled,
-    momentum,
     train,
     train_by_hand,
     world_of_one,
 )
-from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, data, every_other, gpt, mean_square, text
+from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, data, mean_square
 from tests.world import world
 
 TINY_MB, LARGE_MB = 1e-4, 25
@@ -36,65 +33,12 @@ def test_one_process_gives_the_tree_sum_of_plain_gradients(name: str) -> None:
     assert_same_bits(bits_of_one(PLAIN[name]), train_by_hand(PLAIN[name]))
 
 
-# Three ranks, below, have each model with buckets of two of three sizes, and two strategies in shared memory;
-# the other strategies with `make slow`.
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x != "overlap")) for x in STRATEGIES],
-)
-@world(2)
-def test_two_ranks_give_the_bits_of_one(mesh: Mesh, strategy: str) -> None:
-    for training in WITHOUT_RANDOM.values():
-        assert_bits_of_one(mesh, training, strategy=strategy, bucket_cap_mb=TINY_MB)
-
-
 @pytest.mark.parametrize("name", WITHOUT_RANDOM)
 @world(3)
 def test_three_ranks_give_the_bits_of_one(mesh: Mesh, name: str) -> None:
     turn = [*WITHOUT_RANDOM].index(name)
     for cap in (TINY_MB, LARGE_MB if turn % 2 else [TINY_MB, LARGE_MB]):
         assert_bits_of_one(mesh, WITHOUT_RANDOM[name], bucket_cap_mb=cap)
-
-
-def all_strategies_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
-    training = Training(Dense, mean_square, num_leaves, clip=0.1, num_steps=2)
-    for strategy in STRATEGIES:
-        assert_bits_of_one(mesh, training, strategy=strategy, bucket_cap_mb=TINY_MB)
-    assert_bits_of_one(mesh, training, bucket_cap_mb=LARGE_MB)
-
-
-@pytest.mark.parametrize("num_leaves", [7, 8])
-@world(4)
-def test_four_ranks_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
-    all_strategies_give_the_bits_of_one(mesh, num_leaves)
-
-
-@pytest.mark.parametrize("num_leaves", [5, 12])
-@world(5)
-def test_five_ranks_give_the_bits_of_one(mesh: Mesh, num_leaves: int) -> None:
-    all_strategies_give_the_bits_of_one(mesh, num_leaves)
-
-
-@pytest.mark.parametrize("name", every_other(WITHOUT_RANDOM, first=1))
-@world(3, backend="shm")
-def test_three_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, name: str) -> None:
-    """Two strategies for each model, in turn; the models that are not on two hosts in test_hosts.py."""
-    turn = [*WITHOUT_RANDOM].index(name)
-    for strategy in [*STRATEGIES, *STRATEGIES][turn % len(STRATEGIES) :][:2]:
-        assert_bits_of_one(mesh, WITHOUT_RANDOM[name], strategy=strategy, bucket_cap_mb=TINY_MB)
-
-
-@pytest.mark.parametrize("num_leaves", [1, 2])
-@world(3)
-def test_ranks_without_a_micro_batch_take_part(mesh: Mesh, num_leaves: int) -> None:
-    all_strategies_give_the_bits_of_one(mesh, num_leaves)
-
-
-@pytest.mark.parametrize("name", RANDOM)
-@world(2, by="process")
-def test_two_ranks_give_the_bits_of_one_with_dropout(mesh: Mesh, name: str) -> None:
-    for strategy in STRATEGIES:
-        assert_bits_of_one(mesh, RANDOM[name], strategy=strategy, bucket_cap_mb=TINY_MB)
 
 
 @pytest.mark.parametrize("name", RANDOM)
@@ -113,22 +57,6 @@ def test_dropout_is_on_in_these_tests() -> None:
             seen.append([p.grad.clone() for p in module.parameters()])
             module.zero_grad()
         assert any(not torch.equal(a, b) for a, b in zip(*seen, strict=True)), name
-
-
-@pytest.mark.parametrize("optimizer", [adamw, momentum])
-@pytest.mark.parametrize(("module", "leaf_step"), [(Dense, mean_square), (gpt, text)])
-def test_one_rank_with_one_micro_batch_is_a_plain_loop(module, leaf_step, optimizer) -> None:
-    training = Training(module, leaf_step, num_leaves=1, optimizer=optimizer)
-    plain = filled(module())
-    plain_optimizer = optimizer(plain.parameters())
-    for step in range(training.num_steps):
-        leaf_step(plain, MicroBatch(0, 1), step)
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    ours = dict(bits_of_one(training))
-    assert_same_bits(
-        [(name, ours[name]) for name, _ in plain.named_parameters()], [*plain.named_parameters()]
-    )
 
 
 @world(3)

@@ -1,6 +1,6 @@
 """Batch norm in declared steps: what is watched, what is refused, and what becomes of a step that fails.
 
-That buffers have the bits of a plain loop, for every strategy and wrapper, stands in the tests of parity.
+That buffers have the bits of a plain loop: test_parity.py, test_placements.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.parity import (
     numbers,
     world_of_one,
 )
-from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense, mean_square
+from tests.replicate.nets import OTHER, PLAIN, Dense, mean_square
 from tests.replicate.replicas import equal_everywhere, square
 from tests.world import world
 
@@ -61,42 +61,10 @@ def assert_bits_of_one(mesh: Mesh, training: Training) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_a_server_alone_gives_the_bits_of_one() -> None:
-    for training in WITHOUT_RANDOM.values():
-        assert_bits_of_one(world_of_one(), training)
-
-
-@world(2)
-def test_a_server_and_a_worker_give_the_bits_of_one(mesh: Mesh) -> None:
-    for training in WITHOUT_RANDOM.values():
-        assert_bits_of_one(mesh, training)
-
-
 @world(3)
 def test_a_server_and_two_workers_give_the_bits_of_one(mesh: Mesh) -> None:
     for training in WITHOUT_RANDOM.values():
         assert_bits_of_one(mesh, training)
-
-
-@pytest.mark.parametrize("num_leaves", [1, 2, 12])
-@world(5)
-def test_five_ranks_give_the_bits_of_one_also_without_a_micro_batch(mesh: Mesh, num_leaves: int) -> None:
-    assert_bits_of_one(mesh, Training(Dense, mean_square, num_leaves, clip=0.1, num_steps=2))
-
-
-@pytest.mark.parametrize("name", RANDOM)
-@world(3, by="process")
-def test_three_ranks_give_the_bits_of_one_with_dropout(mesh: Mesh, name: str) -> None:
-    assert_bits_of_one(mesh, RANDOM[name])
-
-
-@world(3)
-def test_other_micro_batches_give_other_bits(mesh: Mesh) -> None:
-    """The negative control: these tests can fail."""
-    module, optimizer = train(Training(Dense, mean_square, num_leaves=7), mesh)
-    expected = bits_of_one(Training(Dense, mean_square, num_leaves=8))
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_same_bits(state_entries(module, optimizer)[:6], expected[:6])
 
 
 def undeclared(module: nn.Module, mesh: Mesh, *, with_server: bool, num_steps: int = 3) -> list[Tensor]:

@@ -56,12 +56,6 @@ def assert_one_result(mesh: Mesh) -> None:
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(ours, expected, strict=True)), options
 
 
-@pytest.mark.slow
-@world(2)
-def test_every_strategy_and_bucket_size_gives_the_same_bits_on_two_ranks(mesh: Mesh) -> None:
-    assert_one_result(mesh)
-
-
 @world(3)
 def test_every_strategy_and_bucket_size_gives_the_same_bits_on_three_ranks(mesh: Mesh) -> None:
     assert_one_result(mesh)

@@ -93,13 +93,6 @@ def test_a_server_makes_the_steps_of_one_rank_and_holds_all_the_moments(mesh: Me
     assert bool(together.optimizer.state) == (mesh.rank == 0)
 
 
-@pytest.mark.parametrize(("changes", "num_threads"), [({}, 3), ({"autocast": "bf16"}, 2)])
-def test_threads_make_the_steps_of_one_rank(data: Path, changes: dict, num_threads: int) -> None:
-    threads = begun(tiny(data, "threads", ranks=num_threads, **changes), world_of_one())
-    assert_same_run(begun(tiny(data, **changes), world_of_one()), threads)
-    threads.model.close()
-
-
 @world(2)
 def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
     mine = data.with_name(f"text of rank {mesh.rank}")

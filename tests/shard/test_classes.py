@@ -11,18 +11,12 @@ from torch.optim import (
     ASGD,
     LBFGS,
     SGD,
-    Adadelta,
     Adafactor,
-    Adagrad,
     Adam,
-    Adamax,
     AdamW,
     Muon,
-    NAdam,
     Optimizer,
-    RAdam,
     RMSprop,
-    Rprop,
     SparseAdam,
 )
 
@@ -33,27 +27,6 @@ from tests.shard.given import SHAPES, parameters, steps
 from tests.shard.trained import assert_same
 from tests.world import world
 
-ELEMENTWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [
-    (SGD, {"momentum": 0.9, "weight_decay": 0.01}),
-    (Adam, {"weight_decay": 0.01}),
-    (AdamW, {"amsgrad": True}),
-    (NAdam, {}),
-    (RAdam, {}),
-    (Adagrad, {"lr_decay": 0.1}),
-    (Adadelta, {}),
-    (Adamax, {}),
-    (RMSprop, {"momentum": 0.9, "centered": True}),
-    (Rprop, {}),
-    (ASGD, {"t0": 1}),
-]
-HAVE_FUSED = (SGD, Adam, AdamW, Adagrad)
-WAYS = ({"foreach": False}, {"foreach": True}, {"fused": True})
-CUT = [
-    (kind, {"lr": 0.01, **options, **way})
-    for kind, options in ELEMENTWISE
-    for way in WAYS
-    if "foreach" in way or kind in HAVE_FUSED
-]
 NOT_EMPTY = tuple(shape for shape in SHAPES if 0 not in shape)
 MATRICES = ((131, 77), (5, 4096), (3, 2), (64, 64), (12, 800))
 
@@ -75,19 +48,6 @@ def assert_as_plain(
     assert_same(sharded.state_dict(), plain.state_dict(), kind.__name__)
     assert sharded.defaults == plain.defaults
     sharded.close()
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16]
-)
-@world(3)
-def test_elementwise_optimizers_are_cut_and_keep_their_bits(mesh: Mesh, dtype: torch.dtype) -> None:
-    """In single precision every way of an update; in the others, which change no slice, one for each kind."""
-    others = [case for case in CUT if case[1].get("fused") or case[0] not in HAVE_FUSED]
-    for kind, options in CUT if dtype == torch.float32 else others:
-        # With momentum and in half precision torch 2.13's fused SGD differs from run to run by itself.
-        if not (kind is SGD and options.get("fused") and dtype == torch.bfloat16):
-            assert_as_plain(mesh, kind, options, dtype=dtype)
 
 
 HALF: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -121,11 +81,6 @@ def test_in_half_precision_threads_do_not_cut_where_ranks_do(mesh: Mesh, dtype: 
                 assert_same(after[0], other, kind.__name__)
     finally:
         torch.set_num_threads(before)
-
-
-def test_elementwise_optimizers_of_one_rank_keep_their_bits() -> None:
-    for kind, options in CUT:
-        assert_as_plain(world_of_one(), kind, options)
 
 
 @world(2)

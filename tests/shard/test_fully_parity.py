@@ -12,7 +12,7 @@ from instep.mesh.mesh import Mesh
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.step.micro_batches import MicroBatch
-from tests.parity import filled, world_of_one
+from tests.parity import filled
 from tests.replicate.nets import PLAIN, WIDTH, Segments, data, requires_input
 from tests.shard.trained import (
     FUSED,
@@ -26,7 +26,6 @@ from tests.shard.trained import (
     matrices_and_vectors,
     plain,
     tokens_step,
-    train,
     train_fully,
     wide_step,
 )
@@ -34,8 +33,6 @@ from tests.world import world
 
 LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
 STAGES = [2, 3]
-# On four ranks one stage, in shared memory; the others with `make slow`.
-SLOW = pytest.mark.slow
 
 RUNS = {
     "cut": Run(Wide, wide_step, num_steps=4),
@@ -55,53 +52,11 @@ ODD = {
 SEVERAL = ODD.pop("two backwards")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_rank_gives_the_bits_of_the_plain_loop(stage: int) -> None:
-    """The odd models: on two and on three ranks, below."""
-    for run in RUNS.values():
-        assert_bits_of_one(world_of_one(), run, stage=stage)
-
-
-@pytest.mark.slow
-def test_one_rank_gives_the_bits_of_the_plain_loop_for_odd_models() -> None:
-    for run in ODD.values():
-        assert_bits_of_one(world_of_one(), run, stage=3)
-
-
 @world(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    """The odd models in stage 3; in stage 2 on three ranks that share memory."""
+    """The odd models in stage 3."""
     for run in [*RUNS.values(), *(ODD.values() if stage == 3 else ())]:
-        assert_bits_of_one(mesh, run, stage=stage)
-
-
-@world(3)
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
-def test_three_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    for run in RUNS.values():
-        assert_bits_of_one(mesh, run, stage=stage)
-
-
-@SLOW
-@world(4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_four_ranks_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    for run in RUNS.values():
-        assert_bits_of_one(mesh, run, stage=stage)
-
-
-@world(3, by="process", backend="shm")
-@pytest.mark.parametrize("stage", STAGES)
-def test_three_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    for run in [*RUNS.values(), *(ODD.values() if stage == 2 else ())]:
-        assert_bits_of_one(mesh, run, stage=stage)
-
-
-@world(4, by="process", backend="shm")
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
-def test_four_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    for run in RUNS.values():
         assert_bits_of_one(mesh, run, stage=stage)
 
 
@@ -149,12 +104,6 @@ def test_a_weight_that_is_used_in_a_reentrant_checkpoint_and_outside_is_not_sent
     assert_bits_of_one(mesh, both, stage=stage, overlap=False)
 
 
-@world(3, backend="shm")
-def test_one_copy_of_the_weights_gives_the_bits_of_one(mesh: Mesh) -> None:
-    for run in RUNS.values():
-        assert_bits_of_one(mesh, run, stage=2, one_copy=True)
-
-
 @world(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_given_units_give_the_same_bits(mesh: Mesh, stage: int) -> None:
@@ -173,14 +122,3 @@ def test_given_units_give_the_same_bits(mesh: Mesh, stage: int) -> None:
     assert_same(full_state_dict(model), plain(run).module, "module")
     optimizer.close()
     model.close()
-
-
-@world(2, by="process", backend="shm")  # threads share the generator
-@pytest.mark.parametrize("stage", STAGES)
-def test_dropout_has_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    run = Run(lambda: Wide(dropout=0.3), wide_step, clip=0.1)
-    ours = train_fully(run, mesh, stage=stage)
-    alone = train_fully(run, world_of_one(), stage=2)
-    replicated = train(run, world_of_one(), sharded=False)
-    assert_same(ours.module, replicated.module, "replicated")
-    assert_same(ours.module, alone.module, "alone")

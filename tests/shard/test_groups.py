@@ -30,7 +30,8 @@ def test_without_any_group_it_is_the_plain_optimizer() -> None:
     assert_steps(instep.ShardedOptimizer(given, AdamW, lr=0.1), given, 1)
 
 
-def assert_torch_groups(mesh: Mesh) -> None:
+@world(3, by="process")
+def test_torch_groups_and_the_default_group(mesh: Mesh) -> None:
     for group in (None, dist.group.WORLD):
         given = parameters()
         assert_steps(instep.ShardedOptimizer(given, AdamW, group, lr=0.1), given, 3)
@@ -38,16 +39,6 @@ def assert_torch_groups(mesh: Mesh) -> None:
     if mesh.rank != 1:
         given = parameters()
         assert_steps(instep.ShardedOptimizer(given, AdamW, pair, lr=0.1), given, 2)
-
-
-@world(3, by="process")
-def test_torch_groups_and_the_default_group(mesh: Mesh) -> None:
-    assert_torch_groups(mesh)
-
-
-@world(3, by="process", backend="shm")
-def test_torch_groups_and_the_default_group_of_shared_memory(mesh: Mesh) -> None:
-    assert_torch_groups(mesh)
 
 
 @world(4, dp=2, tp=2)

@@ -14,16 +14,13 @@ from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.ordered import homes
 from instep.ordered.homes import ParameterShard
-from instep.ordered.norm import clip_grad_norm_
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters
-from instep.shard.fully import fully_shard
 from instep.shard.layout import cut
 from instep.shard.optimizer import ShardedOptimizer
-from tests.parity import filled, numbers, world_of_one
+from tests.parity import numbers, world_of_one
 from tests.shard.given import parameters, steps
-from tests.shard.test_parity import RUNS
-from tests.shard.trained import assert_same, plain
+from tests.shard.trained import assert_same
 from tests.world import world
 
 SHAPES = ((5, 4096), (4099,), (7,), (131, 77), ())
@@ -212,29 +209,6 @@ def test_one_copy_of_what_is_not_in_one_copy_is_refused(mesh: Mesh) -> None:
     away = Away(ours, mesh)
     with pytest.raises(ValueError, match="fully_shard has given each rank a copy: pass one_copy=True to it"):
         ShardedOptimizer(away.parameters, AdamW, mesh, one_copy=True)
-
-
-@world(2, backend="shm")
-def test_a_divided_module_with_one_copy_of_its_weights_gives_the_bits_of_one(mesh: Mesh) -> None:
-    for name in ("cut, clipped, scheduled, two groups", "tied and frozen"):
-        run = RUNS[name]
-        module = fully_shard(filled(run.module()), mesh, stage=2, one_copy=True)
-        optimizer = ShardedOptimizer(run.groups(module), run.kind, mesh, **run.options)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for step in range(run.num_steps):
-            for micro_batch in module.micro_batches(run.num_leaves):
-                run.leaf_step(module, micro_batch, step)
-            if run.clip is not None:
-                clip_grad_norm_(module.parameters(), run.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            if run.scheduled:
-                scheduler.step()
-        assert all(space.one_copy and not space.bytes_to_share for space in optimizer.shards.spaces)
-        assert_same({**module.state_dict()}, {**plain(run).module}, "module")
-        assert_same(optimizer.state_dict()["state"], plain(run).optimizer["state"], "state")
-        optimizer.close()
-        module.close()
 
 
 def test_a_home_ends_with_its_space() -> None:

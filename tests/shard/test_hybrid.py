@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +10,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
-from instep.checkpoint.load import verify
-from instep.checkpoint.shorthand import load, save
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh, build
 from instep.mesh.store_rendezvous import backend_timeout
-from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.tree import rank_major, roots
-from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.round_plan import deal, plan_rounds
@@ -29,7 +23,6 @@ from instep.shard.shard_groups import shard_group_of
 from tests.parity import filled, numbers, world_of_one
 from tests.shard.test_fully_plain import LOOP, SCRIPTS, replicated
 from tests.shard.trained import (
-    FUSED,
     Run,
     TiedWide,
     Wide,
@@ -46,10 +39,6 @@ from tests.shard.trained import (
 from tests.world import raw_groups, world
 
 STAGES = pytest.mark.parametrize("stage", [2, 3])
-# Two by two: where ranks share memory, below.
-SHAPES = pytest.mark.parametrize(
-    ("dp", "shard", "stage"), [(2, 3, 3), pytest.param(3, 2, 2, marks=pytest.mark.slow)]
-)
 
 RUNS = {
     "clipped, scheduled, two groups": Run(
@@ -60,36 +49,6 @@ RUNS = {
     "tied and frozen": Run(TiedWide, tokens_step, groups=matrices_and_vectors, num_leaves=7),
     "channels last": Run(WideImages, images_step, num_leaves=3, num_steps=2),
 }
-
-
-@SHAPES
-def test_shard_and_replicate_groups_give_the_bits_of_one(dp: int, shard: int, stage: int) -> None:
-    @world(dp * shard, dp=dp, shard=shard)
-    def body(mesh: Mesh) -> None:
-        for run in RUNS.values():
-            assert_bits_of_one(mesh, run, stage=stage)
-
-    body()
-
-
-@world(4, by="process", backend="shm", dp=2, shard=2)
-@STAGES
-def test_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    for run in RUNS.values():
-        assert_bits_of_one(mesh, run, stage=stage)
-
-
-@world(4, by="process", backend="shm", dp=2, shard=2)  # threads share the generator
-@STAGES
-def test_dropout_has_the_bits_of_one(mesh: Mesh, stage: int) -> None:
-    run = Run(partial(Wide, dropout=0.3), wide_step, clip=0.1)
-    assert_same(train_fully(run, mesh, stage=stage).module, plain(run).module, "dropout")
-
-
-@world(4, backend="shm", dp=2, shard=2)
-def test_one_copy_of_the_weights_per_shard_group_gives_the_bits_of_one(mesh: Mesh) -> None:
-    for run in RUNS.values():
-        assert_bits_of_one(mesh, run, stage=2, one_copy=True)
 
 
 def test_shard_groups_that_share_memory_and_replicate_groups_that_send_give_the_bits_of_one() -> None:
@@ -133,8 +92,7 @@ def bfloat16_step(model: nn.Module, micro_batch: object, step: int) -> None:
     model(x).float().square().mean().backward()
 
 
-@pytest.mark.parametrize(("backend", "stage"), [pytest.param("gloo", 3, marks=pytest.mark.slow), ("shm", 2)])
-def test_the_plain_loop_gives_the_bits_of_data_parallel_over_all_ranks(backend: str, stage: int) -> None:
+def test_the_plain_loop_gives_the_bits_of_data_parallel_over_all_ranks() -> None:
     expected: dict[str, dict[str, Tensor]] = {}
 
     @world(4)
@@ -144,10 +102,10 @@ def test_the_plain_loop_gives_the_bits_of_data_parallel_over_all_ranks(backend: 
             if mesh.rank == 0:
                 expected[name] = found
 
-    @world(4, backend=backend, dp=2, shard=2)
+    @world(4, backend="shm", dp=2, shard=2)
     def body(mesh: Mesh) -> None:
         for name, script in SCRIPTS.items():
-            model = fully_shard(filled(Wide()), mesh, stage)
+            model = fully_shard(filled(Wide()), mesh, 2)
             optimizer = ShardedOptimizer(model.parameters(), SGD, shard_group_of(mesh), **LOOP)
             script(model, optimizer, mesh.rank)
             assert_same(full_state_dict(model), expected[name], name)
@@ -244,52 +202,6 @@ def test_shard_groups_that_are_out_of_step_all_raise(mesh: Mesh, stage: int) -> 
     with pytest.raises(Desync, match="expects micro-batches in the step: "):
         backwards(model, 4 + mesh.coordinates["dp"])
     model.close()
-
-
-def hash_of_two_steps() -> str:
-    """By one process that shards nothing."""
-    module = filled(Wide())
-    model, optimizer = DataParallel(module, process_group=world_of_one()), AdamW(module.parameters(), **FUSED)
-    for step in range(2):
-        for micro_batch in model.micro_batches(5):
-            wide_step(model, micro_batch, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return state_sha256(state_entries(module, optimizer), 2)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "stage"), [((2, 2), (1, 1), 3), ((1, 1), (2, 2), 2), ((2, 2), (1, 3), 3)]
-)
-def test_what_is_saved_loads_into_other_shard_groups(
-    before: tuple[int, int], after: tuple[int, int], stage: int, tmp_path: Path
-) -> None:
-    run = Run(Wide, wide_step, AdamW, FUSED, num_steps=3)
-    save_world = partial(world, timeout_s=20.0)
-
-    def made(mesh: Mesh) -> tuple[nn.Module, ShardedOptimizer]:
-        model = fully_shard(filled(run.module()), mesh, stage)
-        return model, ShardedOptimizer(model.parameters(), AdamW, shard_group_of(mesh), **FUSED)
-
-    @save_world(before[0] * before[1], dp=before[0], shard=before[1])
-    def first(mesh: Mesh) -> None:
-        model, optimizer = made(mesh)
-        train(model, optimizer, 2)
-        save(tmp_path, model, optimizer, step=2)
-        mesh.world.group.barrier("the test")
-        model.close()
-
-    @save_world(after[0] * after[1], dp=after[0], shard=after[1])
-    def second(mesh: Mesh) -> None:
-        model, optimizer = made(mesh)
-        assert load(tmp_path, model, optimizer).step == 2
-        train(model, optimizer, 1)
-        assert_same(full_state_dict(model), plain(run).module, "weights")
-        model.close()
-
-    first()
-    assert verify(tmp_path / "step-00000002").state_sha256 == hash_of_two_steps()
-    second()
 
 
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 5))

@@ -107,31 +107,10 @@ def test_two_ranks_give_the_bits_of_one_in_every_stage(mesh: Mesh, nodes: NodeFo
         assert_bits_of_one(mesh, nodes, stage)
 
 
-@pytest.mark.slow
-@EVERY
-@world(5)
-def test_five_ranks_give_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
-    assert_bits_of_one(mesh, nodes, 3, num_leaves=12)
-
-
-@EVERY
-@world(3, backend="shm")
-def test_three_ranks_give_the_bits_of_one_in_shared_memory(mesh: Mesh, nodes: NodeFormat) -> None:
-    for stage in (2, 3):
-        assert_bits_of_one(mesh, nodes, stage)
-
-
 @EVERY
 @world(4, dp=2, shard=2)
 def test_shard_groups_give_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
     assert_bits_of_one(mesh, nodes, 2)
-
-
-@pytest.mark.slow
-@EVERY
-@world(6, dp=2, shard=3)
-def test_shard_groups_of_three_give_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
-    assert_bits_of_one(mesh, nodes, 3)
 
 
 @EVERY

@@ -34,7 +34,7 @@ from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import filled, numbers, world_of_one
 from tests.shard.given import parameters, set_gradients, steps
 from tests.shard.test_bad_use import LOOP, expected, undeclared
-from tests.shard.test_parity import DROPOUT, ODD, RUNS
+from tests.shard.test_parity import RUNS
 from tests.shard.trained import WIDTH, Wide, assert_bits_of_plain, assert_same
 from tests.world import world
 
@@ -53,24 +53,6 @@ def plain_values(num_steps: int, kind: type = AdamW) -> list[Tensor]:
 
 def meet(mesh: Mesh) -> None:
     mesh.world.group.barrier("the meeting of a test")
-
-
-@world(2, backend="shm")
-def test_two_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
-    for run in [*RUNS.values(), *ODD.values()]:
-        assert_bits_of_plain(mesh, run, one_copy=True)
-
-
-@world(4, backend="shm")
-def test_four_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
-    for run in RUNS.values():
-        assert_bits_of_plain(mesh, run, one_copy=True)
-
-
-@pytest.mark.parametrize("name", DROPOUT)
-@world(3, by="process", backend="shm")
-def test_three_processes_give_the_bits_of_one_with_dropout(mesh: Mesh, name: str) -> None:
-    assert_bits_of_plain(mesh, DROPOUT[name], one_copy=True)
 
 
 def test_one_rank_is_the_plain_optimizer() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
 from torch.optim import SGD, Adam
 
 from instep.mesh.mesh import Mesh
 from instep.shard.optimizer import ShardedOptimizer
-from tests.parity import world_of_one
-from tests.replicate.nets import PLAIN, RANDOM
+from tests.replicate.nets import PLAIN
 from tests.shard.trained import (
     FUSED,
     Run,
@@ -19,12 +15,9 @@ from tests.shard.trained import (
     Wide,
     WideImages,
     assert_bits_of_plain,
-    assert_same,
     images_step,
     matrices_and_vectors,
-    plain,
     tokens_step,
-    train,
     wide_step,
 )
 from tests.world import world
@@ -49,76 +42,12 @@ ODD = {
     )
     for name, training in PLAIN.items()
 }
-DROPOUT = {
-    "wide with dropout": Run(lambda: Wide(dropout=0.3), wide_step, clip=0.1),
-    "transformer with dropout": Run(
-        RANDOM["transformer with dropout"].module, RANDOM["transformer with dropout"].leaf_step
-    ),
-}
-
-
-def test_one_rank_gives_the_bits_of_the_plain_optimizer() -> None:
-    """The odd models on two, below."""
-    for run in RUNS.values():
-        assert_bits_of_plain(world_of_one(), run)
-
-
-@pytest.mark.slow
-def test_one_rank_gives_the_bits_of_the_plain_optimizer_for_odd_models() -> None:
-    for run in ODD.values():
-        assert_bits_of_plain(world_of_one(), run)
-
-
-@world(2)
-def test_two_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
-    for run in [*RUNS.values(), *ODD.values()]:
-        assert_bits_of_plain(mesh, run)
-
-
-@world(3)
-def test_three_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
-    for run in RUNS.values():
-        assert_bits_of_plain(mesh, run)
-
-
-@pytest.mark.slow
-@world(4)
-def test_four_ranks_give_the_bits_of_one(mesh: Mesh) -> None:
-    for run in RUNS.values():
-        assert_bits_of_plain(mesh, run)
 
 
 @world(2, backend="shm")
 def test_two_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh) -> None:
     for run in [*RUNS.values(), *ODD.values()]:
         assert_bits_of_plain(mesh, run)
-
-
-@world(4, backend="shm")
-def test_four_ranks_that_share_memory_give_the_bits_of_one(mesh: Mesh) -> None:
-    for run in RUNS.values():
-        assert_bits_of_plain(mesh, run)
-
-
-@pytest.mark.parametrize("name", DROPOUT)
-@world(3, by="process", backend="shm")
-def test_three_processes_that_share_memory_give_the_bits_of_one_with_dropout(mesh: Mesh, name: str) -> None:
-    assert_bits_of_plain(mesh, DROPOUT[name])
-
-
-@pytest.mark.parametrize("name", DROPOUT)
-@world(2, by="process")
-def test_two_processes_give_the_bits_of_one_with_dropout(mesh: Mesh, name: str) -> None:
-    assert_bits_of_plain(mesh, DROPOUT[name])
-
-
-@world(2)
-def test_another_learning_rate_gives_other_bits(mesh: Mesh) -> None:
-    """The negative control: these tests can fail."""
-    run = RUNS["cut"]
-    other = train(replace(run, options={**FUSED, "lr": 0.021}), mesh)
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_same(other.module, plain(run).module, "module")
 
 
 @world(4)

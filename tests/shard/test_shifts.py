@@ -84,26 +84,11 @@ def assert_bits_of_one_at_each_shift(mesh: Mesh, wrap: str, num_leaves: int) -> 
     assert all(sorted(ranks) == list(range(mesh.world_size)) for ranks in opinions.values())
 
 
-def shared_out(few: int, swapped: bool) -> list[Any]:
-    """``few`` micro-batches for half of the wrappers, 5 for the others; the rest with `make slow`."""
-    return [
-        pytest.param(wrap, leaves, marks=[pytest.mark.slow] * ((i + (leaves > few) + swapped) % 2))
-        for i, wrap in enumerate(("0", "2", "3", "server"))
-        for leaves in (few, 5)
-    ]
-
-
-@pytest.mark.parametrize(("wrap", "num_leaves"), shared_out(2, False))
+@pytest.mark.parametrize(("wrap", "num_leaves"), [("0", 2), ("2", 5), ("3", 2), ("server", 5)])
 @world(3)
 def test_every_rank_in_turn_computes_each_micro_batch_with_the_bits_of_one(
     mesh: Mesh, wrap: str, num_leaves: int
 ) -> None:
-    assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
-
-
-@pytest.mark.parametrize(("wrap", "num_leaves"), shared_out(1, True))
-@world(3, backend="shm")
-def test_so_it_is_where_ranks_share_memory(mesh: Mesh, wrap: str, num_leaves: int) -> None:
     assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
 
 
@@ -112,12 +97,6 @@ def test_so_it_is_where_ranks_share_memory(mesh: Mesh, wrap: str, num_leaves: in
 def test_micro_batches_go_from_shard_group_to_shard_group_too(mesh: Mesh, wrap: str, few: int) -> None:
     for num_leaves in (few, 7):
         assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
-
-
-@world(4, backend="shm", dp=2, shard=2)
-def test_and_where_shard_groups_share_memory(mesh: Mesh) -> None:
-    for num_leaves in (1, 7):
-        assert_bits_of_one_at_each_shift(mesh, "3", num_leaves)
 
 
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 5), st.integers(0, 24))

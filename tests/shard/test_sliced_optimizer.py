@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import ExponentialLR
 
-from instep.checkpoint.shorthand import load, save
-from instep.checkpoint.state import TrainingState
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.ordered import homes
-from instep.ordered.hash import SharedHash, state_entries, state_sha256
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
 from instep.run.memory_usage import memory_usage
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import filled, numbers
-from tests.shard.test_classes import CUT
 from tests.shard.test_fully_plain import LOOP, SCRIPTS, replicated
-from tests.shard.trained import WIDTH, Run, Wide, assert_same, copied, matrices_and_vectors, plain, wide_step
+from tests.shard.trained import WIDTH, Wide, assert_same, copied
 from tests.world import world
 
 STAGES = pytest.mark.parametrize("stage", [2, 3])
@@ -53,31 +47,6 @@ def assert_state_is_of_the_slices(optimizer: Optimizer, whole: Optimizer) -> Non
 
 def all_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 2), (2, 3)])
-def test_every_elementwise_class_steps_slices_with_the_bits_of_whole_parameters(
-    num_ranks: int, stage: int
-) -> None:
-    """All ranks have the same batch, so the mean of their gradients is what one process has."""
-
-    @world(num_ranks)
-    def body(mesh: Mesh) -> None:
-        model = fully_shard(filled(Wide()), mesh, stage)
-        for kind, options in CUT:
-            alone = Wide()
-            alone.load_state_dict(full_state_dict(model))
-            ours, theirs = kind(model.parameters(), **options), kind(alone.parameters(), **options)
-            for step in range(2):  # the second with the state of the first
-                for m, optimizer in ((model, ours), (alone, theirs)):
-                    loss(m, str(step)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert_same(full_state_dict(model), dict(alone.state_dict()), kind.__name__)
-            assert_state_is_of_the_slices(ours, theirs)
-        model.close()
-
-    body()
 
 
 class Sharded(nn.Module):
@@ -130,58 +99,6 @@ def test_a_wrapper_of_a_course_trains_as_one_process_does_to_the_bit(mesh: Mesh)
     model.module.close()  # type: ignore[operator]
 
 
-RUN = Run(Wide, wide_step, AdamW, ADAM, matrices_and_vectors, clip=0.5, scheduled=True)
-
-
-def train(mesh: Mesh, run: Run, optimizer_of: Callable[[nn.Module], Optimizer], **options: Any) -> str:
-    """The hash of the state after the declared steps of ``run``."""
-    model: Any = fully_shard(filled(run.module()), mesh, **options)
-    optimizer = optimizer_of(model)
-    scheduler = ExponentialLR(optimizer, 0.5)
-    for step in range(run.num_steps):
-        for micro_batch in model.micro_batches(run.num_leaves):
-            run.leaf_step(model, micro_batch, step)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    state = TrainingState(model, optimizer)
-    found, _ = SharedHash(state.group).digests(state.owned(), run.num_steps)
-    assert_same(full_state_dict(model), plain(run).module, "weights")
-    model.close()
-    return found
-
-
-def one_process(run: Run) -> str:
-    result = plain(run)
-    module = run.module()
-    module.load_state_dict(result.module)
-    optimizer = run.kind(run.groups(module), **run.options)
-    optimizer.load_state_dict(result.optimizer)
-    return state_sha256(state_entries(module, optimizer), run.num_steps)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "axes", "options"),
-    [
-        (1, {}, {"stage": 3}),
-        (2, {}, {"stage": 3}),
-        (3, {}, {"stage": 2}),
-        (4, {"dp": 2, "shard": 2}, {"stage": 3}),
-        (2, {}, {"stage": 2, "one_copy": True}),
-    ],
-)
-def test_the_hash_of_the_state_is_that_of_one_process(
-    num_ranks: int, axes: dict[str, int], options: dict[str, Any]
-) -> None:
-    @world(num_ranks, backend="shm" if options["stage"] == 2 else "gloo", **axes)
-    def body(mesh: Mesh) -> None:
-        found = train(mesh, RUN, lambda model: RUN.kind(RUN.groups(model), **RUN.options), **options)
-        assert found == one_process(RUN)
-
-    body()
-
-
 def adam(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), **ADAM)  # type: ignore[arg-type]
 
@@ -206,33 +123,6 @@ def sharded(mesh: Mesh, stage: int = 3, **options: Any) -> Iterator[Any]:
     model = fully_shard(filled(Wide()), mesh, stage, **options)
     yield model
     model.close()
-
-
-@world(4)
-def test_its_checkpoint_is_that_of_any_other_optimizer(mesh: Mesh, tmp_path: Path) -> None:
-    with sharded(mesh) as model:
-        optimizer = adam(model)
-        for k in range(2):
-            step(model, optimizer, str(k))
-        save(tmp_path, model, optimizer, step=2)
-    with sharded(mesh, 2) as model:
-        other = ShardedOptimizer(model.parameters(), AdamW, mesh, **ADAM)
-        load(tmp_path, model, other)
-        step(model, other, "2")
-        save(tmp_path, model, other, step=3)
-        other.close()
-    with sharded(mesh) as model:
-        optimizer = adam(model)
-        assert load(tmp_path, model, optimizer).step == 3
-        step(model, optimizer, "3")
-        alone, whole = stepped(4)
-        assert_same(full_state_dict(model), dict(alone.state_dict()), "weights")
-        assert_state_is_of_the_slices(optimizer, whole)
-    if mesh.rank == 0:
-        alone, whole = stepped(0)
-        assert load(tmp_path, alone, whole).step == 3
-        step(alone, whole, "3")
-        assert_same(dict(alone.state_dict()), dict(stepped(4)[0].state_dict()), "one process")
 
 
 @world(2)

@@ -15,7 +15,6 @@ from instep.mesh.mesh import Mesh
 from instep.shard.fully import fully_shard
 from tests.parity import bits, numbers
 from tests.shard.gathered import (
-    LAYERS,
     WIDTH,
     Stack,
     assert_same_gradients,
@@ -26,8 +25,6 @@ from tests.shard.gathered import (
     loss_of,
 )
 from tests.world import world
-
-LAST = f"layers.{LAYERS - 1}"
 
 
 def compare(mesh: Mesh, kind: Callable[[], nn.Module] = Stack, **options: Any) -> None:
@@ -43,64 +40,20 @@ def compare(mesh: Mesh, kind: Callable[[], nn.Module] = Stack, **options: Any) -
         assert gathered_units(stage3) == []
 
 
-@world(1)
-def test_one_rank_computes_the_bits_of_the_plain_module(mesh: Mesh) -> None:
-    compare(mesh)
-
-
 @world(2)
 def test_two_ranks_compute_the_bits_of_the_plain_module(mesh: Mesh) -> None:
     compare(mesh)
 
 
-@world(3)
-def test_three_ranks_that_keep_units_after_forward_do_too(mesh: Mesh) -> None:
-    compare(mesh, reshard_after_forward=False)
-
-
-@world(4, backend="shm")
-def test_four_ranks_that_share_memory_do_too(mesh: Mesh) -> None:
-    compare(mesh)
-
-
-@world(2, by="process", backend="shm")
-def test_two_processes_that_share_memory_do_too(mesh: Mesh) -> None:
-    compare(mesh)
-
-
-@world(2, by="process")
-def test_two_processes_do_too(mesh: Mesh) -> None:
-    compare(mesh)
-
-
-class Checkpointed(Stack):
-    """Layers compute again in backward, each for itself; ``reentrant`` is how."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.out(x)
-
-
-class CheckpointedPairs(Checkpointed):
+class CheckpointedPairs(Stack):
     """Two units in one checkpoint, and one that begins in the middle of a unit."""
-
-    reentrant = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x)
         for first, second in zip(self.layers[::2], self.layers[1::2], strict=False):
-            x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=self.reentrant)
-        x = x + checkpoint(self.layers[-1].feed, x, use_reentrant=self.reentrant)
+            x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=True)
+        x = x + checkpoint(self.layers[-1].feed, x, use_reentrant=True)
         return self.out(x)
-
-
-@world(2)
-def test_activation_checkpointing_computes_the_same_bits(mesh: Mesh) -> None:
-    compare(mesh, Checkpointed)
 
 
 @world(2)
@@ -108,60 +61,6 @@ def test_reentrant_checkpointing_of_several_units_and_of_a_part_of_one_computes_
     mesh: Mesh,
 ) -> None:
     compare(mesh, CheckpointedPairs)
-
-
-class Twice(Stack):
-    """One unit runs twice in a forward, and one is not used at all."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        for i in (0, 1, 3, 1, 4):
-            x = self.layers[i](x)
-        return self.out(x)
-
-
-@world(2)
-def test_a_unit_that_runs_twice_and_one_that_never_runs_change_nothing(mesh: Mesh) -> None:
-    compare(mesh, Twice)
-
-
-class Tied(nn.Module):
-    """Two layers share a weight with each other, two with the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(12, WIDTH)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.layers[2].weight = self.layers[1].weight
-        self.out.weight = self.layers[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layers(torch.tanh(self.into(x))))
-
-
-@world(3)
-def test_tied_parameters_keep_their_bits(mesh: Mesh) -> None:
-    compare(mesh, Tied)
-
-
-class Images(nn.Module):
-    """Convolutions in channels_last, whose weights are not in logical order in memory, and batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 40, 3), nn.BatchNorm2d(40), nn.Conv2d(40, 36, 3))
-        self.out = nn.Linear(36, 3)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.repeat(1, 16)[:, :147].view(-1, 3, 7, 7).contiguous(memory_format=torch.channels_last)
-        return self.out(self.features(x).mean((2, 3)))
-
-
-@world(2)
-def test_convolutions_in_channels_last_keep_their_bits(mesh: Mesh) -> None:
-    compare(mesh, Images)
 
 
 class Frozen(Stack):
