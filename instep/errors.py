@@ -57,7 +57,7 @@ class PeerLost(InstepError):
         self.operation = operation
 
 
-def let_go(error: BaseException) -> None:
+def clear_tracebacks(error: BaseException) -> None:
     """Drop the tracebacks of ``error`` and of what caused it, for whoever has told it and keeps it no longer.
 
     A traceback holds every frame that it names, and a frame all its locals: of a rank that was lost in the

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch.autograd import profiler
 
-from instep.errors import InstepError, PeerLost, let_go
+from instep.errors import InstepError, PeerLost, clear_tracebacks
 
 
 class Refused(RuntimeError):
@@ -86,7 +86,7 @@ class Work:
         assert self.error is not None
         if not isinstance(self.error, PeerLost):
             return _again(self.error).with_traceback(self.error.__traceback__)
-        let_go(self.error)  # if the lane was idle, it ran in the thread that waits
+        clear_tracebacks(self.error)  # if the lane was idle, it ran in the thread that waits
         return _again(self.error.__cause__ or self.error)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -131,7 +131,7 @@ _NOTHING = nullcontext()
 Item = tuple[Work, Callable[[], object], _State]
 
 
-class Running:
+class Handle:
     """Work of a lane in the form of a backend's."""
 
     def __init__(self, work: Work) -> None:
@@ -273,7 +273,9 @@ def _run(work: Work, function: Callable[[], object], state: _State) -> None:
         except Exception as raised:
             error = raised
             if not work.awaited:
-                let_go(error)  # its frames hold the works that it went through, and these hold the error
+                clear_tracebacks(
+                    error
+                )  # its frames hold the works that it went through, and these hold the error
             state.fail(error)
         except BaseException as raised:  # meant for this work alone; but what follows cannot be done either
             error = raised

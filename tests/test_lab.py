@@ -10,8 +10,8 @@ from torch import nn
 
 import instep
 from instep.bench.hosts import INTERFACE, network
-from instep.ordered.by_hosts import ByHosts
 from instep.ordered.hash import state_entries, state_sha256
+from instep.ordered.hierarchical_transport import HierarchicalTransport
 from tests.lab import on_each, two_hosts
 
 PATIENCE_S = 60
@@ -55,7 +55,10 @@ def train(width: int = 128) -> dict[str, object]:
         model(x[leaf.index]).square().mean().backward()
     optimizer.step()
     model.group.barrier("the count of what is sent")
-    sent, by_host = sent_bytes() - before, isinstance(model._reducer.exchange.transport, ByHosts)
+    sent, by_host = (
+        sent_bytes() - before,
+        isinstance(model._reducer.exchange.transport, HierarchicalTransport),
+    )
     mesh.close()
     return {"sha256": state_sha256(state_entries(module, optimizer), 1), "sent": sent, "by_host": by_host}
 

@@ -179,7 +179,7 @@ ONE_USER = {
     "instep/data/rows.py",
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
-    "instep/ordered/by_hosts.py",
+    "instep/ordered/hierarchical_transport.py",
     "instep/pipeline/connections.py",
     "instep/pipeline/first_values.py",
     "instep/pipeline/layer_costs.py",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from instep.errors import PeerLost
-from instep.work import Lane, Once, Refused, Running, Work
+from instep.work import Handle, Lane, Once, Refused, Work
 
 PATIENCE_S = 20
 
@@ -318,7 +318,7 @@ def test_what_an_error_was_raised_through_is_not_kept_by_it(cause):
     lost.__cause__ = cause
     work = Work("a wait")
     work.end(lost)
-    running = Running(work)
+    running = Handle(work)
     with pytest.raises(PeerLost if cause is None else ConnectionError) as caught:
         running.wait()
     assert str(caught.value) == str(cause or lost)

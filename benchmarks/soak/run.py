@@ -122,62 +122,62 @@ class Side:
         return x.clone()
 
 
-Running = tuple[Any, Sequence[Tensor]]  # the work, and what it writes to
+Handle = tuple[Any, Sequence[Tensor]]  # the work, and what it writes to
 
 
-def all_reduce(op: Operation, me: int, side: Side) -> Running:
+def all_reduce(op: Operation, me: int, side: Side) -> Handle:
     x = side.place(op.input(me, op.length))
     return dist.all_reduce(x, reduction(op), side.pg, async_op=True), [x]
 
 
-def reduce(op: Operation, me: int, side: Side) -> Running:
+def reduce(op: Operation, me: int, side: Side) -> Handle:
     x, root = side.place(op.input(me, op.length)), side.ranks[op.root]
     return dist.reduce(x, root, reduction(op), side.pg, async_op=True), [x] if me == root else []
 
 
-def broadcast(op: Operation, me: int, side: Side) -> Running:
+def broadcast(op: Operation, me: int, side: Side) -> Handle:
     x = side.place(op.input(me, op.length))
     return dist.broadcast(x, side.ranks[op.root], side.pg, async_op=True), [x]
 
 
-def all_gather(op: Operation, me: int, side: Side) -> Running:
+def all_gather(op: Operation, me: int, side: Side) -> Handle:
     x = side.place(op.input(me, op.length))
     outs = [torch.zeros_like(x) for _ in side.ranks]
     return dist.all_gather(outs, x, side.pg, async_op=True), outs
 
 
-def all_gather_single(op: Operation, me: int, side: Side) -> Running:
+def all_gather_single(op: Operation, me: int, side: Side) -> Handle:
     x = op.input(me, op.length)
     out = x.new_zeros(side.size * op.length)
     return GATHER_SINGLE(out, x, side.pg, async_op=True), [out]
 
 
-def gather(op: Operation, me: int, side: Side) -> Running:
+def gather(op: Operation, me: int, side: Side) -> Handle:
     x, root = op.input(me, op.length), side.ranks[op.root]
     outs = [torch.zeros_like(x) for _ in side.ranks] if me == root else None
     return dist.gather(x, outs, root, side.pg, async_op=True), outs or []
 
 
-def scatter(op: Operation, me: int, side: Side) -> Running:
+def scatter(op: Operation, me: int, side: Side) -> Handle:
     root = side.ranks[op.root]
     xs = list(op.input(me, side.size * op.length).view(side.size, -1)) if me == root else None
     out = side.place(torch.zeros(op.length, dtype=op.dtype))
     return dist.scatter(out, xs, root, side.pg, async_op=True), [out]
 
 
-def reduce_scatter(op: Operation, me: int, side: Side) -> Running:
+def reduce_scatter(op: Operation, me: int, side: Side) -> Handle:
     xs = list(op.input(me, side.size * op.length).view(side.size, -1))
     out = torch.zeros(op.length, dtype=op.dtype)
     return dist.reduce_scatter(out, xs, reduction(op), side.pg, async_op=True), [out]
 
 
-def reduce_scatter_single(op: Operation, me: int, side: Side) -> Running:
+def reduce_scatter_single(op: Operation, me: int, side: Side) -> Handle:
     out = torch.zeros(op.length, dtype=op.dtype)
     x = op.input(me, side.size * op.length)
     return REDUCE_SCATTER_SINGLE(out, x, reduction(op), side.pg, async_op=True), [out]
 
 
-def all_to_all(op: Operation, me: int, side: Side) -> Running:
+def all_to_all(op: Operation, me: int, side: Side) -> Handle:
     """Of lengths that differ from pair to pair, some of them nothing."""
     table = [
         [(3 * a + 5 * b + op.number) % 4 * op.length // 4 for b in range(side.size)] for a in range(side.size)
@@ -189,7 +189,7 @@ def all_to_all(op: Operation, me: int, side: Side) -> Running:
     return dist.all_to_all_single(out, x, splits, table[place], side.pg, async_op=True), [out]
 
 
-def ring(op: Operation, me: int, side: Side) -> Running:
+def ring(op: Operation, me: int, side: Side) -> Handle:
     """Everybody sends to the next one, with a tag of the operation's own."""
     if side.size == 1:
         return None, []
@@ -200,11 +200,11 @@ def ring(op: Operation, me: int, side: Side) -> Running:
     return [dist.irecv(out, preceding, side.pg, tag), dist.isend(x, following, side.pg, tag)], [out]
 
 
-def barrier(op: Operation, me: int, side: Side) -> Running:
+def barrier(op: Operation, me: int, side: Side) -> Handle:
     return dist.barrier(side.pg, async_op=True), []
 
 
-KINDS: dict[str, Callable[[Operation, int, Side], Running]] = {
+KINDS: dict[str, Callable[[Operation, int, Side], Handle]] = {
     function.__name__: function
     for function in (
         all_reduce,
@@ -270,7 +270,7 @@ class Rank:
         operations = [draw(self.plan, self.number + i, self.members) for i in range(BATCH)]
         self.number += BATCH
         mine = [op for op in operations if self.me in self.members[op.group]]
-        begun: list[tuple[Operation, Running]] = []
+        begun: list[tuple[Operation, Handle]] = []
         for op in mine:
             running = KINDS[op.kind](op, self.me, self._side(op, self.shm, op.memory))
             if not op.begun:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from instep.errors import InstepError, PeerLost, let_go
+from instep.errors import InstepError, PeerLost, clear_tracebacks
 from instep.mesh.hang_report import words_of
 
 if TYPE_CHECKING:  # so that ``cost``, which needs to know how x is cut, does not import torch
@@ -134,7 +134,7 @@ def awaited(wait: Callable[[], T], operation: str) -> T:
 
 def raising(error: Exception) -> Callable[[], NoReturn]:
     """What raises ``error`` where it is waited for: by then the frames that it came from are of no use."""
-    let_go(error)
+    clear_tracebacks(error)
     errors = [error]  # a frame that keeps what it raises keeps itself
 
     def wait() -> NoReturn:

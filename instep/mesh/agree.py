@@ -9,8 +9,9 @@ raise:
     rank 2   tries: fine    | tells |  ValueError("rank 1: expected 2, got 3")     marked as told
 
 A rank that has failed raises its own exception, with its own traceback; the others raise one that names the
-first such rank. All but that rank's are marked (``as_told``), so that a launcher reports one failure once. A
-failure that another rank has caused (``PeerLost``, ``Desync``) is not the one to report if there is another.
+first such rank. All but that rank's are marked (``mark_secondary``), so that a launcher reports one failure
+once. A failure that another rank has caused (``PeerLost``, ``Desync``) is not the one to report if there is
+another.
 
 What a rank is told is JSON of limited length, and the type of an error is its number in a list that all ranks
 have: nothing that comes from another rank is looked up by name, and nothing is unpickled.
@@ -35,7 +36,7 @@ from instep.errors import (
     ReplicasDiffer,
 )
 from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 
 T = TypeVar("T")
 Errors = Sequence[type[Exception]]
@@ -180,7 +181,7 @@ def raise_on_all(group: Group, error: Exception) -> NoReturn:
     head, *rest = str(error).splitlines()
     if rest:
         error.args = (f"{head.rstrip(':')} (rank {group.ranks[0]} says which)",)
-    raise as_told(error)
+    raise mark_secondary(error)
 
 
 def _record(error: Exception, errors: Errors) -> bytes:
@@ -210,8 +211,8 @@ def _error(
     causes = {rank: record for rank, record in failed.items() if record["cause"] == most}
     first, record = next(iter(causes.items()))
     if failure is not None and group.global_rank in causes:
-        return failure if group.global_rank == first else as_told(failure)
-    error = as_told(errors[record["kind"]](f"rank {first}: {record['message']}"))
+        return failure if group.global_rank == first else mark_secondary(failure)
+    error = mark_secondary(errors[record["kind"]](f"rank {first}: {record['message']}"))
     error.add_note(f"rank {first} raised {record['name']} in {operation}; its own traceback has the cause")
     error.__cause__ = failure
     return error

@@ -30,7 +30,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, StatusRow
-from instep.mesh.questions import PATIENCE_S, Questions
+from instep.mesh.store_client import PATIENCE_S, StoreClient
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -158,13 +158,13 @@ class StatusStore:
     Each rank makes as many of a name as the others; a new one does not show what was posted in the last.
     Reading and posting may not fail, nor wait: they happen when something else has failed, perhaps the
     store's host, or the network to it, and then each call of a store takes the store's own deadline, minutes.
-    So it is asked with ``Questions``.
+    So it is asked with ``StoreClient``.
     """
 
     def __init__(self, store: Store | None = None, name: str = "", rank: int = 0) -> None:
-        self.questions = Questions(rank, PATIENCE_S)
-        made = store and self.questions.ask(lambda: store.add(f"instep/status/{name}/made by {rank}", 1))
-        self.questions.close()
+        self.client = StoreClient(rank, PATIENCE_S)
+        made = store and self.client.try_call(lambda: store.add(f"instep/status/{name}/made by {rank}", 1))
+        self.client.close()
         self._store = store if made else None
         self._name = f"{name}/{made}"
 
@@ -172,14 +172,14 @@ class StatusStore:
         """Let all ranks read where ``row.rank`` stands."""
         if self._store is not None:
             store, key, value = self._store, self._key(row.rank), row.to_bytes().decode()
-            self.questions.ask(lambda: store.set(key, value))
+            self.client.try_call(lambda: store.set(key, value))
 
     def read(self, rank: int) -> StatusRow | None:
         """What was posted last about ``rank``."""
         if self._store is None:
             return None
         store, key = self._store, self._key(rank)
-        return self.questions.ask(
+        return self.client.try_call(
             lambda: StatusRow.from_bytes(store.get(key)) if store.check([key]) else None
         )
 
@@ -199,12 +199,12 @@ class StatusStore:
             store.set(key, json.dumps({"ranks": mine[0], "dead": dead}))
             return mine
 
-        return self.questions.ask(tell) or mine
+        return self.client.try_call(tell) or mine
 
     def lost(self) -> tuple[list[int], bool]:
         """The ranks that are lost, as the others have told, and whether they are dead."""
         store, key = self._store, self._key("lost")
-        if store is None or (found := self.questions.ask(lambda: _read_lost(store, key))) is None:
+        if store is None or (found := self.client.try_call(lambda: _read_lost(store, key))) is None:
             self._store = None  # it is gone, and writes to stderr at each question
             return [], False
         return found

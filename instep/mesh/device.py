@@ -27,7 +27,7 @@ OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
 REBASE_NS = 1_000_000_000
 NCCL_SHARES_FROM = 23000  # 2.30.0, as NCCL writes it
-HANGING_UP = 2**31 - 1  # the tag of a message that no rank sends
+NO_MESSAGE_TAG = 2**31 - 1  # the tag of a message that no rank sends
 SPIN_NS = 200_000  # what an event takes on an idle stream, many times over
 MAX_MARKED = 8192  # spans, if ``settled`` is never called
 
@@ -201,7 +201,7 @@ def share_memory(
     return found
 
 
-def hang_up(*pgs: dist.ProcessGroup | None) -> None:
+def close_connections(*pgs: dist.ProcessGroup | None) -> None:
     """Close the connections of gloo: what waits for one of them fails then, which its abort does not do.
 
     A message that is given up takes the connections to all ranks along ("Application timeout caused pair
@@ -231,12 +231,12 @@ def require_connected(pgs: Iterable[dist.ProcessGroup | None]) -> None:
 def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
     """Process groups, and their other ranks, of those that do not share memory."""
     for pg in pgs:
-        if pg is not None and not hasattr(pg, "expose"):
+        if pg is not None and not hasattr(pg, "map_all"):
             yield from ((pg, other) for other in range(pg.size()) if other != pg.rank())
 
 
 def _receive_nothing(pg: dist.ProcessGroup, other: int) -> dist.Work:
-    return pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, HANGING_UP)
+    return pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, NO_MESSAGE_TAG)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:

@@ -29,7 +29,7 @@ from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import StatusRow
 from instep.mesh.peers import Peer
 from instep.mesh.process_group import Group
-from instep.mesh.questions import patience_s
+from instep.mesh.store_client import patience_s
 from instep.mesh.store_rendezvous import backend_timeout, rendezvous
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class HostGroup(Group):
 
     At construction: the ranks of a host meet in ``store``, if there are several hosts with as many ranks
     each, and all ranks tell whether they could. Collective. Then ``near`` is the group of this host's ranks,
-    ``num_local`` of them, on host number ``host``, and ``allocate`` gives memory that they can ``expose``.
+    ``num_local`` of them, on host number ``host``, and ``allocate`` gives memory for ``map_all``.
     ``close`` ends ``near`` too.
     """
 
@@ -121,7 +121,7 @@ class HostGroup(Group):
         """End the waits for this rank, here and elsewhere, of those who do not wait for the lost one."""
         near.abort()
         if self.pg is not None:
-            device.hang_up(self.pg)
+            device.close_connections(self.pg)
 
     def _explained(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
         """``error``, or one that names the ranks that it follows from; the others are told of these."""
@@ -150,7 +150,7 @@ class HostGroup(Group):
         return None
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
-        """Memory that the ranks of this host can ``expose`` to each other, where they share any."""
+        """Memory that the ranks of this host can map (``map_all``), where they share any."""
         if self.near is None:
             return super().allocate(nbytes, align, on_device)
         return self.near.allocate(nbytes, align, on_device)
@@ -185,7 +185,7 @@ class HostGroup(Group):
 
     def _share_boards(self, near: Group) -> list[Tensor]:
         own = near.allocate(self.size + 1, 1, torch.device("cpu")).tensor
-        shown = near.expose([own], MEETING)
+        shown = near.map_all([own], MEETING)
         assert shown is not None
         return [board for (board,) in shown]
 

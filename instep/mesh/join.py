@@ -29,8 +29,8 @@ from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address
 from instep.mesh.mesh import Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
 from instep.mesh.process_group import Group, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
-from instep.mesh.questions import ask_once
 from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
+from instep.mesh.store_client import call_once
 from instep.mesh.store_rendezvous import MAKING, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
     """The store of a world that meets by network, by the deadline."""
     limit_s = backend_timeout(timeout_s).total_seconds()
     try:
-        return ask_once(started.rank, limit_s, lambda: _tcp_store(started, timedelta(seconds=timeout_s)))
+        return call_once(started.rank, limit_s, lambda: _tcp_store(started, timedelta(seconds=timeout_s)))
     except (dist.DistNetworkError, TimeoutError) as error:
         if started.rank == 0 and started.source != "torchrun":
             raise  # it is the store: its port is taken, say

@@ -31,8 +31,8 @@ from instep.mesh.hang_report import (
     words_of,
 )
 from instep.mesh.process_state import look
-from instep.mesh.questions import patience_s
-from instep.work import Running
+from instep.mesh.store_client import patience_s
+from instep.work import Handle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -153,7 +153,7 @@ class Peers:
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._timeout_s = seconds
-        self.status_store.questions.patience_s = patience_s(seconds)
+        self.status_store.client.patience_s = patience_s(seconds)
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
@@ -270,7 +270,7 @@ class Peers:
         except PeerLost:
             raise
         except RuntimeError as error:
-            if isinstance(work, Running) and work.failed_here:
+            if isinstance(work, Handle) and work.failed_here:
                 raise
             waited_s = time.monotonic() - began
             # What the backend says is in there, and its stack of C++ would only hide it.

@@ -34,9 +34,9 @@ from instep.mesh import device
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.mesh.store_rendezvous import backend_timeout, rendezvous
-from instep.work import Lane, Running
+from instep.work import Handle, Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -113,7 +113,7 @@ def registered_groups(
 def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
     """Let a group of ``from_store`` go; ``pending``, which the group still owes, ends with an error."""
     if pending:
-        device.hang_up(pg)
+        device.close_connections(pg)
     _lost.append((pg, pending))
     _sweep()
 
@@ -232,7 +232,7 @@ class Group:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
             self._finish(self.pg.allreduce([x], options), operation, on_gpu=x.is_cuda)
 
-    def expose(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
+    def map_all(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
         """Every rank's ``tensors``, flat, by group rank, in memory that this rank can read and write.
 
         None, on every rank, unless the backend has such memory and all of them lie in it (``allocate``). The
@@ -241,9 +241,9 @@ class Group:
         if self._shared is None:
             return None
         self._shared.label = operation
-        return self._shared.expose(tensors)
+        return self._shared.map_all(tensors)
 
-    def show(self, write: Callable[[Tensor], object], count: int, operation: str) -> Tensor:
+    def publish(self, write: Callable[[Tensor], object], count: int, operation: str) -> Tensor:
         """Every rank's bytes, (W, as many), where it has written them; for a backend with such memory.
 
         ``write(x)`` puts this rank's into ``x`` (uint8), ``count`` words of int64 first. The others' are for
@@ -251,20 +251,20 @@ class Group:
         """
         shared: Any = self.pg
         shared.label = operation
-        shown: Tensor = shared.show(write, count)
+        shown: Tensor = shared.publish(write, count)
         return shown
 
-    def locate(self, x: Tensor) -> Sequence[int]:
-        """Where ``x`` lies for the others to ``reach`` it, in words; the first is -1 if they cannot."""
-        place: Sequence[int] = self._shared.locate(x)
+    def address_of(self, x: Tensor) -> Sequence[int]:
+        """Where ``x`` lies for the others to map it, in words; the first is -1 if they cannot."""
+        place: Sequence[int] = self._shared.address_of(x)
         return place
 
-    def reach(
+    def map_peer(
         self, rank: int, places: Sequence[Sequence[int]], dtype: torch.dtype, operation: str
     ) -> list[Tensor]:
-        """What group rank ``rank`` has at ``places``, as it has told by ``locate``, flat."""
+        """What group rank ``rank`` has at ``places``, as it has told by ``address_of``, flat."""
         self._shared.label = operation
-        reached: list[Tensor] = self._shared.reach(rank, places, dtype)
+        reached: list[Tensor] = self._shared.map_peer(rank, places, dtype)
         return reached
 
     def barrier(self, operation: str) -> None:
@@ -289,7 +289,7 @@ class Group:
         """
         if self.sends_best:
             self._interrupted = operation
-            device.hang_up(self.pg)
+            device.close_connections(self.pg)
             self.peers.flight.end(failed=True)  # which a rank asks for that gloo has not told
             self.peers.status_store.post(self.peers.flight.row())
 
@@ -331,16 +331,16 @@ class Group:
         """
         self.wait(self.start(function, operation), operation)
 
-    def start(self, function: Callable[[], object], operation: str, line: str = "") -> Running:
+    def start(self, function: Callable[[], object], operation: str, line: str = "") -> Handle:
         """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
         self._require_whole(operation)
         if line not in self._lanes:
             self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
-        work = Running(self._lanes[line].submit(operation, function))
+        work = Handle(self._lanes[line].submit(operation, function))
         self._owe(work)
         return work
 
-    def wait(self, work: Running, operation: str) -> None:
+    def wait(self, work: Handle, operation: str) -> None:
         """Return when ``work``, which ``start`` has given, has ended."""
         self._require_whole(operation)
         if self._flight is not None:
@@ -349,7 +349,7 @@ class Group:
         self._settle(work)
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
-        """Memory for ``expose`` where the backend has such for ``on_device``, else memory of this process."""
+        """Memory for ``map_all`` where the backend has such for ``on_device``, else this process's own."""
         if self._shared is None or on_device.type != "cpu":
             return allocate(nbytes, align, on_device)
         return self._shared.allocate(nbytes, align)
@@ -409,7 +409,7 @@ class Group:
         with suppress(PeerLost, ValueError):
             rows = [StatusRow.from_bytes(data) for data in self.all_gather_bytes(row.to_bytes(), operation)]
             if self.rank:
-                return as_told(Desync(problem.beside(self.ranks[0])))
+                return mark_secondary(Desync(problem.beside(self.ranks[0])))
             return Desync(problem.around(status_table(rows)))
         return Desync(str(problem))
 
@@ -422,7 +422,7 @@ class Group:
     @property
     def _shared(self) -> Any:
         """The backend, if its ranks can read each other's memory; else None."""
-        return self.pg if hasattr(self.pg, "expose") else None
+        return self.pg if hasattr(self.pg, "map_all") else None
 
     def _begin(self, options: Any, operation: str, x: Tensor) -> Any:
         """Write down what begins; its ``options``, for an operation that is waited for at once."""

@@ -44,7 +44,7 @@ def said(error: BaseException) -> str:
     return str(error)
 
 
-def as_told(error: E) -> E:
+def mark_secondary(error: E) -> E:
     """``error``, marked as one that another rank has raised first, and reports."""
     error.told = True  # type: ignore[attr-defined]
     return error
@@ -54,8 +54,8 @@ def as_told(error: E) -> E:
 class ErrorRecord:
     """The exception that ended a rank, as the rank wrote it down; times are ``time.monotonic_ns()``.
 
-    ``told`` is an attribute that an exception may have (``as_told``): another rank raised it first, and
-    reports it.
+    ``told`` is an attribute that an exception may have (``mark_secondary``): another rank raised it first,
+    and reports it.
     """
 
     type: str  # with its module unless that is builtins: "ValueError", "instep.errors.PeerLost"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from instep.errors import PeerLost
 from instep.mesh import device
 from instep.mesh.hang_report import words_of
-from instep.mesh.questions import PATIENCE_S, ask_once, patience_s
+from instep.mesh.store_client import PATIENCE_S, call_once, patience_s
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -58,7 +58,7 @@ def rendezvous(
     began = time.monotonic()
     limit_s = backend_timeout(timeout_s).total_seconds() + PATIENCE_S  # the backend's own error comes first
     try:
-        return ask_once(rank, limit_s, device.as_here(meet))
+        return call_once(rank, limit_s, device.as_here(meet))
     except (RuntimeError, TimeoutError) as error:
         if isinstance(error, PeerLost):
             raise error.with_traceback(None) from None  # it says all, and the frames are of the thread
@@ -84,7 +84,7 @@ def _late(store: Store, counts: dict[int, str], number: int, rank: int, timeout_
     if not number:
         return None
     try:
-        return ask_once(
+        return call_once(
             rank,
             patience_s(timeout_s),
             lambda: [i for i, key in counts.items() if store.add(key, 0) < number],

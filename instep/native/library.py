@@ -17,7 +17,7 @@ from instep.native import build
 THERE, MISSING, DIFFERENT, SHARED = 0, 1, 2, 3
 MOST_RANKS = 64  # of an all-reduce
 ADD, MULTIPLY = 0, 1
-AS_IT_IS, TIMES, DIVIDED = 0, 1, 2
+NO_SCALE, TIMES, DIVIDED = 0, 1, 2
 TYPES = {4: 0, 8: 1}  # of floats, by their bytes
 # Up to here a sum takes less than a thread may wait for the interpreter's lock.
 _SHORT_BYTES = 32 << 10
@@ -117,7 +117,7 @@ class Core:
         length: int,
         itemsize: int,
         how: int = ADD,
-        finish: tuple[int, float] = (AS_IT_IS, 1.0),
+        finish: tuple[int, float] = (NO_SCALE, 1.0),
     ) -> bool:
         """What ``core.c`` does with a ``struct sum``; False if it could not, and nothing was written.
 

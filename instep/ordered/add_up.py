@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.memory import PIECE_BYTES
-from instep.native.library import AS_IT_IS, TIMES, Core, core
+from instep.native.library import NO_SCALE, TIMES, Core, core
 from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import Sum
 
@@ -55,7 +55,7 @@ def _in_native(
         [home.data_ptr() for home in homes],
         first.numel(),
         first.dtype.itemsize,
-        finish=(AS_IT_IS, 1.0) if scale == 1.0 else (TIMES, scale),
+        finish=(NO_SCALE, 1.0) if scale == 1.0 else (TIMES, scale),
     )
 
 

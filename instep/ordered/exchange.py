@@ -14,8 +14,8 @@ can choose an order. Bytes that a rank sends for a bucket of S bytes and r roots
 one root as many as a ring all-reduce. Two communication steps instead of 2(W-1), and one before them for
 the headers. A small bucket travels whole to all ranks instead, in one step. Where ranks
 can reach into each other's buckets (backend "shm") nothing is sent: each adds its slices where they lie. How
-slices travel is a ``Transport``'s, one class a file: ``by_sharing.py``, ``by_messages.py``,
-``by_collectives.py``, ``by_hosts.py``.
+slices travel is a ``Transport``'s, one class a file: ``shm_transport.py``, ``gloo_transport.py``,
+``collective_transport.py``, ``hierarchical_transport.py``.
 
 G: micro-batches in the step. W: ranks. R: roots of all ranks together.
 """
@@ -34,10 +34,8 @@ from instep.events import Recorder
 from instep.mesh.host_group import HostGroup
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
-from instep.ordered.by_collectives import ByCollectives
-from instep.ordered.by_hosts import ByHosts
-from instep.ordered.by_messages import ByMessages
-from instep.ordered.by_sharing import BySharing
+from instep.ordered.collective_transport import CollectiveTransport
+from instep.ordered.gloo_transport import GlooTransport
 from instep.ordered.header import (
     Header,
     disagreement,
@@ -47,7 +45,9 @@ from instep.ordered.header import (
     whereabouts,
     words_of,
 )
+from instep.ordered.hierarchical_transport import HierarchicalTransport
 from instep.ordered.scratch import Scratch
+from instep.ordered.shm_transport import ShmTransport
 from instep.ordered.tree import Sum, plan_sum
 
 _weight, _buffers, _fed = attrgetter("weight"), attrgetter("buffers"), attrgetter("fed")
@@ -214,10 +214,10 @@ class OrderedAllReduce:
 def fastest(group: Group) -> Transport:
     """What is fastest over the backend of ``group``, and over its hosts."""
     if group.backend == "shm":
-        return BySharing(group, Scratch())
+        return ShmTransport(group, Scratch())
     if isinstance(group, HostGroup) and group.near is not None:
-        return ByHosts(group, Scratch())
-    return (ByMessages if group.sends_best else ByCollectives)(group, Scratch())
+        return HierarchicalTransport(group, Scratch())
+    return (GlooTransport if group.sends_best else CollectiveTransport)(group, Scratch())
 
 
 def _lost_in(header: Header, lost: PeerLost) -> PeerLost:

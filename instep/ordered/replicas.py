@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from instep.errors import ReplicasDiffer
 from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.ordered.hash import Entry, bare, block_digests, state_sha256
 from instep.ordered.shards import Shard
 
@@ -55,7 +55,7 @@ def compare_replicas(
         for holders in dict.fromkeys(holders for its in votes.values() for holders in its)
     ]
     error = _hold_different(alike, when or f"after step {step}", words)
-    raise as_told(error) if group.rank else error
+    raise mark_secondary(error) if group.rank else error
 
 
 def _agree(holders: str, everyone: Sequence[Mapping[str, str]]) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 from instep.errors import Desync, InstepError, PeerLost
 from instep.mesh.clocks import measure
 from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.ordered.homes import dense_strides, with_strides
 from instep.pipeline.actions import Action
 from instep.pipeline.connections import WORDS, Connections
@@ -207,7 +207,7 @@ class StageChannel:
         if left:
             self.is_broken |= left == GONE
             reason = f"{waits}, which rank {other} has left by an error of its own: see there"
-            raise as_told(Desync(reason))
+            raise mark_secondary(Desync(reason))
         if (version, step) == (VERSION, self._step) and count != self._num_micro_batches:
             raise Desync(
                 f"rank {mine} makes step {step} with {self._num_micro_batches} micro-batches, and rank "

@@ -55,7 +55,7 @@ from instep.pipeline.message_words import (
     sent_for,
     specs_of,
 )
-from instep.work import Running
+from instep.work import Handle
 
 SHORT_BYTES = 1 << 18  # of a message, with its words: to copy so much costs less than a second one
 SHORT_SENDS = 64  # that are under way with nobody to wait for them
@@ -86,7 +86,7 @@ class Posted:
         self.words: list[int] = []
         self.tensors: list[Tensor] = []
         self.is_long = False
-        self.work: Running | None = None
+        self.work: Handle | None = None
 
     def is_short_and_comes_soon(self) -> bool:
         """Whether a short message arrives within a millisecond; ``receive`` must still wait for it.
@@ -159,7 +159,7 @@ class Connections:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._sent: list[Running] = []
+        self._sent: list[Handle] = []
         self._short: list[tuple[Wait, Tensor]] = []  # under way, with nobody to wait for it
         self._posted: dict[Action, Posted] = {}
         self._long: set[int] = set()  # the ranks that have sent something long

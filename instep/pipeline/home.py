@@ -33,9 +33,9 @@ NO_VALUES = (
 class PipelineHome:
     """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
 
-    With ``let_go`` those of other ranks give their memory back. ``replicas`` is the mesh whose data axes have
-    the ranks of one stage. ``before`` is the home that they had in another group: without values then, until
-    a state is put, as those from the meta device are, which come to the device of the mesh.
+    With ``release`` those of other ranks give their memory back. ``replicas`` is the mesh whose data axes
+    have the ranks of one stage. ``before`` is the home that they had in another group: without values then,
+    until a state is put, as those from the meta device are, which come to the device of the mesh.
     """
 
     outer = None
@@ -67,7 +67,7 @@ class PipelineHome:
         here = [p for p in self.parameters if self.holds(p)]
         self.held = [ParameterShard(p, 0, p.numel(), p) for p in here]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keep no values of what other ranks have."""
         for p in self.parameters:
             if not self.holds(p):

@@ -190,7 +190,7 @@ class Pipeline(WrappedOnce, OwnNames):
             self._stages = self._make_stages(stack)
             self._end = StepEnd(self._channel, self.recorder, self.module, self._parts, ranks)
             stack.pop_all()
-        home.let_go()
+        home.release()
         self.home, self._is_closed = home, False
 
     def _prepare(self) -> tuple[list[Layer], Schedule]:

@@ -46,7 +46,7 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket
-from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.collective_transport import CollectiveTransport
 from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.homes import Wrapped
 from instep.ordered.scratch import Scratch
@@ -405,7 +405,7 @@ class ServerExchange(OrderedAllReduce):
                 self.transport.give(bucket, self.parameters)
 
 
-class ToServer(ByCollectives):
+class ToServer(CollectiveTransport):
     """A ``Transport`` that leaves the sums with the server, and brings them no further.
 
     The server's scratch holds what all workers send, and later what they are sent: (W-1) S bytes.

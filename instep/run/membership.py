@@ -14,7 +14,7 @@ import torch.distributed as dist
 from instep.checkpoint.manifest import differences
 from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
-from instep.errors import ContractBroken, Desync, InstepError, PeerLost, let_go
+from instep.errors import ContractBroken, Desync, InstepError, PeerLost, clear_tracebacks
 from instep.mesh.join import meet
 from instep.mesh.mesh import Mesh
 from instep.mesh.rank_process import exit_now
@@ -135,7 +135,7 @@ class Membership:
             raise error
         ranks = list(getattr(error, "ranks", ()))
         text = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
-        let_go(error)  # else it would hold what this rank is about to leave
+        clear_tracebacks(error)  # else it would hold what this rank is about to leave
         return {**self.where, "step": self.training.steps_done, "phase": phase, "ranks": ranks, "error": text}
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import Diverged
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.ordered.homes import Wrapped, offered
 from instep.ordered.placeholder import slices_of
 from instep.ordered.replicas import ranks_listed
@@ -129,7 +129,7 @@ class NonFiniteSearch:
         first = in_sum if found is None else found.first
         error = Diverged(message, ranks=found.ranks if found else (), parameter=first)
         # What the step was left with has said no more than the reason.
-        raise (as_told(error) if training.group.rank else error) from None
+        raise (mark_secondary(error) if training.group.rank else error) from None
 
     def _gather(self) -> tuple[Culprit | None, str]:
         """What all ranks have found together, and the parameter whose reduced gradient one has found."""

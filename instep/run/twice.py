@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from instep.errors import ReplicasDiffer
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, together, way_out
 from instep.replicate.gradient_hashes import GradientHashes, model_of, reductions_of
 from instep.run.recovery import Copy
@@ -136,7 +136,7 @@ class Twice:
         if made < planned and any(len({rank for rank, _ in x.opinions}) > 1 for x in doubts):
             return True
         error = what_differs(self.training.steps_done, made, doubts, changed)
-        raise as_told(error) if group.rank else error
+        raise mark_secondary(error) if group.rank else error
 
     def _go_back(self, copy: Copy) -> None:
         """To the state of before the step; what was kept of it may be in use from here on."""

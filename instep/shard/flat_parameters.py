@@ -158,7 +158,7 @@ class FlatParameters:
     def distribute(self) -> None:
         """All pieces are here, after ``share``: the parameters are to have their values."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The optimizer that made this space is closed."""
 
     def fetch(self, parameter: Tensor) -> Tensor | None:
@@ -203,7 +203,7 @@ class WholeParameters(FlatParameters):
     they have on the group's first rank, or, unless ``aligned``, on each; with ``one_copy`` into memory that
     all have. ``outer`` is a home that they stay in: what ranks of ``group`` hold alike of it is divided here.
     ``collect`` before each update of ``held``, ``share`` and ``distribute`` after it. ``moved`` tells whose
-    memory is another by now. ``let_go`` gives every rank a copy of its own again.
+    memory is another by now. ``release`` gives every rank a copy of its own again.
 
     ``flat`` is what parameters lie in, ``stepped`` what optimizers step: with one copy the same memory, but
     that what this rank writes to ``flat`` is its own until the step. What lies beside is behind the slices,
@@ -321,7 +321,7 @@ class WholeParameters(FlatParameters):
             self.group.all_gather(self.flat.view(torch.uint8), parts[self.group.rank], operation)
         return False
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.others = None
         if not self.one_copy:
             return
@@ -376,7 +376,7 @@ class WholeParameters(FlatParameters):
     def _expose(self) -> list[Tensor] | None:
         """The same memory of the other ranks, the next one first; None where it cannot be reached."""
         size, rank = self.group.size, self.group.rank
-        shown = self.group.expose([self.flat], "the exchange of memory") if size > 1 else None
+        shown = self.group.map_all([self.flat], "the exchange of memory") if size > 1 else None
         if shown is None:
             return None
         return [shown[(rank + k) % size][0] for k in range(1, size)]
@@ -553,7 +553,7 @@ class ShardedParameters:
         for space in self.spaces:
             space.distribute()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End the spaces that were made for this optimizer; homes outlive it."""
         for space in self._made:
-            space.let_go()
+            space.release()

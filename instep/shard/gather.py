@@ -231,7 +231,7 @@ def find_source(group: Group, gather_group: Group, units: Sequence[Unit]) -> Sha
         return MappedShards([slices])
     operation = "the exchange of memory"
     to_show = [unit.slice for unit in units if unit.mapped is None]
-    shown = group.expose(to_show, operation) if to_show else [[] for _ in group.ranks]
+    shown = group.map_all(to_show, operation) if to_show else [[] for _ in group.ranks]
     if shown is None:
         return RequestedShards(gather_group, slices)
     found = [iter(own) for own in shown]

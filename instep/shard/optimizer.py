@@ -176,7 +176,7 @@ class ShardedOptimizer(Optimizer):
         self.num_shard_groups = num_shard_groups(process_group)
         rule = layout_rule(self._optimizer_cls)
         self._shards = ShardedParameters(self.group, rule, one_copy=self._one_copy, aligned=aligned)
-        letting_go = weakref.finalize(self, self._shards.let_go)
+        letting_go = weakref.finalize(self, self._shards.release)
         letting_go.atexit = False  # the memory that it makes would be of no use
         release = weakref.finalize(self, _release, self.group, self._shards.owned)
         self._status = OptimizerStatus(self.group, release, letting_go)

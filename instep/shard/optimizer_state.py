@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from instep.memory import as_bytes
 from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.ordered.homes import ParameterShard, home, in_order, with_strides
 from instep.ordered.shards import put_elements
 from instep.shard.checks import group_options, options_text
@@ -93,7 +93,7 @@ def gather_state(
     whole: States = {}
     for rank, row in enumerate(described):
         if row["problem"]:
-            raise as_told(ValueError(f"rank {group.ranks[rank]}: {row['problem']}"))
+            raise mark_secondary(ValueError(f"rank {group.ranks[rank]}: {row['problem']}"))
         message = torch.empty(
             sum(_padded_bytes(entry) for entry in row["entries"]), dtype=torch.uint8, device="cpu"
         )

@@ -19,7 +19,7 @@ import torch
 
 from instep.errors import Desync, PeerLost
 from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.ordered.header import UPDATE
 from instep.shard.checks import options_text
 from instep.step.reduction import Reduction
@@ -109,7 +109,7 @@ class OptimizerStatus:
             self.broken = f"in step {self.steps} {found}" if changed(votes) else ""
             after = BROKEN if changed(votes) else "nothing was changed"
             error = Desync(f"step {self.steps} of the sharded optimizer: {found}; {after}")
-            raise raised or (as_told(error) if failed(votes) else error)
+            raise raised or (mark_secondary(error) if failed(votes) else error)
         return votes
 
     def _collect(self, mine: Vote) -> list[Vote]:

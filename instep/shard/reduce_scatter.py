@@ -67,7 +67,9 @@ class Staging:
                 group.allocate(nbytes, align_bytes(device), device).tensor for _ in range(self.num_buffers)
             ]
             self._mine[device] = segments
-            shown = group.expose(segments, "the exchange of staging memory") if group.size > 1 else [segments]
+            shown = (
+                group.map_all(segments, "the exchange of staging memory") if group.size > 1 else [segments]
+            )
             self._shown[device] = shown
         self._parts: dict[tuple[int, int], Tensor] = {}
         self._parts_by_rank: dict[tuple[int, int], list[Tensor]] = {}

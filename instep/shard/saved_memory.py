@@ -77,7 +77,7 @@ class Saved:
                 self.peak = max(self.peak, self.nbytes)
         return kept
 
-    def let_go(self, kept: _Kept) -> None:
+    def release(self, kept: _Kept) -> None:
         if not kept.nbytes:
             return
         with self._lock:
@@ -110,7 +110,7 @@ class _Kept:
         return self.plain.unpack()
 
     def __del__(self) -> None:
-        self.saved.let_go(self)
+        self.saved.release(self)
 
 
 def _take_away(own: Watching) -> None:

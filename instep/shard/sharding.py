@@ -262,7 +262,7 @@ class Sharding:
     def _let_spaces_go(self, *, wait: bool) -> None:
         for space in self.spaces:
             homes.leave(space)
-            space.let_go()
+            space.release()
         if self.stage3 is not None:
             self.stage3.close(wait=wait)
 

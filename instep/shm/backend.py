@@ -58,7 +58,7 @@ class ShmGroup(ProcessGroup):
     """A group of ranks that share one segment; ``table[r]`` is the process of group rank r.
 
     Beyond torch's methods: ``allocate`` gives memory that the peers map, in which ``allreduce`` copies
-    nothing; ``expose`` shows such memory to the others; ``monitored_barrier``; ``mailboxes`` has messages
+    nothing; ``map_all`` maps that of all ranks; ``monitored_barrier``; ``mailboxes`` has messages
     that are read where they lie. ``peers`` and ``label`` are for who uses the group through instep: the
     liveness of its ranks, and the name of what comes next.
 
@@ -139,18 +139,18 @@ class ShmGroup(ProcessGroup):
         """Memory that the peers map when they need it; not collective. Tensors in it are reduced in place."""
         return self._heap.allocate(nbytes, align)
 
-    def expose(self, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+    def map_all(self, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
         """All ranks' ``tensors``, by rank, flat, as this rank reaches them. Collective.
 
         None, on every rank, unless all of them lie in memory from ``allocate``. Until the next operation of
         the group is over, what is read and written through them is for the ranks to agree on.
         """
         found: list[list[list[Tensor]] | None] = []
-        op = self._operation("expose", tensors[0])
-        self._now(op, lambda: found.append(collectives.expose(op, self._heap, tensors)))
+        op = self._operation("map_all", tensors[0])
+        self._now(op, lambda: found.append(collectives.map_all(op, self._heap, tensors)))
         return found[0]
 
-    def show(self, write: Callable[[Tensor], object], count: int) -> Tensor:
+    def publish(self, write: Callable[[Tensor], object], count: int) -> Tensor:
         """Every rank's bytes, (W, HALF_BYTES), where it has written them. Collective, one round.
 
         ``write(x)`` puts this rank's into ``x``, of ``HALF_BYTES``. Of its first words, int64, all ranks have
@@ -161,7 +161,7 @@ class ShmGroup(ProcessGroup):
         shared.require_own()
         shared.require()
         try:
-            shown = rounds.show(
+            shown = rounds.publish(
                 write, Call.of("all_gather", "int64", count, "", -1), self.label or "all_gather"
             )
         except BaseException as error:
@@ -170,14 +170,14 @@ class ShmGroup(ProcessGroup):
         rounds.flight.end()
         return shown
 
-    def locate(self, x: Tensor) -> Location:
-        """Where ``x`` lies, for the others to ``reach``; ``NOWHERE`` if not in memory from ``allocate``."""
-        return self._heap.locate(x)
+    def address_of(self, x: Tensor) -> Location:
+        """Where ``x`` lies, for the others' ``map_peer``; ``NOWHERE`` if not in memory from ``allocate``."""
+        return self._heap.address_of(x)
 
-    def reach(self, rank: int, places: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    def map_peer(self, rank: int, places: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
         """What group rank ``rank`` has at ``places``, each a ``Location``, flat, as this rank reaches it."""
         found = [Location(*place) for place in places]
-        return collectives.reach(self._rounds, self._heap, rank, found, dtype, self.label or "expose")
+        return collectives.map_peer(self._rounds, self._heap, rank, found, dtype, self.label or "map_all")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come; here they all do, and name all of them."""
@@ -334,7 +334,7 @@ class ShmGroup(ProcessGroup):
         dtype, count = "", 0
         if x is not None:
             check(x)
-            dtype, count = dtype_name(x), 0 if name == "expose" else x.numel()
+            dtype, count = dtype_name(x), 0 if name == "map_all" else x.numel()
         call = Call.of(name, dtype, count, reduction, root)
         timeout = timeout or getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
@@ -345,7 +345,7 @@ class ShmGroup(ProcessGroup):
         if x.is_sparse:
             op = self._operation("all_reduce_sparse", x, how, opts=opts)
             return op, lambda: collectives.all_reduce_sparse(op, x)
-        op = self._operation("all_reduce", x, how, opts=opts, location=self._heap.locate(x))
+        op = self._operation("all_reduce", x, how, opts=opts, location=self._heap.address_of(x))
 
         def run() -> None:
             if op.location != NOWHERE:
@@ -445,7 +445,7 @@ def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_OF_INSTEP = {"allocate", "expose", "show", "locate", "reach"}  # which no compiled function calls
+_OF_INSTEP = {"allocate", "map_all", "publish", "address_of", "map_peer"}  # which no compiled function calls
 for _name, _method in list(vars(ShmGroup).items()):
     if isinstance(_method, FunctionType) and not _name.startswith("_") and _name not in _OF_INSTEP:
         setattr(ShmGroup, _name, _never_compiled(_method))

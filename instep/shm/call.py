@@ -22,7 +22,7 @@ OPERATIONS = (
     "all_to_all",
     "barrier",
     "broadcast",
-    "expose",
+    "map_all",
     "gather",
     "reduce",
     "reduce_scatter",

@@ -37,7 +37,7 @@ from torch.autograd.graph import increment_version
 
 from instep.errors import Desync
 from instep.memory import PIECE_BYTES, tensor_of
-from instep.native.library import ADD, AS_IT_IS, DIVIDED, MOST_RANKS, MULTIPLY, TYPES, Pairs
+from instep.native.library import ADD, DIVIDED, MOST_RANKS, MULTIPLY, NO_SCALE, TYPES, Pairs
 from instep.shm.arguments import dtype_name, flat_bytes
 from instep.shm.call import LOCATION_BYTES, NOWHERE, Call, Location
 from instep.shm.group_segment import HALF_BYTES, LINE, WORD
@@ -237,7 +237,7 @@ def all_reduce_in_place(op: Operation, heap: Heap, dtype: torch.dtype, reduction
     own = own_slice(op.locations[0].nbytes // dtype.itemsize, dtype.itemsize, rank, size)
     if not _combined_natively(op, heap, own, dtype, reduction):
         tensors = [
-            reach(op.rounds, heap, r, [x], dtype, op.label)[0][own] for r, x in enumerate(op.locations)
+            map_peer(op.rounds, heap, r, [x], dtype, op.label)[0][own] for r, x in enumerate(op.locations)
         ]
         for start, end in pieces(own.stop - own.start, PIECE_BYTES // dtype.itemsize):
             parts = [x[start:end] for x in tensors]
@@ -269,7 +269,7 @@ def _in_rank_order(size: int) -> Pairs:
 
 
 def _finish(reduction: str, size: int) -> tuple[int, float]:
-    return (DIVIDED, float(size)) if reduction == "avg" else (AS_IT_IS, 1.0)
+    return (DIVIDED, float(size)) if reduction == "avg" else (NO_SCALE, 1.0)
 
 
 def _is_native(dtype: torch.dtype, reduction: str) -> bool:
@@ -285,12 +285,12 @@ def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
     return slice(start, min(start + length, num_elements))
 
 
-def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+def map_all(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
     """All ranks' ``tensors``, by rank, as this rank reaches them; None if one of them is private memory.
 
     The ranks may have different numbers of them, of any length, in one dtype.
     """
-    mine = [heap.locate(x) for x in tensors]
+    mine = [heap.address_of(x) for x in tensors]
     data = len(mine).to_bytes(8, "little") + b"".join(place.to_bytes() for place in mine)
     told = tensor_of(data, torch.uint8)
     op.rounds.mine()[: len(told)].copy_(told)
@@ -299,12 +299,12 @@ def expose(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Te
     if any(NOWHERE in places for places in by_rank):
         return None
     dtype = tensors[0].dtype
-    found = [reach(op.rounds, heap, r, places, dtype, op.label) for r, places in enumerate(by_rank)]
+    found = [map_peer(op.rounds, heap, r, places, dtype, op.label) for r, places in enumerate(by_rank)]
     op.meet()  # no rank frees its tensors before all have mapped them
     return found
 
 
-def reach(
+def map_peer(
     rounds: Rounds, heap: Heap, rank: int, places: Sequence[Location], dtype: torch.dtype, label: str
 ) -> list[Tensor]:
     """What group rank ``rank`` has at ``places``, as this rank reaches it.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from instep.errors import PeerLost
 from instep.mesh.hang_report import FlightRecorder, printable
 from instep.mesh.peers import Peer, is_alive, own_peer
-from instep.mesh.questions import Questions, patience_s
+from instep.mesh.store_client import StoreClient, patience_s
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
 from instep.shm.futex import why_not
@@ -172,9 +172,9 @@ def _wait(store: Store, keys: Sequence[str], rank: int, ranks: Sequence[int], ti
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
         others = [(i, other) for i, other in enumerate(ranks) if i]
-        questions = Questions(rank, patience_s(timeout_s))
-        late = questions.ask(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
-        questions.close()
+        client = StoreClient(rank, patience_s(timeout_s))
+        late = client.try_call(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
+        client.close()
         if keys[0] == SEGMENT or not late:
             late = [ranks[0]]
         raise _absent(late, timeout_s) from error

@@ -63,7 +63,7 @@ class Heap:
             self._slab = mapping, start + max(nbytes, 1)
             return Segment(mapping.tensor(start, nbytes), mapping.fd)
 
-    def locate(self, x: Tensor) -> Location:
+    def address_of(self, x: Tensor) -> Location:
         """Where ``x`` lies, if it is contiguous and in memory of this heap; else ``NOWHERE``."""
         address, nbytes = x.data_ptr(), x.numel() * x.dtype.itemsize
         for base, own in list(self._mine.items()):

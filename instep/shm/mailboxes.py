@@ -213,7 +213,7 @@ class _Outbox:
                 "take fewer micro-batches per step, or let go of what was received"
             )
         memory = self._heap.allocate(size, LINE).tensor
-        slot = _Slot(self.num_slots, memory, self._heap.locate(memory))
+        slot = _Slot(self.num_slots, memory, self._heap.address_of(memory))
         slots.append(slot)
         self.num_slots += 1
         return slot

@@ -24,7 +24,7 @@ from instep.mesh import hang_report
 from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
 from instep.mesh.peers import Peer, Peers, describe
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from instep.native.library import DIFFERENT, MISSING, SHARED, THERE
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
@@ -108,7 +108,7 @@ class Rounds:
         self.meet(label, timeout_s)
         return self._compare(label)
 
-    def show(self, write: Callable[[Tensor], object], call: Call, label: str) -> Tensor:
+    def publish(self, write: Callable[[Tensor], object], call: Call, label: str) -> Tensor:
         """``write(half)`` fills this rank's half; the halves of all ranks, (W, HALF_BYTES). One round.
 
         They stay until this rank comes to the operation after the next one; none but its rank writes there.
@@ -171,7 +171,7 @@ class Rounds:
             self.meet(label, NOTES_S)
             rows = [StatusRow.from_bytes(self.shared.row(rank)) for rank in range(self.size)]
             if self.rank:
-                return as_told(Desync(problem.beside(self.ranks[0])))
+                return mark_secondary(Desync(problem.beside(self.ranks[0])))
             return Desync(problem.around(hang_report.status_table(rows)))
         return Desync(str(problem))
 

@@ -87,7 +87,7 @@ class ReductionOptions:
             )
 
 
-class Afterwards(Protocol):
+class PostReduceExchange(Protocol):
     """What ranks exchange once all gradients of a reduction have arrived, before any is set."""
 
     def exchange(self) -> None:
@@ -174,7 +174,7 @@ class Reduction(ABC):
         self.plan: StepPlan | None = None
         self.shift = 0  # of declared steps: each rank has the share of the one so many after it
         self.leaf: int | None = None
-        self.afterwards: Afterwards | None = None  # of this reduction
+        self.afterwards: PostReduceExchange | None = None  # of this reduction
         self.num_running = 0
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
         self.fed: Callable[[], int] = int  # what the micro-batches of a declared step were given, in a word
@@ -382,7 +382,7 @@ class Reduction(ABC):
         if self.ends_steps:
             self.recorder.stepped()
 
-    def go_on_with(self, afterwards: Afterwards, num_running: int) -> None:
+    def go_on_with(self, afterwards: PostReduceExchange, num_running: int) -> None:
         """The gradients of this reduction are followed by statistics of so many buffers."""
         self.afterwards, self.num_running = afterwards, num_running
 

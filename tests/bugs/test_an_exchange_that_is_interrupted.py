@@ -15,7 +15,7 @@ import instep
 from instep.errors import PeerLost
 from instep.mesh import peers, process_group
 from instep.mesh.mesh import Mesh
-from instep.work import Running, Work
+from instep.work import Handle, Work
 from tests.far import evenly, hosts
 from tests.world import world
 
@@ -114,7 +114,7 @@ def waits_for_what_gloo_does_not_end(mesh: Mesh) -> None:
 
 def test_the_end_of_a_process_does_not_wait_for_such_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """The destructor of its group would, until the backend's deadline."""
-    group, never = object(), Running(Work("a message"))
+    group, never = object(), Handle(Work("a message"))
     count = sys.getrefcount(group)
     monkeypatch.setattr(process_group, "_lost", [(group, [never])])
     monkeypatch.setattr(process_group, "_owing", ())

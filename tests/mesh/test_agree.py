@@ -21,7 +21,7 @@ from instep.mesh.agree import (
     require_same_lines,
 )
 from instep.mesh.mesh import Mesh
-from instep.mesh.rank_exit import as_told
+from instep.mesh.rank_exit import mark_secondary
 from tests.world import world
 
 KINDS = [
@@ -121,7 +121,7 @@ def test_a_failure_that_another_rank_has_caused_is_not_the_one_that_is_reported(
 
 @world(3)
 def test_of_consequences_the_one_is_reported_that_no_other_rank_has_told(mesh: Mesh) -> None:
-    own = [as_told(Desync("rank 1 has left")), Desync("other plans"), None][mesh.rank]
+    own = [mark_secondary(Desync("rank 1 has left")), Desync("other plans"), None][mesh.rank]
     with pytest.raises(Desync, match=r"^other plans" if mesh.rank == 1 else r"^rank 1: other plans"):
         all_or_none(mesh.world.group, "a test", lambda: failing(own) if own else None, errors=(Desync,))
     assert_in_step(mesh)

@@ -48,7 +48,7 @@ def shares_memory_on_its_host(mesh: Mesh, num_hosts: int, num_local: int) -> Non
     on_each = f"on {num_hosts} hosts, over shm on each and gloo between them"
     assert repr(group) == f"<group of {mesh.world_size} ranks {on_each}; this is rank {mesh.rank}>"
     mine = group.allocate(8, 64, torch.device("cpu")).elements(torch.int64).fill_(mesh.rank)
-    shown = group.near.expose([mine], "the test")
+    shown = group.near.map_all([mine], "the test")
     assert shown is not None and [int(of_rank[0]) for of_rank in shown] == list(group.near.ranks)
     group.near.barrier("the test")
 

@@ -63,7 +63,7 @@ def use(directory: Path, backend: str | None) -> None:
     assert pg is not None and pg is mesh["tp"].whole.pg
     x = torch.tensor([rank])
     pg.allreduce([x]).wait()
-    shared = mesh.world.group.expose([mesh.world.group.allocate(64, 64, mesh.device).tensor], OPERATION)
+    shared = mesh.world.group.map_all([mesh.world.group.allocate(64, 64, mesh.device).tensor], OPERATION)
     found = [out.tolist(), x.item(), shared is not None, _same_after(mesh, rank)]
     mesh.close()
     mesh.close()

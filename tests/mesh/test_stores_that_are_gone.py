@@ -104,13 +104,13 @@ def test_who_met_in_a_lost_store_is_not_asked_of_it(store):
 
 def test_a_store_that_comes_back_is_used_again(store):
     board = StatusStore(store, "dp/0")
-    board.questions.patience_s = 0.01
+    board.client.patience_s = 0.01
     store.cut.set()
     board.post(StatusRow(0, IN, OPERATION, 1))
     assert board.read(0) is None
     store.cut.clear()
     store.mended.set()
-    board.questions.patience_s = 60
+    board.client.patience_s = 60
     while (row := board.read(0)) is None:  # the post that was under way ends first
         pass
     assert row.operation == OPERATION

@@ -26,7 +26,7 @@ from instep.pipeline import schedules
 from instep.pipeline.simulate import StageTimes, simulate
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.stages import pipeline_figures
-from instep.work import Running
+from instep.work import Handle
 from tests.parity import world_of_one
 from tests.world import world
 
@@ -249,7 +249,7 @@ def test_a_recorded_step_has_the_spans_of_the_simulated_one(mesh: Mesh, waits: t
     row, rank = model._channel.group, mesh.rank
     wait = row.wait
 
-    def watched(work: Running, operation: str) -> None:
+    def watched(work: Handle, operation: str) -> None:
         if operation == "1RECV_F0":
             waits.set()
         wait(work, operation)

@@ -18,8 +18,8 @@ from instep.errors import Desync, PeerLost
 from instep.mesh.join import init
 from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
-from instep.ordered.by_hosts import ByHosts
-from instep.ordered.by_messages import ByMessages
+from instep.ordered.gloo_transport import GlooTransport
+from instep.ordered.hierarchical_transport import HierarchicalTransport
 from instep.replicate.wrapper import DataParallel
 from tests.far import evenly, hosts
 from tests.lab import on_each, two_hosts
@@ -38,7 +38,7 @@ def test_plain_loops_and_steps_that_are_given_up_go_on():
 
 def goes_on_after_a_step_that_was_given_up(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    assert isinstance(model._reducer.exchange.transport, ByHosts)
+    assert isinstance(model._reducer.exchange.transport, HierarchicalTransport)
     assert_backwards(mesh, model, times=2)
     if mesh.rank == 3:
         weight = model.module.layers[0].weight
@@ -61,13 +61,13 @@ def test_a_group_is_made_anew_of_the_hosts_that_there_are_then():
 
 def binds_again(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    assert type(model._reducer.exchange.transport) is ByMessages
+    assert type(model._reducer.exchange.transport) is GlooTransport
     assert_backwards(mesh, model)
     mesh.world.group.barrier("the test")
     with hosts(*evenly(2, 2)):
         mesh.world.group.barrier("the test")
         model.rebind(mesh)
-        assert isinstance(model._reducer.exchange.transport, ByHosts)
+        assert isinstance(model._reducer.exchange.transport, HierarchicalTransport)
         assert_backwards(mesh, model)
         mesh.world.group.barrier("the test")
     model.rebind(world_of_one())
@@ -79,7 +79,7 @@ def test_processes_of_a_group_that_torch_has_made_give_the_bits_of_one(mesh: Mes
     """With random numbers too, of which threads share the generator."""
     with hosts(*evenly(2, 2)):
         model = DataParallel(filled(Dense()), process_group=dist.group.WORLD)
-        assert isinstance(model._reducer.exchange.transport, ByHosts)
+        assert isinstance(model._reducer.exchange.transport, HierarchicalTransport)
         assert_backwards(mesh, model)
         model.close()
         for training in RANDOM.values():
@@ -114,7 +114,7 @@ def lose_one(path: str, lost: int, declared: bool = True) -> None:
     """Rank ``lost`` dies in its second backward, when the others are in an exchange already."""
     mesh = init(backend="gloo", timeout_s=30)
     model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
-    assert isinstance(model._reducer.exchange.transport, ByHosts)
+    assert isinstance(model._reducer.exchange.transport, HierarchicalTransport)
     run = declared_step if declared else undeclared_step
     run(model, mesh.rank)
     model.zero_grad()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from instep.errors import Desync, PeerLost, let_go
+from instep.errors import Desync, PeerLost, clear_tracebacks
 from instep.mesh.mesh import Mesh
 from tests.rejoin import Lost, Meetings, generation
 from tests.run.text_training import TextTraining, tiny
@@ -63,7 +63,7 @@ def live(mine: TextTraining, mesh: Mesh, graceful: bool) -> list[weakref.ref[Any
         else:
             wrapped.group.close()
     except (PeerLost, Desync, Lost) as error:
-        let_go(error)
+        clear_tracebacks(error)
     del wrapped
     mine.leave()
     return kept

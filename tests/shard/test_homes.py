@@ -67,7 +67,7 @@ class Away(FlatParameters):
         self.shared.append(operation)
         return False
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.let_go_calls += 1
 
 

@@ -61,7 +61,6 @@ def test_a_call_in_words(call, words):
 
 def test_a_disagreement_tells_every_side_once_with_its_ranks():
     barrier, reduce = Call("barrier"), Call("all_reduce", "float32", 7, "sum")
-    text = str(disagreement([barrier, reduce, barrier, Call("expose"), barrier], [4, 5, 6, 7, 9]))
-    assert (
-        "ranks 4, 6, 9 call barrier; rank 5 calls all_reduce (sum) of 7 float32; rank 7 calls expose." in text
-    )
+    text = str(disagreement([barrier, reduce, barrier, Call("map_all"), barrier], [4, 5, 6, 7, 9]))
+    others = "rank 5 calls all_reduce (sum) of 7 float32; rank 7 calls map_all."
+    assert f"ranks 4, 6, 9 call barrier; {others}" in text

@@ -205,7 +205,7 @@ def test_what_is_exposed_is_the_memory_of_the_others_itself(mesh):
     pg = group_of(mesh)
     # Different numbers of tensors, of different lengths.
     mine = [shared(pg, torch.full((3 + n,), 10.0 * mesh.rank + n)) for n in range(mesh.rank + 1)]
-    shown = pg.expose(mine)
+    shown = pg.map_all(mine)
     assert [[x.tolist() for x in tensors] for tensors in shown] == [
         [[10.0 * rank + n] * (3 + n) for n in range(rank + 1)] for rank in range(3)
     ]
@@ -221,7 +221,7 @@ def test_what_is_exposed_is_the_memory_of_the_others_itself(mesh):
 def test_nothing_is_exposed_where_one_tensor_is_private(mesh, private):
     pg = group_of(mesh)
     x = torch.ones(3) if mesh.rank == private else shared(pg, torch.ones(3))
-    assert pg.expose([shared(pg, torch.ones(1)), x]) is None
+    assert pg.map_all([shared(pg, torch.ones(1)), x]) is None
     calls.barrier(pg).wait()
 
 
@@ -229,8 +229,8 @@ def test_nothing_is_exposed_where_one_tensor_is_private(mesh, private):
 def test_exposing_different_dtypes_is_an_error_on_every_rank(mesh):
     pg = group_of(mesh)
     x = shared(pg, torch.ones(3, dtype=torch.float64 if mesh.rank else torch.float32))
-    with pytest.raises(Desync, match="rank 0 calls expose of 0 float32; rank 1 calls expose of 0 float64"):
-        pg.expose([x])
+    with pytest.raises(Desync, match="rank 0 calls map_all of 0 float32; rank 1 calls map_all of 0 float64"):
+        pg.map_all([x])
 
 
 @world(2, backend="shm")
@@ -245,10 +245,10 @@ def test_nobody_goes_on_before_all_have_mapped_what_is_exposed(mesh, monkeypatch
 
         monkeypatch.setattr(pg._heap, "resolve", refuse)
         with pytest.raises(OSError, match="too many open files"):
-            pg.expose([x])
+            pg.map_all([x])
         return
     with pytest.raises(PeerLost, match="rank 1, which failed: OSError: too many open files"):
-        pg.expose([x])
+        pg.map_all([x])
 
 
 @world(2, backend="shm")

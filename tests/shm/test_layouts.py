@@ -251,7 +251,7 @@ def test_the_default_device_and_dtype_of_torch_change_nothing(mesh):
     segment = pg.allocate(8).elements(torch.float32)
     with torch.device("meta"):
         calls.all_to_all_single(pg, out, mine).wait()
-        assert pg.expose([segment]) is not None
+        assert pg.map_all([segment]) is not None
         calls.barrier(pg).wait()
         if mesh.rank == 0:
             pg.send([mine], 1, 3).wait()

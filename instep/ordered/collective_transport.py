@@ -21,7 +21,7 @@ from instep.ordered.tree import Sum
 AT_ONCE_BYTES = 256 << 10
 
 
-class ByCollectives:
+class CollectiveTransport:
     """A ``Transport`` (``ordered/exchange.py``) that any backend can be.
 
     ``scratch`` is for what it receives: R/W of the largest bucket. Buckets of which all roots together have

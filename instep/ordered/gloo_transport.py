@@ -14,7 +14,7 @@ from torch import Tensor
 from instep.comm.messages import Messages
 from instep.ordered.add_up import add_up_to_send
 from instep.ordered.buckets import Bucket
-from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.collective_transport import CollectiveTransport
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
@@ -22,7 +22,7 @@ Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 """By owner, the tensors sent to it, or received from it."""
 
 
-class ByMessages(ByCollectives):
+class GlooTransport(CollectiveTransport):
     """A ``Transport`` of buckets on the CPU; those on another device travel by the backend's collectives."""
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from instep.errors import PeerLost
 from instep.events import Recorder
 from instep.mesh.process_group import Group
-from instep.ordered.by_messages import ByMessages
 from instep.ordered.exchange import OrderedAllReduce
+from instep.ordered.gloo_transport import GlooTransport
 from instep.ordered.tree import rank_major
 from tests.ordered.reductions import (
     NUM_ELEMENTS,
@@ -30,7 +30,7 @@ def reduced(group: Group, leaves: Leaves):
     """A bucket that is not small, after its exchange, and the sum by one process."""
     num_leaves = sum(map(len, leaves))
     exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
-    assert isinstance(exchange.transport, ByMessages)
+    assert isinstance(exchange.transport, GlooTransport)
     exchange.transport.at_once_bytes = 0
     drawn = drawn_gradients(num_leaves)
     bucket = filled_bucket(group, {i: torch.tensor(drawn[i]) for i in leaves[group.rank]}, num_leaves)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from instep.comm.messages import Messages
 from instep.errors import Desync, PeerLost
 from instep.events import Recorder
-from instep.ordered.by_hosts import ByHosts
 from instep.ordered.exchange import OrderedAllReduce
+from instep.ordered.hierarchical_transport import HierarchicalTransport
 from instep.ordered.tree import by_host, plan_sum, rank_major, roots
 from tests.far import evenly, host_group, hosts
 from tests.ordered.reductions import (
@@ -145,7 +145,7 @@ def keeps_padding(mesh):
     own = {leaf: torch.full((NUM_ELEMENTS,), 1.0 + leaf) for leaf in leaves[group.rank]}
     bucket = filled_bucket(group, own, 8)
     exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
-    assert isinstance(exchange.transport, ByHosts)
+    assert isinstance(exchange.transport, HierarchicalTransport)
     exchange.run(bucket, header_for(bucket, leaves, 2), leaves)
     padding = torch.ones(bucket.num_elements, dtype=torch.bool)
     for slot in bucket.slots:

@@ -31,16 +31,16 @@ from instep.errors import PeerLost
 from instep.mesh.host_group import HostGroup
 from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket
-from instep.ordered.by_collectives import ByCollectives
-from instep.ordered.by_messages import OwnedSlices, Parts
-from instep.ordered.by_sharing import BySharing
+from instep.ordered.collective_transport import CollectiveTransport
+from instep.ordered.gloo_transport import OwnedSlices, Parts
 from instep.ordered.scratch import Scratch
+from instep.ordered.shm_transport import ShmTransport
 from instep.ordered.tree import Sum, by_host
 
 SPEAKER = 0  # the place on each host whose rank sends the headers of all
 
 
-class ByHosts(ByCollectives):
+class HierarchicalTransport(CollectiveTransport):
     """A ``Transport`` of buckets that the ranks of each host have mapped; others travel by collectives."""
 
     group: HostGroup
@@ -49,7 +49,7 @@ class ByHosts(ByCollectives):
         super().__init__(group, scratch)
         assert group.near is not None
         self.near = group.near
-        self._sharing = BySharing(group.near, scratch, at_once_bytes=0)
+        self._sharing = ShmTransport(group.near, scratch, at_once_bytes=0)
         self._others = [(group.host + k) % group.num_hosts for k in range(1, group.num_hosts)]
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
@@ -71,7 +71,7 @@ class ByHosts(ByCollectives):
         group, near = self.group, self.near
         subtrees, across = by_host(plan, group.num_local)
         with group.operation(name):
-            reached = self._sharing.reach(bucket, plan, name)
+            reached = self._sharing.map_roots(bucket, plan, name)
             assert reached is not None, "buckets are allocated by their group"
             _, values, homes = reached
             first = group.place * group.num_hosts * bucket.slice_length  # every host owns a part of a slice

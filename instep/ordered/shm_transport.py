@@ -21,7 +21,7 @@ from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket, TreeAccumulator
-from instep.ordered.by_collectives import ByCollectives
+from instep.ordered.collective_transport import CollectiveTransport
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
@@ -32,7 +32,7 @@ Reached = tuple[list[list[int]], list[Tensor], list[Tensor]]
 """Places by rank, this rank's slice of every root, and of every home."""
 
 
-class BySharing(ByCollectives):
+class ShmTransport(CollectiveTransport):
     """A ``Transport`` of buckets in memory that all ranks have mapped; others travel by collectives.
 
     What the ranks' places are mapped to is kept for as long as the memory of the bucket here.
@@ -55,7 +55,7 @@ class BySharing(ByCollectives):
             if bucket is not None and plan is not None:
                 self._write(half, length, bucket, plan)
 
-        shown = self.group.show(write, length, name)
+        shown = self.group.publish(write, length, name)
         if bucket is not None and plan is not None:
             self._shown, self._start = shown, length
         kind = shown.data_ptr(), -1, length, torch.int64
@@ -70,7 +70,7 @@ class BySharing(ByCollectives):
             for i, root in enumerate(roots):
                 self._part(half, _start_of_data(length) + i * bucket.nbytes, root).copy_(root)
             return
-        words = [word for x in (*roots, bucket.home) for word in self.group.locate(x)]
+        words = [word for x in (*roots, bucket.home) for word in self.group.address_of(x)]
         told = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
         self._part(half, length * WORD_BYTES, told).copy_(told)
 
@@ -78,7 +78,7 @@ class BySharing(ByCollectives):
         if self._is_small(bucket, plan):
             self._add_everything(bucket, plan, scale, self._take_shown(bucket, plan, name))
             return
-        reached = self.reach(bucket, plan, name)
+        reached = self.map_roots(bucket, plan, name)
         if reached is None:
             super().reduce(bucket, plan, scale, name)
             return
@@ -111,7 +111,7 @@ class BySharing(ByCollectives):
             values += [self._part(shown, start + i * bucket.nbytes, bucket.home) for i in range(count)]
         add_up(values, plan, scale, [bucket.home], bucket.nodes, kept=kept)
 
-    def reach(self, bucket: Bucket, plan: Sum, name: str) -> Reached | None:
+    def map_roots(self, bucket: Bucket, plan: Sum, name: str) -> Reached | None:
         """What all ranks have of ``bucket``; None, on every rank, if something lies in private memory."""
         places = []
         for words in self._take_shown(bucket, plan, name).view(torch.int64)[:, self._start :]:
@@ -125,7 +125,7 @@ class BySharing(ByCollectives):
         values, homes = list[Tensor](), list[Tensor]()
         for rank, told in enumerate(places):
             each = [told[i : i + PLACE_WORDS] for i in range(0, len(told), PLACE_WORDS)]
-            *its, home = (x[own] for x in self.group.reach(rank, each, bucket.dtype, name))
+            *its, home = (x[own] for x in self.group.map_peer(rank, each, bucket.dtype, name))
             values += its
             homes.append(home)
         found = self._reached[bucket.counter] = places, values, homes

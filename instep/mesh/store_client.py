@@ -1,4 +1,4 @@
-"""Questions to a store that may be lost: asked in a thread, and waited for no longer than a second.
+"""StoreClient to a store that may be lost: asked in a thread, and waited for no longer than a second.
 
 A store is asked in native code, and one whose host is gone, or that is behind a cut network, keeps its caller
 for the store's own deadline, minutes. So a thread asks, and is left alone at the end of what it may take.
@@ -26,7 +26,7 @@ def patience_s(timeout_s: float) -> float:
     return min(PATIENCE_S, timeout_s / 10)
 
 
-class Questions:
+class StoreClient:
     """To one store: each is waited for no longer than ``patience_s``.
 
     A store that has not answered is asked nothing more until it has. ``rank`` is who asks.
@@ -37,13 +37,13 @@ class Questions:
         self._lane = Lane(f"instep questions to a store, rank {rank}")
         self._asked: Work | None = None
 
-    def ask(self, question: Callable[[], T]) -> T | None:
+    def try_call(self, question: Callable[[], T]) -> T | None:
         """What the store answers; None where it fails, or takes longer than it may."""
         with suppress(Exception):
-            return self.answer(question)
+            return self.call(question)
         return None
 
-    def answer(self, question: Callable[[], T]) -> T:
+    def call(self, question: Callable[[], T]) -> T:
         """What the store answers.
 
         Raises:
@@ -72,13 +72,13 @@ class Questions:
         self._lane.close(wait=False)
 
 
-def ask_once(rank: int, patience_s: float, question: Callable[[], T]) -> T:
-    """``Questions.answer`` to one question, of which the thread ends with it."""
-    questions = Questions(rank, patience_s)
+def call_once(rank: int, patience_s: float, question: Callable[[], T]) -> T:
+    """``StoreClient.call`` to one question, of which the thread ends with it."""
+    client = StoreClient(rank, patience_s)
     try:
-        return questions.answer(question)
+        return client.call(question)
     finally:
-        questions.close()
+        client.close()
 
 
 @atexit.register
