@@ -392,14 +392,6 @@ class Group:
         self.all_gather(out, tensor_of(data.ljust(width), torch.uint8), operation)
         return [row.tobytes() for row in out.view(self.size, width).numpy()]
 
-    def statuses(self) -> list[StatusRow]:
-        """The status of every rank, in group order: operation, number, call site, stack. Not collective.
-
-        Ranks of this host are asked, which takes half a second if one gives no answer; others have posted
-        theirs. ``dataclasses.asdict`` of a row is JSON; ``hang_report.status_table`` shows them.
-        """
-        return self.peers.rows()
-
     def out_of_step(self, problem: Problem, operation: str) -> Desync:
         """What to raise of ``problem``, which all ranks have found: the first shows all where each stands.
 

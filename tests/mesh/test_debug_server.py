@@ -46,7 +46,7 @@ def test_a_process_that_computes_answers_with_its_stack(mesh, tmp_path):
     group, path = mesh.world.group, tmp_path / "asked"
     group.barrier(OPERATION)
     if mesh.rank == 0:
-        while not (row := group.statuses()[1]).site.endswith(" compute_until"):
+        while not (row := group.peers.rows()[1]).site.endswith(" compute_until"):
             pass
         path.touch()
         assert (row.rank, row.status, row.operation) == (1, AFTER, OPERATION)
@@ -74,7 +74,7 @@ def test_a_process_that_holds_the_interpreter_lock_gives_no_answer(mesh, tmp_pat
     if mesh.rank == 1:
         ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)  # a call that keeps the lock
     else:
-        while (row := group.statuses()[1]).status:
+        while (row := group.peers.rows()[1]).status:
             pass
         os.write(pipe, b".")
         assert (row.rank, row.state, row.stack) == (1, "sleeping", ())
@@ -93,7 +93,7 @@ def test_a_stopped_process_is_waited_for_half_a_second_and_no_longer(mesh):
             pass
         began = time.monotonic()
         with patch.object(debug_server, "wait", wraps=debug_server.wait) as wait:
-            rows = group.statuses()
+            rows = group.peers.rows()
         waited_s = time.monotonic() - began
         os.kill(peer.pid, signal.SIGCONT)
         assert (rows[1].status, rows[1].state) == ("", "stopped")
@@ -109,7 +109,7 @@ def test_ranks_that_are_threads_each_tell_of_their_own_program(mesh):
     group = mesh.world.group
     x = torch.ones(3)
     group.all_reduce(x, OPERATION)
-    rows = group.statuses()
+    rows = group.peers.rows()
     assert [row.rank for row in rows] == [0, 1]
     mine = rows[mesh.rank]
     assert (mine.what, mine.operation) == ("float32 (3,)", OPERATION)
