@@ -17,7 +17,7 @@ FIXED_WORKSPACES = (":4096:8", ":16:8")  # those that cuBLAS documents as reprod
 
 
 def enable() -> None:
-    """Let all that follows in this process use deterministic kernels.
+    """Use deterministic kernels in this process from here on.
 
     Raises:
         ValueError: CUDA has started with another cuBLAS workspace, which cannot be changed any more.
@@ -35,17 +35,18 @@ def enable() -> None:
 
 
 def workspace() -> str:
-    """What cuBLAS computes its splits in, as the environment says; "" for its own choice."""
+    """The cuBLAS workspace that the environment sets; "" leaves the choice to cuBLAS."""
     return os.environ.get(WORKSPACE, "")
 
 
 def missing() -> list[str]:
-    """The settings that are still to be made, as statements."""
-    strict = torch.are_deterministic_algorithms_enabled()
-    strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
+    """The settings that are missing, as statements to run."""
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     wanted = {
-        f"{WORKSPACE}={FIXED_WORKSPACES[0]} in the environment": (workspace() in FIXED_WORKSPACES),
-        "torch.use_deterministic_algorithms(True)": strict,
+        f"{WORKSPACE}={FIXED_WORKSPACES[0]} in the environment": workspace() in FIXED_WORKSPACES,
+        "torch.use_deterministic_algorithms(True)": (
+            torch.are_deterministic_algorithms_enabled() and not warns_only
+        ),
         "torch.backends.cudnn.benchmark = False": not torch.backends.cudnn.benchmark,
     }
     return [setting for setting, is_made in wanted.items() if not is_made]

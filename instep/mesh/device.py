@@ -91,7 +91,7 @@ def num_gpus() -> int:
 
 
 def current_gpu() -> int:
-    """A number that no other GPU has, of the one this process computes on; 0 on a CPU."""
+    """A unique number for the GPU that this process computes on; 0 on a CPU."""
     if not torch.cuda.is_initialized():
         return 0
     kind = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -309,13 +309,13 @@ def no_store(name: str, ranks: Sequence[int]) -> ProcessGroup:
 
 
 class _Registered:
-    """A mesh, or None."""
+    """Holds the registered mesh, if there is one."""
 
     mesh: Mesh | DeviceMesh | None = None
 
 
 class _OfThread(threading.local, _Registered):
-    """That of a thread other than the main one."""
+    """The mesh registered by a thread other than the main one."""
 
 
 _of_process, _of_thread = _Registered(), _OfThread()

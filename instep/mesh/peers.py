@@ -82,8 +82,8 @@ class Peer:
 def own_peer(rank: int, flight: FlightRecorder | None = None) -> Peer:
     """This process as ``rank``, whose peers may ask for ``flight``."""
     pid = os.getpid()
-    me = Peer(rank, socket.gethostname()[:128], pid, _start_time(pid) or 0, _pid_space())
-    me = replace(me, gpu=device.current_gpu())
+    host, gpu = socket.gethostname()[:128], device.current_gpu()
+    me = Peer(rank, host, pid, _start_time(pid) or 0, _pid_space(), gpu=gpu)
     return me if flight is None else replace(me, flight=debug_server.register(flight, me))
 
 
