@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ def environment(part: Part) -> None:
         "cores": len(os.sched_getaffinity(0)),
         "missing packages": ", ".join(name for name in NEEDED if not importlib.util.find_spec(name))
         or "none",
-        "native core": printed(sys.executable, "-m", "instep.native.build"),
+        "native core": re.sub(r"\S*/", "", printed(sys.executable, "-m", "instep.native.build")),
         "float32 matrix products": torch.get_float32_matmul_precision(),
         "CUBLAS_WORKSPACE_CONFIG": os.environ["CUBLAS_WORKSPACE_CONFIG"],
     }

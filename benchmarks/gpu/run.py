@@ -44,16 +44,16 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "environment": Part("environment.py", 50),
-    "one rank twice": Part("bits.py", 30),
-    "1 rank": Part("bits.py", 30),
-    "2 ranks": Part("bits.py", 40),
-    "3 ranks": Part("bits.py", 40),
+    "environment": Part("environment.py", 40),
+    "one rank twice": Part("bits.py", 35),
+    "1 rank": Part("bits.py", 40),
+    "2 ranks": Part("bits.py", 45),
+    "3 ranks": Part("bits.py", 45),
     "4 ranks": Part("bits.py", 50),
     "kill": Part("recovery.py", 70),
     "spare": Part("recovery.py", 30),
-    "tests": Part("environment.py", 60, needs_gpu=True),
-    "nccl, one rank": Part("nccl.py", 30, needs_gpu=True),
+    "tests": Part("environment.py", 110, needs_gpu=True),
+    "nccl, one rank": Part("nccl.py", 25, needs_gpu=True),
     "timings": Part("timings.py", 120),
     "streams": Part("streams.py", 40),
     "nccl, two ranks": Part("nccl.py", 45, needs_gpu=True),

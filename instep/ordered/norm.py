@@ -64,8 +64,7 @@ def block_square_sums(x: Tensor) -> Tensor:
     """Sum of squares of every block of ``x``, in order: (ceil(numel / 4096),) float64 on ``x``'s device."""
     flat = flat_real(x.detach())
     if flat.device.type != "cpu":
-        pieces = flat.split(GPU_PIECE_BLOCKS * BLOCK_ELEMENTS)
-        return torch.cat([_sums_by_halves(piece) for piece in pieces])
+        return _sums_by_halves([flat])
     pieces, tail = _pieces(flat)
     norms = [_norms(piece) for piece in pieces]
     if tail.numel():
@@ -73,20 +72,37 @@ def block_square_sums(x: Tensor) -> Tensor:
     return torch.cat(norms).square()
 
 
-def _sums_by_halves(flat: Tensor) -> Tensor:
-    """``block_square_sums`` in an order that does not depend on how many blocks there are.
+def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
+    """``block_square_sums`` of each tensor, in an order that does not depend on how many blocks there are.
 
     torch's own sum on a GPU divides a row among more threads where there are fewer rows, and so adds in
     another order. Here the second half of every row is added to the first, elementwise, until one is left.
     """
-    num_blocks = -(-flat.numel() // BLOCK_ELEMENTS)
-    squares = flat.new_zeros(num_blocks * BLOCK_ELEMENTS, dtype=torch.float64)
-    squares[: flat.numel()].copy_(flat).square_()
-    rows = squares.view(num_blocks, BLOCK_ELEMENTS)
+    batches: list[list[Tensor]] = [[]]  # few kernels, whatever the number of tensors
+    room = GPU_PIECE_BLOCKS
+    for piece in (piece for x in flat for piece in x.split(GPU_PIECE_BLOCKS * BLOCK_ELEMENTS)):
+        if (blocks := _num_blocks(piece)) > room:
+            batches.append([])
+            room = GPU_PIECE_BLOCKS
+        batches[-1].append(piece)
+        room -= blocks
+    return torch.cat([_sums_of_batch(batch) for batch in batches])
+
+
+def _sums_of_batch(batch: Sequence[Tensor]) -> Tensor:
+    counts = [_num_blocks(x) for x in batch]
+    rows = batch[0].new_zeros(sum(counts), BLOCK_ELEMENTS, dtype=torch.float64)
+    places = [place.flatten()[: x.numel()] for place, x in zip(rows.split(counts), batch, strict=True)]
+    torch._foreach_copy_(places, list(batch))
+    rows.square_()
     while rows.shape[1] > 1:
         rows, second = rows.chunk(2, dim=1)
         rows.add_(second)
     return rows.flatten()
+
+
+def _num_blocks(x: Tensor) -> int:
+    return -(-x.numel() // BLOCK_ELEMENTS)
 
 
 def _pieces(flat: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -151,7 +167,7 @@ def _squares_of_all(flat: Sequence[Tensor]) -> Tensor:
     has the bits of one call each.
     """
     if flat[0].device.type != "cpu":
-        return torch.cat([block_square_sums(x) for x in flat])
+        return _sums_by_halves(flat)
     cut = [_pieces(x) for x in flat if x.numel() >= BLOCK_ELEMENTS]
     norms = [torch.empty(0, dtype=torch.float64, device="cpu")]
     norms += [_norms(piece) for pieces, _ in cut for piece in pieces]
@@ -220,6 +236,6 @@ def _scale(gradients: Sequence[Tensor], factor: float) -> None:
     with torch.no_grad():  # after backward(create_graph=True) gradients have a graph of their own
         for gradient in gradients:
             if slices_of(gradient) is None:
-                gradient.mul_(factor)
+                gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first
         for slices, members in by_slices(gradients):
             slices.scale(members, factor)

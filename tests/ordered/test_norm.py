@@ -67,12 +67,15 @@ def test_a_block_has_one_sum_at_every_address_and_beside_every_other():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_sums_of_a_gpu_do_not_depend_on_how_many_blocks_there_are(dtype):
+def test_the_sums_of_a_gpu_do_not_depend_on_how_many_blocks_there_are(dtype, monkeypatch):
+    monkeypatch.setattr(norm, "GPU_PIECE_BLOCKS", 4)  # several batches, and a tensor in two of them
     x = torch.randn(5 * BLOCK_ELEMENTS + 7, dtype=torch.float64).mul_(100).to(dtype)
-    whole = norm._sums_by_halves(x)
-    assert torch.equal(whole, torch.cat([norm._sums_by_halves(part) for part in x.split(BLOCK_ELEMENTS)]))
+    whole = norm._sums_by_halves([x])
+    parts = x.split(BLOCK_ELEMENTS)
+    assert torch.equal(whole, torch.cat([norm._sums_by_halves([part]) for part in parts]))
+    assert torch.equal(whole, norm._sums_by_halves([x[:0], *parts]))
     torch.testing.assert_close(whole, block_square_sums(x), rtol=1e-14, atol=0)
-    assert norm._sums_by_halves(x[:0]).shape == (0,)
+    assert norm._sums_by_halves([x[:0]]).shape == (0,)
 
 
 def test_layout_does_not_matter():
