@@ -194,13 +194,13 @@ class Recorder:
             lane = self._lanes.get(get_ident(), lane)
         self._ring.put(name, lane, start_ns, end_ns, num_bytes, self.step, leaf, bucket, peer, stage)
 
-    def put_all(self, told: Iterable[tuple[str, int, int, int]], *, lane: str, bucket: int) -> None:
-        """Record several things that have ended: name, start, end, peer."""
+    def put_all(self, told: Iterable[tuple[str, int, int, int, int]], *, lane: str, bucket: int) -> None:
+        """Record several things that have ended: name, start, end, bytes, peer."""
         if self._lanes:
             lane = self._lanes.get(get_ident(), lane)
         write, step = self._ring.put, self.step
-        for name, start_ns, end_ns, peer in told:
-            write(name, lane, start_ns, end_ns, 0, step, -1, bucket, peer)
+        for name, start_ns, end_ns, num_bytes, peer in told:
+            write(name, lane, start_ns, end_ns, num_bytes, step, -1, bucket, peer)
 
     def begin_step(self, step: int) -> None:
         """From now on it is ``step``; the one before has ended, if it had begun."""

@@ -226,6 +226,14 @@ class Lane:
         work.finished.wait()
         return work
 
+    def settle(self) -> BaseException | None:
+        """Wait for everything submitted, and forget a failure that is no lost rank: else return it."""
+        if self._last is not None and not self._last.finished.happened:
+            self.drain()
+        if self._state.failed is not None and not isinstance(self._state.failed, PeerLost):
+            self._state.failed = None
+        return self._state.failed
+
     def reset(self) -> None:
         """Accept work again after a failure, once what was queued has been refused."""
         self.drain()

@@ -316,6 +316,11 @@ class Stream:
             finally:  # after an error, too: from here on its memory may go to the computing stream
                 self._stream.synchronize()  # in the lane's thread: the computing thread goes on issuing
 
+    def run_after(self, event: Event, function: Callable[[], object]) -> None:
+        """Call ``function`` on the lane's stream, after ``event``."""
+        with self.after(event):
+            function()
+
 
 _Tie = tuple[Event, int]  # an event that is over, and when it was, on the host's clock
 

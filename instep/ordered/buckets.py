@@ -80,9 +80,13 @@ class TreeAccumulator:
 
     def push(self, leaf: int, buffer: Tensor) -> None:
         """Leaf number ``leaf`` is whole in ``buffer``, which came from ``open``."""
-        self._nodes.round(buffer, (leaf, leaf + 1))
+        if self._nodes.rounds:
+            self._nodes.round(buffer, (leaf, leaf + 1))
+        if not self.roots:
+            self.roots.append(((leaf, leaf + 1), buffer))
+            return
         at = self._place(leaf)
-        if at == 0 and self.roots:  # it comes after a later one
+        if at == 0:  # it comes after a later one
             buffer = self._swap_home(buffer)
         self.roots.insert(at, ((leaf, leaf + 1), buffer))
         self._merge(at)
@@ -221,7 +225,7 @@ class Bundle:
     frozen: list[int] = field(default_factory=list, init=False)
 
     def begin_nodes(self, *key: int) -> None:
-        """A reduction begins, whose nodes are rounded by random numbers of ``key``."""
+        """A reduction begins; nodes are rounded by random numbers of ``key``."""
         self.nodes.begin(*key)
 
     @property
@@ -255,8 +259,10 @@ class Bundle:
 
     def take_flags(self, by_rank: Sequence[int]) -> None:
         """What all ranks have said."""
-        self.presence = [flags & self.every for flags in by_rank]
-        self.frozen = [flags >> len(self.slots) for flags in by_rank]
+        self.presence, self.frozen = [], []
+        for flags in by_rank:
+            self.presence.append(flags & self.every)
+            self.frozen.append(flags >> len(self.slots))
 
     def present_on_some(self) -> Sequence[int]:
         """The numbers of the slots that had a gradient on some rank, after an exchange."""
@@ -352,9 +358,13 @@ class Bucket(Bundle):
 
     def open(self, leaf: int, *, whole: bool = False) -> None:
         """Gradients of leaf number ``leaf`` come; ``whole``: in memory of its own."""
-        sibling = None if whole else self.counter.sibling_of(leaf)
+        counter = self.counter
+        if not counter.roots:
+            self.adds, self.leaf = False, counter.home
+            return
+        sibling = None if whole else counter.sibling_of(leaf)
         self.adds = sibling is not None
-        self.leaf = self.counter.open() if sibling is None else sibling
+        self.leaf = counter.open() if sibling is None else sibling
 
     def close(self, leaf: int) -> None:
         """All of them have come."""
@@ -379,7 +389,7 @@ class Bucket(Bundle):
 
     def _references(self) -> int:
         """How many tensors share the storage of ``home``."""
-        return int(torch._C._storage_Use_Count(self.home.untyped_storage()._cdata))
+        return int(torch._C._storage_Use_Count(self.counter.home.untyped_storage()._cdata))
 
 
 def make_buckets(

@@ -29,8 +29,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from instep.errors import Desync, PeerLost
+from instep.errors import Desync, InstepError, PeerLost
 from instep.events import Recorder
+from instep.mesh.hang_report import Problem
 from instep.mesh.host_group import HostGroup
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
@@ -130,9 +131,13 @@ class OrderedAllReduce:
                 self.transport.reduce(bucket, plan, scale, name)
         except PeerLost as lost:
             raise _lost_in(header, lost) from None
-        ended_ns, what = time.monotonic_ns(), {"num_bytes": bucket.nodes.wire_bytes, "bucket": header.bucket}
-        self._record(headers, begun_ns, agreed_ns)
-        self.recorder.put("exchange", agreed_ns, ended_ns, lane="communication", **what)
+        except (InstepError, ValueError):
+            raise  # on every rank
+        except BaseException:  # on this rank alone, an interrupt for example, perhaps between two messages
+            self.group.break_off(name)
+            raise
+        ended_ns, num_bytes = time.monotonic_ns(), bucket.nodes.wire_bytes
+        self._record(headers, begun_ns, agreed_ns, ended_ns, num_bytes)
 
     def meet(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         """The headers of all ranks, once all are there, and which of them have gradients, in ``presence``.
@@ -156,7 +161,9 @@ class OrderedAllReduce:
         """
         try:
             rows = self.transport.meet(pack(header, 0, 0, self.header_length, words), name)
-            self._require_agreement(unpack(rows, 0)[0], name)
+            headers = unpack(rows, 0)[0]
+            if (problem := disagreement(headers, self.group.ranks)) is not None:
+                raise self._desync(headers, problem, name)
         except PeerLost as lost:
             raise _lost_in(header, lost) from None
         return words_of(rows, len(words))
@@ -165,20 +172,29 @@ class OrderedAllReduce:
         """Tell the others, where they expect a bucket, that this rank sends nothing more in this step."""
         self.transport.meet(pack(header._replace(left=1), 0, 0, self.header_length), name)
 
-    def _record(self, headers: Sequence[Header], begun_ns: int, agreed_ns: int) -> None:
-        """Since ``begun_ns`` this rank was in ``_agree``; until when was that for want of the last rank?"""
-        mine = headers[self.group.rank]
-        ahead_ns = self.offsets_ns[self.group.rank]
-        launched = [
-            h.launched_ns - offset + ahead_ns for h, offset in zip(headers, self.offsets_ns, strict=True)
-        ]
-        last = max(range(self.group.size), key=launched.__getitem__)
-        until_ns = min(max(begun_ns, launched[last]), agreed_ns)
-        told = [("queued", min(mine.ready_ns, begun_ns), begun_ns, -1)]
-        if last != self.group.rank and until_ns > begun_ns:
-            told.append(("wait", begun_ns, until_ns, self.group.ranks[last]))
+    def _record(
+        self,
+        headers: Sequence[Header],
+        begun_ns: int,
+        agreed_ns: int,
+        ended_ns: int | None = None,
+        num_bytes: int = 0,
+    ) -> None:
+        """Events since ``begun_ns``, when this rank was ready: how long did it wait for the last rank?"""
+        offsets_ns, rank = self.offsets_ns, self.group.rank
+        mine, last, latest_ns = headers[rank], rank, 0
+        for r, header in enumerate(headers):
+            launched_ns = header.launched_ns - offsets_ns[r]
+            if launched_ns > latest_ns:
+                last, latest_ns = r, launched_ns
+        until_ns = min(max(begun_ns, latest_ns + offsets_ns[rank]), agreed_ns)
+        told = [("queued", min(mine.ready_ns, begun_ns), begun_ns, 0, -1)]
+        if last != rank and until_ns > begun_ns:
+            told.append(("wait", begun_ns, until_ns, 0, self.group.ranks[last]))
         if agreed_ns > until_ns:
-            told.append(("agree", until_ns, agreed_ns, -1))
+            told.append(("agree", until_ns, agreed_ns, 0, -1))
+        if ended_ns is not None:
+            told.append(("exchange", agreed_ns, ended_ns, num_bytes, -1))
         self.recorder.put_all(told, lane="communication", bucket=mine.bucket)
 
     def _agree(
@@ -187,20 +203,18 @@ class OrderedAllReduce:
         num_flags = 2 * len(bucket.slots)
         row = pack(header, bucket.flags(), num_flags, self.header_length)
         headers, flags = unpack(self.transport.meet(row, name, sent, plan), num_flags)
-        self._require_agreement(headers, name)
+        if (problem := disagreement(headers, self.group.ranks)) is not None:
+            raise self._desync(headers, problem, name)
         bucket.take_flags(flags)
         self.buffers, self.fed = [*map(_buffers, headers)], [*map(_fed, headers)]
         if self.compare is not None and header.bucket == header.round == 0:
             self.compare(headers)
         return headers
 
-    def _require_agreement(self, headers: Sequence[Header], name: str) -> None:
-        problem = disagreement(headers, self.group.ranks)
-        if problem is None:
-            return
+    def _desync(self, headers: Sequence[Header], problem: Problem, name: str) -> Exception:
         if any(h.left for h in headers):  # who has left the step does not compare anything any more
-            raise Desync(str(problem))
-        raise self.group.out_of_step(problem, name)
+            return Desync(str(problem))
+        return self.group.out_of_step(problem, name)
 
     def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
         """The plain all-reduce, whose order is the backend's; here to be compared with."""

@@ -89,7 +89,7 @@ AGREED = (
 )
 NUM_FIELDS = len(Header._fields)
 _agreed = itemgetter(*map(Header._fields.index, AGREED))
-_left, _held = attrgetter("left"), attrgetter("sampled", "edited")
+_left = attrgetter("left")
 WORDS = {
     "version": "speaks header version",
     "declared": "is in a declared step (1) or not (0):",
@@ -164,16 +164,6 @@ def whereabouts(header: Header) -> str:
     """Which step of the loop ``header`` is of, as errors say it."""
     declared = f", in micro_batches(step={header.declared_step})" if header.declared else ""
     return f"after {header.step} optimizer step{'s' * (header.step != 1)}{declared}"
-
-
-def in_doubt(headers: Sequence[Header], alike: Sequence[Sequence[int]]) -> bool:
-    """Whether ranks that should hold the same, each of ``alike``, may hold different numbers."""
-    for ranks in alike:
-        first = _held(headers[ranks[0]])
-        for r in ranks:
-            if _held(headers[r]) != first:
-                return True
-    return False
 
 
 def _out_of_step(name: str, values: Sequence[int], ranks: Sequence[int]) -> Problem:

@@ -39,7 +39,7 @@ class Overlap(Naive):
         self.works: list[Work] = []
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        super().begin(buckets)
+        self.buckets = buckets
         self.waiting.clear()
         self.works.clear()
 
@@ -50,6 +50,7 @@ class Overlap(Naive):
             self.works.append(self.launch(self.buckets[following]))
 
     def finish(self) -> None:
-        self.works += [self.launch(bucket) for bucket in self.buckets[len(self.works) :]]
+        for bucket in self.buckets[len(self.works) :]:
+            self.works.append(self.launch(bucket))
         for work in self.works:
             work.wait()

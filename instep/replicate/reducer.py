@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from instep.errors import InstepError
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, make_buckets
@@ -30,7 +30,14 @@ class Reducer(Reduction):
     """
 
     # The buckets too: the first exchange may put them into another order.
-    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "buckets", "place", "_order", "_next_order")
+    changes: ClassVar[tuple[str, ...]] = (
+        *Reduction.changes,
+        "buckets",
+        "bundles",
+        "place",
+        "_order",
+        "_next_order",
+    )
     buckets: list[Bucket]
 
     def __init__(
@@ -48,18 +55,14 @@ class Reducer(Reduction):
             group, recorder, ordered=options.ordered, max_parameters=len(self.names)
         )
         named = list(zip(self.names, self.parameters, strict=True))
-        self._watch_over(lambda: named, [range(group.size)])
+        self._watch_over(named.copy, [range(group.size)])
         self.comm_hook: CommHook | None = None
         self._awaits = False  # backward has ended: what leaves now is waited for at once
         # Backward computes gradients in about the reverse of the order in which layers were registered.
         self._make_buckets(list(reversed(range(len(self.names)))))
 
-    @property
-    def bundles(self) -> Sequence[Bundle]:
-        return self.buckets
-
-    def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
-        super().begin(plan, weight)
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
         if self.comm_hook is not None:
             self.comm_hook.begin()
         for bucket in self.buckets:
@@ -77,8 +80,8 @@ class Reducer(Reduction):
         assert self.plan is not None
         for bucket in self.buckets:
             if not bucket.counter.roots and not bucket.launched:  # a rank without leaves
-                bucket.ready_ns = 0
-                self._ready(bucket)
+                bucket.ready_ns = time.monotonic_ns()
+                self.strategy.ready(bucket)
         with self.recorder.span(GRADIENT_SYNC, lane="host"):
             self._awaits = True
             self.strategy.finish()
@@ -89,7 +92,7 @@ class Reducer(Reduction):
         self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:
-            views = bucket.views(bucket.home)
+            views = bucket.views(bucket.counter.home)
             for k in bucket.present_on_some():
                 self.gradients.attach(bucket.slots[k], views[k], whole=True)
         self.local = [False] * len(self.names)
@@ -124,7 +127,7 @@ class Reducer(Reduction):
         plan, self.plan, self.leaf = self.plan, None, None
         following = next((bucket for bucket in self.buckets if not bucket.launched), None)
         if following is not None and self.group.size > 1:
-            header = self._header(following, plan, 1)
+            header = self._header(following, plan)
             name, exchange = "leaving a step", self.exchange
             self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
         elif following is None:
@@ -137,13 +140,13 @@ class Reducer(Reduction):
 
     def abandon(self) -> None:
         super().abandon()
-        self.buckets = []
+        self.bundles = self.buckets = []
 
     def _make_buckets(self, order: list[int]) -> None:
         self._order = order
         self._next_order: list[int] | None = None
         groups = self.strategy.group(self.parameters, order, self.options.caps)
-        self.buckets = make_buckets(
+        self.bundles = self.buckets = make_buckets(
             self.parameters,
             groups,
             self.group.size,
@@ -175,39 +178,26 @@ class Reducer(Reduction):
         if self.plan.declared:
             self.gradients.take(bucket)
         else:
-            for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
+            for slot, view in zip(bucket.slots, bucket.views(bucket.counter.home), strict=True):
                 # What is small can wait for the exchange, to be attached once.
                 if slot.present and self.gradients.is_large[slot.position]:
                     self.gradients.attach(slot, view, whole=False)
         if self._last:
-            self._ready(bucket)
-
-    def _ready(self, bucket: Bucket) -> None:
-        bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
-        self.strategy.ready(bucket)
+            bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
+            self.strategy.ready(bucket)
 
     def _launch(self, bucket: Bucket) -> Work:
         assert self.plan is not None
         plan, computed = self.plan, self.stream.computed()
-        header = self._header(bucket, plan, self._weight())
+        header = self._header(bucket, plan)
         bucket.launched = True
         name = f"the exchange of bucket {bucket.index}"
         if self.comm_hook is not None:
             return self._hook(self.comm_hook, bucket, header._replace(hooked=1), name)
 
-        def run() -> None:
-            try:
-                if computed is None:  # on a CPU
-                    self.exchange.run(bucket, header, plan.leaves)
-                    return
-                with self.stream.after(computed):
-                    self.exchange.run(bucket, header, plan.leaves)
-            except (InstepError, ValueError):
-                raise  # all ranks do, or a wait that has seen to what it leaves
-            except BaseException:  # of this rank alone, as an interrupt, perhaps between two messages
-                self.group.break_off(name)
-                raise
-
+        run = partial(self.exchange.run, bucket, header, plan.leaves)
+        if computed is not None:  # on a GPU
+            run = partial(self.stream.run_after, computed, run)
         # In this thread where it waits anyway: to hand over, and back, takes a turn of the interpreter each.
         return (self.lane.run if self._awaits else self.lane.submit)(name, run)
 

@@ -379,7 +379,7 @@ class ParameterServer:
     def _leave(self) -> None:
         """Let the other ranks know that this one sends no gradient."""
         size = self.group.size
-        self._reducer.begin(StepPlan(False, size, [[rank] for rank in range(size)]), lambda: 1)
+        self._reducer.begin(StepPlan(False, size, [[rank] for rank in range(size)]))
         self._reducer.leave()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from instep.mesh.agree import all_or_none, attempt
 from instep.mesh.clocks import measure
@@ -50,7 +50,7 @@ UNBOUND = (
     "gradients are this rank's alone: call the wrapper, on every rank, and not its module"
 )
 # What a wrapper has by taking part in a group. A pickle leaves it out; it is made when it is first asked for.
-OF_ITS_GROUP = frozenset({"group", "recorder", "_reducer", "_declared", "_backward", "_unbind", "_shared"})
+OF_ITS_GROUP = frozenset({"group", "recorder", "_reducer", "_declared", "_backward", "_unbind"})
 
 
 class DataParallel(WrappedOnce, OwnNames):
@@ -205,11 +205,9 @@ class DataParallel(WrappedOnce, OwnNames):
         self._declared = DeclaredStep(self.module, self._reducer, keys, registry)
         # A scripted module takes no hooks; its forward is then watched where the wrapper is called.
         called = self if isinstance(self.module, torch.jit.RecursiveScriptModule) else self.module
-        self._backward = Backward(
-            self._declared, broadcast=self._broadcast_buffers, shared=self._shared, called=called
-        )
+        self._backward = Backward(self._declared, broadcast=self._broadcast_buffers, called=called)
         self._unbind = weakref.finalize(self, release, self._backward.hooks, self._reducer.lane, self.group)
-        optimizer_guard.watch(self._reducer, registry.frozen, self._unbind, weakref.ref(self))
+        optimizer_guard.watch(self._reducer, registry.frozen, self._unbind)
         self._is_bound = True
 
     def _consider(self, others: Mapping[str, Any]) -> str:
@@ -229,10 +227,7 @@ class DataParallel(WrappedOnce, OwnNames):
         prepared = all_or_none(
             self.group, "the preparation of models", lambda: self._prepare(considered), errors=(ValueError,)
         )
-        others = {id(p) for p in self._shared}
-        shared = [name for name, p in self.module.named_parameters() if id(p) in others]
-        options = {**shared_options(self._arguments), "parameters of another wrapper": shared}
-        agree_on_structure(self.module, options, self.group)
+        agree_on_structure(self.module, shared_options(self._arguments), self.group)
         if not prepared[0].trainable:
             raise RuntimeError(
                 "no parameter of the module requires a gradient, so that there is nothing to exchange: use "
@@ -249,13 +244,8 @@ class DataParallel(WrappedOnce, OwnNames):
         registry = ParameterRegistry(self.module)
         if self.group.size > 1:
             require_read_only(self.module)
-        self._shared = optimizer_guard.left_to_others([p for _, p in registry.trainable], self.group)
-        others = set(map(id, self._shared))
-        names, parameters = [], list[Tensor]()
-        for name, parameter in registry.trainable:
-            if id(parameter) not in others:
-                names.append(name)
-                parameters.append(parameter)
+        names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
+        optimizer_guard.require_unshared(parameters)
         align([*self.module.parameters(), *self.module.buffers()])
         sparse = sparse_positions(self.module, parameters)
         return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
@@ -345,7 +335,7 @@ class DataParallel(WrappedOnce, OwnNames):
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
-        self._check_alone("micro_batches")
+        self._check_open()
         if self._comm_hook is not None:
             raise ValueError(
                 "micro_batches() with a communication hook: a declared step has the same bits on any number "
@@ -498,7 +488,7 @@ class DataParallel(WrappedOnce, OwnNames):
             >>> report = model.verify((x, y), lambda model, batch: loss_function(model(batch[0]), batch[1]))
             >>> report.raise_for_error()
         """
-        self._check_alone("verify")
+        self._check_open()
         parameters = self._reducer.parameters
         subject = Subject(
             model=self,
@@ -572,14 +562,6 @@ class DataParallel(WrappedOnce, OwnNames):
         with before.registry.as_wrapped():
             self.rebind(mesh, self._arguments["timeout_s"])
         self._backward.sync, self._backward.step_mode = before.sync, before.step_mode
-
-    def _check_alone(self, method: str) -> None:
-        self._check_open()
-        if self._shared:
-            raise ValueError(
-                f"{method}() of a model that shares parameters with another DataParallel, which reduces "
-                "them: close() the other one, and wrap again, or wrap one module that has both"
-            )
 
     def _check_open(self) -> None:
         if not self._unbind.alive:

@@ -92,7 +92,7 @@ class SliceReducer(Reduction):
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
         self.spaces = list(spaces)
         self._position = {id(p): i for i, p in enumerate(self.parameters)}
-        self.buckets = self._make_buckets()
+        self.bundles = self.buckets = self._make_buckets()
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
         self.exchange = self.reduce_scatter = ReduceScatter(
             ranks, recorder, max_parameters=max([len(b.slots) for b in self.buckets], default=0)
@@ -135,7 +135,7 @@ class SliceReducer(Reduction):
         num_ranks, num_slices = self.group.size, self.ranks.shard_group.size
         if all(space.resident for space in self.spaces):
             named = list(zip(self.names, self.parameters, strict=True))
-            return lambda: named, [range(num_ranks)]
+            return named.copy, [range(num_ranks)]
         slices = [range(first, num_ranks, num_slices) for first in range(num_slices)]
 
         spaces, names, position = self.spaces, self.names, self._position
@@ -145,10 +145,6 @@ class SliceReducer(Reduction):
             return [(names[position[id(x.parameter)]], x.tensor) for x in pieces]
 
         return held, slices
-
-    @property
-    def bundles(self) -> Sequence[Bundle]:
-        return self.buckets
 
     def assign(self, num_leaves: int) -> StepPlan:
         ranks = self.ranks
@@ -165,9 +161,9 @@ class SliceReducer(Reduction):
     def update(self, optimizer: Optimizer) -> Update | None:
         return None if isinstance(optimizer, ShardedOptimizer) else self._sliced(optimizer).step
 
-    def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
+    def begin(self, plan: StepPlan) -> None:
         self._require_unmoved()
-        super().begin(plan, weight)
+        super().begin(plan)
         self._forget_discarded()
         ranks = self.ranks
         placed = plan.num_leaves, ranks.shard_group.size, ranks.num_replicas
@@ -227,7 +223,7 @@ class SliceReducer(Reduction):
         plan, self.plan, self.leaf = self.plan, None, None
         if self.group.size > 1 and len(self._works) < self._num_exchanges:
             turn, index = divmod(len(self._works), len(self.buckets))
-            header = self._header(self.buckets[index], plan, 1, turn)
+            header = self._header(self.buckets[index], plan, turn)
             name, exchange = "leaving a step", self.exchange
             self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
         else:
@@ -241,7 +237,7 @@ class SliceReducer(Reduction):
 
     def abandon(self) -> None:
         super().abandon()
-        self.buckets, self._works = [], []
+        self.bundles, self.buckets, self._works = (), [], []
 
     def backward_ended(self) -> None:
         self._put_back()
@@ -403,7 +399,7 @@ class SliceReducer(Reduction):
         turn = len(self._works) // len(self.buckets)
         number = len(self._works) % self.reduce_scatter.staging.num_buffers
         num_carried = sum(slot.position in self._carried for slot in bucket.slots)
-        header = self._header(bucket, self.plan, self._weight(), turn, num_carried)
+        header = self._header(bucket, self.plan, turn, num_carried)
         computed, rounds, by_group = self.stream.computed(), self._rounds, self._by_group
 
         def run() -> None:

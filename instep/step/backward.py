@@ -12,22 +12,14 @@ the outermost backward, and comes first. So a forward hook on the module leaves 
 what was true at that moment (the mark); the first one to fire queues the end. Where forward was bypassed, the
 first parameter hook does. An output that is a leaf of the graph gets no hook: a parameter that forward
 returns, or an input, outlives the forward, and would collect one each time.
-
-Two wrapped modules may share parameters, two heads of one encoder for instance. A gradient has one ``.grad``
-to lie in, so one wrapper reduces it: the one that was there first. The other, its *guest*, tells it of every
-backward and under which flag, and both exchange what they have:
-
-    first    encoder, head 1     reduces both
-    guest    encoder, head 2     reduces head 2; a backward of it is one of the first's, without head 1
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -53,11 +45,10 @@ def is_in_backward() -> bool:
 
 
 class Mark(NamedTuple):
-    """What was true when a forward ran: synchronisation on or off, the open micro-batch; and whose it was."""
+    """What was true when a forward ran: synchronisation on or off, and the open micro-batch."""
 
     sync: bool
     micro_batch: int | None
-    origin: weakref.ref[Backward]
 
 
 class Backward:
@@ -81,14 +72,11 @@ class Backward:
         declared: DeclaredStep,
         *,
         broadcast: bool,
-        shared: Sequence[Tensor] = (),
         called: nn.Module | None = None,
         records: bool = True,
     ) -> None:
         self.module = declared.module
         called = self.module if called is None else called
-        self.shared = list(shared)  # of its parameters, what another wrapper reduces
-        self._owners = optimizer_guard.owners(self.shared)  # kept alive, as long as this is
         self.reducer = declared.reducer
         self.declared = declared
         self.registry = declared.registry
@@ -108,9 +96,9 @@ class Backward:
         # Hooks live on the module, which may outlive its wrapper: they must not keep it alive.
         self._output_hook = weakly(self._output_reached)
         self.reducer.is_nested = weakly(self._is_nested)
-        came = weakly(self._gradient_came)
+        this = weakref.ref(self)
         self._gradient_hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(came, i))
+            parameter.register_post_accumulate_grad_hook(partial(_gradient_came, this, i))
             for i, parameter in enumerate(self.reducer.parameters)
         ]
         self.hooks: list[Any] = [
@@ -125,10 +113,9 @@ class Backward:
         """Exchange what ``.grad`` has accumulated, unless that is done. Collective."""
         if self.declared.micro_batch is not None:
             raise ValueError("sync_gradients() inside micro_batches(): the loop itself exchanges, at its end")
-        for each in (self, *self._hosts()):
-            if not (each._exchanged and each.reducer.exchanges):
-                each._begin(whole=each is self)
-                each._finish()
+        if not (self._exchanged and self.reducer.exchanges):
+            self._begin()
+            self._finish()
 
     def look_back(self) -> None:
         """If the last backward has raised, do now what the next forward would do about it."""
@@ -139,22 +126,15 @@ class Backward:
             if self.declared.micro_batch is None:
                 self.reducer.leave()
 
-    def _hosts(self) -> list[Backward]:
-        """Those of the wrappers that reduce what this one shares with them."""
-        if self.shared:
-            self._owners = optimizer_guard.owners(self.shared)
-        return [owner._backward for owner in self._owners]
-
     def _is_nested(self) -> bool:
         """Whether a backward inside this one runs now, as of a reentrant checkpoint."""
         return self._runs and torch._C._current_graph_task_id() != self._task
 
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for each in (self, *self._hosts()):
-            each.look_back()
+        self.look_back()
         self._cancel("forward")  # of one that raised
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
-            require_outermost(chain(self.reducer.parameters, self.shared))
+            require_outermost(self.reducer.parameters)
             self._start("forward")
         self.declared.inputs.given((args, kwargs))
 
@@ -163,8 +143,7 @@ class Backward:
         if not torch.is_grad_enabled():
             return
         self.registry.check_forward()
-        for each in (self, *self._hosts()):
-            each._go_last()
+        self._go_last()
         reached = partial(self._output_hook, self._mark())
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -182,30 +161,9 @@ class Backward:
 
         That counts when a gradient comes: ``autograd.grad`` reaches outputs too, and accumulates none.
         """
-        self._reach(mark)
-
-    def _reach(self, mark: Mark) -> None:
-        for each in (self, *self._hosts()):
-            if not each._runs:
-                each._backward_begins()
-            each._marks.append(mark)
-
-    def _gradient_came(self, i: int, parameter: Tensor) -> None:
-        self._exchanged = False
-        if not self._runs:  # forward was bypassed
-            self._reach(self._mark())
-        try:
-            if self._marks:
-                self._obey_marks()
-            if (declared := self.declared).micro_batch is not None:
-                declared.gradient_came()
-            hooks = parameter._post_accumulate_grad_hooks
-            # A hook that has returned something has left none, and torch is about to say so.
-            is_last = bool(hooks) and (len(hooks) == 1 or next(reversed(hooks)) == self._gradient_hooks[i].id)
-            self.reducer.arrived(i, settles=is_last)
-        except BaseException:
-            self.reducer.leave()
-            raise
+        if not self._runs:
+            self._backward_begins()
+        self._marks.append(mark)
 
     def _backward_begins(self) -> None:
         self.registry.check()
@@ -222,47 +180,30 @@ class Backward:
         if self.declared.micro_batch is None and self.reducer.plan is not None:
             self._finish()
 
-    def _obey_marks(self) -> None:
-        """Do what the marks say, in all that share parameters: on every rank the same ones exchange."""
-        while self._marks:
-            mark = self._marks.pop()
-            self._obey(mark)
-            origin = mark.origin()
-            for each in () if origin is None else (origin, *origin._hosts()):
-                each._obey_marks()
-
     def _obey(self, mark: Mark) -> None:
         """Begin the exchange if forward wanted one; check that this backward belongs to that forward."""
-        origin = mark.origin() or self
-        if origin is not self and self.declared.micro_batch is not None:
+        micro_batch = self.declared.micro_batch
+        now = None if micro_batch is None else micro_batch.index
+        if mark.micro_batch != now:
             raise ValueError(
-                f"backward in {_name(self.declared.micro_batch.index)} of one DataParallel went into the "
-                "forward of another one that shares parameters: call the one whose step was declared"
-            )
-        now = origin._mark()
-        if mark.micro_batch != now.micro_batch:
-            raise ValueError(
-                f"backward in {_name(now.micro_batch)} went into the forward of {_name(mark.micro_batch)}: "
+                f"backward in {_name(now)} went into the forward of {_name(mark.micro_batch)}: "
                 "in a declared step each micro-batch has a loss of its own, with backward inside the loop"
             )
-        if now.micro_batch is not None:
+        if now is not None:
             return
-        if mark.sync != now.sync and not self._warned:
+        if mark.sync != self.sync and not self._warned:
             self._warned = True
             warnings.warn(
-                f"no_sync was {_on(not mark.sync)} in forward and {_on(not now.sync)} in backward; forward's "
+                f"no_sync was {_on(not mark.sync)} in forward and {_on(not self.sync)} in backward: forward "
                 f"decides, as in DDP: this backward is {'' if mark.sync else 'not '}synchronised",
                 stacklevel=2,
             )
         if mark.sync and self.reducer.plan is None:
-            self._begin(whole=origin is self)
-        elif origin is self:
-            self.reducer.whole = True
+            self._begin()
 
-    def _begin(self, *, whole: bool) -> None:
+    def _begin(self) -> None:
         self.step_mode = "undeclared"
-        self.reducer.whole = whole
-        self.reducer.begin(self._plan, _one)
+        self.reducer.begin(self._plan)
         self.reducer.open_leaf(self.reducer.group.rank, last=True)
 
     def _finish(self) -> None:
@@ -284,7 +225,7 @@ class Backward:
 
     def _mark(self) -> Mark:
         micro_batch = self.declared.micro_batch
-        return Mark(self.sync, None if micro_batch is None else micro_batch.index, weakref.ref(self))
+        return Mark(self.sync, None if micro_batch is None else micro_batch.index)
 
     def _start(self, name: str) -> None:
         """A span begins: "forward" or "backward"."""
@@ -305,6 +246,29 @@ class Backward:
             span.cancel()
 
 
+def _gradient_came(reference: weakref.ref[Backward], i: int, parameter: Tensor) -> None:
+    """Autograd has accumulated into ``.grad`` of parameter i. Runs once per parameter: keep it flat."""
+    self = reference()
+    if self is None:
+        return
+    self._exchanged = False
+    if not self._runs:  # forward was bypassed
+        self._backward_begins()
+        self._marks.append(self._mark())
+    try:
+        while self._marks:
+            self._obey(self._marks.pop())
+        if (declared := self.declared).micro_batch is not None:
+            declared.gradient_came()
+        hooks = parameter._post_accumulate_grad_hooks
+        # A hook that has returned something has left none, and torch is about to say so.
+        is_last = bool(hooks) and (len(hooks) == 1 or next(reversed(hooks)) == self._gradient_hooks[i].id)
+        self.reducer.arrived(i, settles=is_last)
+    except BaseException:
+        self.reducer.leave()
+        raise
+
+
 def release(hooks: Iterable[Any], lane: Lane, *groups: Group) -> None:
     """End what a wrapper does in backward: its ``hooks``, its ``lane``, its ``groups``."""
     for hook in hooks:
@@ -314,10 +278,6 @@ def release(hooks: Iterable[Any], lane: Lane, *groups: Group) -> None:
     lane.close()
     for group in groups:
         group.close()
-
-
-def _one() -> int:
-    return 1
 
 
 def _on(switch: bool) -> str:

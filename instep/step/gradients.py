@@ -21,8 +21,8 @@ LARGE_BYTES = 1 << 16  # smaller gradients are quicker copied many in a call
 class Gradients:
     """The ``.grad`` of all ``parameters``; those at the positions ``sparse`` shall have a sparse one.
 
-    In a leaf: ``came`` from the parameters' hooks, ``land`` when a bucket is whole. After the exchange:
-    ``attach``.
+    In a leaf: the reduction notes in ``came`` the ``.grad`` that autograd has left, and its version (None
+    where hooks may still edit it); ``land`` when a bucket is whole. After the exchange: ``attach``.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], sparse: Collection[int]) -> None:
@@ -30,18 +30,8 @@ class Gradients:
         self.parameters = parameters
         self._sparse = sparse
         self.is_large = [parameter.nbytes >= LARGE_BYTES for parameter in parameters]
-        self._came: dict[int, tuple[Tensor, int] | None] = {}  # .grad of the open leaf, and its version
+        self.came: dict[int, tuple[Tensor, int] | None] = {}  # of the open leaf, by parameter
         self._settled: dict[int, Tensor] = {}  # .grad that lies in the bucket of the open leaf, for as long
-
-    def open_leaf(self) -> None:
-        """Gradients that come from now on belong to a new leaf."""
-        self._came.clear()
-
-    def came(self, i: int, *, final: bool) -> None:
-        """Autograd has accumulated into the ``.grad`` of parameter i; ``final``: no hook may edit it."""
-        gradient = self.parameters[i].grad
-        if gradient is not None:  # autograd also calls where a function has passed None on
-            self._came[i] = (gradient, gradient._version) if final else None
 
     def settle(self, i: int, view: Tensor, *, final: bool) -> None:
         """The ``.grad`` of parameter i has come, and moves into ``view`` of its bucket's leaf, if it may.
@@ -72,13 +62,27 @@ class Gradients:
         views, gradients = [], []
         begin, end = leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
         for slot, view in zip(bucket.slots, bucket.views(leaf), strict=True):
-            gradient = self.parameters[slot.position].grad
-            self._check(slot.position, gradient, bucket)
+            i = slot.position
+            gradient = self.parameters[i].grad
+            if gradient is None and i in self.came:
+                raise ValueError(
+                    f"the gradient of {self.names[i]!r} was taken away between backward and its exchange: "
+                    "call zero_grad() outside of micro_batches(), and let no hook set .grad to None"
+                )
             if gradient is None:
                 if not adds:
                     _real(view).fill_(-0.0)
                 continue
             slot.present = True
+            came = self.came.pop(i, None)
+            if came is not None and (gradient is not came[0] or gradient._version != came[1]):
+                raise ValueError(
+                    f"the gradient of {self.names[i]!r} was changed between backward and its exchange: clip "
+                    "and edit gradients when they are whole, after micro_batches(), or in a hook of the "
+                    "parameter"
+                )
+            if gradient.dtype is not bucket.dtype or gradient.device != bucket.device:
+                self._require_kind(i, gradient, bucket)
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             if gradient.requires_grad:
@@ -134,7 +138,7 @@ class Gradients:
 
     def drop(self) -> None:
         """No parameter has a gradient any more."""
-        self._came.clear()
+        self.came.clear()
         for i in range(len(self.parameters)):
             self._remove(i)
 
@@ -144,28 +148,11 @@ class Gradients:
         if gradient is not None and sys.getrefcount(gradient) > NO_OTHER_USER:
             gradient.data = gradient.clone()
 
-    def _check(self, i: int, gradient: Tensor | None, bucket: Bundle) -> None:
-        if (
-            gradient is not None
-            and (dtype := gradient.dtype) is not bucket.dtype  # of most
-            and wire_dtype(dtype) != bucket.dtype
-        ) or (gradient is not None and gradient.device != bucket.device):
+    def _require_kind(self, i: int, gradient: Tensor, bucket: Bundle) -> None:
+        if wire_dtype(gradient.dtype) != bucket.dtype or gradient.device != bucket.device:
             raise ValueError(
                 f"parameter {self.names[i]!r} has a gradient in {gradient.dtype} on {gradient.device}, but "
                 "had another dtype or device when the model was wrapped: convert first, then wrap"
-            )
-        if i not in self._came:
-            return
-        came = self._came.pop(i)
-        if gradient is None:
-            raise ValueError(
-                f"the gradient of {self.names[i]!r} was taken away between backward and its exchange: call "
-                "zero_grad() outside of micro_batches(), and let no hook set .grad to None"
-            )
-        if came is not None and (gradient is not came[0] or gradient._version != came[1]):
-            raise ValueError(
-                f"the gradient of {self.names[i]!r} was changed between backward and its exchange: clip and "
-                "edit gradients when they are whole, after micro_batches(), or in a hook of the parameter"
             )
 
 

@@ -150,7 +150,6 @@ class DeclaredStep:
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._open: StepPlan | None = None  # of the step that is under way
-        self._weight = 0  # of the micro-batches that have had gradients
         self._weight_taken: int | None = None  # of the open one, when its first gradient came
         self._iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()
 
@@ -158,10 +157,7 @@ class DeclaredStep:
         """A gradient of the open micro-batch has come: its weight counts from now on."""
         if self.micro_batch is not None and self._weight_taken is None:
             self._weight_taken = self.micro_batch.checked_weight()
-            self._weight += self._weight_taken
-
-    def _sum_of_weights(self) -> int:
-        return self._weight
+            self.reducer.weight += self._weight_taken
 
     def _fed(self) -> int:
         return self.inputs.fed
@@ -215,12 +211,12 @@ class DeclaredStep:
         with span("prepare", lane="host"):
             self._check_start(plan.num_leaves)
             num_running = self.statistics.begin(self.registry.named_modules)
-            reducer.begin(plan, weakly(self._sum_of_weights))
+            reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
             if num_running:
                 reducer.go_on_with(self.statistics, num_running)
-        self._weight, self._step, self._open = 0, plan.step, plan
+        self._step, self._open = plan.step, plan
         ended = False
         try:
             with self.keys.step(self.registry.named_modules):

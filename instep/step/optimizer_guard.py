@@ -164,11 +164,9 @@ class GuardedParameter:
         name: str,
         position: int | None,
         release: Callable[[], object],
-        owner: Callable[[], object],
     ) -> None:
         self.reducer = weakref.ref(reducer)
         self.release = release
-        self.owner = owner
         self.name = name
         self.position = position  # None: frozen when it was wrapped
         self.reductions_used = reducer.num_reductions  # by the last optimizer step
@@ -307,56 +305,28 @@ def forget(parameters: Sequence[Tensor]) -> None:
         _entries.pop(parameter, None)
 
 
-def left_to_others(parameters: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Those of ``parameters`` that another wrapper goes on to reduce, because it has more than these.
+def require_unshared(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if another wrapper, which has more than ``parameters``, reduces one of them.
 
     Which wrappers are alive must not depend on when each rank collects garbage.
-
-    Raises:
-        ValueError: a parameter is sharded by ``fully_shard``, or the other wrapper works over other ranks.
     """
     if any(entry.is_alive for entry in entries_of(parameters)):
         gc.collect()
-    mine, left = set(map(id, parameters)), []
-    for parameter in parameters:
-        entry = _entries.get(parameter)
-        other = None if entry is None or not entry.is_alive else entry.reducer()
-        if entry is None or other is None:
+    mine = set(map(id, parameters))
+    for entry in entries_of(parameters):
+        other = entry.reducer()
+        if other is None or not entry.is_alive:
             continue
         if other.sharded:
             raise ValueError(
                 f"parameter {entry.name!r} is sharded by fully_shard, which reduces its gradient: train with "
                 "the module as it is, or close() it before it is wrapped in something else"
             )
-        if mine.issuperset(map(id, other.parameters)):
-            continue
-        if other.group.ranks != group.ranks:
+        if not mine.issuperset(map(id, other.parameters)):
             raise ValueError(
-                f"parameter {entry.name!r} belongs to another DataParallel, over ranks "
-                f"{other.group.ranks}, and cannot be reduced over {group.ranks} as well: close() it first"
+                f"parameter {entry.name!r} belongs to another DataParallel, which has parameters that this "
+                "module lacks: wrap one module that holds both, or close() the other one first"
             )
-        left.append(parameter)
-    return left
-
-
-def owners(parameters: Sequence[Tensor]) -> list[Any]:
-    """The wrappers that reduce ``parameters``, which were ``left_to_others``, each once.
-
-    Raises:
-        ValueError: one of them is closed.
-    """
-    found: dict[int, Any] = {}
-    for parameter in parameters:
-        entry = _entries.get(parameter)
-        owner = entry.owner() if entry is not None and entry.is_alive else None
-        if owner is None:
-            name = "" if entry is None else f" {entry.name!r}"
-            raise ValueError(
-                f"parameter{name} was reduced by another DataParallel of a module that has it too, which is "
-                "closed: wrap this module again"
-            )
-        found[id(owner)] = owner
-    return list(found.values())
 
 
 def take_over(parameters: Sequence[Tensor]) -> None:
@@ -373,20 +343,16 @@ def watch(
     reducer: Reduction,
     frozen: Sequence[tuple[str, Tensor]],
     release: Callable[[], object],
-    owner: Callable[[], object] = lambda: None,
 ) -> None:
-    """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction.
-
-    ``owner()`` is the wrapper, as long as it lives.
-    """
+    """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction."""
     _guarded.clear()
     for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
-        _entries[parameter] = GuardedParameter(reducer, name, i, release, owner)
+        _entries[parameter] = GuardedParameter(reducer, name, i, release)
     for name, parameter in frozen:
         before = _entries.get(parameter)
         if before is not None and before.is_alive and before.position is not None:
             continue  # another wrapper reduces it, when it is not frozen
-        _entries[parameter] = entry = GuardedParameter(reducer, name, None, release, owner)
+        _entries[parameter] = entry = GuardedParameter(reducer, name, None, release)
         # Left from before it was frozen: as good as the weights are.
         entry.used(parameter.grad, reducer.num_reductions)
 

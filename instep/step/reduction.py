@@ -32,7 +32,6 @@ from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle, Caps
 from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.header import COMPARE, VERSION, Header
-from instep.ordered.hook import weakly
 from instep.ordered.node_format import IN_FLOAT32, NodeFormat
 from instep.ordered.tree import host_major, rotated
 from instep.step.gradients import Gradients
@@ -140,8 +139,8 @@ class Reduction(ABC):
         "watch",
     )
     exchange: OrderedAllReduce
+    bundles: Sequence[Bundle]  # in the order in which they travel
     place: dict[int, Bundle]
-    watch: ReplicaWatch
 
     def __init__(
         self,
@@ -164,7 +163,6 @@ class Reduction(ABC):
         self.stream = Stream(device, inline=self.lane.inline)
         self.steps = 0  # optimizer steps so far
         self.ends_steps = True  # an optimizer's step ends what is recorded as a step
-        self.whole = True  # a forward of all parameters is behind it, not of another module that shares some
         self.all_step = True  # every rank's optimizer makes the same step
         self.exchanges = 0  # reductions since the last one
         self.num_reductions = 0  # that have gone well, in all
@@ -172,6 +170,7 @@ class Reduction(ABC):
         self._update: Span | None = None
         self.local = [False] * len(self.names)
         self.plan: StepPlan | None = None
+        self.weight = 1  # this rank's sum of weights, of the micro-batches that have had gradients
         self.shift = 0  # of declared steps: each rank has the share of the one so many after it
         self.leaf: int | None = None
         self.afterwards: PostReduceExchange | None = None  # of this reduction
@@ -190,9 +189,13 @@ class Reduction(ABC):
         self._warned_unused: set[int] = set()  # parameters
 
     @property
-    @abstractmethod
-    def bundles(self) -> Sequence[Bundle]:
-        """In the order in which they travel."""
+    def watch(self) -> ReplicaWatch:
+        """Compares what ranks hold alike, in each exchange."""
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: ReplicaWatch) -> None:
+        self._watch, self.exchange.compare = watch, watch.compare
 
     @abstractmethod
     def finish(self) -> None:
@@ -247,38 +250,37 @@ class Reduction(ABC):
         self.watch = ReplicaWatch(self.group, list, ())
         self._warned_unused = set(range(len(self.names)))
 
-    def begin(self, plan: StepPlan, weight: Callable[[], int]) -> None:
-        """A reduction begins. ``weight()`` is asked for this rank's sum of weights when buckets leave.
+    def begin(self, plan: StepPlan) -> None:
+        """A reduction begins; ``weight`` becomes this rank's sum of weights before its buckets leave.
 
         Raises:
             PeerLost: the group has lost a rank before; what it still owes would be paired with new exchanges.
         """
         self.recorder.ensure_step()  # also of a rank that has nothing to compute
-        self.leave()  # the reduction before, if its backward raised
-        self.lane.drain()
-        if isinstance(lost := self.lane.failed, PeerLost):
+        if self.plan is not None:  # of the reduction before: its backward raised
+            self.leave()
+        if isinstance(lost := self.lane.settle(), PeerLost):
             raise PeerLost(
                 f"{lost}. This group is lost: {self.lost_fix}",
                 ranks=lost.ranks,
                 operation=lost.operation,
             )
-        if self.lane.failed is not None:
-            self.lane.reset()
-        self.watch.begin()
+        self._watch.begin()
         self.plan, self._declared = plan, plan.declared
+        self.weight = 0 if plan.declared else 1
         self.afterwards, self.num_running, self.buffers = None, 0, 0
         self.exchange.buffers, self.exchange.fed = [], []
-        self._weight = weight
-        # What nodes are rounded at random by: a declared step that is made again has to have the same bits.
-        key = (1, plan.step, 0) if plan.declared else (0, self.steps, self.exchanges)
-        for bucket in self.bundles:
-            bucket.begin_nodes(*key)
+        if self.options.nodes.rounds:
+            # The key of random rounding: a declared step that is repeated must have the same bits.
+            key = (1, plan.step, 0) if plan.declared else (0, self.steps, self.exchanges)
+            for bucket in self.bundles:
+                bucket.begin_nodes(*key)
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
         """Gradients that arrive from now on belong to ``leaf``; ``last``: of this rank in this reduction."""
         self.leaf, self._last = leaf, last
         self._counts = [0] * len(self.names)
-        self.gradients.open_leaf()
+        self.gradients.came.clear()
         for bucket in self.bundles:
             bucket.ready_ns = 0
             bucket.is_open = True
@@ -296,7 +298,10 @@ class Reduction(ABC):
         if settles and bucket.is_open and self.gradients.is_large[i]:
             self._settle(i)
         self._counts[i] = number
-        self.gradients.came(i, final=self._declared)
+        gradient = self.parameters[i].grad
+        if gradient is not None:  # autograd also calls where a function has passed None on
+            # In a declared step no hook may edit it from here on.
+            self.gradients.came[i] = (gradient, gradient._version) if self._declared else None
         if self._last:
             bucket.ready_ns = time.monotonic_ns()
         if not bucket.is_open:
@@ -314,7 +319,8 @@ class Reduction(ABC):
                 bucket.is_open = False
                 self._close(bucket)
         self.leaf = None
-        self._learn()
+        if self._counts != self._expected:
+            self._learn()
 
     def first_unlike(self, gradients: Sequence[tuple[str, Tensor]]) -> int | None:
         """The number of the first of ``gradients``, by name, that not all ranks have alike; None if all do.
@@ -359,9 +365,7 @@ class Reduction(ABC):
             left=0,
         )
         found: list[list[int]] = []
-        self.lane.drain()
-        if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
-            self.lane.reset()
+        self.lane.settle()
         self.lane.run(operation, lambda: found.extend(self.exchange.come_to(header, words, operation))).wait()
         return found
 
@@ -377,7 +381,7 @@ class Reduction(ABC):
             self._update.end()
             self._update = None
         self.steps += 1
-        self.watch.stepped(self.steps)
+        self._watch.stepped(self.steps)
         self.exchanges = 0
         if self.ends_steps:
             self.recorder.stepped()
@@ -402,18 +406,12 @@ class Reduction(ABC):
     def _watch_over(self, held: Callable[[], Sequence[Replica]], alike: Sequence[Sequence[int]]) -> None:
         """In each exchange, ranks compare what they hold; ``exchange`` is there by now."""
         self.watch = ReplicaWatch(self.group, held, alike if self.options.check_replicas else ())
-        self.exchange.compare = weakly(self._compare)
-
-    def _compare(self, headers: Sequence[Header]) -> None:
-        self.watch.compare(headers)
 
     def _first_guess(self, i: int) -> int | None:
         """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
         return None
 
-    def _header(
-        self, bucket: Bundle, plan: StepPlan, weight: int, round: int = 0, num_carried: int = 0
-    ) -> Header:
+    def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0, num_carried: int = 0) -> Header:
         """What this rank says of ``bucket`` as it leaves; its slots note what is frozen by then."""
         for slot in bucket.slots:
             slot.frozen = not self.parameters[slot.position].requires_grad
@@ -426,7 +424,7 @@ class Reduction(ABC):
             num_elements=bucket.num_elements,
             num_leaves=plan.num_leaves,
             num_own=len(plan.leaves[self.group.rank]),
-            weight=weight,
+            weight=self.weight,
             ready_ns=bucket.ready_ns,
             launched_ns=time.monotonic_ns(),
             left=0,
@@ -435,17 +433,15 @@ class Reduction(ABC):
             declared_step=plan.step,
             data_position=plan.data_position,
             data_identity=plan.data_identity,
-            sampled=self.watch.sampled,
-            edited=self.watch.edited,
+            sampled=self._watch.sampled,
+            edited=self._watch.edited,
             num_running=self.num_running,
             buffers=self.buffers,
             fed=self.fed() if plan.declared else 0,
         )
 
     def _learn(self) -> None:
-        """Compare the accumulations of the closed leaf with what was expected."""
-        if self._counts == self._expected:
-            return
+        """The closed leaf had other numbers of accumulations than expected."""
         for i, count in enumerate(self._counts):
             expected = self._expected[i]
             if count == 0 or count == expected:
@@ -473,7 +469,7 @@ class Reduction(ABC):
             Desync: a rank had none because the parameter is frozen there, and others had one.
             ValueError: unused parameters are forbidden.
         """
-        if self.options.unused or not self.whole:
+        if self.options.unused:
             return
         unused = _find_unused(self.bundles)
         if alone := [x._replace(ranks=x.frozen) for x in unused if x.frozen]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from torch import Tensor
 from instep.memory import as_bytes
 from instep.mesh.device import fetch
 from instep.mesh.process_group import Group
-from instep.ordered.header import Header, in_doubt, whereabouts
+from instep.ordered.header import Header, whereabouts
 from instep.ordered.replicas import compare_replicas, odd_one_out, ranks_listed, together
 from instep.ordered.shards import MODEL, Shard, elements
 
@@ -51,6 +52,7 @@ UNWATCHED = (
     ". Where hosts compute updates in different ways, take hosts of one kind, or "
     "DataParallel(check_replicas=False), which trains without this comparison; fully_shard always compares"
 )
+_claims = attrgetter("sampled", "edited")
 Replica = tuple[str, Tensor]
 """The name and the live memory of what other ranks hold, too."""
 
@@ -103,10 +105,14 @@ class ReplicaWatch:
         Raises:
             ReplicasDiffer: on every rank, naming step, parameters and ranks, and which of these have written.
         """
-        if self._is_on and in_doubt(headers, self._alike):
+        if self._is_on and len(set(map(_claims, headers))) > 1 and self._differ(headers):
             shards = [Shard.whole(MODEL + name, x, self._mine) for name, x in self._held()]
             when = f"{whereabouts(headers[self._group.rank])},"
             compare_replicas(shards, self.steps, self._group, self._words(headers), when)
+
+    def _differ(self, headers: Sequence[Header]) -> bool:
+        """Whether ranks that hold the same claim different numbers."""
+        return any(len({_claims(headers[r]) for r in ranks}) > 1 for ranks in self._alike)
 
     def _words(self, headers: Sequence[Header]) -> tuple[str, str]:
         """The cause and the fix: was it written to since the last optimizer step, or left so by that?"""

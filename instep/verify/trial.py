@@ -159,7 +159,7 @@ class Trial:
         except BaseException:
             if reducer.exchanges == before and reducer.plan is None:
                 size = reducer.group.size
-                reducer.begin(StepPlan(False, size, [[r] for r in range(size)]), lambda: 1)
+                reducer.begin(StepPlan(False, size, [[r] for r in range(size)]))
             reducer.leave()
             raise
 
