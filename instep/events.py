@@ -398,10 +398,7 @@ class Span:
         )
 
     begin = __enter__
-
-    def end(self) -> None:
-        """What has begun is over."""
-        self.__exit__()
+    end = __exit__
 
     def cancel(self) -> None:
         """It will not end, and leaves no event."""

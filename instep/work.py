@@ -26,52 +26,39 @@ class Refused(RuntimeError):
     """A lane that has failed, or is closed, does nothing more."""
 
 
-class Once:
-    """A ``threading.Event`` that is set once: a bare lock, which takes a tenth of the time, also to wake."""
-
-    __slots__ = ("_lock", "happened")
-
-    def __init__(self) -> None:
-        self.happened = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        """Those who wait go on, one after the other."""
-        if not self.happened:
-            self.happened = True
-            self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is set, ``timeout`` seconds at most; whether it is."""
-        if not self.happened and self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            self._lock.release()
-        return self.happened
-
-
 class Work:
-    """One thing under way: not begun, running, done, or failed with ``error``."""
+    """One thing under way: not begun, running, done, or failed with ``error``.
+
+    Its bare lock takes a tenth of the time of a ``threading.Event``, also to wake a thread.
+    """
+
+    __slots__ = ("_lock", "awaited", "ended_ns", "error", "happened", "operation")
 
     def __init__(self, operation: str, awaited: bool = True) -> None:
         self.operation, self.awaited = operation, awaited
         self.error: BaseException | None = None
         self.ended_ns = 0
-        self.finished = Once()
+        self.happened = False  # it has ended, well or not
+        self._lock = threading.Lock()
+        self._lock.acquire()
 
     def done(self) -> bool:
-        return self.finished.happened
+        return self.happened
 
     def arrive(self, timeout_s: float | None = None) -> bool:
         """Block until done, ``timeout_s`` at most; whether it is."""
-        return self.finished.wait(timeout_s)
+        timeout = -1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
+        if not self.happened and self._lock.acquire(timeout=timeout):
+            self._lock.release()
+        return self.happened
 
     def wait(self, deadline: float | None = None) -> None:
         """Block until done, then raise ``error`` if there is one.
 
         ``deadline`` is a ``time.monotonic()`` value in seconds; past it ``PeerLost`` names the operation.
         """
-        timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        if not self.finished.happened and not self.finished.wait(timeout):
+        timeout_s = None if deadline is None else deadline - time.monotonic()
+        if not self.happened and not self.arrive(timeout_s):
             raise PeerLost(f"{self.operation} did not end before its deadline", operation=self.operation)
         if isinstance(self.error, InstepError):  # it says all, and has the frames of all who have raised it
             raise self.error.with_traceback(None)
@@ -92,7 +79,9 @@ class Work:
     def end(self, error: BaseException | None = None) -> None:
         """The work has ended; threads that wait for it go on."""
         self.error, self.ended_ns = error, time.monotonic_ns()
-        self.finished.set()
+        if not self.happened:
+            self.happened = True
+            self._lock.release()
 
 
 @dataclass
@@ -148,7 +137,7 @@ class Handle:
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         """``TimeoutError`` after a while; the backend's own error, if that is why it failed."""
-        if not self._work.finished.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
+        if not self._work.arrive(timeout.total_seconds()):
             raise TimeoutError
         if self._work.error is not None:
             raise self._work.reason()
@@ -208,7 +197,7 @@ class Lane:
                 f"{operation} was called by what runs on {self.name!r}: it cannot wait for itself"
             )
         with self._lock:
-            idle = self._last is None or self._last.finished.happened
+            idle = self._last is None or self._last.happened
             if idle:
                 self._state.running.acquire()  # free at once: what was last has ended
                 work = self._last = Work(operation)
@@ -219,16 +208,16 @@ class Lane:
             finally:
                 self._state.runner = 0
                 self._state.running.release()
-                if not work.finished.happened:  # interrupted before it began
+                if not work.happened:  # interrupted before it began
                     work.end(Refused(f"{operation} was interrupted"))
             return work
         work = self.submit(operation, function)
-        work.finished.wait()
+        work.arrive()
         return work
 
     def settle(self) -> BaseException | None:
         """Wait for everything submitted, and forget a failure that is no lost rank: else return it."""
-        if self._last is not None and not self._last.finished.happened:
+        if self._last is not None and not self._last.happened:
             self.drain()
         if self._state.failed is not None and not isinstance(self._state.failed, PeerLost):
             self._state.failed = None
@@ -242,7 +231,7 @@ class Lane:
     def drain(self) -> None:
         """Block until everything submitted has ended, whether it failed or not."""
         if self._last is not None:
-            self._last.finished.wait()
+            self._last.arrive()
 
     def _begin(self) -> None:
         if self._thread is None:

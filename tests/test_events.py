@@ -89,13 +89,15 @@ def test_several_things_that_have_ended_are_recorded_at_once():
     recorder = Recorder(rank=2)
     recorder.step = 4
     with recorder.as_lane("replica 1"):
-        recorder.put_all([("queued", 1, 2, -1)], lane="communication", bucket=3)
-    recorder.put_all([("wait", 2, 5, 0), ("agree", 5, 6, -1)], lane="communication", bucket=7)
-    fields = [(x.lane, x.name, x.start_ns, x.end_ns, x.step, x.bucket, x.peer) for x in recorder.events]
+        recorder.put_all([("queued", 1, 2, 0, -1)], lane="communication", bucket=3)
+    recorder.put_all([("wait", 2, 5, 0, 0), ("exchange", 5, 6, 80, -1)], lane="communication", bucket=7)
+    fields = [
+        (x.lane, x.name, x.start_ns, x.end_ns, x.bytes, x.step, x.bucket, x.peer) for x in recorder.events
+    ]
     assert fields == [
-        ("replica 1", "queued", 1, 2, 4, 3, -1),
-        ("communication", "wait", 2, 5, 4, 7, 0),
-        ("communication", "agree", 5, 6, 4, 7, -1),
+        ("replica 1", "queued", 1, 2, 0, 4, 3, -1),
+        ("communication", "wait", 2, 5, 0, 4, 7, 0),
+        ("communication", "exchange", 5, 6, 80, 4, 7, -1),
     ]
 
 

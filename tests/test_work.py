@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from instep.errors import PeerLost
-from instep.work import Handle, Lane, Once, Refused, Work
+from instep.work import Handle, Lane, Refused, Work
 
 PATIENCE_S = 20
 
@@ -136,19 +136,21 @@ def test_what_was_queued_before_a_reset_is_still_refused(threaded):
     assert done == []
 
 
-def test_whoever_has_waited_finds_the_lane_failed(threaded):
+def test_whoever_has_waited_finds_the_lane_failed(threaded, monkeypatch):
     """Else a reset right after the wait could come before the failure, and the lane stay closed for good."""
     seen: list[BaseException | None] = []
 
-    class Watched(Once):
-        def set(self) -> None:
-            seen.append(threaded.failed)
-            super().set()
+    end = Work.end
 
+    def watched(work: Work, error: BaseException | None = None) -> None:
+        if work.operation == "a search":
+            seen.append(threaded.failed)
+        end(work, error)
+
+    monkeypatch.setattr(Work, "end", watched)
     gate, error = Gate(), LookupError()
     threaded.submit("the gate", gate)
     work = threaded.submit("a search", lambda: fail(error))
-    work.finished = Watched()
     gate.open()
     with pytest.raises(LookupError):
         work.wait()

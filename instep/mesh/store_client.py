@@ -62,7 +62,7 @@ class StoreClient:
 
         if self._asked is None or self._asked.done():
             self._asked = self._lane.submit("a question to a store", run)
-            if self._asked.finished.wait(self.patience_s):
+            if self._asked.arrive(self.patience_s):
                 return answers.pop() if answers else _raise(errors)
             _unanswered.append(self._asked)
         raise TimeoutError(f"no answer from the store within {self.patience_s:g} s")

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from instep.memory import PIECE_BYTES
-from instep.native.library import NO_SCALE, TIMES, Core, core
+from instep.native.library import NO_SCALE, TIMES, core
 from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import Sum
 
 _NATIVE = (torch.float32, torch.float64)
+_address = Tensor.data_ptr
 
 
 def add_up(
@@ -35,28 +36,21 @@ def add_up(
     ``nodes``.
     """
     native = None if nodes.rounds else core()
-    if native is None or not _in_native(native, values, plan, scale, homes):
+    if native is None or not _can_be_native(values, homes):
+        _in_pieces(values, plan, scale, homes, nodes, first, kept)
+        return
+    length, itemsize = values[0].numel(), values[0].dtype.itemsize
+    finish = (NO_SCALE, 1.0) if scale == 1.0 else (TIMES, scale)
+    from_, to = tuple(map(_address, values)), tuple(map(_address, homes))
+    if not native.add_up(from_, plan.adds, plan.root, to, length, itemsize, finish=finish):
         _in_pieces(values, plan, scale, homes, nodes, first, kept)
 
 
-def _in_native(
-    native: Core, values: Sequence[Tensor], plan: Sum, scale: float, homes: Sequence[Tensor]
-) -> bool:
-    first = values[0]
-    if first.dtype not in _NATIVE:
-        return False
+def _can_be_native(values: Sequence[Tensor], homes: Sequence[Tensor]) -> bool:
     for x in (*values, *homes):
         if not (x.is_cpu and x.is_contiguous()):
             return False
-    return native.add_up(
-        [value.data_ptr() for value in values],
-        plan.adds,
-        plan.root,
-        [home.data_ptr() for home in homes],
-        first.numel(),
-        first.dtype.itemsize,
-        finish=(NO_SCALE, 1.0) if scale == 1.0 else (TIMES, scale),
-    )
+    return values[0].dtype in _NATIVE
 
 
 def _in_pieces(

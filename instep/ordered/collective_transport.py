@@ -7,6 +7,7 @@ ranks, and all add everything: one message, where slices take two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from instep.ordered.buckets import Bucket
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
+_value = itemgetter(1)
 # Of all roots of a bucket together. A second message takes as long as so much takes to travel, and to add.
 AT_ONCE_BYTES = 256 << 10
 
@@ -40,20 +42,23 @@ class CollectiveTransport:
 
     def meet(self, row: Tensor, name: str, bucket: Bucket | None = None, plan: Sum | None = None) -> Tensor:
         """The ``row`` (length,) of every rank: (W, length)."""
-        out = torch.empty(self.group.size * len(row), dtype=row.dtype, device=row.device)
-        self.group.all_gather(out, row, name)
-        return out.view(self.group.size, len(row))
+        rows = torch.empty((self.group.size, row.numel()), dtype=row.dtype, device=row.device)
+        self.group.all_gather(rows.view(-1), row, name)
+        return rows
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         """The sum of all ranks' roots, times ``scale``, into the ``home`` of ``bucket``."""
-        own_roots = [root for _, root in bucket.counter.roots]
-        nodes, size = bucket.nodes, self.group.size
-        if size == 1:
-            add_up(own_roots, plan, scale, [own_roots[plan.root]], nodes)
-            return
-        if self._is_small(bucket, plan):
+        if self.group.size == 1:
+            own_roots = values_of(bucket)
+            add_up(own_roots, plan, scale, [own_roots[plan.root]], bucket.nodes)
+        elif sum(plan.counts) * bucket.nbytes <= self.at_once_bytes:
             self._gather_everything(bucket, plan, scale, name)
-            return
+        else:
+            self._exchange_slices(bucket, plan, scale, name)
+
+    def _exchange_slices(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        """An all-to-all of root slices, a local sum, an all-gather of its result."""
+        own_roots, nodes, size = values_of(bucket), bucket.nodes, self.group.size
         length, first = nodes.wire_length, self.group.rank * bucket.slice_length
         received = self.scratch.take(sum(plan.counts) * length, nodes.wire_dtype, bucket.device)
         splits = [count * length for count in plan.counts]
@@ -66,22 +71,26 @@ class CollectiveTransport:
         self.group.all_gather(gathered, own, name)
         nodes.decode_mean(gathered, scale, bucket.home)
 
-    def _is_small(self, bucket: Bucket, plan: Sum) -> bool:
-        return sum(plan.counts) * bucket.nbytes <= self.at_once_bytes
-
     def _gather_everything(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         """All roots come to all ranks, whole, in one message; each adds them up."""
         nodes, size, most = bucket.nodes, self.group.size, max(plan.counts)
-        roots, length = [root for _, root in bucket.counter.roots], nodes.wire_length * size
+        roots, length = values_of(bucket), nodes.wire_length * size
         alone = most == len(roots) == 1  # then it can be sent from where it is
         memory = self.scratch.take((size + (not alone)) * most * length, nodes.wire_dtype, bucket.device)
         received, sent = memory[: size * most * length], memory[size * most * length :]
-        for root, row in zip(roots, sent.split(length) if len(sent) else (), strict=False):
+        for root, row in zip(roots, () if alone else sent.split(length), strict=False):
             nodes.encode(root, out=row)
         self.group.all_gather(received, nodes.encode(roots[0]) if alone else sent, name)
-        rows = received.view(size, most, length)
-        values = [nodes.decode(rows[rank, i]) for rank, count in enumerate(plan.counts) for i in range(count)]
-        add_up(values, plan, scale, [bucket.home], nodes)
+        rows, values = received.view(size, most, length), list[Tensor]()
+        for rank, count in enumerate(plan.counts):
+            its = rows[rank, :count].unbind()
+            values += map(nodes.decode, its) if nodes.rounds else its
+        add_up(values, plan, scale, [bucket.counter.home], nodes)
+
+
+def values_of(bucket: Bucket) -> list[Tensor]:
+    """The roots of this rank, in the order of the tree."""
+    return [*map(_value, bucket.counter.roots)]
 
 
 def by_owner(roots: Sequence[Tensor], size: int, nothing: Tensor) -> Tensor:

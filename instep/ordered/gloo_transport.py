@@ -14,7 +14,7 @@ from torch import Tensor
 from instep.comm.messages import Messages
 from instep.ordered.add_up import add_up_to_send
 from instep.ordered.buckets import Bucket
-from instep.ordered.collective_transport import CollectiveTransport
+from instep.ordered.collective_transport import CollectiveTransport, values_of
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
@@ -25,13 +25,13 @@ Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
 class GlooTransport(CollectiveTransport):
     """A ``Transport`` of buckets on the CPU; those on another device travel by the backend's collectives."""
 
-    def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
-        if self.group.size == 1 or bucket.device.type != "cpu" or self._is_small(bucket, plan):
-            super().reduce(bucket, plan, scale, name)
+    def _exchange_slices(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        if bucket.device.type != "cpu":
+            super()._exchange_slices(bucket, plan, scale, name)
             return
         messages = Messages(self.group.pg, self.group.ranks)
         slices = OwnedSlices(bucket, bucket.home, self.group.rank, 0, self.scratch)
-        roots = [root for _, root in bucket.counter.roots]
+        roots = values_of(bucket)
 
         def exchange() -> None:
             for sent, received in slices.rounds(roots, plan, scale):

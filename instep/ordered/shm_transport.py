@@ -21,7 +21,7 @@ from instep.mesh.axes import round_up
 from instep.mesh.process_group import Group
 from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket, TreeAccumulator
-from instep.ordered.collective_transport import CollectiveTransport
+from instep.ordered.collective_transport import CollectiveTransport, values_of
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
@@ -65,10 +65,12 @@ class ShmTransport(CollectiveTransport):
         return headers
 
     def _write(self, half: Tensor, length: int, bucket: Bucket, plan: Sum) -> None:
-        roots = [root for _, root in bucket.counter.roots]
+        roots = values_of(bucket)
         if self._is_small(bucket, plan):
-            for i, root in enumerate(roots):
-                self._part(half, _start_of_data(length) + i * bucket.nbytes, root).copy_(root)
+            start, nbytes = _start_of_data(length), bucket.nbytes
+            for root in roots:
+                self._part(half, start, root).copy_(root)
+                start += nbytes
             return
         words = [word for x in (*roots, bucket.home) for word in self.group.address_of(x)]
         told = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
@@ -76,16 +78,19 @@ class ShmTransport(CollectiveTransport):
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         if self._is_small(bucket, plan):
-            self._add_everything(bucket, plan, scale, self._take_shown(bucket, plan, name))
+            self._add_everything(bucket, plan, scale, name)
             return
         reached = self.map_roots(bucket, plan, name)
         if reached is None:
-            super().reduce(bucket, plan, scale, name)
+            self._exchange_slices(bucket, plan, scale, name)
             return
         _, values, homes = reached
         add_up(values, plan, scale, homes, bucket.nodes, self._own(bucket).start)
         if not bucket.followed:
             self.group.barrier(name)
+
+    def _is_small(self, bucket: Bucket, plan: Sum) -> bool:
+        return sum(plan.counts) * bucket.nbytes <= self.at_once_bytes
 
     def _take_shown(self, bucket: Bucket, plan: Sum, name: str) -> Tensor:
         """What all have written down of ``bucket`` in ``meet``, or else now."""
@@ -100,16 +105,18 @@ class ShmTransport(CollectiveTransport):
         length = bucket.num_elements // self.group.size
         return slice(self.group.rank * length, (self.group.rank + 1) * length)
 
-    def _add_everything(self, bucket: Bucket, plan: Sum, scale: float, shown: Tensor) -> None:
-        values, kept = list[Tensor](), list[int]()
+    def _add_everything(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
+        values, kept, home = list[Tensor](), list[int](), bucket.counter.home
+        shown = self._take_shown(bucket, plan, name)
         for rank, count in enumerate(plan.counts):
             if rank == self.group.rank:
-                values += [root for _, root in bucket.counter.roots]
+                values += values_of(bucket)
                 continue
             kept += range(len(values), len(values) + count)
             start = rank * shown.stride(0) + _start_of_data(self._start)
-            values += [self._part(shown, start + i * bucket.nbytes, bucket.home) for i in range(count)]
-        add_up(values, plan, scale, [bucket.home], bucket.nodes, kept=kept)
+            for i in range(count):
+                values.append(self._part(shown, start + i * bucket.nbytes, home))
+        add_up(values, plan, scale, [home], bucket.nodes, kept=kept)
 
     def map_roots(self, bucket: Bucket, plan: Sum, name: str) -> Reached | None:
         """What all ranks have of ``bucket``; None, on every rank, if something lies in private memory."""

@@ -102,9 +102,10 @@ class Sum:
 
 def plan_sum(leaves: Sequence[Sequence[int]], num_leaves: int) -> Sum:
     """The sum over all ranks, of which rank r holds ``leaves[r]``; kept, because every bucket asks anew."""
-    # A range is compared without its numbers.
-    hashable = [own if isinstance(own, range) else tuple(own) for own in leaves]
-    return _plan_sum(tuple(hashable), num_leaves)
+    try:
+        return _plan_sum(tuple(leaves), num_leaves)  # a range is compared without its numbers
+    except TypeError:  # lists
+        return _plan_sum(tuple(map(tuple, leaves)), num_leaves)
 
 
 @lru_cache(maxsize=64)

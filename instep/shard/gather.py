@@ -285,7 +285,7 @@ class Gathers:
         if not all(work.done() for work in works):
             with self._recorder.span(PARAMETER_GATHER, lane="host"):
                 for work in works:
-                    work.finished.wait()
+                    work.arrive()
         for work in works:
             if work.error is not None:
                 error = work.error

@@ -319,7 +319,7 @@ class Unit(FlatParameters):
         if not changed:
             self.look()
         if self.work is not None:
-            self.work.finished.wait()
+            self.work.arrive()
             self.work = None
         self.shown = False
         self.hide()

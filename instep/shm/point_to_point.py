@@ -90,7 +90,7 @@ class PointToPoint:
             self._waiting.remove(receive)
         if not self.closed:
             self.shared.fail(error)
-        if not receive.finished.happened:
+        if not receive.happened:
             receive.end(error)
 
     def close(self) -> None:
@@ -146,9 +146,9 @@ class Receive(Work):
         self._owner = owner
 
     def done(self) -> bool:
-        if not self.finished.happened:
+        if not self.happened:
             self._owner.progress()
-        return self.finished.happened
+        return self.happened
 
     def arrive(self, timeout_s: float | None = None) -> bool:
         peers, arrival = self._owner.peers, _Arrival(self, self._owner, timeout_s)
@@ -156,7 +156,7 @@ class Receive(Work):
             peers.wait(arrival, self.operation, missing=arrival.missing)
         except PeerLost as error:
             self._owner.fail(self, error)
-        return self.finished.happened
+        return self.happened
 
 
 class _Arrival:

@@ -181,6 +181,7 @@ class Reduction(ABC):
         self.observer: Callable[[int, Any, Tensor], None] | None = None
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
+        self._rounds_nodes = options.nodes.rounds
         self._reordered = not (options.strategy.overlaps and names) or group.size == 1
         self._seen: dict[int, None] = {}  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
@@ -270,7 +271,7 @@ class Reduction(ABC):
         self.weight = 0 if plan.declared else 1
         self.afterwards, self.num_running, self.buffers = None, 0, 0
         self.exchange.buffers, self.exchange.fed = [], []
-        if self.options.nodes.rounds:
+        if self._rounds_nodes:
             # The key of random rounding: a declared step that is repeated must have the same bits.
             key = (1, plan.step, 0) if plan.declared else (0, self.steps, self.exchanges)
             for bucket in self.bundles:
