@@ -67,7 +67,7 @@ class RingBuffer:
         lane: str,
         start_ns: int,
         end_ns: int,
-        num_bytes: int,
+        size: int,
         step: int,
         leaf: int,
         bucket: int,
@@ -78,21 +78,11 @@ class RingBuffer:
         kind = self._kinds.get((name, lane))
         if kind is None:
             kind = self._kinds[name, lane] = self._number(name), self._number(lane)
+        named, on = kind
         number = next(self._numbers)
+        at = FIRST + (number - 1) % self.capacity * RECORD.size
         RECORD.pack_into(
-            self._memory,
-            FIRST + (number - 1) % self.capacity * RECORD.size,
-            number,
-            start_ns,
-            end_ns,
-            num_bytes,
-            step,
-            leaf,
-            bucket,
-            peer,
-            kind[0],
-            kind[1],
-            stage + 1,
+            self._memory, at, number, start_ns, end_ns, size, step, leaf, bucket, peer, named, on, stage + 1
         )
         if number > self.newest:  # of two threads the second may get here first
             self.newest = number

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from instep.events import GLOBAL_LOSS
 from instep.memory import bytes_of, tensor_of
@@ -27,11 +29,7 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
 from instep.ordered.norm import rounded
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    Ranks = Mesh | ProcessGroup | None
-
+Ranks = Mesh | ProcessGroup | None
 Values = float | Tensor | Iterable[Any]
 """A number, a tensor of any shape, or a list of these."""
 
@@ -65,7 +63,7 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
         >>> instep.mean([0.25, 1.0], weights=[2, 1])  # losses of batches of 2 and 1: each sample counts once
         0.5
     """
-    group = _group(process_group)
+    group, waiting = _group(process_group)
 
     def sums() -> list[Any]:
         numbers = _numbers(values)
@@ -75,7 +73,7 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
         return [str(total), str(sum((Fraction(n) for _, n in pairs), Fraction())), not_finite]
 
     mine = attempt(sums)  # before the span: it may wait for a device, but for no rank
-    with _waiting(process_group):
+    with waiting:
         _, everyone = all_tell(group, "instep.mean", mine, lambda sums: json.dumps(sums).encode())
     totals, counts, not_finite = zip(*map(json.loads, everyone), strict=True)
     count = sum(map(Fraction, counts))
@@ -111,35 +109,31 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
         tensor([[10.],
                 [30.]])
     """
-    group = _group(process_group)
-    with _waiting(process_group):
+    group, waiting = _group(process_group)
+    with waiting:
         rows, order = all_or_none(group, "instep.gather", lambda: _checked(tensors, index))
         kinds = [f"tensor {i} of {x.dtype} and shape {('rows', *x.shape[1:])}" for i, x in enumerate(rows)]
         kinds.append("an index" if order is not None else "no index")
         require_same_lines(group, "what they gather", kinds, fix=". Pass tensors of one kind on every rank")
         whole = [_rows_of_all(x, group) for x in rows]
         if order is not None:
-            chosen = _each_once(_rows_of_all(order, group))
-            whole = [x[chosen.to(x.device)] for x in whole]
+            samples = _rows_of_all(order, group).numpy()
+            firsts = torch.from_numpy(np.unique(samples, return_index=True)[1])
+            whole = [x[firsts.to(x.device)] for x in whole]
     return whole[0] if len(whole) == 1 else tuple(whole)
 
 
-def _group(process_group: Ranks) -> Group:
-    """A group for the thread that trains, which waits for every exchange. Without a mesh, created once."""
+def _group(process_group: Ranks) -> tuple[Group, AbstractContextManager[Any]]:
+    """A group for the training thread, which waits for every exchange, and the span of the wait."""
     ranks = ranks_meant(process_group)
     if ranks is None:
-        return alone()
+        return alone(), nullcontext()
     if isinstance(ranks, Mesh):
-        return (ranks.whole if ranks.is_view else ranks.data).group
+        group = (ranks.whole if ranks.is_view else ranks.data).group
+        return group, ranks.recorder.span(GLOBAL_LOSS, lane="host")
     if ranks not in _groups:
         _groups[ranks] = find_ranks(ranks, what="instep.mean or instep.gather")[0]
-    return _groups[ranks]
-
-
-def _waiting(process_group: Ranks) -> AbstractContextManager[Any]:
-    """Records the block as a wait for other ranks, if there is a mesh."""
-    ranks = ranks_meant(process_group)
-    return ranks.recorder.span(GLOBAL_LOSS, lane="host") if isinstance(ranks, Mesh) else nullcontext()
+    return _groups[ranks], nullcontext()
 
 
 def _numbers(values: Values) -> list[float]:
@@ -200,12 +194,3 @@ def _rows_of_all(x: Tensor, group: Group) -> Tensor:
     if not any(rows):  # the number of rows cannot be inferred from no elements
         return x.clone()
     return tensor_of(b"".join(rows), x.dtype).view(-1, *x.shape[1:]).to(x.device)
-
-
-def _each_once(index: Tensor) -> Tensor:
-    """Positions of the rows to keep: by sample, the first of each."""
-    order = index.argsort(stable=True)
-    ordered = index[order]
-    is_first = torch.ones(len(order), dtype=torch.bool, device="cpu")
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    return order[is_first]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy.random  # here, because NumPy loads it late: draws before it is loaded would not be keyed
+import numpy.random as npr  # here, because NumPy loads it late: draws before it is loaded would not be keyed
 import torch
 from torch import Tensor, nn
 
@@ -24,13 +24,7 @@ from instep.ordered.attributes import own_attributes, reached, within
 _state_lock = threading.Lock()
 DEPTH = 3  # levels below an attribute that are searched
 _WITHOUT_GENERATOR = (Tensor, int, float, str, type(None))
-_KINDS = (
-    torch.Generator,
-    random.Random,
-    numpy.random.RandomState,
-    numpy.random.Generator,
-    numpy.random.BitGenerator,
-)
+_KINDS = (torch.Generator, random.Random, npr.RandomState, npr.Generator, npr.BitGenerator)
 
 
 def seed_generator(generator: torch.Generator, key: int) -> None:
@@ -67,7 +61,7 @@ def _keyed(name: str, x: Any) -> KeyedGenerator:
         return KeyedGenerator(name, partial(state_of, x), partial(seed_generator, x), x.set_state)
     if isinstance(x, random.Random):
         return KeyedGenerator(name, x.getstate, x.seed, x.setstate)
-    if isinstance(x, numpy.random.RandomState):
+    if isinstance(x, npr.RandomState):
         return KeyedGenerator(name, partial(x.get_state, legacy=False), partial(_seed_legacy, x), x.set_state)
     bits = getattr(x, "bit_generator", x)
     restore = partial(setattr, bits, "state")
@@ -89,7 +83,7 @@ def default_generator() -> KeyedGenerator:
 
 def global_generators() -> list[KeyedGenerator]:
     """``random`` and ``numpy.random``."""
-    return [_keyed("random", random._inst), _keyed("numpy.random", numpy.random.mtrand._rand)]
+    return [_keyed("random", random._inst), _keyed("numpy.random", npr.mtrand._rand)]
 
 
 def same_state(one: Any, other: Any) -> bool:

@@ -134,10 +134,10 @@ class RoundedNodes(BucketNodes):
     rounds = True
 
     def __init__(
-        self, slice_length: int, num_slices: int, dtype: torch.dtype, random: RandomBits | None
+        self, slice_length: int, num_slices: int, wire_dtype: torch.dtype, random: RandomBits | None
     ) -> None:
-        super().__init__(slice_length, num_slices, dtype)
-        self._random = random
+        super().__init__(slice_length, num_slices, torch.float32)
+        self.wire_dtype, self._random = wire_dtype, random
 
     def begin(self, *key: int) -> None:
         if self._random is not None:
@@ -204,12 +204,6 @@ class RoundedNodes(BucketNodes):
 class BFloat16Nodes(RoundedNodes):
     """Nodes of the upper 16 bits of float32. Stochastic rounding is exact to 2**-16 of a step."""
 
-    def __init__(
-        self, slice_length: int, num_slices: int, dtype: torch.dtype, random: RandomBits | None
-    ) -> None:
-        super().__init__(slice_length, num_slices, dtype, random)
-        self.wire_dtype = torch.bfloat16
-
     def _round(self, x: Tensor, node: Node, first: int) -> None:
         if self._random is None:
             x.copy_(x.bfloat16())
@@ -239,17 +233,15 @@ class Int8Nodes(RoundedNodes):
         self,
         slice_length: int,
         num_slices: int,
-        dtype: torch.dtype,
         random: RandomBits | None,
         stretches: Sequence[Stretch],
         device: torch.device,
     ) -> None:
-        super().__init__(slice_length, num_slices, dtype, random)
+        super().__init__(slice_length, num_slices, torch.uint8, random)
         with torch.inference_mode(False):  # it is kept
             self._block_of = _block_of(stretches, slice_length * num_slices).to(device)  # by granule
         edges = [int(x) for x in self._block_of[:: slice_length // GRANULE]] + [int(self._block_of[-1]) + 1]
         most = max(after - before for before, after in pairwise(edges))
-        self.wire_dtype = torch.uint8
         self.wire_length = slice_length + round_up(most * SCALE_BYTES, GRANULE)
         by_block = self._block_of.view(-1, BLOCK_ELEMENTS // GRANULE)
         self._is_whole = (by_block == by_block[:, :1]).all(1).cpu()
@@ -392,8 +384,8 @@ class NodeFormat:
         if self.rounding == "stochastic":
             random = RandomBits(self.seed, stretches, slice_length * num_slices, device)
         if self.nodes == "bfloat16":
-            return BFloat16Nodes(slice_length, num_slices, dtype, random)
-        return Int8Nodes(slice_length, num_slices, dtype, random, stretches, device)
+            return BFloat16Nodes(slice_length, num_slices, torch.bfloat16, random)
+        return Int8Nodes(slice_length, num_slices, random, stretches, device)
 
 
 IN_FLOAT32 = NodeFormat()
