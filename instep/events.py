@@ -324,5 +324,4 @@ class Span:
                 self.recorder.watch(self.name, False)
 
 
-_new_span = object.__new__
-_new_event = tuple.__new__
+_new_span, _new_event = object.__new__, tuple.__new__

@@ -52,8 +52,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def bytes_of(x: Tensor) -> bytes:
     """The values of ``x``, on any device, in logical order, as a message."""
-    data: bytes = as_bytes(x).cpu().numpy().tobytes()
-    return data
+    return bytes(as_bytes(x).cpu().numpy())
 
 
 def tensor_of(data: bytes, dtype: torch.dtype) -> Tensor:

@@ -78,8 +78,7 @@ class RingBuffer:
         kind = self._kinds.get((name, lane))
         if kind is None:
             kind = self._kinds[name, lane] = self._number(name), self._number(lane)
-        named, on = kind
-        number = next(self._numbers)
+        number, (named, on) = next(self._numbers), kind
         at = FIRST + (number - 1) % self.capacity * RECORD.size
         RECORD.pack_into(
             self._memory, at, number, start_ns, end_ns, size, step, leaf, bucket, peer, named, on, stage + 1

@@ -40,8 +40,8 @@ _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()  # made for process
 def mean(values: Values, weights: Values | None = None, *, process_group: Ranks = None) -> float:
     """The mean of the values of all ranks, which may pass any number of values. Collective.
 
-    The mean is exact, and rounded once to float64: the same bits for every number of ranks.
-    Costs a small all-gather: a rank sends its exact sums of values and weights, two fractions.
+    The mean is exact, and rounded once to float64: the same bits for every number of ranks. Costs a small
+    all-gather: a rank sends its exact sums of values and weights, two fractions.
 
     Args:
         values: a number, a tensor of any shape, dtype and device, or a list of these.

@@ -188,17 +188,10 @@ class RoundedNodes(BucketNodes):
             for start, piece in _pieces(values):
                 yield first + k * self.slice_length, start, piece, row
 
-    def _round(self, x: Tensor, node: Node, first: int) -> None:
-        """``round`` for a piece."""
-        raise NotImplementedError
-
-    def _encode(self, x: Tensor, row: Tensor, start: int, first: int) -> None:
-        """Encode a piece, elements from ``start`` on of the slice that begins at ``first``, into ``row``."""
-        raise NotImplementedError
-
-    def _decode(self, x: Tensor, row: Tensor, start: int, first: int) -> None:
-        """Undo ``_encode``."""
-        raise NotImplementedError
+    # By format, for a piece: elements from ``start`` on of the slice that begins at ``first``.
+    def _round(self, x: Tensor, node: Node, first: int) -> None: ...
+    def _encode(self, x: Tensor, row: Tensor, start: int, first: int) -> None: ...
+    def _decode(self, x: Tensor, row: Tensor, start: int, first: int) -> None: ...
 
 
 class BFloat16Nodes(RoundedNodes):

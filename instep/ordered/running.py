@@ -112,14 +112,11 @@ def from_bytes(data: bytes, buffers: Sequence[Tensor], whose: str) -> dict[int, 
 def _change(fields: Any, num_buffers: int) -> BufferChange:
     rule, buffers, momentum, counters, num_rows = fields
     change = BufferChange(Rule(rule), tuple(buffers), momentum, tuple(counters), num_rows)
-    if (
-        not 0 < len(set(buffers)) == len(buffers)
-        or len(counters) != (len(buffers) if momentum is None else 0)
-        or any(type(b) is not int or not 0 <= b < num_buffers for b in (*buffers, *counters))
-        or type(num_rows) is not int
-        or num_rows < 0
-        or not isinstance(momentum, float | int | None)
-    ):
+    distinct = 0 < len(set(buffers)) == len(buffers)
+    counted = len(counters) == (len(buffers) if momentum is None else 0)
+    exist = all(type(b) is int and 0 <= b < num_buffers for b in (*buffers, *counters))
+    numbers = type(num_rows) is int and num_rows >= 0 and isinstance(momentum, float | int | None)
+    if not (distinct and counted and exist and numbers):
         raise ValueError(f"expected a change of distinct buffers, 0 to {num_buffers - 1}, got {fields!r}")
     return change
 
