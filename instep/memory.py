@@ -1,6 +1,6 @@
-"""Private memory that outlives an operation.
+"""Private memory that is kept beyond one operation.
 
-Scratch comes from here, and so do buckets where the backend has no memory that all ranks can map;
+Scratch memory is allocated here, and so are buckets where the backend has no memory that all ranks can map;
 ``mesh.process_group.Group.allocate`` decides. Every address is aligned: some matrix kernels choose another
 code path, and so other bits, when an operand is not on a vector boundary.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 ALIGN_BYTES = {"cpu": 64, "cuda": 256}
-# Long sums over several buffers are made in pieces of this size, which a core's second-level cache holds, so
-# that a partial sum never goes to main memory; much smaller ones only cost calls.
+# Long sums over several buffers are computed in pieces of this size, which fit into a core's second-level
+# cache, so that partial sums never go to main memory; much smaller pieces only cost calls.
 PIECE_BYTES = 512 << 10
-MAPPED_BYTES = 1 << 20  # below, a mapping would cost more than what an arena keeps
+MAPPED_BYTES = 1 << 20  # below, a mapping costs more than malloc's arenas waste
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Segment:
 
     def elements(self, dtype: torch.dtype) -> Tensor:
         """The whole segment as a flat tensor of ``dtype``."""
-        with torch.inference_mode(False):  # it outlives what it is made in
+        with torch.inference_mode(False):  # it is kept
             return self.tensor.view(dtype)
 
 
 def flat(x: Tensor) -> Tensor:
-    """The memory of a contiguous ``x`` in one row, (numel,).
+    """The memory of a contiguous ``x`` as (numel,).
 
-    A dimension of length 1 may have any stride in a contiguous tensor, and torch views only stride 1 in
-    another dtype: so it is set.
+    In a contiguous tensor a dim of length 1 may have any stride, but torch views only stride 1 in another
+    dtype: so the stride is set.
     """
     return x.as_strided((x.numel(),), (1,))
 
@@ -45,21 +45,19 @@ def flat(x: Tensor) -> Tensor:
 def as_bytes(x: Tensor) -> Tensor:
     """The bytes of the values of ``x`` in logical order, (nbytes,).
 
-    Its own memory where that holds just them: where ``x`` is contiguous and no lazy conjugate or negative.
-    Else a copy.
+    A view of its memory if ``x`` is contiguous and no lazy conjugate or negative, else a copy.
     """
     return flat(x.detach().resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """The values of ``x`` in logical order, from whatever device, as a message."""
-    data: bytes = as_bytes(x).cpu().numpy().tobytes()
-    return data
+    """The values of ``x``, on any device, in logical order, as a message."""
+    return bytes(as_bytes(x).cpu().numpy())
 
 
 def tensor_of(data: bytes, dtype: torch.dtype) -> Tensor:
-    """The values that ``bytes_of`` has given, in one row, in memory of their own on the CPU."""
-    if not data:  # which torch does not view
+    """The values in a message of ``bytes_of``, flat, in memory of their own on the CPU."""
+    if not data:  # frombuffer refuses it
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
@@ -70,11 +68,11 @@ def align_bytes(device: torch.device) -> int:
 
 
 def allocate(nbytes: int, align: int, device: torch.device | None = None) -> Segment:
-    """``nbytes`` of private memory whose first address is a multiple of ``align`` bytes; not initialised.
+    """``nbytes`` of private memory, not initialised, whose first address is a multiple of ``align`` bytes.
 
-    Much of it on the CPU is mapped, and given back to the system with its last tensor. What malloc gave would
-    be kept for the thread that took it, or one that gets its arena, of which there are 8 per core: ranks that
-    meet again and again, with new threads each time, would keep their scratch many times over.
+    Large CPU memory is mapped, and returned to the system with its last tensor. malloc would keep it in an
+    arena of the allocating thread, 8 arenas per core: ranks that form new groups, with new threads each time,
+    would keep their scratch memory many times.
     """
     if nbytes >= MAPPED_BYTES and (device is None or device.type == "cpu"):
         memory = mmap.mmap(-1, nbytes + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

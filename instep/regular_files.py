@@ -1,11 +1,11 @@
-"""Files that are what they should be: regular ones, in their place, and locked by a process that lives.
+"""Files that are regular, at their path, and locked by a live process.
 
-A pipe in the place of a file keeps its reader for ever, and a file that has been removed takes every write
-without an error. So a file is opened without waiting and then looked at, and one that stays open is looked
-for again where it was.
+Reading from a pipe in the place of a file blocks forever, and writing to a removed file succeeds without an
+error. So a file is opened without blocking and then inspected, and one that stays open is compared with its
+path.
 
-Where others can write too, a name that is known before the file is there can be taken by a stranger's link,
-and then the stranger chooses what is written over. So what is written is made anew, or opened as itself.
+Where others can write, a stranger can put a link at a name that is known in advance, and so choose which file
+is overwritten. So a file to write is created anew, or opened without following links.
 """
 
 from __future__ import annotations
@@ -16,14 +16,8 @@ import os
 import stat
 from contextlib import suppress
 
-KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
-}
-NO_OTHER_END = (errno.ENXIO, errno.ENODEV)  # of a socket, or of a pipe or a device that is written to
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
+NO_OTHER_END = (errno.ENXIO, errno.ENODEV)  # of a socket, or a pipe or a device opened for writing
 MODE = 0o666  # less the user's umask
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
@@ -32,7 +26,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     """A descriptor of the regular file ``path``, as by ``os.open``; also the ``opener`` of ``open``.
 
     Raises:
-        OSError: it is no regular file, which is found out without waiting for anything.
+        OSError: ``path`` is no regular file; found without blocking.
     """
     try:
         fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -48,10 +42,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def open_or_create(path: str | os.PathLike[str], flags: int, mode: int = MODE) -> int:
-    """A descriptor of the regular file ``path`` to write to, opened with ``flags``, and made if need be.
+    """A descriptor of the regular file ``path`` for writing, opened with ``flags``, created if missing.
 
     Raises:
-        OSError: a link stands in its place, or it is no regular file.
+        OSError: ``path`` is a link, or no regular file.
     """
     try:
         return open_regular(path, flags | os.O_CREAT | os.O_NOFOLLOW, mode)
@@ -63,19 +57,19 @@ def open_or_create(path: str | os.PathLike[str], flags: int, mode: int = MODE) -
 
 
 def create(path: str | os.PathLike[str], mode: int = MODE) -> int:
-    """A descriptor of a new file, to be written; FileExistsError if anything has its name, a link too."""
+    """A descriptor of a new file for writing; FileExistsError if the name exists, also as a link."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def create_over(path: str | os.PathLike[str], mode: int = MODE) -> int:
-    """The same in the place of whatever file or link has its name, which loses it and is left as it is."""
+    """As ``create``, but an existing file or link loses its name first; its content is left alone."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return create(path, mode)
 
 
 def require_in_place(fd: int, path: str | os.PathLike[str]) -> None:
-    """OSError unless ``path`` still leads to what ``fd`` has open: else what is written there is lost."""
+    """Raise OSError unless ``path`` still names the open file ``fd``: else what is written there is lost."""
     try:
         in_place = os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError as error:
@@ -88,8 +82,8 @@ def require_in_place(fd: int, path: str | os.PathLike[str]) -> None:
 
 
 def try_lock(fd: int) -> bool | None:
-    """True: locked, until ``fd`` is closed or its process ends. False: another process holds the lock. None:
-    this file system has no locks.
+    """True: locked until ``fd`` is closed or its process ends. False: another process has the lock. None: the
+    file system has no locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,5 +96,5 @@ def try_lock(fd: int) -> bool | None:
 
 def _not_regular(path: str | os.PathLike[str], mode: int) -> OSError:
     code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-    kind = KINDS.get(stat.S_IFMT(mode), "something else")
+    kind = KINDS.get(stat.S_IFMT(mode), "a device")
     return OSError(code, f"expected a regular file, got {kind}: move it away", os.fspath(path))

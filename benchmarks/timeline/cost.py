@@ -57,9 +57,6 @@ class Silent(Recorder):
     def begin_step(self, step: int) -> None:
         self.step = step
 
-    def of_step(self, step: int) -> list[Event]:
-        return []
-
     def so_far(self) -> list[Event]:
         return []
 

@@ -101,13 +101,18 @@ def results(
     found: dict[str, Any] = {"setting": asdict(chosen), "over_link": over_link, "minutes": seconds / 60}
     found |= {"rows": [], "ms": {}, "steps": {}}
     for strategy, timeline in timelines.items():
-        lengths = {step: panel(timeline, step).ms for step in timeline.whole_steps()}
+        lengths = {step: panel(timeline, step).ms for step in whole_steps(timeline)}
         median = statistics.median_low(lengths.values())
         step = next(step for step, ms in lengths.items() if ms == median)
         found["rows"].append(row(strategy, timeline, median))
         found["ms"][strategy] = list(lengths.values())
         found["steps"][strategy] = step
     return found
+
+
+def whole_steps(timeline: Timeline) -> list[int]:
+    """The steps that have ended on every rank."""
+    return [s for s in timeline.steps if all(timeline.window(rank, s) for rank in timeline.ranks)]
 
 
 def of_step(timeline: Timeline, step: int) -> list[list[Any]]:
@@ -124,7 +129,7 @@ def row(strategy: str, timeline: Timeline, median_ms: float) -> dict[str, Any]:
     """Medians over the steps of the mean over the ranks."""
     steps = [
         [part for rank in timeline.ranks if (part := parts(timeline.of(rank, step))) is not None]
-        for step in timeline.whole_steps()
+        for step in whole_steps(timeline)
     ]
 
     def median(figure: Callable[[Parts], float]) -> float:

@@ -34,8 +34,7 @@ from instep.memory import Segment, align_bytes, allocate
 from instep.mesh.axes import slice_length
 from instep.ordered.blocks import place
 from instep.ordered.hook import weakly
-from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat
-from instep.ordered.rounding import Stretch
+from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat, Stretch
 from instep.ordered.tree import Node, are_siblings
 
 

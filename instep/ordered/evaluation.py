@@ -1,8 +1,8 @@
-"""What a user prints and evaluates, over all ranks: the mean of values, and rows, each sample's once.
+"""What a user prints and evaluates over all ranks: the mean of values, and rows, each sample's once.
 
-A rank's own loss is that of its own micro-batches, so it changes with the number of ranks, though the
-training does not. What is told here does not change: a sum is exact before it is rounded, so it has no order,
-and rows are put in the order of their samples, so it does not matter which rank has had which.
+A rank's own loss is that of its own micro-batches, so it depends on the number of ranks, although training
+does not. These results do not: a sum is exact before it is rounded, so it has no order, and rows are sorted
+by their samples, whichever rank computed which.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from instep.events import GLOBAL_LOSS
 from instep.memory import bytes_of, tensor_of
@@ -27,27 +29,23 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
 from instep.ordered.norm import rounded
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    Ranks = Mesh | ProcessGroup | None
-
+Ranks = Mesh | ProcessGroup | None
 Values = float | Tensor | Iterable[Any]
-"""A number, a tensor of any shape, or some of these, one after the other."""
+"""A number, a tensor of any shape, or a list of these."""
 
-LIMIT_BYTES = 1 << 40  # of the rows of a rank: memory is the limit
-_groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()  # the groups made for groups without a mesh
+LIMIT_BYTES = 1 << 40  # of a rank's rows: memory is the limit
+_groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()  # made for process groups without a mesh
 
 
 def mean(values: Values, weights: Values | None = None, *, process_group: Ranks = None) -> float:
-    """The mean of the values that all ranks pass: each as many as it has, or none. Collective.
+    """The mean of the values of all ranks, which may pass any number of values. Collective.
 
-    The mean is exact, and rounded once to float64: the same bits for every number of ranks.
-    Costs a small all-gather: a rank sends its exact sums, two fractions.
+    The mean is exact, and rounded once to float64: the same bits for every number of ranks. Costs a small
+    all-gather: a rank sends its exact sums of values and weights, two fractions.
 
     Args:
         values: a number, a tensor of any shape, dtype and device, or a list of these.
-        weights: of each value, in the same form; or one number for all of them. By default all count alike.
+        weights: of each value, in the same form; or one number for all. By default all are equal.
         process_group: as for ``DataParallel``: a ``Mesh`` or a process group; by default the registered mesh,
             else torch's default group, else this process alone.
 
@@ -55,53 +53,55 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
         A Python float; nan or inf if a value is; nan if there is none, or all weights are zero.
 
     Raises:
-        ValueError: on all ranks: there are not as many weights as values, or a weight is negative.
+        ValueError: on all ranks: the numbers of weights and values differ, or a weight is negative.
         TypeError: on all ranks: a value is no number, tensor or list of these.
-        PeerLost: a rank did not come.
+        PeerLost: a rank is missing.
 
     Example:
-        >>> instep.mean([torch.tensor([1.0, 2.0]), 6.0])  # on every rank, each with the values that it has
+        >>> instep.mean([torch.tensor([1.0, 2.0]), 6.0])  # on every rank, each with its own values
         3.0
         >>> instep.mean([0.25, 1.0], weights=[2, 1])  # losses of batches of 2 and 1: each sample counts once
         0.5
     """
-    group = _group(process_group)
+    group, waiting = _group(process_group)
 
     def sums() -> list[Any]:
         numbers = _numbers(values)
-        counts = _weights(weights, len(numbers))
-        return [_json(_weighted_sum(numbers, counts)), _json(sum(map(Fraction, counts)))]
+        pairs = list(zip(numbers, _weights(weights, len(numbers)), strict=True))
+        total = sum((Fraction(x) * Fraction(n) for x, n in pairs if math.isfinite(x)), Fraction())
+        not_finite = sum(x * n for x, n in pairs if not math.isfinite(x))
+        return [str(total), str(sum((Fraction(n) for _, n in pairs), Fraction())), not_finite]
 
-    mine = attempt(sums)  # which may wait for a device, and for no rank
-    with _waiting(process_group):
-        _, everyone = all_tell(group, "instep.mean", mine, lambda both: json.dumps(both).encode())
-    found = [json.loads(its) for its in everyone]
-    total, count = (sum((_of_json(its[i]) for its in found), Fraction()) for i in (0, 1))
+    mine = attempt(sums)  # before the span: it may wait for a device, but for no rank
+    with waiting:
+        _, everyone = all_tell(group, "instep.mean", mine, lambda sums: json.dumps(sums).encode())
+    totals, counts, not_finite = zip(*map(json.loads, everyone), strict=True)
+    count = sum(map(Fraction, counts))
     if not count:
         return math.nan
-    return float(total / count) if isinstance(total, float) else rounded(total / Fraction(count))
+    return sum(not_finite) or rounded(sum(map(Fraction, totals)) / count)
 
 
 def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, process_group: Ranks = None) -> Any:
-    """The rows that all ranks pass, on every rank. Collective.
+    """The rows of all ranks, on every rank. Collective.
 
     Args:
         tensors: of shape (num_rows, ...) each, on any device. Ranks may have different numbers of rows, or
-            none; dtype and what follows in the shape are the same on all. A number, shape (), is one row.
-        index: (num_rows,) integers: the samples that the rows belong to. The result is in their order, each
-            sample once: a ``DistributedSampler`` repeats some, so that all ranks have as many. Without it
-            the rows are in the order of the ranks.
+            none; dtype and the other dims are the same on all. A number, shape (), is one row.
+        index: (num_rows,) integers: the samples that the rows belong to. The result is sorted by sample,
+            each sample once, because a ``DistributedSampler`` repeats some to give all ranks the same
+            number. Without it the rows are in the order of the ranks.
         process_group: as for ``mean``.
 
     Returns:
-        For one tensor, that of shape (rows of all ranks, ...), without a graph, on its device; for several a
+        For one tensor, one of shape (rows of all ranks, ...), without a graph, on its device; for several, a
         tuple of them.
 
     Raises:
-        ValueError: on all ranks: numbers of rows differ between tensors and index, ranks differ in what they
-            pass, or nothing is passed.
-        TypeError: on all ranks: it is no tensor.
-        PeerLost: a rank did not come.
+        ValueError: on all ranks: numbers of rows differ between tensors and index, ranks pass different kinds
+            of tensors, or nothing is passed.
+        TypeError: on all ranks: an argument is no tensor.
+        PeerLost: a rank is missing.
 
     Example:
         >>> rows = torch.tensor([[30.0], [10.0], [10.0]])  # predictions for samples 3, 1 and, repeated, 1
@@ -109,45 +109,36 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
         tensor([[10.],
                 [30.]])
     """
-    group = _group(process_group)
-    with _waiting(process_group):
-        return _gathered(tensors, index, group)
-
-
-def _gathered(tensors: Sequence[Tensor], index: Tensor | Sequence[int] | None, group: Group) -> Any:
-    rows, order = all_or_none(group, "instep.gather", lambda: _checked(tensors, index))
-    kinds = [f"tensor {i} of {x.dtype} and shape {('rows', *x.shape[1:])}" for i, x in enumerate(rows)]
-    kinds.append("an index" if order is not None else "no index")
-    require_same_lines(group, "what they gather", kinds, fix=". Pass tensors of one kind on every rank")
-    whole = [_rows_of_all(x, group) for x in rows]
-    if order is not None:
-        chosen = _each_once(_rows_of_all(order, group))
-        whole = [x[chosen.to(x.device)] for x in whole]
+    group, waiting = _group(process_group)
+    with waiting:
+        rows, order = all_or_none(group, "instep.gather", lambda: _checked(tensors, index))
+        kinds = [f"tensor {i} of {x.dtype} and shape {('rows', *x.shape[1:])}" for i, x in enumerate(rows)]
+        kinds.append("an index" if order is not None else "no index")
+        require_same_lines(group, "what they gather", kinds, fix=". Pass tensors of one kind on every rank")
+        whole = [_rows_of_all(x, group) for x in rows]
+        if order is not None:
+            samples = _rows_of_all(order, group).numpy()
+            firsts = torch.from_numpy(np.unique(samples, return_index=True)[1])
+            whole = [x[firsts.to(x.device)] for x in whole]
     return whole[0] if len(whole) == 1 else tuple(whole)
 
 
-def _group(process_group: Ranks) -> Group:
-    """A group for the thread that trains, which waits for every exchange. Without a mesh, made once."""
+def _group(process_group: Ranks) -> tuple[Group, AbstractContextManager[Any]]:
+    """A group for the training thread, which waits for every exchange, and the span of the wait."""
     ranks = ranks_meant(process_group)
     if ranks is None:
-        return alone()
+        return alone(), nullcontext()
     if isinstance(ranks, Mesh):
-        return (ranks.whole if ranks.is_view else ranks.data).group
+        group = (ranks.whole if ranks.is_view else ranks.data).group
+        return group, ranks.recorder.span(GLOBAL_LOSS, lane="host")
     if ranks not in _groups:
         _groups[ranks] = find_ranks(ranks, what="instep.mean or instep.gather")[0]
-    return _groups[ranks]
-
-
-def _waiting(process_group: Ranks) -> AbstractContextManager[Any]:
-    """The block waits for other ranks, where somebody records what this one does."""
-    ranks = ranks_meant(process_group)
-    return ranks.recorder.span(GLOBAL_LOSS, lane="host") if isinstance(ranks, Mesh) else nullcontext()
+    return _groups[ranks], nullcontext()
 
 
 def _numbers(values: Values) -> list[float]:
     if isinstance(values, Tensor):
-        found: list[float] = values.detach().to("cpu", torch.float64).reshape(-1).tolist()
-        return found
+        return [*values.detach().to("cpu", torch.float64).reshape(-1).tolist()]
     if hasattr(values, "tolist"):  # an array
         values = values.tolist()
     if isinstance(values, Real):
@@ -159,21 +150,6 @@ def _numbers(values: Values) -> list[float]:
     )
 
 
-def _weighted_sum(numbers: Sequence[float], counts: Sequence[float]) -> Fraction | float:
-    """The exact sum; a float if it is not finite."""
-    if all(map(math.isfinite, numbers)):
-        return sum((Fraction(x) * Fraction(n) for x, n in zip(numbers, counts, strict=True)), Fraction())
-    return sum(x * n for x, n in zip(numbers, counts, strict=True))
-
-
-def _json(x: Fraction | float) -> float | list[int]:
-    return [x.numerator, x.denominator] if isinstance(x, Fraction | int) else x
-
-
-def _of_json(x: float | list[int]) -> Fraction | float:
-    return Fraction(*x) if isinstance(x, list) else x
-
-
 def _weights(weights: Values | None, num_values: int) -> list[float]:
     if weights is None:
         return [1.0] * num_values
@@ -182,20 +158,18 @@ def _weights(weights: Values | None, num_values: int) -> list[float]:
         found *= num_values
     if len(found) != num_values:
         raise ValueError(
-            f"instep.mean: expected as many weights as values, got {len(found)} for {num_values}: "
-            "pass one for each, or one number for all"
+            f"instep.mean: expected as many weights as values, got {len(found)} for {num_values}: pass one "
+            "for each, or one number for all"
         )
     if any(not 0 <= x < math.inf for x in found):
-        raise ValueError(
-            f"instep.mean: expected finite weights of 0 or more, got {found}: pass numbers of items"
-        )
+        raise ValueError(f"instep.mean: expected finite weights of 0 or more, got {found}: pass item counts")
     return found
 
 
 def _checked(
     tensors: Sequence[Tensor], index: Tensor | Sequence[int] | None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The rows of each tensor, and the samples that they belong to."""
+    """The rows of each tensor, and their samples."""
     if not tensors:
         raise ValueError("instep.gather: expected a tensor, got none: pass what to gather")
     for x in tensors:
@@ -209,7 +183,7 @@ def _checked(
     if len(set(lengths)) > 1:
         raise ValueError(
             f"instep.gather: expected as many rows in each tensor{'' if order is None else ' and in index'}, "
-            f"got {', '.join(map(str, lengths))}: pass a row for each sample"
+            f"got {', '.join(map(str, lengths))}: pass one row per sample"
         )
     return rows, order
 
@@ -217,15 +191,6 @@ def _checked(
 def _rows_of_all(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, in group order, on the device of ``x``."""
     rows = group.all_gather_bytes(bytes_of(x), "instep.gather", limit=LIMIT_BYTES)
-    if not any(rows):  # of no elements there may be any number
+    if not any(rows):  # the number of rows cannot be inferred from no elements
         return x.clone()
     return tensor_of(b"".join(rows), x.dtype).view(-1, *x.shape[1:]).to(x.device)
-
-
-def _each_once(index: Tensor) -> Tensor:
-    """Positions of the rows to keep: by sample, the first of each."""
-    order = index.argsort(stable=True)
-    ordered = index[order]
-    is_first = torch.ones(len(order), dtype=torch.bool, device="cpu")
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    return order[is_first]

@@ -1,23 +1,23 @@
-"""Random numbers keyed by what they are for, not by who draws them.
+"""Random numbers keyed by their use, not by the rank that draws them.
 
-A generator's stream depends on everything drawn before, so on which micro-batches a rank has had. Instead
-the generator is seeded anew from (seed, step, leaf, block) when a micro-batch begins and whenever its
-forward enters a declared block, recompute included, and put back when the micro-batch ends. A block is a
-submodule with the attribute ``rng_block = True``; a model without any is one block. Keying by block makes
-a block's draws independent of how much the blocks before it drew, and so of where a pipeline is cut.
+A generator's stream depends on everything drawn before, so on which micro-batches a rank computes. Therefore
+the generator is seeded from (seed, step, micro-batch, block) at the start of each micro-batch and whenever
+forward enters a declared block, recompute included, and restored when the micro-batch ends. A block is a
+submodule with the attribute ``rng_block = True``; a model without any is one block. Keying by block makes a
+block's draws independent of how much earlier blocks drew, and so of where a pipeline is cut.
 
-Initial weights are keyed by (seed, parameter name) for the same reason: whichever rank creates a
-parameter, and in which order, it starts with the same values.
+Initial weights are keyed by (seed, parameter name), so whichever rank creates a parameter, and in which
+order, it starts with the same values.
 
-Generators that are not torch's default ones (``ordered/generators.py``) are keyed by (seed, step, leaf).
+Other generators than torch's defaults (``ordered/generators.py``) are keyed by (seed, step, micro-batch).
 """
 
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ from instep.ordered.generators import (
     seed_generator,
     state_of,
 )
-from instep.ordered.hook import Hook
+from instep.ordered.hook import Hook, weakly
 
 WHOLE_MODEL = 0  # blocks are numbered from 1
 
@@ -42,7 +42,7 @@ def derive(seed: int, *path: int | str) -> int:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether ``module`` is declared to be a block."""
+    """Whether ``module`` declares ``rng_block = True``."""
     return getattr(module, "rng_block", False) is True
 
 
@@ -55,14 +55,14 @@ class InitializesByName(Protocol):
 def initialize(module: nn.Module, seed: int) -> None:
     """Fill every parameter of ``module`` by its name, through the module's ``init_parameter``.
 
-    So a parameter has the same values whatever else there is in the model, in which order it is made, and on
-    which rank. Numbers are drawn on CPU for every device, each parameter whole; tied parameters once, by
-    their first name. Running statistics of norms are as new.
+    A parameter has the same values whatever else the model holds, whenever it is created, and on whichever
+    rank. Numbers are drawn on CPU for every device, each parameter whole; tied parameters once, by their
+    first name. Running statistics of norms are reset.
 
     Args:
-        module: with a method ``init_parameter(name, parameter, generator)``, which fills ``parameter``, a CPU
+        module: has a method ``init_parameter(name, parameter, generator)``, which fills ``parameter``, a CPU
             tensor, with numbers drawn from ``generator``.
-        seed: of all parameters.
+        seed: keys all parameters.
 
     Raises:
         TypeError: the module has no such method.
@@ -75,7 +75,7 @@ def initialize(module: nn.Module, seed: int) -> None:
     """
     if not callable(getattr(module, "init_parameter", None)):
         raise TypeError(
-            f"{type(module).__name__} cannot be filled by name: give it a method "
+            f"{type(module).__name__} cannot be initialized by name: give it a method "
             "init_parameter(self, name, parameter, generator), which fills one parameter"
         )
     model: InitializesByName = module  # type: ignore[assignment]
@@ -92,12 +92,12 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 
 class LeafKeys:
-    """Seeds the generators that one module's micro-batches may draw from; idle outside of ``leaf``.
+    """Seeds the generators that one module's micro-batches draw from; idle outside of ``leaf``.
 
-    At construction: a pre-forward hook on every block, and the generators that the module keeps. ``blocks``
-    have numbers of their own where the module is a part of another one; else they are the declared ones. In
-    a leaf: it is seeded, and the hooks seed torch's again. After it torch's default generators, and after
-    ``step`` the others, continue where the caller's own draws had left them.
+    At construction: a pre-forward hook on every block. ``blocks`` numbers them where the module is part of a
+    larger one; by default the declared blocks are numbered in order. ``leaf`` seeds, and the hooks seed
+    torch's generators again. After ``leaf`` torch's default generators, and after ``step`` the others, are
+    where the user's own draws left them.
     """
 
     def __init__(
@@ -112,38 +112,38 @@ class LeafKeys:
         self._leaf: tuple[int, int] | None = None
         self._own = ModuleGenerators(module)
         self._others: list[KeyedGenerator] = []
-        # What torch.jit has compiled takes no hooks, and draws with the block around it.
+        # Modules of torch.jit take no hooks, and draw with the block around them.
         modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
         if blocks is None:
             blocks = {m: i for i, m in enumerate(filter(is_block, modules), start=1)}
-        me = weakref.ref(self)
+        enter = weakly(self._enter)
         self.hooks = [
-            m.register_forward_pre_hook(Hook(_entering(me, blocks[m])), prepend=True)
+            m.register_forward_pre_hook(Hook(partial(enter, blocks[m])), prepend=True)
             for m in modules
             if m in blocks
         ]
 
     @contextmanager
     def step(self, named_modules: Sequence[tuple[str, nn.Module]] | None = None) -> Iterator[None]:
-        """Around the leaves of a step: those of ``random``, of numpy and of the module are put back.
+        """Around the micro-batches of a step: restores ``random``, numpy's and the module's generators.
 
-        ``named_modules`` are those of the module, where they are known.
+        ``named_modules``: those of the module, if the caller has the list.
         """
-        self._others = [*global_generators(), *self._own.look(named_modules)]
+        self._others = [*global_generators(), *self._own.find(named_modules)]
         before = [generator.save() for generator in self._others]
         try:
             yield
         finally:
             for generator, state in zip(self._others, before, strict=True):
                 generator.restore(state)
-        self._own.ended()
+        self._own.end_step()
 
     @contextmanager
     def leaf(self, step: int, leaf: int) -> Iterator[None]:
-        """Inside, what generators give depends on (seed, step, leaf, block) alone. Within ``step``."""
+        """Inside, draws depend on (seed, step, leaf, block) alone. Used within ``step``."""
         before = [state_of(generator) for generator in self._generators]
         self._leaf = (step, leaf)
-        self.enter(WHOLE_MODEL)
+        self._enter(WHOLE_MODEL)
         for other in self._others:
             other.key(derive(self.seed, step, leaf, other.name))
         try:
@@ -153,18 +153,8 @@ class LeafKeys:
             for generator, state in zip(self._generators, before, strict=True):
                 generator.set_state(state)
 
-    def enter(self, block: int) -> None:
-        """Seed for ``block`` if a leaf is under way."""
+    def _enter(self, block: int, *_: Any) -> None:
         if self._leaf is not None:
             key = derive(self.seed, *self._leaf, block)
             for generator in self._generators:
                 seed_generator(generator, key)
-
-
-def _entering(keys: weakref.ref[LeafKeys], block: int) -> Any:
-    def hook(module: nn.Module, args: Any) -> None:
-        alive = keys()
-        if alive is not None:
-            alive.enter(block)
-
-    return hook

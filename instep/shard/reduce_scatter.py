@@ -39,8 +39,7 @@ from instep.ordered.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.ordered.exchange import OrderedAllReduce, mean_scale
 from instep.ordered.header import Header
 from instep.ordered.homes import ParameterShard
-from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat
-from instep.ordered.rounding import Stretch
+from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat, Stretch
 from instep.ordered.tree import Node, Sum, plan_sum
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.round_plan import Round

@@ -393,7 +393,7 @@ def test_a_recorder_has_the_device_s_work_on_its_lane_and_the_issuing_on_the_hos
         start, end = gpu.computing.compute(20 * MS)
     gpu.sleep(30 * MS)
     recorder.end_step()
-    issued, done = (event for event in recorder.of_step(4) if event.name == "backward")
+    issued, done = (event for event in recorder.events if event.name == "backward" and event.step == 4)
     assert (issued.lane, issued.leaf, done.lane, done.leaf) == ("host", 2, "compute", 2)
     assert near(done.start_ns, start) and near(done.end_ns, end)
 

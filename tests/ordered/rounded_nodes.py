@@ -27,7 +27,7 @@ def mixed(x: np.ndarray | int) -> np.ndarray | int:
 
 
 def random_words(seed: int, step: int, node: Node, parameter: int, num_elements: int) -> np.ndarray:
-    """The 32 bits that each element is rounded by, by the formula in ``rounding.py``."""
+    """The 32 bits that each element is rounded by, by the formula in ``node_format.py``."""
     key = derive(seed, "node", 1, step, 0, *node)
     elements = np.arange(num_elements, dtype=np.uint64)
     granule = mixed(mixed(parameter + 1) + elements // 16 & WORD)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.ordered.buckets import TreeAccumulator
-from instep.ordered.node_format import NodeFormat
-from instep.ordered.rounding import Stretch
+from instep.ordered.node_format import NodeFormat, Stretch
 from tests.ordered.trees import left_fold, maximal_nodes, rounded, tree_sum
 
 NUM_ELEMENTS = 5

@@ -31,6 +31,9 @@ def mine(mesh: Mesh, items: list) -> list:
 def test_a_mean_over_ranks_is_that_of_one_process_to_the_bit(mesh: Mesh) -> None:
     told = instep.mean(mine(mesh, NUMBERS), process_group=mesh)
     assert told == float(sum(map(Fraction, NUMBERS)) / len(NUMBERS)) == instep.mean(NUMBERS)
+    # An infinite value beside a finite sum that no float holds was an OverflowError.
+    values = [math.inf] if mesh.rank else [-1e308, -1e308]
+    assert instep.mean(values, process_group=mesh) == math.inf
 
 
 @world(3, backend="shm")

@@ -1,4 +1,4 @@
-"""Generators that torch does not own, or that a module keeps: keyed by the leaf, put back after the step."""
+"""Generators of Python, numpy and modules: keyed by the micro-batch, restored after the step."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from instep.ordered.generators import (
     ModuleGenerators,
+    generators_in,
     generators_of,
     global_generators,
     same_state,
@@ -36,6 +37,27 @@ from tests.parity import filled
 from tests.replicate.nets import Dense, mean_square
 
 
+class OwnBits(np.random.PCG64):
+    """Bits that numpy does not know."""
+
+
+class Counting(random.Random):
+    """Has a state of its own."""
+
+    def seed(self, *args: Any) -> None:
+        self.state = int(args[0]) % 1000 if args else 0
+
+    def random(self) -> float:
+        self.state += 1
+        return self.state / 1e6
+
+    def getstate(self) -> tuple[Any, ...]:
+        return (self.state,)
+
+    def setstate(self, state: tuple[Any, ...]) -> None:
+        (self.state,) = state
+
+
 class Keeps(nn.Module):
     """Keeps generators as attributes, as modules with noise of their own do."""
 
@@ -45,6 +67,9 @@ class Keeps(nn.Module):
         self.numpy = np.random.default_rng(1)
         self.twins = [np.random.RandomState(1), np.random.Generator(np.random.Philox(1))]
         self.python = {"noise": random.Random(1)}
+        self.legacy = np.random.RandomState(np.random.PCG64(3))  # seed() does not support these bits
+        self.own = np.random.RandomState(OwnBits(1))
+        self.count = Counting(1)
         self.same = self.torch
 
 
@@ -56,6 +81,9 @@ DRAWS: dict[str, Callable[[Keeps], float]] = {
     "a RandomState": lambda keeps: float(keeps.twins[0].normal()),
     "another bit generator": lambda keeps: float(keeps.twins[1].random()),
     "a random.Random": lambda keeps: keeps.python["noise"].gauss(0, 1),
+    "a RandomState of other bits": lambda keeps: float(keeps.legacy.normal()),
+    "a RandomState of unknown bits": lambda keeps: float(keeps.own.normal()),
+    "a random.Random of another class": lambda keeps: keeps.count.random(),
 }
 
 
@@ -100,155 +128,54 @@ def test_after_a_step_the_user_s_own_numbers_go_on(name: str) -> None:
 
 
 def test_no_two_generators_of_a_module_draw_the_same_and_each_is_found_once() -> None:
-    assert len(generators_of(nn.Sequential(Keeps()))) == 5
+    assert len(generators_of(nn.Sequential(Keeps()))) == 8
     model = nn.ModuleList([Keeps(), Keeps()])
-    assert len({generator.name for generator in generators_of(model)}) == 10
+    assert len({generator.name for generator in generators_of(model)}) == 16
     keys = LeafKeys(model, 7, [torch.default_generator])
     with keys.step(), keys.leaf(0, 0):
         found = [torch.rand(1, generator=part.torch).item() for part in model] + [torch.rand(1).item()]
     assert len(set(found)) == 3
 
 
-def test_a_legacy_state_over_other_bits_is_keyed_too() -> None:
-    module = nn.Module()
-    module.noise = np.random.RandomState(np.random.PCG64(3))
-    keys, found = LeafKeys(module, 7, []), []
-    for _ in range(2):
-        with keys.step(), keys.leaf(0, 0):
-            found.append(module.noise.normal())
-        module.noise.normal()
-    assert found[0] == found[1]
-
-
-class OwnBits(np.random.PCG64):
-    """Bits that numpy knows nothing of."""
-
-
-def test_a_legacy_state_over_bits_of_one_s_own_is_keyed_too() -> None:
-    module = nn.Module()
-    module.noise = np.random.RandomState(OwnBits(1))
-    (generator,) = generators_of(module)
-    found = []
-    for key in (5, 6, 5):
-        generator.key(key)
-        found.append(module.noise.random())
-    assert found[0] == found[2] != found[1]
-
-
-@pytest.mark.parametrize("legacy", [np.random, np.random.RandomState(5)])
 @pytest.mark.parametrize("num_normal", [0, 1, 2])
-@pytest.mark.parametrize("num_words", [0, 311, 312, 700])
-def test_a_twister_is_as_before_after_its_state_was_saved_and_after_it_was_put_back(
-    legacy: Any, num_normal: int, num_words: int
-) -> None:
-    legacy.seed(3), legacy.random(num_words), legacy.normal(size=num_normal)
-    module = nn.Module()
-    module.noise = legacy
-    (generator,) = generators_of(module) if legacy is not np.random else global_generators()[1:]
-    with np.printoptions(threshold=1000):  # whole
-        expected = repr(legacy.get_state())
-        state = generator.save()
-        assert repr(legacy.get_state()) == expected
-        generator.key(9), legacy.normal(), generator.restore(state)
-        assert repr(legacy.get_state()) == expected
-    assert same_state(generator.save(), state)
-    legacy.random()
-    assert not same_state(generator.save(), state)
-
-
-@pytest.mark.parametrize("num_normal", [0, 1, 2])
-@pytest.mark.parametrize("num_words", [0, 311, 312, 700])
-def test_python_s_twister_is_as_before_after_its_state_was_put_back(num_normal: int, num_words: int) -> None:
-    for noise in (random, random.Random(5)):
-        noise.seed(3)
-        _ = [noise.random() for _ in range(num_words)], [noise.gauss(0, 1) for _ in range(num_normal)]
-        module = nn.Module()
-        module.noise = noise
-        (generator,) = generators_of(module) if noise is not random else global_generators()[:1]
-        expected, state = noise.getstate(), generator.save()
-        assert type(state).__name__ == "_TwisterState" and noise.getstate() == expected
-        generator.key(9), noise.gauss(0, 1), generator.restore(state)
-        assert noise.getstate() == expected and same_state(generator.save(), state)
-        noise.random()
-        assert not same_state(generator.save(), state)
-
-
-@pytest.mark.parametrize(("noise", "kind"), [(np.random.RandomState(4), dict), (random.Random(4), tuple)])
-def test_a_twister_that_lies_in_memory_in_another_way_is_saved_as_its_library_does_it(
-    monkeypatch: pytest.MonkeyPatch, noise: Any, kind: type
-) -> None:
-    monkeypatch.setattr("instep.ordered.generators.TWISTER_BYTES", 2496)
-    module = nn.Module()
-    module.noise = noise
-    (generator,) = generators_of(module)
-    state, expected = generator.save(), [noise.random(), noise.random()]
-    assert type(state) is kind
-    generator.key(5), generator.restore(state)
-    assert [noise.random(), noise.random()] == expected
-
-
-class Counting(random.Random):
-    """Its state is another one than that of the class that it is derived from."""
-
-    count = 0
-
-    def random(self) -> float:
-        self.count += 1
-        return self.count / 1e6
-
-    def getstate(self) -> tuple[Any, ...]:
-        return (self.count,)
-
-    def setstate(self, state: tuple[Any, ...]) -> None:
-        (self.count,) = state
-
-
-def test_a_generator_with_a_state_of_its_own_is_saved_by_its_own_methods() -> None:
-    module = nn.Module()
-    module.noise = Counting(1)
-    (generator,) = generators_of(module)
-    state, expected = generator.save(), module.noise.random()
-    module.noise.random(), generator.restore(state)
-    assert module.noise.random() == expected
+def test_a_state_is_the_same_until_a_number_is_drawn(num_normal: int) -> None:
+    for generator in (*global_generators(), *generators_of(Keeps())):
+        before = generator.save()
+        assert same_state(generator.save(), before)
+        generator.key(9)
+        assert not same_state(generator.save(), before)
+        generator.restore(before)
+        assert same_state(generator.save(), before)
+    noise = np.random.RandomState(5)
+    (generator,) = generators_in(noise, "noise")
+    noise.normal(size=num_normal)
+    before = generator.save()
+    noise.normal()  # takes the second of a pair, without new words, where one waits
+    assert not same_state(generator.save(), before)
 
 
 def test_a_generator_in_the_place_of_another_attribute_is_found_in_the_next_step() -> None:
     module = nn.Sequential(nn.Identity(), nn.Identity())
     module[0].noise, module[1].number = None, 1
-    looked, named = ModuleGenerators(module), [*module.named_modules()]
-    assert looked.look(named) == looked.look(named) == []
-    module[1].number = 2
-    assert looked.look(named) == []
-    module[0].noise = first = seeded()
-    assert [x.name for x in looked.look(named)] == ["module.0.noise.0"]
+    generators, named = ModuleGenerators(module), [*module.named_modules()]
+
+    def names() -> list[str]:
+        return [x.name for x in generators.find(named)]
+
+    assert names() == names() == []
     module[0].noise = seeded()
-    (found,) = looked.look(named)
-    assert not torch.equal(found.save(), first.manual_seed(2).get_state())
+    assert names() == ["module.0.noise.0"]
+    module[0].noise = seeded()
+    (found,) = generators.find(named)
     found.key(3)
     assert module[0].noise.initial_seed() == 3
     del module[0].noise
     module[0].other = [seeded()]
-    assert [x.name for x in looked.look(named)] == ["module.0.other.1"]
+    assert names() == ["module.0.other.1"]
     module[1] = nn.Module()
     module[1].noise = seeded()
-    assert [x.name for x in looked.look([*module.named_modules()])] == [
-        "module.0.other.1",
-        "module.1.noise.0",
-    ]
-
-
-def test_a_legacy_state_whose_bits_were_exchanged_is_put_back_or_refused() -> None:
-    noise = np.random.RandomState(6)
-    module = nn.Module()
-    module.noise = noise
-    (generator,) = generators_of(module)
-    state, expected = generator.save(), noise.random()
-    noise.__init__(np.random.MT19937(8))  # type: ignore[misc]
-    generator.restore(state)
-    assert noise.random() == expected
-    noise.__init__(np.random.PCG64(8))  # type: ignore[misc]
-    with pytest.raises(ValueError, match="PCG64"):
-        generator.restore(state)
+    named = [*module.named_modules()]
+    assert names() == ["module.0.other.1", "module.1.noise.0"]
 
 
 @dataclass
@@ -279,6 +206,7 @@ HOLDERS: dict[str, Callable[[], object]] = {
     "an object in a list": lambda: [Record(seeded())],
     "a layer in a list": lambda: [nn.Sequential(), Noise()],
     "a bound method": lambda: random.Random(1).random,
+    "a list, beside one of the system, which has no state": lambda: [random.SystemRandom(), seeded()],
     "a bound method of numpy": lambda: np.random.default_rng(1).random,
     "a partial function": lambda: partial(torch.rand, (), generator=seeded()),
     "a closure": lambda: closed_over(seeded()),
@@ -308,6 +236,9 @@ def test_names_by_which_generators_are_keyed_stay_what_they_are() -> None:
         "module..twins.1",
         "module..twins.2",
         "module..python.1",
+        "module..legacy.0",
+        "module..own.0",
+        "module..count.0",
     ]
 
 
@@ -325,10 +256,10 @@ def test_a_generator_that_is_assigned_after_wrapping_is_keyed() -> None:
     assert found[0] == found[1]
 
 
-def test_a_generator_that_forward_makes_is_named_once_and_keyed_from_then_on() -> None:
+def test_a_generator_that_forward_creates_is_named_once_and_keyed_from_then_on() -> None:
     keeps = Keeps()
     keys = LeafKeys(keeps, 7, [])
-    message = r"forward made the generator '\.late\.0' in a declared step"
+    message = r"forward created the generator '\.late\.0' in a declared step"
     with pytest.warns(UserWarning, match=message), keys.step(), keys.leaf(0, 0):
         keeps.late = seeded()
     found = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from instep.ordered.buckets import make_buckets
-from instep.ordered.node_format import BucketNodes, NodeFormat
-from instep.ordered.rounding import Stochastic, Stretch
+from instep.ordered.buckets import Bucket, make_buckets
+from instep.ordered.node_format import BucketNodes, NodeFormat, RandomBits, Stretch
 from tests.ordered.rounded_nodes import FORMATS, by_hand
 
 SIZES = (5000, 3, 4096, 70, 12_300, 1, 600)
@@ -31,27 +32,40 @@ def drawn(sizes: Sequence[int] = SIZES, key: int = 0) -> list[Tensor]:
     ]
 
 
-def rounded(
-    values: Sequence[Tensor], nodes: NodeFormat, num_ranks: int = 1, order: Sequence[int] = ()
-) -> list[Tensor]:
-    """``values`` as they are after rounding in one bucket of ``num_ranks`` slices."""
-    groups = [list(order) or list(range(len(values)))]
+def filled(
+    values: Sequence[Tensor], nodes: NodeFormat, num_ranks: int = 1, order: Sequence[int] | None = None
+) -> Bucket:
+    """One bucket of ``num_ranks`` slices, with ``values`` in ``order``."""
+    groups = [range(len(values)) if order is None else order]
     (bucket,) = make_buckets(values, groups, num_ranks, ordered=True, nodes=nodes)
     bucket.begin_nodes(1, STEP, 0)
-    home = bucket.home
-    for slot, view in zip(bucket.slots, bucket.views(home), strict=True):
-        view.copy_(values[slot.position])
-    for first in range(0, len(home), bucket.slice_length):
-        bucket.nodes.round(home[first : first + bucket.slice_length], NODE, first)
-    found = dict(zip([slot.position for slot in bucket.slots], bucket.views(home), strict=True))
-    return [found[i].clone() for i in range(len(values))]
+    for position, view in views(bucket).items():
+        view.copy_(values[position])
+    return bucket
+
+
+def views(bucket: Bucket) -> dict[int, Tensor]:
+    """The parameters in ``bucket``, by position."""
+    return dict(zip([slot.position for slot in bucket.slots], bucket.views(bucket.home), strict=True))
+
+
+def rounded(values: Sequence[Tensor], nodes: NodeFormat, *bucket_of: Any) -> dict[int, Tensor]:
+    """``values`` as they are after each slice of a bucket is rounded."""
+    bucket = filled(values, nodes, *bucket_of)
+    for first in range(0, len(bucket.home), bucket.slice_length):
+        bucket.nodes.round(bucket.home[first : first + bucket.slice_length], NODE, first)
+    return views(bucket)
+
+
+def assert_same_bits(ours: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> None:
+    for i, x in ours.items():
+        assert x.numpy().tobytes() == expected[i].numpy().tobytes()
 
 
 @EVERY
 def test_every_element_is_rounded_as_the_format_says(nodes: NodeFormat) -> None:
-    for i, (ours, value) in enumerate(zip(rounded(drawn(), nodes), drawn(), strict=True)):
-        expected = by_hand(value.numpy(), nodes, STEP, NODE, i)
-        assert ours.numpy().tobytes() == expected.tobytes()
+    for i, ours in rounded(drawn(), nodes).items():
+        assert ours.numpy().tobytes() == by_hand(drawn()[i].numpy(), nodes, STEP, NODE, i).tobytes()
 
 
 @EVERY
@@ -62,23 +76,12 @@ def test_every_element_is_rounded_as_the_format_says(nodes: NodeFormat) -> None:
 def test_a_value_depends_on_no_bucket_and_no_slice(
     nodes: NodeFormat, num_ranks: int, order: list[int], taken: int
 ) -> None:
-    expected = rounded(drawn(), nodes)
-    (bucket,) = make_buckets(drawn(), [order[:taken]], num_ranks, ordered=True, nodes=nodes)
-    bucket.begin_nodes(1, STEP, 0)
-    for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
-        view.copy_(drawn()[slot.position])
-    for first in range(0, bucket.num_elements, bucket.slice_length):
-        bucket.nodes.round(bucket.home[first : first + bucket.slice_length], NODE, first)
-    for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
-        assert view.numpy().tobytes() == expected[slot.position].numpy().tobytes()
+    assert_same_bits(rounded(drawn(), nodes, num_ranks, order[:taken]), rounded(drawn(), nodes))
 
 
 @EVERY
 def test_what_travels_is_the_node_to_the_bit_and_a_half_or_a_quarter_of_its_bytes(nodes: NodeFormat) -> None:
-    values = drawn((70_000, 30, 9000, 1))
-    (bucket,) = make_buckets(values, [range(4)], 3, ordered=True, nodes=nodes)
-    for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
-        view.copy_(values[slot.position])
+    bucket = filled(drawn((70_000, 30, 9000, 1)), nodes, 3)
     bucket.nodes.round(bucket.home, NODE)
     wire = bucket.nodes.encode(bucket.home)
     assert wire.nbytes == bucket.nodes.wire_bytes
@@ -91,9 +94,7 @@ def test_what_travels_is_the_node_to_the_bit_and_a_half_or_a_quarter_of_its_byte
 @EVERY
 def test_a_node_that_was_rounded_is_rounded_to_itself(nodes: NodeFormat) -> None:
     once = rounded(drawn(), nodes)
-    again = rounded(once, NodeFormat(nodes.nodes, nodes.rounding, seed=8))
-    for x, y in zip(once, again, strict=True):
-        assert x.numpy().tobytes() == y.numpy().tobytes()
+    assert_same_bits(rounded(list(once.values()), replace(nodes, seed=8)), once)
 
 
 @EVERY
@@ -119,9 +120,8 @@ def test_stochastic_rounding_is_right_on_average_and_to_nearest_is_not(name: str
     total = {rounding: torch.zeros(4096) for rounding in ("nearest", "stochastic")}
     trials = 400
     for rounding, sums in total.items():
-        (bucket,) = make_buckets([x[0]], [[0]], 1, ordered=True, nodes=NodeFormat(name, rounding))
+        bucket = filled(x, NodeFormat(name, rounding))
         for leaf in range(trials):
-            bucket.begin_nodes(1, 0, 0)
             bucket.home.copy_(x[0])
             bucket.nodes.round(bucket.home, (leaf, leaf + 1))
             sums += bucket.home
@@ -137,9 +137,9 @@ def test_random_bits_of_neighbours_nodes_and_parameters_have_nothing_in_common()
     stretches = [Stretch(0, 0, n // 2), Stretch(1, n // 2, n // 2)]
     drawn_at = {}
     for step, node in ((0, (0, 1)), (0, (1, 2)), (0, (0, 2)), (1, (0, 1))):
-        source = Stochastic(0, stretches, n, torch.device("cpu"))
-        source.begin(1, step, 0)
-        drawn_at[step, node] = (source.random_bits(n, node, 0).double() / 2**32).numpy()
+        source = RandomBits(0, stretches, n, torch.device("cpu"))
+        source.key = 1, step, 0
+        drawn_at[step, node] = (source.draw(n, node, 0).double() / 2**32).numpy()
     for x in drawn_at.values():
         assert abs(x.mean()) < 0.01 and abs(x.std() - 12**-0.5) < 0.01
         for lag in (1, 2, 15, 16, 17, 4096, n // 2):
@@ -155,21 +155,18 @@ def test_random_bits_of_neighbours_nodes_and_parameters_have_nothing_in_common()
 def test_what_lies_between_parameters_has_no_say_once_it_is_cleared(
     nodes: NodeFormat, sizes: tuple[int, ...]
 ) -> None:
-    expected = rounded(drawn(sizes), nodes)
-    (bucket,) = make_buckets(drawn(sizes), [range(len(sizes))], 1, ordered=True, nodes=nodes)
-    bucket.begin_nodes(1, STEP, 0)
+    bucket = filled(drawn(sizes), nodes)
     bucket.home.fill_(1e9)
-    for slot, view in zip(bucket.slots, bucket.views(bucket.home), strict=True):
-        view.copy_(drawn(sizes)[slot.position])
+    for position, view in views(bucket).items():
+        view.copy_(drawn(sizes)[position])
     bucket.nodes.clear(bucket.home)
     bucket.nodes.round(bucket.home, NODE)
-    for view, value in zip(bucket.views(bucket.home), expected, strict=True):
-        assert view.numpy().tobytes() == value.numpy().tobytes()
+    assert_same_bits(views(bucket), rounded(drawn(sizes), nodes))
 
 
 def test_in_float32_nothing_is_done() -> None:
-    (bucket,) = make_buckets(drawn(), [range(len(SIZES))], 3, ordered=True)
-    home = bucket.home.normal_()
+    bucket = filled(drawn(), NodeFormat(), 3)
+    home = bucket.home
     before = home.clone()
     assert type(bucket.nodes) is BucketNodes
     bucket.nodes.round(home, NODE)

@@ -262,7 +262,7 @@ def test_a_recorded_step_has_the_spans_of_the_simulated_one(mesh: Mesh, waits: t
     mesh.recorder.begin_step(0)
     model.step(lambda logits, micro_batch: loss(logits, 0, micro_batch), tokens)
     mesh.recorder.end_step()
-    recorded = mesh.recorder.of_step(0)
+    recorded = Timeline(mesh.recorder.events).of(mesh.rank, 0)
     simulated = simulate(schedules.generate("zb-h1", 2, G), StageTimes(1, 1, 1, 0.5)).of(rank, 0)
 
     def told(events: list[Event], name: str) -> list[tuple[object, ...]]:

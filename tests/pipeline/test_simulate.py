@@ -36,7 +36,7 @@ def test_the_run_is_the_one_that_is_drawn():
 def test_the_timeline_has_what_a_recorded_one_has():
     timeline = simulate(generate("1f1b", 2, 2), EVEN, step=7)
     assert timeline.ranks == [0, 1]
-    assert timeline.whole_steps() == [7]
+    assert timeline.steps == [7] and all(timeline.window(rank, 7) for rank in timeline.ranks)
     spans = [event for event in timeline.of(1, 7) if event.lane == "compute"]
     assert [(event.name, event.leaf, event.stage, event.start_ns / S) for event in spans] == [
         ("forward", 0, 1, 1.5), ("backward", 0, 1, 2.5), ("forward", 1, 1, 4.5), ("backward", 1, 1, 5.5),

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from instep.events import GLOBAL_LOSS, GRADIENT_SYNC
+from instep.events import GLOBAL_LOSS, GRADIENT_SYNC, Event, Timeline
 from instep.mesh.mesh import Mesh
 from instep.timeline.breakdown import parts
 from instep.timeline.bubbles import bubbles
 from instep.timeline.straggler import OwnTimes
 from tests.run.text_training import STEPS, tiny, trained
 from tests.world import world
+
+
+def of_step(mesh: Mesh, step: int) -> list[Event]:
+    return Timeline(mesh.recorder.events).of(mesh.recorder.rank, step)
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "server"])
@@ -25,7 +29,7 @@ def test_in_training_every_rank_hears_of_every_other_one_step_later(
     assert [(own.step, own.rank) for own in heard] == [(s, r) for s in range(STEPS - 1) for r in range(2)]
     mine = [own for own in heard if own.rank == mesh.rank]
     for step, own in enumerate(mine):
-        found = parts(mesh.recorder.of_step(step))
+        found = parts(of_step(mesh, step))
         assert found is not None
         whole = OwnTimes.of(found)  # whose end is read some moments after
         assert (own.compute, own.data, own.micro_batches) == (
@@ -44,7 +48,7 @@ def test_what_a_step_says_it_waited_is_what_its_bubbles_are(mesh: Mesh, data: Pa
     training.timing.end()
     made = training.last
     assert made is not None
-    found = bubbles(mesh.recorder.of_step(STEPS - 1))
+    found = bubbles(of_step(mesh, STEPS - 1))
     told = sum(bubble.duration_s for bubble in found) * 1e3
     assert made.exposed_ms + made.waiting_ms == pytest.approx(told, rel=1e-6)
     assert {bubble.cause for bubble in found} <= {GRADIENT_SYNC, GLOBAL_LOSS}

@@ -151,7 +151,7 @@ def test_times_are_those_of_the_profile_s_clock_in_nanoseconds(tmp_path):
 def test_without_steps_the_whole_profile_is_one(tmp_path):
     events = [told("kernel", "gemm", 10, 20), told("cpu_op", "aten::mm", 0, 5)]
     timeline, figures = read_profile(write(tmp_path / "one.json", events))
-    assert timeline.whole_steps() == [0] and rounded(figures.steps[0]) == (20, 10, 10, 0, 0)
+    assert timeline.steps == [0] and rounded(figures.steps[0]) == (20, 10, 10, 0, 0)
 
 
 def test_the_rank_is_the_profile_s_unless_told_otherwise(tmp_path):
@@ -262,7 +262,7 @@ def test_a_real_profile_has_the_operators_that_torch_counts(real):
 
 def test_a_real_profile_s_steps_have_data_compute_and_update(real):
     _, timeline, _ = real
-    for step in timeline.whole_steps():
+    for step in timeline.steps:
         found = parts(timeline.of(2, step))
         assert min(found.compute, found.data, found.update) > 0
         assert min(found.totals().values()) >= 0

@@ -44,9 +44,10 @@ def train(model: DataParallel, trace: TraceSession | None = None, steps: int = S
 
 def names(trace: TraceSession, step: int) -> list[str]:
     """Of the events of a step, as it was made the last time, from wherever they are kept."""
-    rank = trace.recorder.rank
-    kept = read_traces(trace.path / FOLDER).traces[rank].events if trace.path else trace.recorder.of_step
-    events = kept(step)
+    if trace.path:
+        events = read_traces(trace.path / FOLDER).traces[trace.recorder.rank].events(step)
+    else:
+        events = [event for event in trace.recorder.events if event.step == step]
     begin = next(event.start_ns for event in events[::-1] if event.name == STEP)
     return [event.name for event in events if event.start_ns >= begin]
 
