@@ -173,6 +173,7 @@ ONE_USER = {
     "instep/checkpoint/moments.py",
     "instep/cli/run.py",
     "instep/comm/butterfly.py",
+    "instep/comm/naive.py",
     "instep/comm/ring.py",
     "instep/data/keyed_samples.py",
     "instep/data/length_groups.py",
