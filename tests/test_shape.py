@@ -128,6 +128,7 @@ ANYWHERE = {
 }
 BELOW_RUN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
 ENVIRONMENT_READERS = {
+    "instep/mesh/forkserver.py",
     "instep/mesh/launch.py",
     "instep/mesh/rank_process.py",
     "instep/mesh/deterministic.py",
@@ -137,7 +138,7 @@ ENVIRONMENT_READERS = {
 ENVIRONMENT_WRITERS = {
     "instep/cli/main.py",  # takes out what a notebook has put there
     "instep/mesh/rank_process.py",
-    "instep/mesh/launch.py",
+    "instep/mesh/forkserver.py",
     "instep/mesh/deterministic.py",
     "instep/mesh/join.py",
     "instep/run/loggers.py",  # for as long as W&B starts, which reads one setting from there alone

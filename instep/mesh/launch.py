@@ -20,7 +20,6 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -39,7 +38,6 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 
 # torch._dynamo: the constructor of an optimizer imports it, which would take a second in every rank.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def launch(
@@ -113,7 +111,7 @@ def surroundings(threads: int, place: Mapping[str, object]) -> dict[str, str]:
     """The environment of a rank at ``place``: this process's, and the settings of a rank on this host."""
     needed = {
         # gloo listens even when ranks rendezvous in a file: on loopback only.
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,

@@ -172,7 +172,6 @@ def _instep(variables: _Variables) -> LaunchEnvironment:
         *variables.position("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         source="instep",
         store_file=variables.text("INSTEP_STORE"),
-        restart_count=variables.number("INSTEP_RESTART_COUNT", default=0),
     )
 
 

@@ -101,8 +101,7 @@ def _end_with_launcher() -> None:
     The latter needs help: multiprocessing gives every child the write end of the pipe whose closing ends
     the forkserver, so children would keep it, and themselves, alive.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     server = multiprocessing.forkserver._forkserver
     if (alive := getattr(server, "_forkserver_alive_fd", None)) is not None:
         os.close(alive)
