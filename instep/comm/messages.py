@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # ``instep show`` prints schedules without importing torch
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+FAILED = "which failed; the backend reports:"
 
 
 class Messages:
@@ -66,12 +67,8 @@ class Messages:
         except RuntimeError as error:
             rank = self.ranks[other]
             operation = f"a message {direction} rank {rank}"
-            said = f"rank {self.ranks[self.rank]} waited for {operation}, which failed"
-            raise PeerLost(f"{said}; {_report(error)}", ranks=[rank], operation=operation) from error
-
-
-def _report(error: RuntimeError) -> str:
-    return f"the backend reports: {words_of(error)}"
+            said = f"rank {self.ranks[self.rank]} waited for {operation}, {FAILED} {words_of(error)}"
+            raise PeerLost(said, ranks=[rank], operation=operation) from error
 
 
 def awaited(wait: Callable[[], T], operation: str) -> T:
@@ -84,7 +81,7 @@ def awaited(wait: Callable[[], T], operation: str) -> T:
     except InstepError:
         raise
     except RuntimeError as error:
-        raise PeerLost(f"{operation}, which failed; {_report(error)}", operation=operation) from error
+        raise PeerLost(f"{operation}, {FAILED} {words_of(error)}", operation=operation) from error
 
 
 def raising(error: Exception) -> Callable[[], NoReturn]:

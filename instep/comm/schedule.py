@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 
@@ -106,38 +107,37 @@ def transfers(
     while has_moved:
         has_moved = False
         for receiver, own in enumerate(ranks):
+            own.advance()
             if not own.receives:
                 continue
             sender, received = own.receives[0]
             other = ranks[sender]
-            if not other.sends or other.sends[0][0] != receiver:
-                continue
-            own.receives.popleft()
-            _, sent = other.sends.popleft()
-            own.in_end = other.out_end = end = max(own.in_end, other.out_end) + duration(sent)
-            yield Transfer(sender, other.number, sent, receiver, own.number, received, own.then, end)
-            own.advance()
             other.advance()
-            has_moved = True
+            if other.sends and other.sends[0][0] == receiver:
+                own.receives.popleft()
+                _, sent = other.sends.popleft()
+                own.in_end = other.out_end = end = max(own.in_end, other.out_end) + duration(sent)
+                yield Transfer(sender, other.number, sent, receiver, own.number, received, own.then, end)
+                has_moved = True
     if waiting := [rank for rank, own in enumerate(ranks) if own.sends or own.receives]:
         raise ValueError(f"ranks {waiting} wait for messages that no rank sends")
 
 
+@dataclass
 class _Progress:
     """One rank's position in its steps, and until when its outgoing and its incoming link are busy."""
 
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self._steps = steps
-        self.sends: deque[tuple[int, Piece]] = deque()
-        self.receives: deque[tuple[int, Piece]] = deque()
-        self.then: Then = "copy"
-        self.number = 0
-        self.out_end = self.in_end = 0.0
-        self.advance()
+    steps: Iterator[Step]
+    sends: deque[tuple[int, Piece]] = field(default_factory=deque)
+    receives: deque[tuple[int, Piece]] = field(default_factory=deque)
+    then: Then = "copy"
+    number: int = 0
+    out_end: float = 0.0
+    in_end: float = 0.0
 
     def advance(self) -> None:
-        """Start the next step once all messages of this one are done."""
-        while not (self.sends or self.receives) and (step := next(self._steps, None)) is not None:
+        """Start the next step if all messages of this one are done."""
+        while not (self.sends or self.receives) and (step := next(self.steps, None)) is not None:
             self.sends, self.receives, self.then = deque(step.sends), deque(step.receives), step.then
             self.number += 1
             self.out_end = self.in_end = max(self.out_end, self.in_end)
