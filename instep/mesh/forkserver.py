@@ -33,5 +33,6 @@ def _end() -> None:
 
 for number in (signal.SIGINT, *STOP_SIGNALS):
     signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *STOP_SIGNALS])
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.register_at_fork(before=_freeze, after_in_child=lambda: atexit.unregister(_end))

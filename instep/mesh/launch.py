@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from instep.mesh.memory_file import MemoryFile
 from instep.mesh.rank_exit import Exit, RankFailed, root_cause
 from instep.mesh.rank_process import Child, read_record, run_child
-from instep.mesh.signals import handled
+from instep.mesh.signals import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -104,7 +104,12 @@ def warm(*modules: str) -> None:
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
     multiprocessing.set_forkserver_preload(["instep.mesh.forkserver", *PRELOAD, *modules])
-    multiprocessing.forkserver.ensure_running()
+    # Blocked for the forkserver until it ignores them, and for multiprocessing's resource tracker for good.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *STOP_SIGNALS])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def surroundings(threads: int, place: Mapping[str, object]) -> dict[str, str]:

@@ -23,7 +23,7 @@ import ipaddress
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 # Below the ports that Linux assigns by itself (32768 on) and torchrun's own (29400, 29500).
@@ -167,12 +167,9 @@ class _Variables:
 
 
 def _instep(variables: _Variables) -> LaunchEnvironment:
-    return LaunchEnvironment(
-        *variables.position("RANK", "WORLD_SIZE"),
-        *variables.position("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        source="instep",
-        store_file=variables.text("INSTEP_STORE"),
-    )
+    world = variables.position("RANK", "WORLD_SIZE")
+    local = variables.position("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return LaunchEnvironment(*world, *local, "instep", store_file=variables.text("INSTEP_STORE"))
 
 
 def _env(variables: _Variables) -> LaunchEnvironment:
@@ -188,20 +185,14 @@ def _env(variables: _Variables) -> LaunchEnvironment:
     )
     alone = world_size == 1 and "MASTER_ADDR" not in variables.environ
     addr, port = (None, None) if alone else variables.master(None, None)
+    found = LaunchEnvironment(rank, world_size, local_rank, local_world_size, "env", addr, port)
+    restarts = variables.number("TORCHELASTIC_RESTART_COUNT", default=0)
+    found = replace(found, restart_count=restarts, tells_local="LOCAL_WORLD_SIZE" in variables.environ)
     # torch's own name for "the agent holds the store, under one prefix per restart".
-    agent = variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnvironment(
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        "torchrun" if agent else "env",
-        addr,
-        port,
-        restart_count=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
-        launch=_launch(variables.environ.get("TORCHELASTIC_ERROR_FILE", "")) if agent else "",
-        tells_local="LOCAL_WORLD_SIZE" in variables.environ,
-    )
+    if variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return found
+    launch = _launch(variables.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return replace(found, source="torchrun", launch=launch)
 
 
 def _launch(error_file: str) -> str:
@@ -226,9 +217,8 @@ def _openmpi(variables: _Variables) -> LaunchEnvironment:
         )
     # Equal on all ranks of a job, different for two jobs of one host: Open MPI 4 and 5, then 4 alone.
     job = variables.environ.get("PMIX_NAMESPACE") or variables.environ.get("OMPI_MCA_ess_base_jobid")
-    return LaunchEnvironment(
-        *world, *local, "openmpi", *variables.master(LOOPBACK_ADDR if one_host else None, job)
-    )
+    master = variables.master(LOOPBACK_ADDR if one_host else None, job)
+    return LaunchEnvironment(*world, *local, "openmpi", *master)
 
 
 def _started_by_srun(variables: _Variables) -> bool:
@@ -260,15 +250,10 @@ def _slurm(variables: _Variables) -> LaunchEnvironment:
     nodes = variables.environ.get("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
     # Two steps of one job may run at a time on one node.
     step = f"{variables.number('SLURM_JOB_ID')}.{variables.number('SLURM_STEP_ID')}"
-    return LaunchEnvironment(
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        "slurm",
-        *variables.master(first_host(nodes), step),
-        restart_count=variables.number("SLURM_RESTART_COUNT", default=0),
-    )
+    master = variables.master(first_host(nodes), step)
+    restarts = variables.number("SLURM_RESTART_COUNT", default=0)
+    found = LaunchEnvironment(rank, world_size, local_rank, local_world_size, "slurm", *master)
+    return replace(found, restart_count=restarts)
 
 
 def _pet(variables: _Variables) -> LaunchEnvironment:
@@ -285,5 +270,5 @@ def _one_process_per_pod(variables: _Variables) -> None:
     if value != "1":
         raise ValueError(
             f"PET_NPROC_PER_NODE is {value!r}, but this process was not started by torchrun: "
-            "make torchrun the command of the pod, or set PET_NPROC_PER_NODE to 1"
+            "make torchrun the command of the pod, or set it to 1"
         )

@@ -74,6 +74,10 @@ PLACES = {
     "nothing is a world of one": ({"PATH": "/bin", "OMP_NUM_THREADS": "4"}, LaunchEnvironment()),
     "torchrun": (TORCHRUN, TORCHRUN_PLACE),
     "variables set by hand": (ENV, LaunchEnvironment(2, 4, 0, 2, "env", "host-a", 29500)),
+    "torchrun without a store of its own": (
+        ENV | {"TORCHELASTIC_RESTART_COUNT": "3"},
+        replace(TORCHRUN_PLACE, source="env"),
+    ),
     "a launcher that says nothing of its host": (
         without(ENV, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         LaunchEnvironment(2, 4, 0, 1, "env", "host-a", 29500, tells_local=False),
