@@ -128,6 +128,7 @@ ANYWHERE = {
 }
 BELOW_RUN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
 ENVIRONMENT_READERS = {
+    "instep/mesh/forkserver.py",
     "instep/mesh/launch.py",
     "instep/mesh/rank_process.py",
     "instep/mesh/deterministic.py",
@@ -137,7 +138,7 @@ ENVIRONMENT_READERS = {
 ENVIRONMENT_WRITERS = {
     "instep/cli/main.py",  # takes out what a notebook has put there
     "instep/mesh/rank_process.py",
-    "instep/mesh/launch.py",
+    "instep/mesh/forkserver.py",
     "instep/mesh/deterministic.py",
     "instep/mesh/join.py",
     "instep/run/loggers.py",  # for as long as W&B starts, which reads one setting from there alone
@@ -173,6 +174,7 @@ ONE_USER = {
     "instep/checkpoint/moments.py",
     "instep/cli/run.py",
     "instep/comm/butterfly.py",
+    "instep/comm/naive.py",
     "instep/comm/ring.py",
     "instep/data/keyed_samples.py",
     "instep/data/length_groups.py",

@@ -19,7 +19,8 @@ from instep.bench import charts, tables
 from instep.bench.collectives import by_backend, by_size, measure, prediction, where
 from instep.bench.options import CollectivesOptions, sizes_of
 from instep.bench.tables import Row
-from instep.comm.cost import BROADCAST
+from instep.comm.algorithms import SCHEDULES
+from instep.comm.cost import collective_cost
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/broadcast/run.py"
@@ -28,7 +29,7 @@ FULL = CollectivesOptions(
     link=True,
     rate="200mbit",
     ranks=(4, 8),
-    backends=("gloo", *BROADCAST),
+    backends=("gloo", *SCHEDULES["broadcast"]),
     sizes=("1KB", "10KB", "100KB", "1MB", "4MB"),
     samples=10,
 )
@@ -109,8 +110,8 @@ def with_rounds(rows: Sequence[Row], sizes: Sequence[int]) -> list[Row]:
     for row in by_size(rows, sizes):
         times = {name: value for name, value in row.items() if name not in ("ranks", "backend")}
         shape: dict[str, Any] = {"rounds": None, "root sends(S)": None}
-        if row["backend"] in BROADCAST:
-            cost = BROADCAST[row["backend"]](row["ranks"], row["ranks"], 1)
+        if (schedule := SCHEDULES["broadcast"].get(row["backend"])) is not None:
+            cost = collective_cost(schedule, row["ranks"], row["ranks"])
             shape = {"rounds": cost.steps, "root sends(S)": cost.sent[0] / row["ranks"]}
         table.append({"algorithm": row["backend"], **shape, **times})
     return table

@@ -2,8 +2,8 @@
 
 The columns are those of nccl-tests, so that the rows can be laid beside its output. ``time(us)`` is the
 median over samples of the slowest rank's time, with ``min(us)`` and ``p99(us)`` beside it. ``predicted(us)``
-is the formula in ``comm.cost`` with the latency and the bandwidth of a message that the same run has measured
-between two ranks; where an algorithm has no formula, there is nothing in it.
+is the cost of the steps (``comm.cost``) with the latency and the bandwidth of a message that the same run has
+measured between two ranks; empty where no messages are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from instep.bench.hosts import bytes_per_s
 from instep.bench.options import CollectivesOptions, sizes_of, split_words
 from instep.bench.tables import Row, duration_text, size_text
 from instep.bench.worlds import on_ranks, over_link, slowest_rank
-from instep.comm.cost import FORMULAS, AlphaBeta, fit
+from instep.comm.algorithms import SCHEDULES
+from instep.comm.cost import AlphaBeta, collective_cost, fit
 
 # Those that tell the story in a chart; it would have ten lines otherwise.
 CHART_BACKENDS = ("gloo", "ring", "direct", "naive", "shm", "shm-in-place", "nccl")
@@ -191,12 +192,13 @@ def _rows(
 def predicted(
     collective: str, backend: str, ranks: int, size: int, message: AlphaBeta, time_us: float
 ) -> dict[str, float | None]:
-    """The time of the alpha-beta model, and how many times it the measured one is; None without a formula."""
+    """The time of the alpha-beta model, and how many times it the measured one is; None without steps."""
     algorithm = GLOO.get(collective, "") if backend == BASELINE else backend
-    formula = FORMULAS[collective].get(algorithm)
-    if formula is None:
+    schedule = SCHEDULES[collective].get(algorithm)
+    if schedule is None:
         return {"predicted(us)": None, "time/predicted": None}
-    expected_us = 1e6 * formula(ranks, size, 4).time_s(message.latency_s, message.s_per_byte)
+    cost = collective_cost(schedule, ranks, size // 4, itemsize=4)
+    expected_us = 1e6 * cost.time_s(message.latency_s, message.s_per_byte)
     return {"predicted(us)": expected_us, "time/predicted": time_us / expected_us}
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -28,9 +28,10 @@ from torch.distributed import ProcessGroup
 from instep.bench.bandwidth import IN_PARTS, array_bytes, available_bytes, whole_count
 from instep.bench.tables import size_text
 from instep.bench.worlds import World
-from instep.comm import algorithms
+from instep.comm.algorithms import SCHEDULES
 from instep.comm.messages import Messages
 from instep.comm.perform import perform
+from instep.comm.schedule import Schedule
 from instep.mesh.device import num_gpus
 from instep.shm import ShmGroup  # which registers the backend
 from instep.shm.futex import why_not
@@ -52,13 +53,6 @@ LONGEST_MESSAGE = 100_000_000  # bytes of one that is timed by itself; longer on
 # By their names in torch 2.13, where the old ones warn, or in torch before it.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-OWN: dict[str, Mapping[str, Any]] = {
-    **algorithms.SCHEDULES,
-    "all_to_all": algorithms.ALL_TO_ALL,
-    "scatter": algorithms.SCATTER,
-    "gather": algorithms.GATHER,
-}
 
 
 def measure_collective(world: World, task: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +98,7 @@ def fits(collective: str, names: list[str], size: int, num_ranks: int) -> bool:
     """
     one = whole_count(size, num_ranks) * 4
     kinds = 1 + sum(name.startswith(IN_PLACE) for name in names)
-    on_top = 2 if set(names) & set(OWN[collective]) else 0
+    on_top = 2 if set(names) & set(SCHEDULES[collective]) else 0
     buffers = (1 if collective == "all_reduce" else 2) * kinds + on_top
     return one * buffers * num_ranks <= SHARE_OF_MEMORY * available_bytes()
 
@@ -136,11 +130,11 @@ def message_times(
 
     def there_and_back(x: Tensor) -> None:
         if world.rank == 0:
-            messages.send(x, 1)
-            messages.recv(x, 1)
+            messages.together([(x, 1)], [])
+            messages.together([], [(x, 1)])
         elif world.rank == 1:
-            messages.recv(x, 0)
-            messages.send(x, 0)
+            messages.together([], [(x, 0)])
+            messages.together([(x, 0)], [])
 
     things = {str(count): partial(there_and_back, x[:count]) for count in counts}
     times, _ = world.interleave(things, samples, warm_up=WARM_UP, budget_s=budget_s)
@@ -152,7 +146,7 @@ def message_times(
 
 def implementations(collective: str) -> list[str]:
     """The names of all implementations of ``collective`` that this machine may have."""
-    return ["gloo", *SHARED, *OWN[collective], "nccl"]
+    return ["gloo", *SHARED, *SCHEDULES[collective], "nccl"]
 
 
 def default_names(collective: str, *, hosts: bool = False) -> list[str]:
@@ -188,7 +182,7 @@ class Implementation:
     def __init__(self, name: str, shared: CollectiveBuffers, world: World) -> None:
         self.name = name
         self.buffers = self._buffers(shared, world)
-        self.run = self._own_call(world) if name in OWN[shared.collective] else self._torch_call(world)
+        self.run = self._own_call(world) if name in SCHEDULES[shared.collective] else self._torch_call(world)
 
     def wrong(self) -> int:
         """Number of wrong elements on this rank after one call."""
@@ -219,7 +213,7 @@ class Implementation:
         return world.group("shm" if self.name in SHARED else self.name)
 
     def _own_call(self, world: World) -> Call:
-        algorithm = OWN[self.buffers.collective][self.name]
+        algorithm = SCHEDULES[self.buffers.collective][self.name]
         return own_call(self.buffers, algorithm, Messages(world.group("gloo", "messages")))
 
 
@@ -265,16 +259,16 @@ def torch_call(buffers: CollectiveBuffers, pg: ProcessGroup) -> Call:
     return calls[buffers.collective]
 
 
-def own_call(buffers: CollectiveBuffers, algorithm: Any, messages: Messages) -> Call:
+def own_call(buffers: CollectiveBuffers, algorithm: Schedule, messages: Messages) -> Call:
     """``buffers`` by an algorithm of ``instep.comm``; parts in place where those are what it takes."""
     x, out, rank = buffers.x, buffers.out, buffers.rank
     x_parts, out_parts = buffers.x_parts or [], buffers.out_parts or []
 
-    def reduce_scatter() -> None:
+    def scatter() -> None:
         perform(algorithm, x_parts, messages)
         out.copy_(x_parts[rank])
 
-    def all_gather() -> None:
+    def gather() -> None:
         out_parts[rank].copy_(x)
         perform(algorithm, out_parts, messages)
 
@@ -282,11 +276,11 @@ def own_call(buffers: CollectiveBuffers, algorithm: Any, messages: Messages) -> 
         "all_reduce": lambda: perform(algorithm, x, messages),
         "broadcast": lambda: perform(algorithm, x, messages, ROOT),
         "reduce": lambda: perform(algorithm, x, messages, ROOT),
-        "reduce_scatter": reduce_scatter,
-        "all_gather": all_gather,
-        "all_to_all": lambda: algorithm(x_parts, messages, out_parts),
-        "scatter": lambda: algorithm(x_parts, messages, out, ROOT),
-        "gather": lambda: algorithm(x, messages, out_parts, ROOT),
+        "reduce_scatter": scatter,
+        "all_gather": gather,
+        "all_to_all": lambda: perform(algorithm, x_parts, messages, out=out_parts),
+        "scatter": scatter,
+        "gather": gather,
     }
     return calls[buffers.collective]
 

@@ -12,7 +12,7 @@ import tyro
 
 from instep.cli.exit_codes import DONE, report_error
 from instep.comm.algorithms import SCHEDULES
-from instep.comm.cost import FORMULAS, CollectiveCost
+from instep.comm.cost import CollectiveCost, collective_cost
 from instep.comm.play import Message, Played, State, cells_of, play
 
 PROGRAM = "instep show"
@@ -51,8 +51,8 @@ def _listed() -> str:
 DESCRIPTION = f"""\
 Print a collective step by step: who sends what to whom, and who holds what after each round.
 
-What is played are the steps that the algorithm itself takes (instep/comm), without a process or a tensor. The
-last lines have rounds, messages and bytes beside the formula of the alpha-beta model.
+These are the steps that the algorithm itself executes (instep/comm), without a process or a tensor. The last
+lines count rounds, messages and bytes, and say what they cost in the alpha-beta model.
 
 Algorithms, by collective:
 {_listed()}
@@ -121,7 +121,8 @@ def lines(collective: str, name: str, size: int) -> Iterator[str]:
         yield from _arrows(f"round {number}", messages)
         yield from table.rows(messages, held)
     yield ""
-    yield from _account(played, size, FORMULAS[collective][name](size, size * played.num_parts, 1))
+    num_elements = size * played.num_parts
+    yield from _account(collective_cost(schedule, size, num_elements), num_elements)
 
 
 class _Table:
@@ -138,16 +139,16 @@ class _Table:
     def legend(self, collective: str) -> Iterator[str]:
         """How to read the table, a line per sign."""
         ranks = f"what ranks 0 to {self.size - 1} begin with"
-        if collective == "broadcast":
+        if collective in ("broadcast", "scatter"):
             signs = {"a": "what rank 0 begins with"}
         elif self.counts:
             signs = {"1": "what a rank begins with", "2, 3 ..": "so many of them, added"}
-        elif collective == "all_gather":
+        elif collective in ("all_gather", "gather", "all_to_all"):
             signs = {self._letters: ranks}
         else:
             example = ascii_lowercase[: min(self.size, 3)]
             signs = {self._letters: f"{ranks}; {example} is a sum, in that order"}
-        if collective in ("all_gather", "broadcast"):
+        if collective in ("all_gather", "gather", "broadcast", "scatter"):
             signs["."] = "not there yet"
         if self.num_parts > 1:
             signs["[j]"] = f"part j of x, which is cut into {self.num_parts}"
@@ -192,7 +193,7 @@ def _arrows(label: str, messages: Sequence[Message]) -> Iterator[str]:
     """``label``, and who sends what to whom, in columns."""
     arrows = []
     for message in messages:
-        first, end, of = message.piece
+        first, end, of = message.sent
         what = "" if of == 1 else f" [{first}]" if end == first + 1 else f" [{first}-{end - 1}]"
         arrows.append(f"{message.sender} -> {message.receiver}{what}")
     width = max(map(len, arrows)) + GAP
@@ -202,17 +203,14 @@ def _arrows(label: str, messages: Sequence[Message]) -> Iterator[str]:
         yield f"{'' if start else label:{MARGIN}} {line}".rstrip()
 
 
-def _account(played: Played, size: int, formula: CollectiveCost) -> Iterator[str]:
-    """Rounds, messages and bytes that were counted, beside those of the formula."""
-    sent = [played.parts_sent(rank) / played.num_parts for rank in range(size)]
-    S = size * played.num_parts  # the bytes of x in ``formula``
-    rows = [
-        ("", "counted", "formula"),
-        ("rounds", f"{played.num_rounds}", f"{formula.steps}"),
-        ("messages", f"{len(played.messages)}", f"{sum(formula.messages)}"),
-        ("bytes sent by the busiest rank", f"{max(sent):.4g} S", f"{formula.bytes_sent / S:.4g} S"),
-        ("bytes sent by all", f"{sum(sent):.4g} S", f"{sum(formula.sent) / S:.4g} S"),
-    ]
-    yield from (f"{what:32}{counted:>9}{by_formula:>10}" for what, counted, by_formula in rows)
+def _account(cost: CollectiveCost, S: int) -> Iterator[str]:
+    """Rounds, messages and bytes, for x of ``S`` bytes."""
+    rows = {
+        "rounds": f"{cost.steps}",
+        "messages": f"{sum(cost.messages)}",
+        "bytes sent by the busiest rank": f"{max(cost.sent) / S:.4g} S",
+        "bytes sent by all": f"{sum(cost.sent) / S:.4g} S",
+    }
+    yield from (f"{what:32}{number:>9}" for what, number in rows.items())
     yield ""
-    yield f"time: {formula.steps} alpha + {formula.path_bytes / S:.4g} S beta, for x of S bytes"
+    yield f"time: {cost.steps} alpha + {cost.path_bytes / S:.4g} S beta, for x of S bytes"

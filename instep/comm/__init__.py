@@ -1,6 +1,6 @@
 """Collectives made of point-to-point messages, one algorithm family a file.
 
-In the order of reading: ``schedule`` (what an algorithm is), ``naive``, ``binomial_tree``, ``ring``,
-``direct``, ``butterfly``; ``messages`` and ``perform`` make it happen, ``play`` shows it, ``cost`` says what
-it costs, ``algorithms`` names them all, ``functional`` differentiates them.
+In reading order: ``schedule`` (what an algorithm is), ``naive``, ``binomial_tree``, ``ring``, ``direct``,
+``butterfly``; ``perform`` runs them over ``messages``, ``play`` shows them with letters, ``cost`` counts
+steps and bytes, ``algorithms`` names them all, ``functional`` differentiates them.
 """

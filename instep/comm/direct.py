@@ -1,4 +1,4 @@
-"""Collectives without a detour: every rank sends each other rank exactly what that one needs.
+"""Collectives without a detour: every rank sends each other rank exactly the part that rank needs.
 
 Reduce-scatter, W = 3: all messages at once, none waits for another.
 
@@ -7,7 +7,7 @@ Reduce-scatter, W = 3: all messages at once, none waits for another.
      rank 2: c0 c1 c2      c0 -> rank 0, c1 -> rank 1        rank 2 has a2 b2 c2
 
 As many bytes and messages as the ring, but nothing is added before everything has arrived: the order of
-the adds is free to choose, and here is the same for every element. W ranks, x of S bytes:
+the adds is free to choose, and here it is rank order for every element. W ranks, x of S bytes:
 
     operation         steps     bytes each rank sends     time
     all_to_all        W-1       S (W-1)/W                 (W-1) alpha + S (W-1)/W beta
@@ -15,31 +15,25 @@ the adds is free to choose, and here is the same for every element. W ranks, x o
     all_gather        W-1       S (W-1)/W                 (W-1) alpha + S (W-1)/W beta
     all_reduce        2(W-1)    2 S (W-1)/W               2 (W-1) alpha + 2 S (W-1)/W beta
 
-The times are those of a rank that sends one message after the other; where latency overlaps, what is
-waited for is one alpha, not W-1. The price is scratch for W-1 parts (the ring: one), and W-1 connections
+The times assume that a rank sends one message after the other; where latencies overlap, a rank waits for
+one alpha, not W-1. The price is scratch for W-1 parts (the ring: one), and W-1 connections
 in use at a time. Source: Thakur, Rabenseifner, Gropp 2005 (see ``binomial_tree``), on all-to-all
 and, as pairwise exchange, on reduce-scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from instep.comm.schedule import Step, part
 
-if TYPE_CHECKING:  # who sends what to whom is arithmetic, which ``instep show`` prints without torch
-    from torch import Tensor
 
-    from instep.comm.messages import Messages
-
-
-def all_to_all(parts: Sequence[Tensor], messages: Messages, out: Sequence[Tensor]) -> None:
-    """``out[s]`` of rank r becomes ``parts[r]`` of rank s. Lengths may differ from pair to pair, and be 0."""
-    out[messages.rank].copy_(parts[messages.rank])
-    others = _others(messages.rank, messages.size)
-    messages.together(
-        [(parts[to], to) for to in others], [(out[source], source) for source in reversed(others)]
+def all_to_all(rank: int, size: int) -> Iterator[Step]:
+    """Part s of rank r becomes part r of rank s, in other memory (``out`` of ``perform``)."""
+    others = _others(rank, size)
+    yield Step(
+        sends=[(to, part(to, size)) for to in others],
+        receives=[(source, part(source, size)) for source in reversed(others)],
     )
 
 
@@ -70,5 +64,5 @@ def all_reduce(rank: int, size: int) -> Iterator[Step]:
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """Who is 1, 2, ... to the right: in its k-th message each rank sends to another one."""
+    """The ranks 1, 2, ... to the right: in their k-th messages all ranks send to different ones."""
     return [(rank + k) % size for k in range(1, size)]

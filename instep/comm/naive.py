@@ -4,7 +4,7 @@
      0 --x--> 2            them through the root's connection while the others are idle
      0 --x--> 3
 
-W ranks, x of S bytes; alpha: seconds a message, beta: seconds a byte.
+W ranks, x of S bytes; alpha: seconds per message, beta: seconds per byte.
 
     operation     steps     bytes the busiest rank sends     time
     broadcast     W-1       (W-1) S                          (W-1) (alpha + S beta)
@@ -14,21 +14,15 @@ W ranks, x of S bytes; alpha: seconds a message, beta: seconds a byte.
     gather        W-1       S/W                              (W-1) alpha + S (W-1)/W beta
 
 Scatter and gather cannot be beaten in bytes: the root has to send or receive all parts but its own. The
-others can, in both columns. The names are those of MPI ("MPI: A Message-Passing Interface Standard",
-chapter on collective communication).
+others can, in both columns. The names are MPI's ("MPI: A Message-Passing Interface Standard", chapter on
+collective communication).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from instep.comm.schedule import Step, receive, send
-
-if TYPE_CHECKING:  # who sends what to whom is arithmetic, which ``instep show`` prints without torch
-    from torch import Tensor
-
-    from instep.comm.messages import Messages
+from instep.comm.schedule import Step, part, receive, send
 
 
 def broadcast(rank: int, size: int) -> Iterator[Step]:
@@ -41,16 +35,15 @@ def broadcast(rank: int, size: int) -> Iterator[Step]:
 
 
 def reduce(rank: int, size: int) -> Iterator[Step]:
-    """x of rank 0 becomes the sum over ranks; the others keep theirs.
+    """x of rank 0 becomes the sum over ranks, ((x0 + x1) + x2) + ... counted from the root; the others stay.
 
-    Adds in rank order, whichever is the root: ((x0 + x1) + x2) + ... The root needs S bytes of scratch, and S
-    more for each addend that comes before its turn.
+    The root needs S bytes of scratch.
     """
     if rank:
         yield send(0)
     else:
         for other in range(1, size):
-            yield receive(other, then="in rank order")
+            yield receive(other, then="own + received")
 
 
 def all_reduce(rank: int, size: int) -> Iterator[Step]:
@@ -59,25 +52,19 @@ def all_reduce(rank: int, size: int) -> Iterator[Step]:
     yield from broadcast(rank, size)
 
 
-def scatter(parts: Sequence[Tensor], messages: Messages, out: Tensor, root: int = 0) -> None:
-    """``out`` of rank r becomes ``parts[r]`` of rank ``root``; the others' ``parts`` may be empty."""
-    if messages.rank != root:
-        messages.recv(out, root)
-        return
-    for rank, part in enumerate(parts):
-        if rank == root:
-            out.copy_(part)
-        else:
-            messages.send(part, rank)
+def scatter(rank: int, size: int) -> Iterator[Step]:
+    """Part r of rank 0 overwrites part r of rank r."""
+    if rank:
+        yield receive(0, part(rank, size))
+    else:
+        for other in range(1, size):
+            yield send(other, part(other, size))
 
 
-def gather(x: Tensor, messages: Messages, parts: Sequence[Tensor], root: int = 0) -> None:
-    """``parts[r]`` of rank ``root`` becomes ``x`` of rank r; the others' ``parts`` may be empty."""
-    if messages.rank != root:
-        messages.send(x, root)
-        return
-    for rank, part in enumerate(parts):
-        if rank == root:
-            part.copy_(x)
-        else:
-            messages.recv(part, rank)
+def gather(rank: int, size: int) -> Iterator[Step]:
+    """Part r of rank r overwrites part r of rank 0."""
+    if rank:
+        yield send(0, part(rank, size))
+    else:
+        for other in range(1, size):
+            yield receive(other, part(other, size))

@@ -1,4 +1,4 @@
-"""Does a rank's steps of a schedule: the one place where algorithms meet memory and messages."""
+"""Executes a rank's steps of a schedule: the one place where algorithms use memory and messages."""
 
 from __future__ import annotations
 
@@ -7,82 +7,69 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages, edges, flat
-from instep.comm.schedule import WHOLE, Piece, Schedule, Then, part
+from instep.comm.messages import Messages, flat
+from instep.comm.schedule import Piece, Schedule, edges
 
 
-def perform(schedule: Schedule, x: Tensor | Sequence[Tensor], messages: Messages, root: int = 0) -> None:
-    """Run ``schedule`` on ``x`` in place; all ranks call it, with as many elements.
+def perform(
+    schedule: Schedule,
+    x: Tensor | Sequence[Tensor],
+    messages: Messages,
+    root: int = 0,
+    out: Sequence[Tensor] | None = None,
+) -> None:
+    """Run ``schedule`` on ``x`` in place; all ranks call it, with equally many elements.
 
-    ``x`` is a tensor of any shape, or its W parts, part j of the same length on every rank. What the schedule
-    calls rank 0 is rank ``root``, and so on around. An algorithm that adds needs scratch for what a step
-    receives.
+    ``x`` is a tensor of any shape, or its W parts, part j of the same length on every rank. Rank 0 of the
+    schedule is rank ``root``, and so on around. With ``out``, W parts of any length, received parts land
+    there, and this rank's own too (all-to-all). An algorithm that adds needs scratch for a step's receives.
 
     Raises:
-        ValueError: a tensor whose memory is not its content in a row, or not on the CPU.
-        PeerLost: a rank did not come before the deadline, or its connection closed.
+        ValueError: a tensor that is not contiguous, or not in CPU memory.
+        PeerLost: a rank missed the deadline, or its connection closed.
     """
     size = messages.size
-    places = _Places(x)
-    sums: dict[Piece, _InRankOrder] = {}
+    own_parts = [flat(one) for one in ([x] if isinstance(x, Tensor) else x)]
+    targets = own_parts
+    if out is not None:
+        targets = [flat(one) for one in out]
+        targets[messages.rank].copy_(own_parts[messages.rank])
+    scratch = own_parts[0].new_empty(0)  # one for all steps
     for step in schedule((messages.rank - root) % size, size):
         sources = [(source + root) % size for source, _ in step.receives]
-        homes = [places.at(piece) for _, piece in step.receives]
-        received = [places.landing(home, step.then) for home in homes]
+        own = [_at(targets, piece) for _, piece in step.receives]
+        received = own
+        if step.then == "in rank order":
+            received = [torch.empty_like(x) for x in own]
+        elif step.then != "copy" and own:
+            if scratch.numel() < own[0].numel():
+                scratch = torch.empty_like(own[0])
+            received = [scratch[: own[0].numel()]]
         messages.together(
-            [(places.at(piece), (to + root) % size) for to, piece in step.sends],
+            [(_at(own_parts, piece), (to + root) % size) for to, piece in step.sends],
             list(zip(received, sources, strict=True)),
         )
-        for own, came, source, (_, piece) in zip(homes, received, sources, step.receives, strict=True):
-            match step.then:
-                case "own + received":
-                    own.add_(came)
-                case "received + own":
-                    torch.add(came, own, out=own)
-                case "in rank order":
-                    sums.setdefault(piece, _InRankOrder(own, messages)).add(source, came)
+        match step.then:
+            case "own + received":
+                own[0].add_(received[0])
+            case "received + own":
+                torch.add(received[0], own[0], out=own[0])
+            case "in rank order" if own:
+                _add_in_rank_order(own[0], messages.rank, dict(zip(sources, received, strict=True)))
 
 
-class _Places:
-    """Where pieces of x lie, and where what is received lands."""
-
-    def __init__(self, x: Tensor | Sequence[Tensor]) -> None:
-        parts = [flat(one) for one in ([x] if isinstance(x, Tensor) else x)]
-        self._views = {part(index, len(parts)): own for index, own in enumerate(parts)}
-        self._scratch = parts[0].new_empty(0)
-
-    def at(self, piece: Piece) -> Tensor:
-        """The elements of ``piece``, a view: one of the parts that were given, or cut from the one tensor."""
-        if piece not in self._views:
-            x = self._views[WHOLE]
-            at = edges(x.numel(), piece.of)
-            self._views[piece] = x[at[piece.first] : at[piece.end]]
-        return self._views[piece]
-
-    def landing(self, home: Tensor, then: Then) -> Tensor:
-        """Memory for what is to become part of ``home``: itself, or scratch, the same for every step."""
-        if then == "copy":
-            return home
-        if then == "in rank order":  # what comes before its turn has to stay
-            return torch.empty_like(home)
-        if self._scratch.numel() < home.numel():
-            self._scratch = torch.empty_like(home)
-        return self._scratch[: home.numel()]
+def _at(parts: Sequence[Tensor], piece: Piece) -> Tensor:
+    """A view of ``piece``: one of the given parts, or cut from the one tensor."""
+    if len(parts) == piece.of:
+        return parts[piece.first]
+    at = edges(parts[0].numel(), piece.of)
+    return parts[0][at[piece.first] : at[piece.end]]
 
 
-class _InRankOrder:
-    """((x0 + x1) + x2) + ... in ``own``, in whatever order the addends come; ``own`` is this rank's."""
-
-    def __init__(self, own: Tensor, messages: Messages) -> None:
-        self._own, self._size = own, messages.size
-        self._waiting = {messages.rank: own}
-        self._total: Tensor | None = None
-        self._next = 0
-
-    def add(self, rank: int, addend: Tensor) -> None:
-        self._waiting[rank] = addend
-        while (following := self._waiting.pop(self._next, None)) is not None:
-            self._total = following if self._total is None else self._total.add_(following)
-            self._next += 1
-        if self._next == self._size and self._total is not None and self._total is not self._own:
-            self._own.copy_(self._total)
+def _add_in_rank_order(own: Tensor, rank: int, received: dict[int, Tensor]) -> None:
+    """``own`` becomes ((x0 + x1) + x2) + ..., itself being x of ``rank``."""
+    first, *others = [x for _, x in sorted({**received, rank: own}.items(), key=lambda item: item[0])]
+    for x in others:
+        first.add_(x)
+    if first is not own:
+        own.copy_(first)

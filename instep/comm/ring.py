@@ -1,4 +1,4 @@
-"""Collectives around a ring: every rank sends to its right neighbour only, all of them all the time.
+"""Collectives around a ring: every rank sends to its right neighbour only, all at the same time.
 
 x is cut into W parts, and the parts rotate. Reduce-scatter, W = 3, columns are ranks, [j] is part j:
 
@@ -11,7 +11,7 @@ x is cut into W parts, and the parts rotate. Reduce-scatter, W = 3, columns are 
                  adds  [0]       adds  [1]       adds  [2]
                  bca *  *        *  cab *        *  *  abc      rank j owns the sum of part j
 
-All-gather then rotates the finished parts in the same way, without adding. W ranks, x of S bytes:
+All-gather then rotates the finished parts in the same way, without additions. W ranks, x of S bytes:
 
     operation         steps     bytes each rank sends     time
     reduce_scatter    W-1       S (W-1)/W                 (W-1) alpha + S (W-1)/W beta
@@ -22,9 +22,9 @@ No all-reduce sends fewer bytes, and no rank is busier than another; the price i
 with W. Source: Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 J. Parallel Distrib. Comput. 69(2), 2009.
 
-Broadcast of a large tensor scatters it down the binomial tree, then lets the ring pass the parts around. The
-tree's root sends all of x log2 W times; here it sends every part once, and the ranks, idle before, do the
-rest. W = 4, root 0, x = abcd:
+Broadcast of a large tensor scatters it down the binomial tree, then gathers the parts around the ring. The
+root of the plain tree sends all of x log2 W times; here it sends every part about twice, and the other ranks,
+idle before, do the rest. W = 4, root 0, x = abcd:
 
      scatter    0: abcd -> 2: cd       0: ab -> 1: b, 2: cd -> 3: d       each part goes to its owner
      ring       a b c d -> every rank, in W-1 rotations
@@ -46,7 +46,7 @@ from instep.comm.schedule import Piece, Step, Then, exchange, part, receive, sen
 
 
 def reduce_scatter(rank: int, size: int) -> Iterator[Step]:
-    """Part ``rank`` of x becomes the sum over ranks of that part; the others are left with partial sums.
+    """Part ``rank`` of x becomes the sum over ranks of that part; the other parts hold partial sums.
 
     Part j starts at rank j + 1 and ends at rank j: (x[j+1] + x[j+2]) + ... + x[j], so each part is added in
     an order of its own. Needs scratch for the longest part.
@@ -77,13 +77,13 @@ def broadcast(rank: int, size: int) -> Iterator[Step]:
 
 
 def _rotation(rank: int, size: int, sent: int, then: Then) -> Step:
-    """Part ``sent`` goes to the right neighbour, while the one before it comes from the left."""
+    """Part ``sent`` goes to the right neighbour, while the part before it comes from the left."""
     outgoing, incoming = part(sent % size, size), part((sent - 1) % size, size)
     return exchange((rank + 1) % size, outgoing, (rank - 1) % size, incoming, then)
 
 
 def _scatter(rank: int, size: int) -> Iterator[Step]:
-    """Part r of x goes to rank r, within one message for all below a child."""
+    """Part r of x goes to rank r: one message per child, with the parts of its subtree."""
 
     def below(node: int) -> Piece:
         nodes = subtree(node, size)

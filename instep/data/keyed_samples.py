@@ -81,10 +81,10 @@ class KeyedSamples:
         seed: int,
         collate: Callable[[list[Any]], Any],
         turn: Any,
-        memory: tuple[int, int],  # who receives it, and how many pieces a worker process may have
+        num_pieces: int,  # of memory, that a worker process may have
     ) -> None:
         self.dataset, self.deal, self.seed, self.collate, self.turn = dataset, deal, seed, collate, turn
-        self._lent = memory
+        self._num_pieces = num_pieces
         self._memory: Outgoing | None = None  # in a worker process
         self._own: list[KeyedGenerator] | None = None
         self._known: dict[tuple[str, int, int], list[int]] = {}
@@ -114,7 +114,7 @@ class KeyedSamples:
         if get_worker_info() is None:
             return self.collate(samples)
         if self._memory is None:
-            self._memory = Outgoing(*self._lent)
+            self._memory = Outgoing(self._num_pieces)
             default_collate_fn_map[Tensor] = self._stacked  # which torch offers for such
         self._memory.begin()
         return tree_map_only(Tensor, self._memory.moved, self.collate(samples))

@@ -38,7 +38,7 @@ from instep.data.length_groups import LengthGroups
 from instep.data.order import MASK_64
 from instep.data.sample_shards import ShardOrder, Shards
 from instep.data.shuffled import Shuffled
-from instep.mesh.handover import Incoming
+from instep.mesh.handover import forget_ended
 from instep.ordered.alignment import align
 
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
@@ -146,12 +146,12 @@ class Loader:
         self.weigh = weigh
         self._position = 0
         self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
-        self._memory = Incoming()
         # In memory that worker processes see, however they are started.
         self._turn = _in_shared_memory(multiprocessing_context) if num_workers else _Turn()
-        memory = self._memory.number, prefetch_factor + NUM_HELD
         collate = collate_fn or default_collate
-        self._samples = KeyedSamples(dataset, self.deal, seed, collate, self._turn, memory)
+        self._samples = KeyedSamples(
+            dataset, self.deal, seed, collate, self._turn, prefetch_factor + NUM_HELD
+        )
         self._options: dict[str, Any] = {
             "dataset": self._samples,
             "batch_sampler": self._share,
@@ -261,7 +261,7 @@ class Loader:
         self._stream = self._loader = self._next = None
         if shut_down is not None:
             shut_down()
-        self._memory.forget()
+        forget_ended()
         if isinstance(self.dataset, Shards):
             self.dataset.close()
 

@@ -1,8 +1,8 @@
-"""Deterministic kernels on a GPU: the settings that the same bits need, which PyTorch leaves off by default.
+"""Deterministic kernels on a GPU: settings for reproducible bits, which PyTorch leaves off by default.
 
-Two launches of one kernel may add in another order (atomics), and cuBLAS may choose another algorithm while
-several streams share its workspace. The settings below exclude both; they cost some speed, and operations
-without a deterministic kernel raise.
+Two launches of one kernel may add in different orders (atomics), and cuBLAS may choose another algorithm
+while several streams share its workspace. The settings below exclude both; they cost some speed, and
+operations without a deterministic kernel raise.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import warnings
 import torch
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-FIXED_WORKSPACES = (":4096:8", ":16:8")  # those that cuBLAS documents as reproducible
+FIXED_WORKSPACES = (":4096:8", ":16:8")  # documented by cuBLAS as reproducible
 
 
 def enable() -> None:
-    """Use deterministic kernels in this process from here on.
+    """Use deterministic kernels in this process from now on.
 
     Raises:
-        ValueError: CUDA has started with another cuBLAS workspace, which cannot be changed any more.
+        ValueError: CUDA has started with another cuBLAS workspace, which is then fixed.
     """
     if workspace() not in FIXED_WORKSPACES:
         if torch.cuda.is_initialized():
@@ -35,7 +35,7 @@ def enable() -> None:
 
 
 def workspace() -> str:
-    """The cuBLAS workspace that the environment sets; "" leaves the choice to cuBLAS."""
+    """The cuBLAS workspace set in the environment; "" leaves the choice to cuBLAS."""
     return os.environ.get(WORKSPACE, "")
 
 

@@ -2,8 +2,8 @@
 
 On a GPU a kernel is only *issued* when Python moves on. A bucket is therefore handed to the lane with an
 event recorded on the computing stream; the lane works on a stream of its own that first waits for the
-event, and its thread returns when that stream has come to its end. On a CPU what has returned has happened,
-and all of this is nothing.
+event, and its thread returns when that stream has finished. On a CPU work is done when the call returns, and
+all of this does nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ import torch.distributed as dist
 
 Event = torch.cuda.Event
 T = TypeVar("T")
-# Backends that stand above this file, by the module that registers them: found by name, as others' would be.
-OURS = {"shm": "instep.shm"}
 POLL_S = 50e-6
 REBASE_NS = 1_000_000_000
 NCCL_SHARES_FROM = 23000  # 2.30.0, as NCCL writes it
 NO_MESSAGE_TAG = 2**31 - 1  # the tag of a message that no rank sends
-SPIN_NS = 200_000  # what an event takes on an idle stream, many times over
+SPIN_NS = 200_000  # many times the duration of an event on an idle stream
 MAX_MARKED = 8192  # spans, if ``settled`` is never called
 
 
 class Waitable(Protocol):
-    """What torch.distributed returns for an operation that is under way."""
+    """The result of torch.distributed for an operation in flight."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
@@ -42,15 +40,14 @@ class Waitable(Protocol):
 def resolve(wanted: str | torch.device | None, backend: str | None, num_local: int) -> torch.device:
     """The device of this host's ``num_local`` ranks: the CPU, one GPU ("cuda:1"), or a GPU each ("cuda").
 
-    By default a GPU each where there are GPUs and ``backend`` reads their memory. No CUDA context is created:
-    ``activate`` does that.
+    By default a GPU each where there are GPUs and ``backend`` reads their memory. Creates no CUDA context.
 
     Raises:
         ValueError: the backend cannot exchange memory of that device, or there are too few GPUs.
     """
     found = num_gpus()
     if wanted is None:
-        wanted = "cuda" if backend == "nccl" or (found and backend not in ("gloo", *OURS)) else "cpu"
+        wanted = "cuda" if backend == "nccl" or (found and backend not in ("gloo", "shm")) else "cpu"
     try:
         device = torch.device(wanted)
     except RuntimeError:
@@ -61,7 +58,7 @@ def resolve(wanted: str | torch.device | None, backend: str | None, num_local: i
         if backend == "nccl":
             raise ValueError("device='cpu' with backend='nccl', which exchanges GPU memory: use gloo")
         return torch.device("cpu")
-    if backend in OURS:
+    if backend == "shm":
         raise ValueError(
             f"device={str(device)!r} with backend={backend!r}, which exchanges host memory: pass "
             "backend='nccl', or 'gloo' where ranks share a GPU"
@@ -77,7 +74,7 @@ def resolve(wanted: str | torch.device | None, backend: str | None, num_local: i
 
 
 def activate(wanted: torch.device, local_rank: int) -> torch.device:
-    """The device of ``local_rank``, which becomes the current one: this creates a CUDA context on a GPU."""
+    """The device of ``local_rank``, made the current one: this creates a CUDA context on a GPU."""
     if wanted.type == "cpu":
         return wanted
     device = torch.device("cuda", local_rank if wanted.index is None else wanted.index)
@@ -86,7 +83,7 @@ def activate(wanted: torch.device, local_rank: int) -> torch.device:
 
 
 def num_gpus() -> int:
-    """How many GPUs this process sees; creates no CUDA context."""
+    """The number of GPUs that this process sees; creates no CUDA context."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -99,13 +96,10 @@ def current_gpu() -> int:
 
 
 def nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether NCCL takes several ranks on one GPU: from 2.30, where the environment allows it.
-
-    The loaded library is asked: torch only knows the version that it was compiled with.
-    """
+    """Whether NCCL accepts several ranks on one GPU: from 2.30, where the environment allows it."""
     if environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return False
-    version = ctypes.c_int()
+    version = ctypes.c_int()  # of the loaded library: torch only knows the one that it was compiled with
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
@@ -114,24 +108,24 @@ def nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
 
 
 def gpu_names() -> list[str]:
-    """What the GPUs are called, a name for each."""
+    """The name of each GPU."""
     return [torch.cuda.get_device_name(i) for i in range(num_gpus())]
 
 
 def gpu_bytes() -> int:
-    """Memory of the GPU that has least; 0 where there is none."""
+    """The memory of the smallest GPU; 0 where there is none."""
     sizes = (torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus()))
     return min(sizes, default=0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when ``device`` has done what was issued: for a clock, which is the host's."""
+    """Wait until ``device`` has finished all issued work, so that the host's clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that this process has had of a GPU's memory; on a CPU ``process_memory`` knows."""
+    """The peak of this process's memory on a GPU; None on a CPU (see ``process_memory``)."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -143,12 +137,12 @@ def default_backend(device: torch.device, *, one_host: bool) -> str:
 
 
 def complete(backend: str) -> str:
-    """What to call torch.distributed with for ``backend``, which is made known if it is one of ours.
+    """The name of ``backend`` for torch.distributed, with which "shm" is registered here.
 
     NCCL gets gloo beside it, because it has nothing for CPU tensors, and headers are in CPU memory.
     """
-    if backend in OURS:
-        importlib.import_module(OURS[backend])
+    if backend == "shm":
+        _shm()
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
@@ -159,13 +153,14 @@ def make_group(
 
     ``config`` is a backend, or one per device as in "cpu:gloo,cuda:nccl"; CPU tensors always have one.
     """
-    own = next((name for name in OURS if name in config), None)
-    backend = _plugin(own, store, rank, ranks, timeout) if own else None
-    if isinstance(backend, dist.ProcessGroup):
-        return backend
+    if "shm" in config:
+        gloo = _shm().connect(dist.PrefixStore("shm", store), rank, len(ranks), timeout, ranks)
+        if isinstance(gloo, dist.ProcessGroup):  # else ranks on several hosts
+            return gloo
+    else:
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, len(ranks), timeout)
     pg = dist.ProcessGroup(store, rank, len(ranks))
     kinds = dist.ProcessGroup.BackendType
-    gloo = backend or dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, len(ranks), timeout)
     pg._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     pg._set_default_backend(kinds.GLOO)
     if not torch.cuda.is_available():
@@ -180,32 +175,24 @@ def make_group(
     return pg
 
 
-def _plugin(name: str, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
-    """What a backend that is registered with torch.distributed makes: a process group, or a part of one."""
-    complete(name)
-    options = torch._C._distributed_c10d._DistributedBackendOptions()
-    options.store = dist.PrefixStore(name, store)
-    options.group_rank = rank
-    options.group_size = len(ranks)
-    options.timeout = timeout
-    options.global_ranks_in_group = list(ranks)
-    return dist.Backend._plugins[name.upper()].creator_fn(options, None)
-
-
 def share_memory(
     store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
 ) -> dist.ProcessGroup | None:
     """A process group in shared memory over ``ranks``, of which this is number ``rank``, or None."""
-    shm = importlib.import_module(OURS["shm"])
-    found: dist.ProcessGroup | None = shm.share(store, rank, ranks, timeout)
+    found: dist.ProcessGroup | None = _shm().share(store, rank, ranks, timeout)
     return found
 
 
-def close_connections(*pgs: dist.ProcessGroup | None) -> None:
-    """Close the connections of gloo: what waits for one of them fails then, which its abort does not do.
+def _shm() -> Any:
+    """The backend "shm", registered; by name, because it is above this file."""
+    return importlib.import_module("instep.shm")
 
-    A message that is given up takes the connections to all ranks along ("Application timeout caused pair
-    closure", gloo/transport/tcp/unbound_buffer.cc). One on a connection that is closed already does not.
+
+def close_connections(*pgs: dist.ProcessGroup | None) -> None:
+    """Close the connections of gloo, so that pending waits fail, which its abort does not do.
+
+    A receive that times out closes the connections to all ranks ("Application timeout caused pair closure",
+    gloo/transport/tcp/unbound_buffer.cc), unless its own is closed already.
     """
     for pg, other in _connections(pgs):
         with suppress(RuntimeError):
@@ -213,23 +200,23 @@ def close_connections(*pgs: dist.ProcessGroup | None) -> None:
 
 
 def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
-    """Have no destructor of ``pgs`` called: gloo's waits for what is under way, also for what never ends."""
+    """Leak ``pgs``: gloo's destructor waits for operations in flight, also for those that never end."""
     for pg in pgs:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
 def require_connected(pgs: Iterable[dist.ProcessGroup | None]) -> None:
-    """Raise ``RuntimeError`` if a connection of gloo has ended, as it does for whatever is begun on one.
+    """Raise ``RuntimeError`` if a connection of gloo has ended, as any new operation on it does.
 
-    It does not tell all that waits for one: not a message of which a part is written or read, or waits for
-    its turn (``Pair::signalException``, gloo/transport/tcp/pair.cc). Each call leaves some hundred bytes.
+    Pending ones may not fail: not a message that is partly written or read, or queued
+    (``Pair::signalException``, gloo/transport/tcp/pair.cc). Each call leaks some hundred bytes.
     """
     for pg, other in _connections(pgs):
         _receive_nothing(pg, other)
 
 
 def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    """Process groups, and their other ranks, of those that do not share memory."""
+    """(process group, other rank) of groups that do not share memory."""
     for pg in pgs:
         if pg is not None and not hasattr(pg, "map_all"):
             yield from ((pg, other) for other in range(pg.size()) if other != pg.rank())
@@ -246,11 +233,10 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def done_within(work: Waitable, seconds: float, *, on_gpu: bool) -> bool:
-    """Wait for ``work`` for a while; False if it still goes on. Raises what the backend raised.
+    """Wait for ``work`` for some ``seconds``; False if it is not done. Raises the backend's error.
 
-    gloo can be waited for again after its wait has timed out, and has to be, because it may end just then.
-    NCCL counts that as the failure of the operation, so it is asked instead, and waited for only when it
-    is done.
+    A wait of gloo can be repeated after it has timed out, and has to be, because the work may end just then.
+    NCCL counts a timeout as the failure of the operation, so it is polled, and waited for only when done.
     """
     if not on_gpu:
         try:
@@ -279,7 +265,7 @@ def as_here(function: Callable[[], T]) -> Callable[[], T]:
 
 
 def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to bring ``x`` to the host; what is returned gives it, and waits for it alone."""
+    """Start to copy ``x`` to the host; the returned function waits for this copy alone, and gives it."""
     if x.device.type != "cuda":
         return lambda: x
     host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
@@ -294,13 +280,13 @@ def fetch(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class Stream:
-    """The order between a lane and the computation on ``device``; one that is ``inline`` uses its stream."""
+    """The order between a lane and the computation on ``device``; ``inline``: on the same stream."""
 
     def __init__(self, device: torch.device, *, inline: bool = False) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not inline else None
 
     def computed(self) -> Event | None:
-        """Mark what the caller has computed so far."""
+        """Mark the work that the caller has issued so far."""
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
@@ -322,21 +308,21 @@ class Stream:
             function()
 
 
-_Tie = tuple[Event, int]  # an event that is over, and when it was, on the host's clock
+_Tie = tuple[Event, int]  # a completed event, and its time on the host's clock
 
 
 class Marks:
-    """When a GPU began and ended what Python issued, on the host's clock, without waiting for the GPU.
+    """Start and end of a GPU's work on the host's clock, without waiting for the GPU.
 
-    At construction one event is waited for, which ties the GPU's clock to the host's. ``begin`` and ``end``
-    record one each on the computing stream, and ``settled`` asks which of them are over:
+    The constructor waits for an event, which ties the GPU's clock to the host's. ``begin`` and ``end`` record
+    an event each on the computing stream, and ``settled`` returns the completed spans:
 
         host   begin...end....................settled......>     issues, and goes on
-        GPU    ...........|=== the span ===|...............>     comes to it later
+        GPU    ...........|=== the span ===|...............>     executes later
 
-    An event knows its distance from another one alone, in float32 milliseconds, of which an hour leaves steps
-    of 0.25 ms, while the two clocks drift apart. So the tie is renewed every ``REBASE_NS``, by an event on an
-    idle stream, which the host sees come and go within some ten microseconds.
+    An event only knows its distance from another one, in float32 milliseconds, whose resolution after an hour
+    is 0.25 ms, while the two clocks drift apart. So the tie is renewed every ``REBASE_NS``, by an event on an
+    idle stream, which the host sees start and end within some ten microseconds.
 
     ``begin`` and ``end`` are for any thread, ``settled`` for one.
     """
@@ -346,26 +332,26 @@ class Marks:
         self._aside = torch.cuda.Stream(device)
         self._free: list[Event] = []
         self._spans: deque[tuple[Any, Event, Event, _Tie]] = deque(maxlen=MAX_MARKED)
-        ties = [self._tie() for _ in range(8)]  # the first ones pay for what is made at first use
+        ties = [self._tie() for _ in range(8)]  # the first ones include first-use costs
         _, self._base = min(ties, key=lambda tie: tie[0])
-        self._renewal: _Tie | None = None  # under way, and since when
+        self._renewal: _Tie | None = None  # in flight, and its time of issue
 
     def begin(self) -> tuple[Event, _Tie] | None:
-        """Mark where the computing stream stands; None while it is captured, when no event has a time."""
+        """Mark the position of the computing stream; None during a capture, when events have no time."""
         if torch.cuda.is_current_stream_capturing():
             return None
-        base = self._base  # over before the mark is: distances are not negative
+        base = self._base  # completed before the mark: distances are not negative
         return self._record(torch.cuda.current_stream(self._device)), base
 
     def end(self, begun: tuple[Event, _Tie], what: Any) -> None:
-        """Call ``what`` all that was issued since ``begun``."""
+        """Name the work issued since ``begun``."""
         event, base = begun
         self._spans.append((what, event, self._record(torch.cuda.current_stream(self._device)), base))
 
     def settled(self) -> list[tuple[Any, int, int]]:
-        """What is over, with its start and end in ns: once each, in the order of ``end``."""
+        """The completed spans as (what, start, end) in ns: once each, in the order of ``end``."""
         found: list[tuple[Any, int, int]] = []
-        if torch.cuda.is_current_stream_capturing():  # which ends at the first question
+        if torch.cuda.is_current_stream_capturing():  # a query would end the capture
             return found
         while self._spans:
             span = self._spans.popleft()
@@ -387,7 +373,7 @@ class Marks:
         return event
 
     def _tie(self) -> tuple[int, _Tie]:
-        """Within how many ns the host saw an event come and go, and the event, in the middle of them."""
+        """(width, tie): an event timed midway between its issue and its end, which are ``width`` ns apart."""
         issued_ns = self._now()
         event = self._record(self._aside)
         event.synchronize()
@@ -395,9 +381,9 @@ class Marks:
         return width_ns, (event, issued_ns + width_ns // 2)
 
     def _renew(self) -> None:
-        """Have a new base if this one is old: when this one says, within what the host saw.
+        """Replace an old base by a new event, timed by the old one, within the bounds that the host saw.
 
-        Where even the idle stream has to wait, that is long, and the GPU's clock goes on alone.
+        Where even the idle stream has to wait the bounds are wide, and the GPU's clock counts alone.
         """
         now_ns = self._now()
         if self._renewal is None:
@@ -417,5 +403,5 @@ def _when_ns(event: Event, base: _Tie) -> int:
 
 
 def marks_for(device: torch.device) -> Marks | None:
-    """What times work on ``device``; None on a CPU, where what has returned has happened."""
+    """The timer of work on ``device``; None on a CPU, where work is done when the call returns."""
     return Marks(device) if device.type == "cuda" else None

@@ -1,32 +1,28 @@
 """Starting ranks on this host: ``launch(train, args, ranks=4)`` returns when all are done, or raises once.
 
-Why not torch's elastic agent: its store listens on every interface and unpickles what it is sent, and
+Why not torch's elastic agent: its store listens on every interface and unpickles received bytes, and
 starting an interpreter with torch takes seconds per rank. Here a *forkserver*, a process that has loaded
-torch and done nothing else, forks each rank within milliseconds; ranks meet in a file without a name
+torch and done nothing else, forks each rank within milliseconds; ranks rendezvous in a file without a name
 (``mesh.memory_file``), so nothing listens; and one failure is one error, of the rank that failed first.
 
     launcher ──────────────> forkserver (holds torch)       the pipe between them closes with the launcher:
         │ pipe per rank        ├─ rank 0                    the forkserver ends
         │ (readable: ended)    └─ rank 1                    PDEATHSIG: the kernel kills the ranks
 
-What holds: the launcher never polls; whatever way it ends, SIGKILL included, no rank outlives it; a rank
-is in a session of its own, so Ctrl-C reaches the launcher only, and its helpers end with it.
+The launcher never polls; however it ends, SIGKILL included, no rank outlives it; a rank has its own session,
+so Ctrl-C reaches the launcher only, and the helper processes of a rank end with it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
-import multiprocessing.util
 import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from instep.mesh.memory_file import MemoryFile
@@ -40,13 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 
-# torch._dynamo: an optimizer's constructor imports it, which takes a second in every rank that has to.
+# torch._dynamo: the constructor of an optimizer imports it, which would take a second in every rank.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
-SET_UP = "instep.mesh.forkserver"  # the last
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-# Starting the forkserver borrows this process's signal handler and environment for a moment.
-_starting = threading.Lock()
 
 
 def launch(
@@ -62,15 +53,16 @@ def launch(
 
     A rank finds its place in the environment (``mesh.launch_environment.detect``) and has this process's
     environment, directory and ``sys.path`` otherwise. Call it under ``if __name__ == "__main__":``, because a
-    rank imports the main module.
+    rank imports the main module. In the main thread SIGTERM and SIGHUP raise ``SystemExit`` meanwhile, unless
+    the program handles or ignores them.
 
     Args:
         target: a function that a new process can import, with picklable ``args``.
         threads: intra-op threads of torch per rank, the same for one rank as for many.
         on_start: called with the process ids, by rank, once all are started.
         grace_s: after a failure the other ranks have this long to end by themselves, usually in
-            ``PeerLost``, then as long again after SIGTERM, and then they are killed. So also when this
-            process is interrupted or terminated.
+            ``PeerLost``, then as long again after SIGTERM, and then they are killed. The same happens when
+            this process is interrupted or terminated.
 
     Raises:
         RankFailed: a rank raised, exited with a code other than 0, or was killed.
@@ -81,13 +73,19 @@ def launch(
         )
     warm()
     exits: list[Exit] = []
-    with _terminate_unwinds(), closing(MemoryFile.create()) as store:
+    with handled([signal.SIGTERM, signal.SIGHUP], _unwind), closing(MemoryFile.create()) as store:
         children = Children()
         try:
             pids = []
             for rank in range(ranks):
-                environ = surroundings(threads, _place(rank, ranks, store))
-                pids.append(children.start(Child(rank, threads, environ), target, args))
+                place = {
+                    "RANK": rank,
+                    "WORLD_SIZE": ranks,
+                    "LOCAL_RANK": rank,
+                    "LOCAL_WORLD_SIZE": ranks,
+                    "INSTEP_STORE": store.path,
+                }
+                pids.append(children.start(Child(rank, threads, surroundings(threads, place)), target, args))
             if on_start is not None:
                 on_start(pids)
             while children.running and not any(end.code for end in exits):
@@ -105,15 +103,31 @@ def warm(*modules: str) -> None:
 
     The first ``launch`` does it too; a program that calls this first can do something else meanwhile.
     """
-    multiprocessing.set_forkserver_preload([*PRELOAD, *modules, SET_UP])
-    with _starting, _ignored(), _one_blas_thread():
+    multiprocessing.set_forkserver_preload(["instep.mesh.forkserver", *PRELOAD, *modules])
+    # Blocked for the forkserver until it ignores them, and for multiprocessing's resource tracker for good.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *STOP_SIGNALS])
+    try:
         multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def surroundings(threads: int, place: Mapping[str, object]) -> dict[str, str]:
+    """The environment of a rank at ``place``: this process's, and the settings of a rank on this host."""
+    needed = {
+        # gloo listens even when ranks rendezvous in a file: on loopback only.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+    }
+    return {**os.environ, **{name: str(value) for name, value in {**needed, **place}.items()}}
 
 
 class Children:
     """The processes of one launcher: started one by one, waited for, stopped, until none is ``running``.
 
-    No child is polled: each has a sentinel, a pipe that becomes readable when it ends.
+    Each has a sentinel, a pipe that becomes readable when the process ends.
     """
 
     def __init__(self) -> None:
@@ -124,7 +138,7 @@ class Children:
         """Start ``target(*args)`` in a new process; its process id. ``child`` is closed when it has ended.
 
         Raises:
-            OSError: there can be no more processes.
+            OSError: the system refuses another process.
         """
         # Not a daemon in multiprocessing's sense: those may not have children, and data loaders do.
         process = self.context.Process(
@@ -142,13 +156,13 @@ class Children:
     def wait(
         self, timeout_s: float | None, others: Sequence[Connection] = ()
     ) -> tuple[list[Exit], list[Connection]]:
-        """Block until a child has ended or one of ``others`` can be read: those that have, and those."""
+        """Wait until a child has ended or one of ``others`` is readable; return these children and others."""
         ready = multiprocessing.connection.wait([*self.running, *others], timeout_s)
-        ended = [self._bury(sentinel) for sentinel in ready if isinstance(sentinel, int)]
+        ended = [self._reap(sentinel) for sentinel in ready if isinstance(sentinel, int)]
         return ended, [other for other in others if other in ready]
 
     def wait_all(self, timeout_s: float | None) -> list[Exit]:
-        """Block until all have ended, or the time is up: those that have."""
+        """Wait until all have ended or the time is up; return the ended ones."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         exits: list[Exit] = []
         while self.running:
@@ -158,24 +172,21 @@ class Children:
                 break
         return exits
 
-    def stop(self, grace_s: float) -> list[Exit]:
-        """End what still runs. A second Ctrl-C skips the grace."""
-        exits = []
+    def stop(self, grace_s: float) -> None:
+        """End all that still run. A second Ctrl-C skips the grace."""
         try:
             if grace_s:
                 self._signal(signal.SIGTERM)
-                exits = self.wait_all(grace_s)
+                self.wait_all(grace_s)
         finally:
             self._signal(signal.SIGKILL)
-            exits += self.wait_all(None)
-        return exits
+            self.wait_all(None)
 
-    def _bury(self, sentinel: int) -> Exit:
+    def _reap(self, sentinel: int) -> Exit:
         child, process = self.running.pop(sentinel)
         process.join()
-        assert process.pid is not None
-        assert process.exitcode is not None
-        # Helpers that it left behind; at once, while its id cannot be anybody else's.
+        assert process.pid is not None and process.exitcode is not None
+        # Kill the helpers that it left behind; now, while its id cannot belong to another process.
         _signal_group(process.pid, signal.SIGKILL)
         end = Exit(child.number, process.pid, process.exitcode, read_record(child))
         process.close()
@@ -185,8 +196,8 @@ class Children:
     def _signal(self, number: signal.Signals) -> None:
         for _, process in self.running.values():
             if process.pid is not None and process.is_alive() and not _signal_group(process.pid, number):
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.kill(process.pid, number)  # too young for a session of its own
+                with suppress(ProcessLookupError):  # it has ended
+                    os.kill(process.pid, number)  # it has no session of its own yet
 
 
 def _signal_group(pid: int, number: signal.Signals) -> bool:
@@ -197,71 +208,5 @@ def _signal_group(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def surroundings(threads: int, place: Mapping[str, object]) -> dict[str, str]:
-    """The environment of a rank at ``place``: this process's, with what a rank on this host needs."""
-    needed = {
-        # gloo listens even when ranks meet in a file: on loopback only.
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
-    }
-    return {**os.environ, **{name: str(value) for name, value in {**needed, **place}.items()}}
-
-
-def _place(rank: int, ranks: int, store: MemoryFile) -> dict[str, object]:
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": ranks,
-        "INSTEP_STORE": store.path,  # this process has it for as long as there is a rank
-    }
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def _terminate_unwinds() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise ``SystemExit`` in the block, so that it cleans up as after an exception.
-
-    A program that has handlers of its own, or ignores them, keeps that; so does a launch in a thread.
-    """
-
-    def unwind(number: int) -> None:
-        raise SystemExit(128 + number)
-
-    with handled([signal.SIGTERM, signal.SIGHUP], unwind):
-        yield
-
-
-@contextmanager
-def _ignored() -> Iterator[None]:
-    """What is started in the block ignores Ctrl-C, and what ends a run politely, from its first instruction.
-
-    Those signals may be sent to every process of a job; if the forkserver ended, so would all ranks.
-    """
-    before = {}
-    if _in_main_thread():
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOP_SIGNALS)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    """What is started in the block has no threads when it forks: numpy's BLAS starts some at its import."""
-    name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+def _unwind(number: int) -> None:
+    raise SystemExit(128 + number)

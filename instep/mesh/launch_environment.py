@@ -13,7 +13,7 @@ us. So the innermost wins: instep's own launcher, then plain ``RANK``, then Open
     pet        a Kubeflow pod, no torchrun     rank 0
     single     no launcher                     there is none
 
-A half-set environment is an error: a world of one where eight were meant would train, and eight times.
+A partially set environment is an error: eight worlds of one would train where one of eight was meant.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import ipaddress
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-# Below the ports that Linux hands out by itself (32768 on) and torchrun's own (29400, 29500).
+# Below the ports that Linux assigns by itself (32768 on) and torchrun's own (29400, 29500).
 FIRST_PORT, NUM_PORTS = 10000, 19000
-# Slurm's ids from here on are no srun: batch script, interactive shell, extern, pending.
+# Step ids of Slurm that belong to no srun start here: batch script, interactive shell, extern, pending.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 LAUNCH_DIGITS = 16
 LOOPBACK_ADDR = "127.0.0.1"
@@ -46,10 +46,10 @@ FIXES = {
 class LaunchEnvironment:
     """One process of a world. Ranks count from 0; ``local_*`` are among the processes of this host.
 
-    ``master_addr`` and ``master_port`` are where the store is or, if ``source`` is not "torchrun", where
-    rank 0 opens it. They are None with a ``store_file``, and may be None in a world of one.
-    ``local_world_size`` is a lower bound where ``tells_local`` is not set. ``launch`` tells this
-    start by torchrun from any other, and is the same after each of its restarts on this host; "" if unknown.
+    The store is at ``master_addr`` and ``master_port``; unless ``source`` is "torchrun", rank 0 opens it
+    there. They are None with a ``store_file``, and may be None in a world of one. ``local_world_size`` is a
+    lower bound unless ``tells_local``. ``launch`` identifies this start by torchrun, and is the same after
+    each of its restarts on this host; "" if unknown.
     """
 
     rank: int = 0
@@ -68,11 +68,8 @@ class LaunchEnvironment:
     def one_host(self) -> bool:
         """Whether all ranks are known to be on this host. Every rank of a world finds the same."""
         all_here = self.tells_local and self.local_world_size == self.world_size
-        return (
-            self.world_size == 1
-            or all_here
-            or (self.master_addr is not None and is_loopback(self.master_addr))
-        )
+        on_loopback = self.master_addr == "localhost" or is_address_of_loopback(self.master_addr)
+        return self.world_size == 1 or all_here or on_loopback
 
     @property
     def store_addr(self) -> str | None:
@@ -83,7 +80,7 @@ class LaunchEnvironment:
 
 
 def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """What ``environ`` says of this process.
+    """The place of this process according to ``environ``.
 
     Raises:
         ValueError: a variable is missing, is no number, or contradicts another; the message names it.
@@ -101,15 +98,10 @@ def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
     return LaunchEnvironment()
 
 
-def is_loopback(host: str) -> bool:
-    """Whether ``host``, as it is written, is where other hosts cannot come."""
-    return host == "localhost" or is_address_of_loopback(host)
-
-
-def is_address_of_loopback(host: str) -> bool:
-    """The same of a number."""
+def is_address_of_loopback(host: str | None) -> bool:
+    """Whether ``host`` is the number of an address that other hosts cannot reach."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host is not None and ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -124,49 +116,45 @@ def first_host(nodelist: str) -> str:
 
 def tasks_on_node(counts: str, node: int) -> int:
     """Entry ``node`` of Slurm's run-length notation: ``2(x3),1`` is 2, 2, 2, 1."""
-    for run in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run)
-        if match is None:
-            break
-        node -= int(match[2] or 1)
-        if node < 0:
-            return int(match[1])
-    raise ValueError(
-        f"expected Slurm's tasks per node like 2(x3),1 with an entry for every node, got {counts!r}"
-    )
+    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in counts.split(",")]
+    tasks = [int(run[1]) for run in runs if run is not None for _ in range(int(run[2] or 1))]
+    if None in runs or node >= len(tasks):
+        raise ValueError(
+            f"expected Slurm's tasks per node like 2(x3),1 with an entry for every node, got {counts!r}"
+        )
+    return tasks[node]
 
 
 class _Variables:
-    """An environment, read in the belief that ``source`` set it: a gap is an error that says so."""
+    """An environment that ``source`` is taken to have set: a gap is an error with its fix."""
 
     def __init__(self, environ: Mapping[str, str], source: str) -> None:
         self.environ = environ
-        self.source = source
+        self.fix = FIXES[source]
 
     def text(self, name: str) -> str:
         value = self.environ.get(name)
-        if not value:
-            raise ValueError(f"expected {name} in the environment, got none: {self.fix}")
-        return value
+        self.require(bool(value), f"{name} in the environment, got none")
+        return value or ""
 
     def number(self, name: str, *, least: int = 0, default: int | None = None) -> int:
         if default is not None and name not in self.environ:
             return default
         value = self.text(name)
-        if not value.isdecimal() or int(value) < least:
-            raise ValueError(
-                f"expected a whole number, at least {least}, in {name}, got {value!r}: {self.fix}"
-            )
+        self.require(
+            value.isdecimal() and int(value) >= least,
+            f"a whole number, at least {least}, in {name}, got {value!r}",
+        )
         return int(value)
 
     def position(self, rank_name: str, size_name: str) -> tuple[int, int]:
-        """A rank and the number of ranks it is one of."""
+        """A rank, and the number of ranks."""
         rank, size = self.number(rank_name), self.number(size_name, least=1)
         self.require(rank < size, f"{rank_name} below {size_name}, got {rank} of {size}")
         return rank, size
 
     def master(self, addr: str | None, port_key: str | None) -> tuple[str, int]:
-        """``MASTER_ADDR`` and ``MASTER_PORT``, which a user may always set, else what was derived."""
+        """``MASTER_ADDR`` and ``MASTER_PORT``, which a user may set, else ``addr`` and a derived port."""
         port = None if port_key is None else FIRST_PORT + zlib.crc32(port_key.encode()) % NUM_PORTS
         found = self.environ.get("MASTER_ADDR") or addr or self.text("MASTER_ADDR")
         number = self.number("MASTER_PORT", least=1, default=port)
@@ -177,21 +165,11 @@ class _Variables:
         if not condition:
             raise ValueError(f"expected {expected}: {self.fix}")
 
-    @property
-    def fix(self) -> str:
-        return FIXES[self.source]
-
 
 def _instep(variables: _Variables) -> LaunchEnvironment:
-    rank, world_size = variables.position("RANK", "WORLD_SIZE")
-    return LaunchEnvironment(
-        rank,
-        world_size,
-        *variables.position("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        source="instep",
-        store_file=variables.text("INSTEP_STORE"),
-        restart_count=variables.number("INSTEP_RESTART_COUNT", default=0),
-    )
+    world = variables.position("RANK", "WORLD_SIZE")
+    local = variables.position("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return LaunchEnvironment(*world, *local, "instep", store_file=variables.text("INSTEP_STORE"))
 
 
 def _env(variables: _Variables) -> LaunchEnvironment:
@@ -207,20 +185,14 @@ def _env(variables: _Variables) -> LaunchEnvironment:
     )
     alone = world_size == 1 and "MASTER_ADDR" not in variables.environ
     addr, port = (None, None) if alone else variables.master(None, None)
+    found = LaunchEnvironment(rank, world_size, local_rank, local_world_size, "env", addr, port)
+    restarts = variables.number("TORCHELASTIC_RESTART_COUNT", default=0)
+    found = replace(found, restart_count=restarts, tells_local="LOCAL_WORLD_SIZE" in variables.environ)
     # torch's own name for "the agent holds the store, under one prefix per restart".
-    agent = variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnvironment(
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        source="torchrun" if agent else "env",
-        master_addr=addr,
-        master_port=port,
-        restart_count=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
-        launch=_launch(variables.environ.get("TORCHELASTIC_ERROR_FILE", "")) if agent else "",
-        tells_local="LOCAL_WORLD_SIZE" in variables.environ,
-    )
+    if variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return found
+    launch = _launch(variables.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return replace(found, source="torchrun", launch=launch)
 
 
 def _launch(error_file: str) -> str:
@@ -235,18 +207,18 @@ def _launch(error_file: str) -> str:
 
 
 def _openmpi(variables: _Variables) -> LaunchEnvironment:
-    rank, world_size = variables.position("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    world = variables.position("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     local = variables.position("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    one_host = local[1] == world_size
+    one_host = local[1] == world[1]
     if not one_host and "MASTER_ADDR" not in variables.environ:
         raise ValueError(
-            f"mpirun spans hosts (world size {world_size}, {local[1]} here), and does not tell a rank where "
+            f"mpirun spans hosts (world size {world[1]}, {local[1]} here), and does not tell a rank where "
             "rank 0 is: pass -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port> to it"
         )
     # Equal on all ranks of a job, different for two jobs of one host: Open MPI 4 and 5, then 4 alone.
     job = variables.environ.get("PMIX_NAMESPACE") or variables.environ.get("OMPI_MCA_ess_base_jobid")
-    addr, port = variables.master("127.0.0.1" if one_host else None, job)
-    return LaunchEnvironment(rank, world_size, *local, source="openmpi", master_addr=addr, master_port=port)
+    master = variables.master(LOOPBACK_ADDR if one_host else None, job)
+    return LaunchEnvironment(*world, *local, "openmpi", *master)
 
 
 def _started_by_srun(variables: _Variables) -> bool:
@@ -263,36 +235,25 @@ def _started_by_srun(variables: _Variables) -> bool:
 
 def _slurm(variables: _Variables) -> LaunchEnvironment:
     rank, world_size = variables.position("SLURM_PROCID", "SLURM_NTASKS")
-    environ = variables.environ
     local_rank = variables.number("SLURM_LOCALID")
-    local_world_size = _slurm_tasks_here(variables)
+    # The tasks of this step on this node: what Slurm did, before what the user requested.
+    counts = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if name := next((name for name in counts if name in variables.environ), None):
+        local_world_size = tasks_on_node(variables.text(name), variables.number("SLURM_NODEID"))
+    else:
+        local_world_size = variables.number("SLURM_NTASKS_PER_NODE", least=1)
     variables.require(
         local_rank < local_world_size <= world_size,
         f"SLURM_LOCALID below the tasks of this node, got {local_rank} of {local_world_size}",
     )
     # The step may use fewer nodes than its job; rank 0 is on the first of the step's.
-    nodes = environ.get("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
+    nodes = variables.environ.get("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
     # Two steps of one job may run at a time on one node.
     step = f"{variables.number('SLURM_JOB_ID')}.{variables.number('SLURM_STEP_ID')}"
-    addr, port = variables.master(first_host(nodes), step)
-    return LaunchEnvironment(
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        source="slurm",
-        master_addr=addr,
-        master_port=port,
-        restart_count=variables.number("SLURM_RESTART_COUNT", default=0),
-    )
-
-
-def _slurm_tasks_here(variables: _Variables) -> int:
-    """Tasks of this step on this node: what Slurm did, before what was asked of it."""
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if name in variables.environ:
-            return tasks_on_node(variables.text(name), variables.number("SLURM_NODEID"))
-    return variables.number("SLURM_NTASKS_PER_NODE", least=1)
+    master = variables.master(first_host(nodes), step)
+    restarts = variables.number("SLURM_RESTART_COUNT", default=0)
+    found = LaunchEnvironment(rank, world_size, local_rank, local_world_size, "slurm", *master)
+    return replace(found, restart_count=restarts)
 
 
 def _pet(variables: _Variables) -> LaunchEnvironment:
@@ -309,5 +270,5 @@ def _one_process_per_pod(variables: _Variables) -> None:
     if value != "1":
         raise ValueError(
             f"PET_NPROC_PER_NODE is {value!r}, but this process was not started by torchrun: "
-            "make torchrun the command of the pod, or set PET_NPROC_PER_NODE to 1"
+            "make torchrun the command of the pod, or set it to 1"
         )

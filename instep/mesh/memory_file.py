@@ -1,10 +1,10 @@
-"""Files in memory without a name, in which a launcher and its ranks of one host tell each other things. Pure.
+"""Files in memory without a name, through which a launcher and its ranks of one host exchange data. Pure.
 
-A file with a name can be taken away while a run uses it: cleaners of temporary directories remove what looks
-old, and on tmpfs a page that is only written to through a mapping never looks new. A full disk refuses it.
-``memfd_create`` gives a file that has no name, so neither can happen. Others open it by the number of its
-descriptor, through ``/proc/PID/fd/NUMBER``, which the kernel grants to processes of the same user alone; it
-ends with the last process that has it open, so nothing is ever left behind.
+A file with a name can disappear while a run uses it: cleaners of temporary directories remove old files, and
+on tmpfs a page that is only written through a mapping never looks new. A full disk refuses it. A file of
+``memfd_create`` has no name. Other processes open it by the number of its descriptor, through
+``/proc/PID/fd/NUMBER``, which the kernel grants to processes of the same user alone; it ends with the last
+process that has it open, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-NAME = "instep"  # as /proc shows it
+NAME = "instep"  # in /proc
 
 
 @dataclass(frozen=True)
 class MemoryFile:
     """Descriptor ``fd`` of process ``pid``. It may be sent to other processes, which ``open`` it.
 
-    A number may come to stand for another file when it is free again; ``inode`` tells the two apart, unless
-    it is None.
+    The kernel reuses the numbers of closed descriptors; ``inode``, unless None, identifies the file.
     """
 
     pid: int
@@ -30,7 +29,7 @@ class MemoryFile:
 
     @staticmethod
     def create(num_bytes: int = 0) -> MemoryFile:
-        """A new one of this process, of ``num_bytes`` zeros, to be closed by it.
+        """A new file of this process, of ``num_bytes`` zeros, which the caller closes.
 
         Raises:
             OSError: no descriptor is left, or no memory.
@@ -38,7 +37,7 @@ class MemoryFile:
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             if num_bytes:
-                os.posix_fallocate(fd, 0, num_bytes)  # not only made longer: no SIGBUS where memory is short
+                os.posix_fallocate(fd, 0, num_bytes)  # unlike ftruncate: no SIGBUS where memory is short
         except BaseException:
             os.close(fd)
             raise
@@ -46,19 +45,19 @@ class MemoryFile:
 
     @property
     def path(self) -> Path:
-        """The name by which it can be opened for as long as process ``pid`` holds it."""
+        """Its name for as long as process ``pid`` has it open."""
         return Path(f"/proc/{self.pid}/fd/{self.fd}")
 
     def open(self) -> int:
         """A descriptor of this process, to read and write, with a position and locks of its own.
 
-        The numbers may come from a store to which others can write, so they are believed only where they lead
-        to memory that a process of this user has made here: never to a file, nor to a stranger's memory.
+        The numbers may come from a store to which strangers can write, so only memory that a process of this
+        user has created here is opened: never another file, nor another user's memory.
 
         Raises:
-            OSError: process ``pid`` does not hold it any more, or is another user's or of another host.
+            OSError: process ``pid`` has closed it, or belongs to another user or another host.
         """
-        _require_memory(self.path)  # before it is opened: a pipe would wait, a device might act
+        _require_memory(self.path)  # before opening: a pipe would wait, a device might act
         own = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _require_memory(Path(f"/proc/self/fd/{own}"))
@@ -73,7 +72,7 @@ class MemoryFile:
         return own
 
     def close(self) -> None:
-        """Let it go; processes that have opened it keep it."""
+        """Close it here; processes that have opened it keep it."""
         os.close(self.fd)
 
 

@@ -1,36 +1,35 @@
-"""The physical memory of a process: how much the kernel counts, and how to keep what was freed. Pure.
+"""The physical memory of a process: how much the kernel counts, and how to keep freed memory. Pure.
 
-Resident memory has a page in every process that has touched it, so the sum over the ranks of a host has
-shared memory (segments of "shm", libraries, what a forkserver has loaded for all) once per rank:
+A page counts as resident in every process that has touched it, so the sum over the ranks of a host counts
+shared memory (segments of "shm", libraries, everything a forkserver has loaded) once per rank:
 
-    VmHWM              /proc/PID/status          the most that was ever resident
-    Rss                /proc/PID/smaps_rollup    what is resident now
-    Private_*          /proc/PID/smaps_rollup    of that, what no other process has
+    VmHWM              /proc/PID/status          the peak of the resident memory
+    Rss                /proc/PID/smaps_rollup    resident now
+    Private_*          /proc/PID/smaps_rollup    the part of Rss that no other process has
     Pss                /proc/PID/smaps_rollup    Rss, each page divided by the processes that have it
 
-Which pages two processes share the kernel does not tell without privileges, but there are two bounds from
-below on how many the ranks have together:
+The kernel does not say, without privileges, which pages two processes share, but there are two lower bounds
+on the memory that the ranks have together:
 
-    sum of Pss                               misses what belongs to processes that are no ranks (a forkserver)
-    sum of private + largest shared part     misses what some ranks share and the one with most does not
+    sum of Pss                               misses the share of processes that are no ranks (a forkserver)
+    sum of private + largest shared part     misses pages that the rank with the largest part does not have
 
-The second is exact where all ranks share the same. Of neither there is a high-water mark. But what is shared
-is laid out once and stays, so what a process had more at its peak was its own.
+The second is exact where all ranks share the same pages. Neither has a high-water mark, but shared memory is
+laid out once and stays, so memory that a process had only at its peak was its own.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 SELF = Path("/proc/self")
-NEEDED = {"VmHWM", "Rss", "Pss", "Private_Clean", "Private_Dirty"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-TRIM_BYTES = 256 << 20  # what may be free at the end of the heap
-MMAP_BYTES = 32 << 20  # of blocks that are mapped apart; glibc's own limit grows so far
+TRIM_BYTES = 256 << 20  # free memory kept at the end of the heap
+MMAP_BYTES = 32 << 20  # larger blocks are mapped separately; glibc's own limit grows up to this
 
 
 @dataclass(frozen=True)
@@ -44,54 +43,39 @@ class ResidentMemory:
 
 
 def resident_memory(process: Path = SELF) -> ResidentMemory | None:
-    """What the process of this folder of /proc takes; None where the kernel does not tell.
+    """The memory of the process with this folder of /proc; None where the kernel does not say.
 
     The kernel walks the page tables once: some milliseconds per GB.
     """
     try:
-        status = (process / "status").read_text()
-        rollup = (process / "smaps_rollup").read_text()
-    except OSError:
+        text = (process / "status").read_text() + (process / "smaps_rollup").read_text()
+        kb = {name: int(number) << 10 for name, number in re.findall(r"^(\w+):\s*(\d+) kB$", text, re.M)}
+        now, private = kb["Rss"], kb["Private_Clean"] + kb["Private_Dirty"] + kb.get("Private_Hugetlb", 0)
+        # The kernel updates the peak in batches of pages per thread, so it may lag behind a little.
+        return ResidentMemory(max(kb["VmHWM"], now), now, private, kb["Pss"])
+    except (OSError, KeyError):
         return None
-    found = _bytes([*status.splitlines(), *rollup.splitlines()])
-    if not found.keys() >= NEEDED:
-        return None
-    private = found["Private_Clean"] + found["Private_Dirty"] + found["Private_Hugetlb"]
-    # The mark is kept in batches of pages per thread, and may lag behind by some.
-    return ResidentMemory(max(found["VmHWM"], found["Rss"]), found["Rss"], private, found["Pss"])
 
 
 def total_resident(processes: Sequence[ResidentMemory]) -> int:
-    """What these processes of one host take together at their peaks, shared pages once; a bound from below.
+    """The memory of these processes of one host together at their peaks, shared pages once: a lower bound.
 
-    It is reached where they share all the same pages, and at least what each of them takes.
+    It is exact where they share all the same pages, and at least the memory of each.
     """
     shared = max((each.now - each.private for each in processes), default=0)
     now = max(sum(each.pss for each in processes), shared + sum(each.private for each in processes))
     return now + sum(each.peak - each.now for each in processes)
 
 
-def _bytes(lines: Iterable[str]) -> Counter[str]:
-    """The fields that are given in kB, by name."""
-    found = Counter[str]()
-    for line in lines:
-        name, _, value = line.partition(":")
-        number, _, unit = value.strip().partition(" ")
-        if unit == "kB":
-            found[name] = int(number) << 10
-    return found
-
-
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Keep what a step frees for the next step, in this process of ``environ``; whether that can be done.
+    """Keep memory that a step frees for the next step, in this process of ``environ``; whether that works.
 
-    A training step takes memory and frees most of it again. glibc gives the end of its heap back to the
-    system when a few megabytes are free there, and then the kernel has to find and zero every page once more:
-    2,000 to 28,000 page faults in each step of a model of 50 M parameters. A process that trains needs the
-    same again a moment later.
+    A training step frees most of the memory that it has taken. glibc returns the end of its heap to the
+    system when a few megabytes are free there, and then the kernel has to find and zero every page again:
+    2,000 to 28,000 page faults in each step of a model of 50 M parameters.
 
-    Where MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES set these limits already, they
-    stay; other C libraries and allocators are left alone. Source: mallopt(3).
+    Limits set by MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES stay; other C libraries and
+    allocators are left alone. Source: mallopt(3).
     """
     if "MALLOC_TRIM_THRESHOLD_" in environ or "MALLOC_MMAP_THRESHOLD_" in environ:
         return False

@@ -1,31 +1,25 @@
-"""What the kernel says of a process of this host. Pure."""
+"""The kernel's view of a process of this host, from /proc. Pure."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def look(pid: int) -> tuple[str, int] | None:
     """State and start time of process ``pid``, or None if it is gone or a zombie, or there is no /proc."""
     try:
-        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    try:
-        stat = os.read(file, 1024)
-    except OSError:  # it has ended just now
-        return None
-    finally:
-        os.close(file)
     state, *fields = stat.rpartition(b")")[2].split()
     return None if state in b"ZX" else (state.decode(), int(fields[18]))
 
 
 def io_counters(pid: int) -> bytes | None:
-    """How much process ``pid`` has read and written so far, to be compared; None where that is not told."""
+    """The bytes that process ``pid`` has read and written so far, to be compared; None if unknown."""
     try:
-        with open(f"/proc/{pid}/io", "rb") as file:
-            return file.read()
+        return Path(f"/proc/{pid}/io").read_bytes()
     except OSError:
         return None
 

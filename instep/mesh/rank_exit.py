@@ -1,8 +1,8 @@
 """How a rank ended, and which failure explains the others. Pure.
 
-When one rank fails the others fail too, moments later: they lose a peer. Four tracebacks on a terminal say
-less than one, if it is the right one. So a rank that raises leaves a record of its error in a file of the
-launcher's, and of all exits ``root_cause`` chooses the one to report.
+When one rank fails the others fail too, moments later: they lose a peer. One right traceback on a terminal
+says more than four. So a rank that raises writes a record of its error into a file of the launcher's, and
+``root_cause`` chooses among all exits the one to report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from instep.errors import InstepError
 
-# A record's texts are cut to this many characters each, of which JSON writes at most six as bytes.
+# The texts of a record are cut to this many characters each, of which JSON writes at most six as bytes.
 MESSAGE_LIMIT, TRACEBACK_LIMIT = 1 << 13, 1 << 16
 RECORD_LIMIT_BYTES = 1 << 19
 # Errors that say that another rank failed.
@@ -30,14 +30,14 @@ HINTS = {
     -signal.SIGBUS: "a crash in native code, or no space left in /dev/shm; the Python stack is on stderr",
     -signal.SIGABRT: "native code gave up, its message and the Python stack are on stderr",
     -signal.SIGILL: "native code was built for another CPU",
-    255: "which is also what is left when the forkserver itself is killed, for want of memory or by somebody",
+    255: "which is also the code where the forkserver itself is killed, for want of memory or by somebody",
 }
 
 E = TypeVar("E", bound=Exception)
 
 
 def said(error: BaseException) -> str:
-    """What ``error`` says; of one of the operating system the file first, and without its number."""
+    """The message of ``error``; for an ``OSError`` the file first, and without the number."""
     if isinstance(error, OSError) and error.strerror:
         file = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return f"{file}{error.strerror[:1].lower()}{error.strerror[1:]}"
@@ -52,10 +52,9 @@ def mark_secondary(error: E) -> E:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """The exception that ended a rank, as the rank wrote it down; times are ``time.monotonic_ns()``.
+    """The exception that ended a rank, as the rank wrote it down; ``time_ns`` is ``time.monotonic_ns()``.
 
-    ``told`` is an attribute that an exception may have (``mark_secondary``): another rank raised it first,
-    and reports it.
+    ``told``: another rank raised it first, and reports it (``mark_secondary``).
     """
 
     type: str  # with its module unless that is builtins: "ValueError", "instep.errors.PeerLost"
@@ -66,15 +65,14 @@ class ErrorRecord:
 
     @staticmethod
     def of(error: BaseException) -> ErrorRecord:
-        """The record of an exception that was caught, without the frame that caught it."""
+        """The record of a caught exception, without the frame that caught it."""
         kind = type(error)
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         frames = error.__traceback__.tb_next if error.__traceback__ else None
-        text = "".join(traceback.format_exception(kind, error, frames))
         return ErrorRecord(
             f"{module}{kind.__qualname__}",
             said(error)[:MESSAGE_LIMIT],
-            text[-TRACEBACK_LIMIT:],
+            "".join(traceback.format_exception(kind, error, frames))[-TRACEBACK_LIMIT:],
             time.monotonic_ns(),
             bool(getattr(error, "told", False)),
         )
@@ -84,23 +82,16 @@ class ErrorRecord:
 
     @staticmethod
     def from_bytes(data: bytes) -> ErrorRecord | None:
-        """What ``to_bytes`` wrote, or None if that was nothing, or not to the end."""
+        """The record that ``to_bytes`` wrote, or None if it is missing or incomplete."""
         try:
-            fields = json.loads(data)
-        except ValueError:
+            return ErrorRecord(**json.loads(data))
+        except (TypeError, ValueError):
             return None
-        return ErrorRecord(
-            str(fields["type"]),
-            str(fields["message"]),
-            str(fields["traceback"]),
-            int(fields["time_ns"]),
-            bool(fields["told"]),
-        )
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank ended: ``code`` is negative for a signal, ``error`` is None if it wrote nothing."""
+    """How a rank ended: ``code`` is negative for a signal, ``error`` is None if it recorded nothing."""
 
     rank: int
     pid: int
@@ -125,9 +116,9 @@ class RankFailed(InstepError):
 def root_cause(exits: Sequence[Exit]) -> Exit | None:
     """The failure that explains the others; ``exits`` are in the order in which they were noticed.
 
-    A rank that a signal killed could not say when, but the others fail because of it; so it goes first.
+    A rank killed by a signal left no time of its failure, but the others fail because of it: it goes first.
     Then comes the earliest error that does not blame a peer. SIGABRT comes after those: a backend aborts
-    its process when it loses a peer. Then exits without a word, and last what blames a peer.
+    its process when it loses a peer. Then exits without a record, and last errors that blame a peer.
     """
 
     def order(end: Exit) -> tuple[int, int]:
@@ -142,7 +133,7 @@ def root_cause(exits: Sequence[Exit]) -> Exit | None:
 
 
 def describe_exit(failed: Exit, cause: str = "") -> str:
-    """How it ended, as errors and tables say it, with its ``cause``, else with a hint where there is one."""
+    """How it ended, for errors and tables, with its ``cause``, else with a hint where there is one."""
     if failed.error is not None:
         kind = "" if failed.error.type == "OSError" else f" with {failed.error.type}"  # the message says more
         return f"failed{kind}: {failed.error.message}".removesuffix(": ")

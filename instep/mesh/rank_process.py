@@ -1,4 +1,4 @@
-"""A rank's process, which ends with its launcher, whatever way that ends. Pure.
+"""The process of a rank, which ends with its launcher, however that ends. Pure.
 
 A rank that raises leaves a record of its error in a file of the launcher's (``rank_exit``).
 """
@@ -15,31 +15,28 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn
 
 from instep.mesh.memory_file import MemoryFile
-from instep.mesh.process_state import look
 from instep.mesh.rank_exit import RECORD_LIMIT_BYTES, ErrorRecord
 from instep.mesh.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
-STACKS_SIGNAL = signal.SIGQUIT  # which asks a Unix process for its core, and here for its Python stacks
+STACKS_SIGNAL = signal.SIGQUIT  # asks a Unix process for a core dump, and here for its Python stacks
 # Their ranks end with them. A shell that sets RANK may end before the ranks that it has started, and Slurm
-# sees to what is left of a job.
+# cleans up after a job.
 PARENT_LAUNCHERS = frozenset({"torchrun", "openmpi"})
-_watching = threading.Lock()
-_watched = 0  # the process that watches its parent: a child inherits the variable, not the thread
 
 
 @dataclass(frozen=True)
 class Child:
-    """What a new process is told: its ``number`` among those of its launcher, and all of its environment.
+    """A new process: its ``number`` among those of its launcher, and its whole environment.
 
-    ``record`` is where it writes why it failed, ``stacks`` where it writes its Python stacks on
-    ``STACKS_SIGNAL``, whatever holds its interpreter. Both are the launcher's, which closes them.
+    It writes its error into ``record``, and on ``STACKS_SIGNAL`` its Python stacks into ``stacks``, whatever
+    holds its interpreter. Both files are the launcher's, which closes them.
     """
 
     number: int
@@ -49,7 +46,7 @@ class Child:
     stacks: MemoryFile = field(default_factory=MemoryFile.create)
 
     def close(self) -> None:
-        """Its launcher has read what there was to read."""
+        """Close the files; its launcher has read them."""
         self.record.close()
         self.stacks.close()
 
@@ -61,8 +58,7 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in STOP_SIGNALS:  # ignored by the forkserver
         signal.signal(number, signal.SIG_DFL)
-    # The forkserver's environment is the launcher's of the day it was born.
-    os.environ.clear()
+    os.environ.clear()  # the forkserver's is the launcher's at the time of its start
     os.environ.update(child.environ)
     faulthandler.enable()
     with contextlib.suppress(OSError):  # the launcher has gone
@@ -76,11 +72,13 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
     except SystemExit:
         raise
     except BaseException as error:
-        try:
-            _write_record(ErrorRecord.of(error), child.record)
-        except OSError:
-            if look(child.record.pid) is not None:  # else its launcher has gone, and that is why
-                traceback.print_exception(error)
+        record = ErrorRecord.of(error)
+        with contextlib.suppress(OSError):
+            try:
+                with os.fdopen(child.record.open(), "wb") as file:
+                    file.write(record.to_bytes())
+            except OSError:  # no memory, or the launcher has gone
+                print(record.traceback, file=sys.stderr)
         exit_now(1)
 
 
@@ -93,7 +91,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def read_record(child: Child) -> ErrorRecord | None:
-    """What ``child`` has written before it ended, or None. Its launcher asks."""
+    """The error that ``child`` recorded before it ended, or None; for its launcher."""
     return ErrorRecord.from_bytes(os.pread(child.record.fd, RECORD_LIMIT_BYTES, 0))
 
 
@@ -101,53 +99,43 @@ def _end_with_launcher() -> None:
     """Have the kernel kill this rank when the forkserver ends, and the forkserver end with the launcher.
 
     The latter needs help: multiprocessing gives every child the write end of the pipe whose closing ends
-    the forkserver, so that children would keep it, and themselves, alive.
+    the forkserver, so children would keep it, and themselves, alive.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     server = multiprocessing.forkserver._forkserver
     if (alive := getattr(server, "_forkserver_alive_fd", None)) is not None:
         os.close(alive)
         server._forkserver_alive_fd = None  # type: ignore[attr-defined]
     launcher = multiprocessing.parent_process()
     assert launcher is not None
-    if not launcher.is_alive():  # it died before the kernel knew
+    if not launcher.is_alive():  # it died before PDEATHSIG was set
         os._exit(1)
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when its parent has ended; nothing, where there are no pidfds.
+    """From now on this process is killed when its parent has ended; no effect where there are no pidfds.
 
-    For ranks of launchers that are not ours. torchrun that is killed leaves its ranks, which would train on
-    to the end beside those of its successor. The kernel's signal at a parent's death would not do: it comes
-    when the *thread* ends that has forked the rank, and which thread of another program that was is not
-    known. So a thread of the rank sleeps on a descriptor of the parent process.
+    For ranks of other launchers. torchrun that is killed leaves its ranks, which would train on to the end
+    beside those of its successor. PDEATHSIG would not do: the kernel sends it when the *thread* ends that has
+    forked the rank, and another program may end that thread at any time. So a thread of the rank sleeps on a
+    descriptor of the parent process.
     """
-    global _watched
-    with _watching:
-        if _watched == os.getpid() or not hasattr(os, "pidfd_open"):
-            return
-        parent = os.getppid()
-        try:
-            pidfd = os.pidfd_open(parent)
-        except OSError:  # an old kernel, or no descriptor is left
-            return
-        name = "instep parent watch"
-        threading.Thread(target=_watch_parent, args=(parent, pidfd), name=name, daemon=True).start()
-        _watched = os.getpid()
+    _watch_parent(os.getpid())
 
 
-def _watch_parent(parent: int, pidfd: int) -> None:
-    if os.getppid() == parent:  # else it ended before there was a descriptor, which then may be a stranger's
-        multiprocessing.connection.wait([pidfd])  # not select, which knows descriptors below 1024 only
-    with contextlib.suppress(OSError):
-        os.write(2, f"instep: pid {os.getpid()} ends: its launcher (pid {parent}) has ended\n".encode())
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _write_record(record: ErrorRecord, to: MemoryFile) -> None:
+@cache  # by pid: a forked child inherits the cache, not the thread
+def _watch_parent(pid: int) -> None:
+    parent = os.getppid()
     try:
-        with os.fdopen(to.open(), "wb") as file:
-            file.write(record.to_bytes())
-    except OSError:  # no memory, or the launcher has gone
-        print(record.traceback, file=sys.stderr)
+        pidfd = os.pidfd_open(parent)
+    except (AttributeError, OSError):  # an old kernel, or no descriptor is left
+        return
+
+    def watch() -> None:
+        if os.getppid() == parent:  # else it ended before the pidfd was opened, which may be a stranger's
+            multiprocessing.connection.wait([pidfd])  # not select, which knows descriptors below 1024 only
+        with contextlib.suppress(OSError):
+            os.write(2, f"instep: pid {pid} ends: its launcher (pid {parent}) has ended\n".encode())
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="instep parent watch", daemon=True).start()

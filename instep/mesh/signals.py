@@ -1,11 +1,11 @@
-"""Signals that ask a run to end, without taking those that the program handles itself.
+"""Signals that ask a run to end; handlers that the program sets itself stay.
 
 A job is preempted with SIGTERM or SIGUSR1: the first one asks politely, for a checkpoint after the step; the
 second one ends the process at once.
 
-A process inherits which signals are ignored. SIGINT and SIGHUP stay so: a shell ignores the one in the jobs
-that a script starts in the background, ``nohup`` the other, and both mean it. SIGTERM and SIGUSR1 do not:
-whatever ignored them meant itself, and a run that cannot be preempted loses its last steps.
+A process inherits which signals are ignored. SIGINT and SIGHUP stay ignored: a shell ignores SIGINT in the
+background jobs of a script, ``nohup`` SIGHUP, and both mean it. SIGTERM and SIGUSR1 do not: a parent that
+ignores them means itself, and a run that cannot be preempted loses its last steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # which ask a run to end
 
 
 def hear_stop_signals() -> None:
-    """At the start of a command: SIGTERM and SIGUSR1 arrive, even if its parent ignored or blocked them."""
+    """At the start of a command: accept SIGTERM and SIGUSR1, even if its parent ignored or blocked them."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in STOP_SIGNALS:
@@ -30,20 +30,13 @@ def hear_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def unhandled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of ``numbers`` that have no handler and are not ignored; none outside of the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    return [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-
-
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) -> Iterator[None]:
-    """In the block those of ``numbers`` that are ``unhandled`` call ``handle``.
+    """In the block ``handle`` is called for ``numbers`` that the program neither handles nor ignores.
 
-    If it raises ``SystemExit``, what cleans up after that is not interrupted by another one.
+    If it raises ``SystemExit``, further signals do not interrupt the cleaning up.
     """
-    taken = unhandled(numbers)
+    taken = _unhandled(numbers)
 
     def called(number: int, frame: FrameType | None) -> None:
         try:
@@ -64,9 +57,9 @@ def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) ->
 
 @contextmanager
 def preempted(ask: Callable[[str], None]) -> Iterator[None]:
-    """In the block the first SIGTERM or SIGUSR1 calls ``ask`` with its name; a second one, or SIGHUP, raises.
+    """In the block the first SIGTERM or SIGUSR1 calls ``ask`` with its name.
 
-    That is ``SystemExit``. Handlers that the program has set stay.
+    A second one, or SIGHUP, raises ``SystemExit``.
     """
     asked = False
 
@@ -84,8 +77,8 @@ def preempted(ask: Callable[[str], None]) -> Iterator[None]:
 def listen_for_preemption(ask: Callable[[str], None]) -> Callable[[], None]:
     """In a rank: the first SIGTERM or SIGUSR1 calls ``ask``, a second one ends the process.
 
-    Returns what listens no longer: the signals end the process again, but for those that the program has
-    taken meanwhile.
+    The returned function stops listening: the signals end the process again, except those that the program
+    handles by then.
     """
 
     def end_now(number: int, frame: FrameType | None) -> None:
@@ -96,14 +89,19 @@ def listen_for_preemption(ask: Callable[[str], None]) -> Callable[[], None]:
             signal.signal(other, end_now)
         ask(signal.Signals(number).name)
 
-    def give_back() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in taken:
-            if signal.getsignal(number) in (handle, end_now):
-                signal.signal(number, signal.SIG_DFL)
+    def stop() -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in taken:
+                if signal.getsignal(number) in (handle, end_now):
+                    signal.signal(number, signal.SIG_DFL)
 
-    taken = unhandled(STOP_SIGNALS)
+    taken = _unhandled(STOP_SIGNALS)
     for number in taken:
         signal.signal(number, handle)
-    return give_back
+    return stop
+
+
+def _unhandled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from instep.comm import direct
 from instep.comm.messages import Messages
+from instep.comm.perform import perform
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.mesh.process_group import Group
@@ -371,7 +372,7 @@ class ReduceScatter(OrderedAllReduce):
         if group.sends_best and bucket.device.type == "cpu":
             parts, out = message.split(own_splits), received.split(splits)
             messages = Messages(group.pg, group.ranks)
-            group.run(lambda: direct.all_to_all(parts, messages, out), name)
+            group.run(lambda: perform(direct.all_to_all, parts, messages, out=out), name)
         else:
             group.all_to_all(received, message, splits, own_splits, name)
         parts_of = received.split(splits)

@@ -42,11 +42,10 @@ round 4  0 -> 1 [2]   1 -> 2 [0]   2 -> 0 [1]
  rank 1  bca  cab >abc
  rank 2 >bca  cab  abc
 
-                                  counted   formula
-rounds                                  4         4
-messages                               12        12
-bytes sent by the busiest rank    1.333 S   1.333 S
-bytes sent by all                     4 S       4 S
+rounds                                  4
+messages                               12
+bytes sent by the busiest rank    1.333 S
+bytes sent by all                     4 S
 
 time: 4 alpha + 1.333 S beta, for x of S bytes
 """

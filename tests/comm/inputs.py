@@ -1,13 +1,15 @@
-"""What each rank puts into a collective: every rank can draw everybody's, so it knows the result alone."""
+"""The input of each rank of a collective: every rank can draw them all, and so knows the result alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages, lengths
+from instep.comm.messages import Messages
+from instep.comm.schedule import edges
 
 # Fewer elements than ranks, none, one, not divisible, divisible by all sizes up to six.
 NUM_ELEMENTS = (0, 1, 2, 5, 7, 13, 60)
@@ -30,7 +32,7 @@ def everybodys(size: int, num_elements: int, dtype: torch.dtype = torch.float32)
 
 
 def cut(x: Tensor, parts: int) -> list[Tensor]:
-    return list(x.split(lengths(len(x), parts)))
+    return [x[lo:hi] for lo, hi in pairwise(edges(len(x), parts))]
 
 
 def bits(x: Tensor) -> bytes:
@@ -38,17 +40,12 @@ def bits(x: Tensor) -> bytes:
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-def about(found: Tensor, expected: Tensor, addends: Sequence[Tensor]) -> bool:
-    """Whether ``found`` is the sum up to its rounding, in whatever order."""
-    if not found.is_floating_point() and not found.is_complex():
-        return torch.equal(found, expected)
-    size = sum((x.abs().double() for x in addends), torch.zeros(found.shape, dtype=torch.float64))
-    error = (found.to(torch.complex128) - expected.to(torch.complex128)).abs()
-    return bool((error <= 2 * len(addends) * torch.finfo(found.dtype).eps * size).all())
+class CountingMessages(Messages):
+    """Counts what this rank sends."""
 
+    num_messages = bytes_sent = 0
 
-def counted(messages: Messages, operation: Callable[[], None]) -> tuple[int, int]:
-    """How many messages and bytes this rank sends in ``operation``."""
-    before = messages.num_messages, messages.bytes_sent
-    operation()
-    return messages.num_messages - before[0], messages.bytes_sent - before[1]
+    def together(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        super().together(sends, receives)
+        self.num_messages += sum(x.numel() > 0 for x, _ in sends)
+        self.bytes_sent += sum(x.nbytes for x, _ in sends)

@@ -1,4 +1,4 @@
-"""The order in which each all-reduce says that it adds, written down without messages."""
+"""The documented order of additions of each algorithm, without messages."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def folded_tree(addends: Sequence[Tensor]) -> Tensor:
 
 ORDERS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "naive": in_turn,
+    "tree": lambda addends: tree_sum(addends, torch.add),
     "reduce_broadcast": lambda addends: tree_sum(addends, torch.add),
     "ring": rotated,
     "direct": in_turn,

@@ -83,51 +83,6 @@ def derivatives(mesh):
         torch.testing.assert_close(second, seconds[rank], msg=name)
 
 
-class Tower(torch.nn.Module):
-    """Two linear encoders, the same on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = torch.nn.Parameter(drawn(1, 15, torch.float64).view(5, 3))
-        self.text = torch.nn.Parameter(drawn(2, 12, torch.float64).view(4, 3))
-
-    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        return F.normalize(images @ self.image, dim=1), F.normalize(texts @ self.text, dim=1)
-
-
-def info_nce(images: Tensor, texts: Tensor, first: int = 0, count: int | None = None) -> Tensor:
-    """Each image against all texts, and the other way round; of the rows from ``first`` on only."""
-    own = slice(first, None if count is None else first + count)
-    labels = torch.arange(len(images))[own]
-    scores = images @ texts.t() / 0.1
-    return F.cross_entropy(scores[own], labels, reduction="sum") + F.cross_entropy(
-        scores.t()[own], labels, reduction="sum"
-    )
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_contrastive_loss_over_the_global_batch_has_the_gradient_of_one_process(size):
-    world(size)(contrastive)()
-
-
-def contrastive(mesh):
-    messages = Messages(mesh.world.pg)
-    batch, size, rank = 4, messages.size, messages.rank
-    images = [drawn(20 + r, 5 * batch, torch.float64).view(batch, 5) for r in range(size)]
-    texts = [drawn(40 + r, 4 * batch, torch.float64).view(batch, 4) for r in range(size)]
-
-    alone = Tower()
-    info_nce(*alone(torch.cat(images), torch.cat(texts))).backward()
-
-    tower = Tower()
-    features = [functional.all_gather(x, messages) for x in tower(images[rank], texts[rank])]
-    info_nce(*features, rank * batch, batch).backward()
-    for name, parameter in tower.named_parameters():
-        assert parameter.grad is not None
-        total = functional.all_reduce_sum(parameter.grad, messages)
-        torch.testing.assert_close(total, alone.get_parameter(name).grad)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_cross_entropy_split_over_the_vocabulary_has_the_gradient_of_one_process(size):
     world(size)(split_vocabulary)()
@@ -183,16 +138,12 @@ def test_views_and_inputs_without_a_gradient_pass(mesh):
     assert not y.requires_grad and bool((x == 1).all())
 
 
-def test_a_world_of_one_needs_no_group():
+def test_a_world_of_one_needs_no_group_and_rows_that_do_not_fit_are_refused():
     messages = Messages(None)
     x = torch.ones(2, 3, requires_grad=True)
     for forward in (functional.copy_to_all, functional.reduce_from_all, FUNCTIONS["all_gather"][0]):
         (gradient,) = torch.autograd.grad(forward(x, messages).sum(), x)
         assert gradient.tolist() == [[1.0] * 3] * 2
-
-
-def test_rows_that_do_not_fit_are_refused():
-    messages = Messages(None)
     messages.size = 2
     with pytest.raises(ValueError, match=r"as many rows for each of 2 ranks, got shape \(3,\)"):
         functional.reduce_scatter(torch.ones(3), messages)

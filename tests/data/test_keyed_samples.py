@@ -37,7 +37,7 @@ def test_a_reader_drops_what_no_one_waits_for_any_more() -> None:
             return i
 
     deal = Loader(range(8), 8, 4, shuffle=False).deal
-    samples = KeyedSamples(Moves(), deal, 0, whole, turn, (0, 0))
+    samples = KeyedSamples(Moves(), deal, 0, whole, turn, 0)
     assert samples.__getitems__(Task(2, 0, 0)) == [None]
     assert samples.__getitems__(Task(3, 0, 0)) == [None]
     assert read == [0, 1]

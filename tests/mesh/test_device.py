@@ -71,30 +71,18 @@ def test_a_rank_activates_its_own_gpu_or_the_one_that_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "switch", "allowed"),
-    [(22809, "1", False), (23007, "1", True), (23007, "0", False), (None, "1", False)],
+    ("version", "switch", "allowed"), [(22809, "1", False), (23007, "1", True), (23007, "0", False)]
 )
 def test_nccl_shares_a_gpu_from_version_2_30_if_told_to(version, switch, allowed, monkeypatch):
-    def load(name: str) -> SimpleNamespace:
-        if version is None:
-            raise OSError("no NCCL")
-        return SimpleNamespace(ncclGetVersion=lambda found: setattr(found._obj, "value", version))
-
-    monkeypatch.setattr(device.ctypes, "CDLL", load)
+    library = SimpleNamespace(ncclGetVersion=lambda found: setattr(found._obj, "value", version))
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: library)
     assert device.nccl_shares_gpus({"NCCL_MULTI_RANK_GPU_ENABLE": switch}) == allowed
 
 
-def test_gpus_get_nccl_with_gloo_beside_it_for_headers():
+def test_gpus_get_nccl_with_gloo_beside_it_one_host_shared_memory_and_others_gloo():
     assert [default_backend(GPU, one_host=one_host) for one_host in (True, False)] == ["nccl", "nccl"]
-    assert complete("gloo") == "gloo"
-    assert complete("nccl") == "cpu:gloo,cuda:nccl"
-
-
-def test_ranks_of_one_host_get_shared_memory_and_others_get_gloo():
     assert [default_backend(CPU, one_host=one_host) for one_host in (True, False)] == ["shm", "gloo"]
-
-
-def test_a_forward_on_the_cpu_draws_from_its_default_generator():
+    assert (complete("gloo"), complete("nccl")) == ("gloo", "cpu:gloo,cuda:nccl")
     assert generators(CPU) == [torch.default_generator]
 
 
@@ -125,22 +113,14 @@ class Under:
         return self.script.pop(0) if len(self.script) > 1 else self.script[0]
 
 
-def test_a_wait_on_the_cpu_lasts_as_long_as_it_is_told():
+def test_a_wait_on_the_cpu_lasts_as_long_as_it_is_told_and_may_end_just_when_its_time_is_up():
     work = Under("goes on", "goes on", "done")
     assert [done_within(work, 0.2, on_gpu=False) for _ in range(3)] == [False, False, True]
     assert work.waits == [0.2, 0.2, 0.2]
-
-
-def test_a_failure_of_the_backend_is_raised():
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        done_within(Under("fails"), 0.2, on_gpu=False)
-
-
-def test_work_that_ends_just_when_a_wait_gives_up_is_done():
-    """Its time is up, and when asked it is complete: that is no failure."""
     assert done_within(Under("late", "done"), 0.2, on_gpu=False) is True
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        done_within(Under("late", "fails"), 0.2, on_gpu=False)
+    for script in (("fails",), ("late", "fails")):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            done_within(Under(*script), 0.2, on_gpu=False)
 
 
 class Polled(Under):
@@ -151,15 +131,11 @@ class Polled(Under):
         return super().is_completed()
 
 
-def test_work_on_a_gpu_is_asked_until_it_is_done_and_then_waited_for_once():
+def test_work_on_a_gpu_is_polled_until_it_is_done_and_then_waited_for_once():
     work = Polled("goes on", "goes on", "done")
     assert done_within(work, 60, on_gpu=True)
     assert work.waits == [None]
-
-
-def test_work_on_a_gpu_that_goes_on_is_never_waited_for():
-    work = Polled("goes on")
-    began = time.monotonic()
+    work, began = Polled("goes on"), time.monotonic()
     assert not done_within(work, 0.02, on_gpu=True)
     assert time.monotonic() - began >= 0.02
     assert work.waits == []
@@ -170,8 +146,7 @@ def test_on_the_cpu_what_has_returned_has_happened():
     computed = stream.computed()
     with stream.after(computed):
         done.append("exchange")
-    assert computed is None
-    assert done == ["exchange"]
+    assert (computed, done, marks_for(CPU)) == (None, ["exchange"], None)
 
 
 US, MS, S, HOUR = 1_000, 1_000_000, 1_000_000_000, 3600 * 1_000_000_000
@@ -276,39 +251,19 @@ def near(found: int, expected: int, ns: int = 10 * US) -> bool:
     return abs(found - expected) <= ns
 
 
-def test_a_span_lies_where_the_gpu_worked_and_not_where_it_was_issued(gpu, marks):
-    gpu.computing.compute(30 * MS)  # something before it
-    start, end = span(gpu, marks, "forward", 20 * MS)
-    gpu.sleep(100 * MS)
-    [(what, start_ns, end_ns)] = marks.settled()
-    assert what == "forward" and near(start_ns, start) and near(end_ns, end)
-    assert near(end_ns - start_ns, 20 * MS, 1 * US)
-    assert marks.settled() == []
-
-
-def test_what_goes_on_is_kept_and_told_later_in_order(gpu, marks):
-    names = ["forward", "backward", "update"]
-    ran = [span(gpu, marks, name, 10 * MS) for name in names]
-    told = []
-    for _ in range(8):
-        told.append(marks.settled())
+def test_spans_lie_where_the_gpu_worked_and_are_reported_once_they_are_over(gpu, marks):
+    gpu.computing.compute(30 * MS)  # something before them
+    ran = {name: span(gpu, marks, name, 10 * MS) for name in ("forward", "backward", "update")}
+    found = []
+    for _ in range(14):
+        found.append(marks.settled())
         gpu.sleep(5 * MS)
-    assert max(map(len, told)) == 1 and told[0] == []
-    spans = [span for found in told for span in found]
-    assert [what for what, *_ in spans] == names
-    for (_, start_ns, end_ns), (start, end) in zip(spans, ran, strict=True):
-        assert near(start_ns, start) and near(end_ns, end)
-
-
-def test_a_span_in_a_span_is_told_before_it_and_lies_inside(gpu, marks):
-    outer = marks.begin()
-    span(gpu, marks, "inner", 3 * MS)
-    gpu.computing.compute(2 * MS)
-    marks.end(outer, "outer")
-    gpu.sleep(10 * MS)
-    (inner, start, end), (outer, outer_start, outer_end) = marks.settled()
-    assert (inner, outer) == ("inner", "outer")
-    assert outer_start <= start < end < outer_end
+    assert max(map(len, found)) == 1 and found[0] == []
+    spans = [span for some in found for span in some]
+    assert [what for what, *_ in spans] == list(ran)
+    for what, start_ns, end_ns in spans:
+        assert near(start_ns, ran[what][0]) and near(end_ns, ran[what][1])
+        assert near(end_ns - start_ns, 10 * MS, 1 * US)
 
 
 @pytest.mark.parametrize("drift", [-80e-6, 0.0, 80e-6])
@@ -328,33 +283,22 @@ def test_after_hours_spans_still_lie_where_they_were(gpu, marks, drift):
     assert worst < 80e-6 * 2 * S + 20 * US
 
 
-def test_a_gpu_whose_idle_stream_has_to_wait_too_times_on_by_its_own_clock(gpu, marks):
+def test_where_the_idle_stream_has_to_wait_too_nobody_waits_and_the_gpu_s_clock_counts(gpu, marks):
     [aside] = gpu.streams[1:]
-    worst = 0
+    before, gpu.waits, worst = gpu.waits, 0, 0
+    assert before > 0
     for _ in range(2000):
         start, end = span(gpu, marks, "forward", 10 * MS)
         gpu.sleep(50 * MS)
         aside.busy_until_ns = gpu.now_ns + 40 * MS  # in line behind other work
-        [(_, start_ns, end_ns)] = marks.settled()
-        worst = max(worst, abs(start_ns - start), abs(end_ns - end))
-    assert worst < 30 * US
-
-
-def test_nobody_waits_once_it_has_begun(gpu, marks):
-    before, gpu.waits = gpu.waits, 0
-    assert before > 0
-    for _ in range(50):
-        for aside in gpu.streams[1:]:
-            aside.busy_until_ns = gpu.now_ns + S
-        span(gpu, marks, "forward", 400 * MS)
         asked = gpu.now_ns
-        marks.settled()
+        [(_, start_ns, end_ns)] = marks.settled()
         assert gpu.now_ns - asked < 0.3 * MS
-        gpu.sleep(100 * MS)
-    assert gpu.waits == 0
+        worst = max(worst, abs(start_ns - start), abs(end_ns - end))
+    assert worst < 30 * US and gpu.waits == 0
 
 
-def test_events_are_used_again(gpu, marks):
+def test_events_are_used_again_and_marks_that_nobody_asks_for_do_not_pile_up(gpu, marks, monkeypatch):
     def steps(num: int) -> int:
         for _ in range(num):
             for name in ("forward", "backward", "update"):
@@ -364,9 +308,6 @@ def test_events_are_used_again(gpu, marks):
         return gpu.events
 
     assert steps(20) == steps(100)  # in less than a second, so with one base
-
-
-def test_marks_that_nobody_asks_for_do_not_pile_up(gpu, marks, monkeypatch):
     monkeypatch.setattr(device, "MAX_MARKED", 5)
     marks = Marks(CUDA, gpu.now)
     for number in range(12):
@@ -396,8 +337,3 @@ def test_a_recorder_has_the_device_s_work_on_its_lane_and_the_issuing_on_the_hos
     issued, done = (event for event in recorder.events if event.name == "backward" and event.step == 4)
     assert (issued.lane, issued.leaf, done.lane, done.leaf) == ("host", 2, "compute", 2)
     assert near(done.start_ns, start) and near(done.end_ns, end)
-
-
-def test_a_cpu_needs_no_marks_and_a_gpu_gets_them(gpu):
-    assert marks_for(CPU) is None
-    assert isinstance(marks_for(CUDA), Marks)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.mesh.process_state import look
 from instep.mesh.rank_exit import RankFailed
 
 PATIENCE_S = 60
@@ -48,11 +49,7 @@ def ended(pidfd: int) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    return look(pid) is not None
 
 
 def my_rank() -> int:
@@ -99,7 +96,7 @@ def test_every_rank_finds_its_place_and_the_launcher_s_world(tmp_path, monkeypat
     assert not Path(store).exists()
 
 
-def meet(directory: Path) -> None:
+def gather_pids(directory: Path) -> None:
     world = init(timeout_s=PATIENCE_S)
     out = torch.empty(2, dtype=torch.int64)
     world.world.group.all_gather(out, torch.tensor([os.getpid()]), "the gathering of a test")
@@ -112,7 +109,7 @@ def test_two_launches_at_a_time_do_not_meet(tmp_path):
     for place in places:
         place.mkdir()
     threads = [
-        threading.Thread(target=launch, args=(meet, (place,)), kwargs={"ranks": 2}) for place in places
+        threading.Thread(target=launch, args=(gather_pids, (place,)), kwargs={"ranks": 2}) for place in places
     ]
     for thread in threads:
         thread.start()
@@ -125,9 +122,12 @@ def test_two_launches_at_a_time_do_not_meet(tmp_path):
 
 
 def fail_on_rank_one(fail: Callable[..., None], *args: object) -> None:
+    """Rank 0 waits, and ignores SIGTERM."""
     if my_rank() == 1:
         fail(*args)
-    signal.pause()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        signal.pause()
 
 
 def raise_value_error() -> None:
@@ -138,7 +138,7 @@ def kill_myself(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_the_error_is_the_failing_rank_s_and_the_others_are_ended():
+def test_the_error_is_the_failing_rank_s_and_the_others_are_killed():
     pids: list[int] = []
     with pytest.raises(RankFailed, match=r"^rank 1 of 3 \(pid \d+\) failed with ValueError: exp") as failure:
         launch(fail_on_rank_one, (raise_value_error,), ranks=3, on_start=pids.extend, grace_s=0.1)
@@ -210,21 +210,6 @@ def test_a_rank_that_dies_before_it_starts_is_noticed_while_the_others_wait_for_
     assert time.monotonic() - began < PATIENCE_S
 
 
-def ignore_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if my_rank() == 0:
-        raise_value_error()
-    while True:
-        signal.pause()
-
-
-def test_a_rank_that_ignores_sigterm_is_killed():
-    pids: list[int] = []
-    with pytest.raises(RankFailed, match="rank 0 of 2"):
-        launch(ignore_sigterm, ranks=2, on_start=pids.extend, grace_s=0.1)
-    assert not any(map(is_alive, pids))
-
-
 def leave_a_helper(directory: Path) -> None:
     helper = subprocess.Popen(["sleep", "1000"])
     (directory / str(my_rank())).write_text(str(helper.pid))
@@ -233,19 +218,11 @@ def leave_a_helper(directory: Path) -> None:
 def test_helpers_of_a_rank_end_with_it(tmp_path):
     launch(leave_a_helper, (tmp_path,), ranks=1)
     helper = int((tmp_path / "0").read_text())
-    try:
-        with watched([helper]) as pidfds:
-            assert ended(pidfds[0])
-    except ProcessLookupError:
-        pass
+    with suppress(ProcessLookupError), watched([helper]) as pidfds:
+        assert ended(pidfds[0])
 
 
-def test_a_function_that_cannot_be_sent_leaves_nothing():
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
-        launch(lambda: None, ranks=2)
-
-
-def test_what_on_start_raises_ends_the_ranks():
+def test_a_launch_that_fails_leaves_nothing():
     pids: list[int] = []
 
     def refuse(started: list[int]) -> None:
@@ -256,12 +233,11 @@ def test_what_on_start_raises_ends_the_ranks():
         launch(signal.pause, ranks=2, on_start=refuse)
     assert len(pids) == 2
     assert not any(map(is_alive, pids))
-
-
-@pytest.mark.parametrize("numbers", [{"ranks": 0}, {"ranks": 1, "threads": 0}])
-def test_there_must_be_a_rank_and_a_thread(numbers):
-    with pytest.raises(ValueError, match="at least 1 rank of at least 1 thread"):
-        launch(signal.pause, **numbers)
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        launch(lambda: None, ranks=2)
+    for numbers in ({"ranks": 0}, {"ranks": 1, "threads": 0}):
+        with pytest.raises(ValueError, match="at least 1 rank of at least 1 thread"):
+            launch(signal.pause, **numbers)
 
 
 # A launcher of its own, without torch, whose ranks say that they are there and wait for ever. Lines are

@@ -301,7 +301,7 @@ def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh)
     def exchange() -> None:
         if group.rank == 0:
             raise RuntimeError("can't allocate memory") from ValueError("as it is asked for too much")
-        messages.recv(x, other)
+        messages.together([], [(x, other)])
 
     if group.rank == 0:
         with pytest.raises(RuntimeError, match=r"^can't allocate memory$") as caught:

@@ -1,4 +1,4 @@
-"""The first signal asks, the second one ends; what a program handles itself stays its own."""
+"""The first signal asks, the second one ends; a program's own handlers stay."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ def hangups_are_heard() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def receive(asked: list[str], *numbers: signal.Signals) -> None:
-    """Get signals one after the other; the cleaning up gets more."""
-    with preempted(asked.append):
+@pytest.mark.parametrize(
+    ("numbers", "asks"),
+    [(POLITE, "SIGTERM"), (POLITE[::-1], "SIGUSR1"), (POLITE[:1] * 2, "SIGTERM"), ([signal.SIGHUP], None)],
+)
+def test_the_first_signal_asks_by_name_and_the_last_one_unwinds_undisturbed(
+    numbers: list[signal.Signals], asks: str | None
+) -> None:
+    asked: list[str | None] = []
+
+    def receive() -> None:
         try:
             for number in numbers:
                 signal.raise_signal(number)
@@ -35,44 +42,11 @@ def receive(asked: list[str], *numbers: signal.Signals) -> None:
             signal.raise_signal(signal.SIGHUP)
             asked.append("cleaned up")
 
-
-@pytest.mark.parametrize(("first", "second"), [POLITE, POLITE[::-1], POLITE[:1] * 2])
-def test_the_first_signal_asks_by_name_and_the_second_one_unwinds_undisturbed(
-    first: signal.Signals, second: signal.Signals
-) -> None:
-    asked: list[str] = []
-    with pytest.raises(SystemExit) as ended:
-        receive(asked, first, second)
-    assert ended.value.code == 128 + second
-    assert asked == [first.name, "cleaning up", "cleaned up"]
+    with pytest.raises(SystemExit) as ended, preempted(asked.append):
+        receive()
+    assert ended.value.code == 128 + numbers[-1]
+    assert asked == [*([asks] if asks else []), "cleaning up", "cleaned up"]
     assert all(signal.getsignal(number) is signal.SIG_DFL for number in POLITE)
-
-
-def test_one_signal_unwinds_nothing() -> None:
-    asked: list[str] = []
-    with preempted(asked.append):
-        signal.raise_signal(signal.SIGUSR1)
-    assert asked == ["SIGUSR1"]
-
-
-def test_a_terminal_that_goes_ends_at_once() -> None:
-    asked: list[str] = []
-    with pytest.raises(SystemExit) as ended:
-        receive(asked, signal.SIGHUP)
-    assert ended.value.code == 129
-    assert asked == ["cleaning up", "cleaned up"]
-
-
-def test_handlers_that_a_program_has_set_itself_stay() -> None:
-    own: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: own.append(number))
-    try:
-        with preempted(lambda name: pytest.fail("asked")):
-            signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert own == [signal.SIGUSR1] * 2
 
 
 def test_outside_of_the_main_thread_nothing_is_touched() -> None:
@@ -86,8 +60,73 @@ def test_outside_of_the_main_thread_nothing_is_touched() -> None:
     assert all(signal.getsignal(number) is signal.SIG_DFL for number in POLITE)
 
 
-def fork(body: Callable[[], None]) -> int:
-    """The exit code of ``body`` in a process of its own, which ends with 0 after it."""
+def own_handler() -> list[int]:
+    own: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: own.append(number))
+    return own
+
+
+def keeps_the_programs_handlers() -> None:
+    own = own_handler()
+    with preempted(lambda name: os._exit(1)):
+        signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
+    assert own == [signal.SIGUSR1] * 2
+
+
+def is_asked_once_and_ended_by_the_second_signal() -> None:
+    asked: list[str] = []
+    listen_for_preemption(asked.append)
+    signal.raise_signal(signal.SIGUSR1)
+    assert asked == ["SIGUSR1"]
+    signal.raise_signal(signal.SIGTERM)
+
+
+def keeps_a_ranks_handler_after_the_first_signal() -> None:
+    own = own_handler()
+    listen_for_preemption(lambda name: None)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR1)
+    assert own == [signal.SIGUSR1]
+
+
+def ignores_hangups_and_is_preempted_all_the_same() -> None:
+    for number in (*POLITE, signal.SIGHUP, signal.SIGINT):  # as a parent may leave them
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
+    hear_stop_signals()
+    asked: list[str] = []
+    with preempted(asked.append):
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+            signal.raise_signal(number)
+    assert asked == ["SIGUSR1"]
+
+
+def is_ended_by_a_signal_after_it_stopped_listening() -> None:
+    listen_for_preemption(lambda name: None)()
+    signal.raise_signal(signal.SIGTERM)
+
+
+def keeps_handlers_that_the_program_sets_meanwhile() -> None:
+    stop = listen_for_preemption(lambda name: None)
+    own = own_handler()
+    stop()
+    signal.raise_signal(signal.SIGUSR1)
+    assert own == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (keeps_the_programs_handlers, 0),
+        (is_asked_once_and_ended_by_the_second_signal, 128 + signal.SIGTERM),
+        (keeps_a_ranks_handler_after_the_first_signal, 0),
+        (ignores_hangups_and_is_preempted_all_the_same, 0),
+        (is_ended_by_a_signal_after_it_stopped_listening, -signal.SIGTERM),
+        (keeps_handlers_that_the_program_sets_meanwhile, 0),
+    ],
+)
+def test_a_process(body: Callable[[], None], code: int) -> None:
     pid = os.fork()
     if not pid:
         try:
@@ -95,64 +134,4 @@ def fork(body: Callable[[], None]) -> int:
             os._exit(0)
         finally:
             os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_a_rank_is_asked_once_and_ended_by_the_second_signal() -> None:
-    def body() -> None:
-        asked: list[str] = []
-        listen_for_preemption(asked.append)
-        signal.raise_signal(signal.SIGUSR1)
-        if asked != ["SIGUSR1"]:
-            os._exit(1)
-        signal.raise_signal(signal.SIGTERM)
-
-    assert fork(body) == 128 + signal.SIGTERM
-
-
-def test_a_rank_s_own_handler_stays_after_the_first_signal() -> None:
-    def body() -> None:
-        own: list[int] = []
-        signal.signal(signal.SIGUSR1, lambda number, frame: own.append(number))
-        listen_for_preemption(lambda name: None)
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGUSR1)
-        os._exit(0 if own == [signal.SIGUSR1] else 1)
-
-    assert fork(body) == 0
-
-
-def test_a_command_that_was_told_to_ignore_hangups_does_and_is_preempted_all_the_same() -> None:
-    def body() -> None:
-        for number in (*POLITE, signal.SIGHUP, signal.SIGINT):  # as a parent may leave them
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
-        hear_stop_signals()
-        asked: list[str] = []
-        with preempted(asked.append):
-            signal.raise_signal(signal.SIGHUP)
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGUSR1)
-        os._exit(0 if asked == ["SIGUSR1"] else 1)
-
-    assert fork(body) == 0
-
-
-def test_a_rank_that_listens_no_longer_is_ended_by_a_signal() -> None:
-    def body() -> None:
-        listen_for_preemption(lambda name: None)()
-        signal.raise_signal(signal.SIGTERM)
-
-    assert fork(body) == -signal.SIGTERM
-
-
-def test_what_a_program_handles_meanwhile_is_not_taken_from_it() -> None:
-    def body() -> None:
-        own: list[int] = []
-        give_back = listen_for_preemption(lambda name: None)
-        signal.signal(signal.SIGUSR1, lambda number, frame: own.append(number))
-        give_back()
-        signal.raise_signal(signal.SIGUSR1)
-        os._exit(0 if own == [signal.SIGUSR1] else 1)
-
-    assert fork(body) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
