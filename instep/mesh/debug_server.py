@@ -1,22 +1,20 @@
-"""How a rank that waits learns what the others are doing: a debug server in each process, and a status store.
+"""How a waiting rank learns what other ranks are doing: a debug server in each process, and a status store.
 
-A rank that waits can say so, but the rank that is missed does not know that it is. It is asked, by its
-process id, over a socket without a file: the debug server, one thread that has nothing else to do, answers
+A rank that waits can say so, but the rank that is missing does not know that others wait for it. They ask it
+by process id, over a socket without a file: the debug server, one thread that has nothing else to do, answers
 with the row of a flight recorder and the stack of the rank's own thread (``hang_report``). Why not a signal:
-its handler belongs to the user's program. Why not a store: to be called by one means to poll it, or to keep a
-connection for it. It costs a thread that sleeps in ``accept`` and a descriptor. What it cannot do: a process
-that is stopped, or whose main thread holds the interpreter lock in native code, gives no answer, and that is
-one. Both sides see from the kernel who the other is: the same user, and the very process that was meant.
+its handler belongs to the user's program. Why not a store: a rank would have to poll it. The cost is a thread
+that sleeps in ``accept`` and a descriptor. A process that is stopped, or whose main thread holds the
+interpreter lock in native code, gives no answer, and that is one. Both sides check with the kernel who the
+other is: the same user, and the very process that was meant.
 
-The name of the socket is seen in one network namespace only, so ranks of other hosts cannot be asked. Between
-hosts there is the status store: a rank that has to wait writes into the store that the world met in what it
-waits for. All that wait are there, so the rank that never came is the one that is not. That happens only
-after a wait has become long; an ordinary step writes nothing.
+The socket's name is visible in one network namespace, so ranks of other hosts cannot be asked. They read the
+status store instead, the store that the group was made in: a rank that has waited for long writes there what
+the ranks of its host are doing. An ordinary step, also one with a slow rank, writes nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -24,94 +22,72 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, StatusRow
-from instep.mesh.store_client import PATIENCE_S, StoreClient
+from instep.mesh.store_client import StoreClient
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from instep.mesh.peers import Peer
 
-
-LATEST = -1  # instead of the number of a recorder: the one that has begun an operation last
+T = TypeVar("T")
+LATEST = ""  # instead of a group: the one that the process used last
 ANSWER_S = 0.5  # for all answers together; a thread that may run answers within milliseconds
-_QUESTION_BYTES = 16
+_QUESTION_BYTES = 256
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
-_making = threading.Lock()
-_server: _DebugServer | None = None
+_starting = threading.Lock()
+_server_pid = 0  # of the process that has the thread: a forked child inherits the variable alone
+_flights: weakref.WeakValueDictionary[str, FlightRecorder] = weakref.WeakValueDictionary()
 
 
-class _DebugServer:
-    """That of this process: ``flights`` are its flight recorders, by the number that peers ask for."""
-
-    def __init__(self, me: Peer) -> None:
-        self.pid = os.getpid()
-        self.flights: weakref.WeakValueDictionary[int, FlightRecorder] = weakref.WeakValueDictionary()
-        self.numbers = itertools.count(1)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.bind(_address(me))
-            listener.listen(1024)
-        except BaseException:
-            listener.close()
-            raise
-        thread = threading.Thread(
-            target=_serve, args=(listener, self.flights), name="instep debug server", daemon=True
-        )
-        thread.start()
+def register(flight: FlightRecorder, me: Peer, group: str) -> None:
+    """Let peers ask for ``flight``, that of ``me`` in ``group``, as long as it is referenced."""
+    global _server_pid
+    with _starting:
+        if _server_pid != os.getpid():
+            _flights.clear()
+            with suppress(OSError, AttributeError):  # no such sockets here, or no descriptor is left
+                _start(me)
+                _server_pid = os.getpid()
+        _flights[_question(me, group)] = flight
 
 
-def register(flight: FlightRecorder, me: Peer) -> int:
-    """Let peers ask for ``flight``, for as long as it is held; the number to ask for, 0 where they cannot."""
-    global _server
-    with _making:
-        if _server is None or _server.pid != os.getpid():  # a child inherits the variable, not the thread
-            try:
-                _server = _DebugServer(me)
-            except (OSError, AttributeError):  # no such sockets here, or no descriptor is left
-                return 0
-        number = next(_server.numbers)
-        _server.flights[number] = flight
-        return number
-
-
-def ask(peers: Iterable[Peer], seconds: float = ANSWER_S) -> dict[int, StatusRow]:
-    """What ``peers`` of this host answer, by rank, within ``seconds`` in all; without those that do not."""
+def ask(peers: Iterable[Peer], group: str, seconds: float = ANSWER_S) -> dict[int, StatusRow]:
+    """The rows of ``peers`` of this host in ``group``, by rank: those that come within ``seconds`` in all."""
     rows: dict[int, StatusRow] = {}
     asked: dict[socket.socket, Peer] = {}
     for peer in peers:
         if peer.pid == os.getpid():
-            flight = _server.flights.get(peer.flight) if _server is not None else None
-            if flight is not None:
+            if (flight := _find(_question(peer, group))) is not None:
                 rows[peer.rank] = flight.row()
-        elif peer.flight and (connection := _connect(peer)) is not None:
+        elif (connection := _connect(peer, group)) is not None:
             asked[connection] = peer
     until = time.monotonic() + seconds
     while asked and (ready := wait(list(asked), max(0.0, until - time.monotonic()))):
         for answered in ready:
             assert isinstance(answered, socket.socket)
             peer = asked.pop(answered)
-            with answered, suppress(OSError, ValueError):  # it ended meanwhile: no answer
+            with answered, suppress(OSError, ValueError):  # it has ended meanwhile
                 rows[peer.rank] = StatusRow.from_bytes(answered.recv(ROW_BYTES))
     for silent in asked:
         silent.close()
     return rows
 
 
-def _connect(peer: Peer) -> socket.socket | None:
+def _connect(peer: Peer, group: str) -> socket.socket | None:
     """A connection to the debug server of ``peer``, with the question sent."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.setblocking(False)
         connection.connect(_address(peer))
         if _credentials(connection)[0] == peer.pid:
-            connection.send(str(peer.flight).encode())
+            connection.send(_question(peer, group).encode())
             return connection
     except OSError:
         pass
@@ -119,7 +95,18 @@ def _connect(peer: Peer) -> socket.socket | None:
     return None
 
 
-def _serve(listener: socket.socket, flights: weakref.WeakValueDictionary[int, FlightRecorder]) -> None:
+def _start(me: Peer) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(_address(me))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    threading.Thread(target=_serve, args=(listener,), name="instep debug server", daemon=True).start()
+
+
+def _serve(listener: socket.socket) -> None:
     while True:
         try:
             connection, _ = listener.accept()
@@ -129,16 +116,21 @@ def _serve(listener: socket.socket, flights: weakref.WeakValueDictionary[int, Fl
         with connection, suppress(Exception):  # whatever is wrong with one question, others may follow
             connection.settimeout(ANSWER_S)
             if _credentials(connection)[1] == os.getuid():
-                flight = _find(flights, int(connection.recv(_QUESTION_BYTES)))
+                flight = _find(connection.recv(_QUESTION_BYTES).decode())
                 if flight is not None:
                     connection.send(flight.row().to_bytes())
                 del flight
 
 
-def _find(flights: weakref.WeakValueDictionary[int, FlightRecorder], number: int) -> FlightRecorder | None:
-    if number != LATEST:
-        return flights.get(number)
-    return max(list(flights.values()), key=lambda flight: flight.begun_ns, default=None)
+def _question(peer: Peer, group: str) -> str:
+    """Ranks may be threads of one process, so the rank is a part of it."""
+    return f"{peer.rank} {group}" if group else LATEST
+
+
+def _find(question: str) -> FlightRecorder | None:
+    if question != LATEST:
+        return _flights.get(question)
+    return max(list(_flights.values()), key=lambda flight: flight.begun_ns, default=None)
 
 
 def _address(peer: Peer) -> str:
@@ -153,68 +145,67 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 class StatusStore:
-    """The last status of every global rank, in ``store`` under ``name``. Without a store it stays empty.
+    """The last status of every rank of one group, in the ``store`` of that group; without one it stays empty.
 
-    Each rank makes as many of a name as the others; a new one does not show what was posted in the last.
-    Reading and posting may not fail, nor wait: they happen when something else has failed, perhaps the
-    store's host, or the network to it, and then each call of a store takes the store's own deadline, minutes.
-    So it is asked with ``StoreClient``.
+    Reading and posting neither fail nor wait for long: they happen when something else has failed, perhaps
+    the store's host, or the network to it. A store that is slow is asked again; one that is gone is not,
+    because torch's client writes to stderr at each call.
     """
 
-    def __init__(self, store: Store | None = None, name: str = "", rank: int = 0) -> None:
-        self.client = StoreClient(rank, PATIENCE_S)
-        made = store and self.client.try_call(lambda: store.add(f"instep/status/{name}/made by {rank}", 1))
-        self.client.close()
-        self._store = store if made else None
-        self._name = f"{name}/{made}"
+    def __init__(self, store: Store | None = None, rank: int = 0) -> None:
+        self._store = store
+        self._client = StoreClient(rank)
 
     def post(self, row: StatusRow) -> None:
-        """Let all ranks read where ``row.rank`` stands."""
-        if self._store is not None:
-            store, key, value = self._store, self._key(row.rank), row.to_bytes().decode()
-            self.client.try_call(lambda: store.set(key, value))
+        """Let all ranks read what ``row.rank`` is doing."""
+        self._try(lambda store: store.set(_key(row.rank), row.to_bytes().decode()))
 
     def read(self, rank: int) -> StatusRow | None:
-        """What was posted last about ``rank``."""
-        if self._store is None:
-            return None
-        store, key = self._store, self._key(rank)
-        return self.client.try_call(
-            lambda: StatusRow.from_bytes(store.get(key)) if store.check([key]) else None
-        )
+        """The last row that was posted about ``rank``."""
 
-    def tell_lost(self, ranks: Sequence[int], *, dead: bool) -> tuple[list[int], bool]:
-        """Let all ranks read which are lost, and read it: what is told first counts, unless it saw no death.
+        def read(store: Store) -> StatusRow | None:
+            return StatusRow.from_bytes(store.get(_key(rank))) if store.check([_key(rank)]) else None
+
+        return self._try(read)
+
+    def report_lost(self, ranks: Sequence[int], *, dead: bool) -> tuple[list[int], bool]:
+        """Report lost ranks to all, and return what was reported first; a death takes precedence.
 
         Other ranks end because of the first one.
         """
-        store, key, mine = self._store, self._key("lost"), ([*ranks], dead)
-        if store is None:
-            return mine
 
-        def tell() -> tuple[list[int], bool]:
-            before = _read_lost(store, key)
+        def report(store: Store) -> tuple[list[int], bool]:
+            before = _lost(store)
             if before[1] or (before[0] and not dead) or not ranks:
                 return before
-            store.set(key, json.dumps({"ranks": mine[0], "dead": dead}))
-            return mine
+            store.set(_key("lost"), json.dumps([[*ranks], dead]))
+            return [*ranks], dead
 
-        return self.client.try_call(tell) or mine
+        return self._try(report) or ([*ranks], dead)
 
     def lost(self) -> tuple[list[int], bool]:
-        """The ranks that are lost, as the others have told, and whether they are dead."""
-        store, key = self._store, self._key("lost")
-        if store is None or (found := self.client.try_call(lambda: _read_lost(store, key))) is None:
-            self._store = None  # it is gone, and writes to stderr at each question
-            return [], False
-        return found
+        """The ranks that were reported lost, and whether they are dead."""
+        return self._try(_lost) or ([], False)
 
-    def _key(self, what: int | str) -> str:
-        return f"instep/status/{self._name}/{what}"
+    def _try(self, question: Callable[[Store], T]) -> T | None:
+        """The store's answer; None if there is none in time, or no store."""
+        store = self._store
+        if store is not None:
+            try:
+                return self._client.call(lambda: question(store))
+            except (TimeoutError, ValueError):  # it is slow; or others have written there
+                pass
+            except Exception:
+                self._store = None
+        return None
 
 
-def _read_lost(store: Store, key: str) -> tuple[list[int], bool]:
-    found: dict[str, Any] = {"ranks": [], "dead": False}
-    if store.check([key]):
-        found = json.loads(store.get(key))
-    return [int(rank) for rank in found["ranks"]], found["dead"] is True
+def _key(what: int | str) -> str:
+    return f"instep/status/{what}"
+
+
+def _lost(store: Store) -> tuple[list[int], bool]:
+    if not store.check([_key("lost")]):
+        return [], False
+    ranks, dead = json.loads(store.get(_key("lost")))
+    return [int(rank) for rank in ranks], dead is True

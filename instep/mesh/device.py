@@ -218,16 +218,6 @@ def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
-def require_connected(pgs: Iterable[dist.ProcessGroup | None]) -> None:
-    """Raise ``RuntimeError`` if a connection of gloo has ended, as it does for whatever is begun on one.
-
-    It does not tell all that waits for one: not a message of which a part is written or read, or waits for
-    its turn (``Pair::signalException``, gloo/transport/tcp/pair.cc). Each call leaves some hundred bytes.
-    """
-    for pg, other in _connections(pgs):
-        _receive_nothing(pg, other)
-
-
 def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
     """Process groups, and their other ranks, of those that do not share memory."""
     for pg in pgs:

@@ -21,7 +21,6 @@ from instep.events import Recorder
 from instep.mesh import device as devices
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
-from instep.mesh.debug_server import StatusStore
 from instep.mesh.device_mesh import batch_group
 from instep.mesh.hang_report import words_of
 from instep.mesh.host_group import HostGroup
@@ -30,7 +29,7 @@ from instep.mesh.mesh import Mesh, UnrankedMesh, build, mesh_for_replicas, no_st
 from instep.mesh.process_group import Group, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
 from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
-from instep.mesh.store_client import call_once
+from instep.mesh.store_client import StoreClient
 from instep.mesh.store_rendezvous import MAKING, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
@@ -284,7 +283,9 @@ def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
     """The store of a world that meets by network, by the deadline."""
     limit_s = backend_timeout(timeout_s).total_seconds()
     try:
-        return call_once(started.rank, limit_s, lambda: _tcp_store(started, timedelta(seconds=timeout_s)))
+        return StoreClient(started.rank).call(
+            lambda: _tcp_store(started, timedelta(seconds=timeout_s)), limit_s
+        )
     except (dist.DistNetworkError, TimeoutError) as error:
         if started.rank == 0 and started.source != "torchrun":
             raise  # it is the store: its port is taken, say
@@ -292,7 +293,7 @@ def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
             f"rank {started.rank} of {started.world_size} does not reach the store at {started.master_addr} "
             f"port {started.master_port}, where {'torchrun' if started.source == 'torchrun' else 'rank 0'} "
             "holds it: look whether it runs there and whether the network lets this host through, or raise "
-            f"timeout_s ({timeout_s:g} s). It was told: {words_of(error)}",
+            f"timeout_s ({timeout_s:g} s). Cause: {words_of(error)}",
             ranks=() if started.source == "torchrun" else (0,),
             operation="joining the world",
         ) from None
@@ -476,9 +477,5 @@ def _duplicate(pg: ProcessGroup, timeout_s: float, by_host: bool) -> Group:
     ranks, rank = dist.get_process_group_ranks(pg), dist.get_rank()
     if len(ranks) == 1:
         return Group(None, ranks, rank, timeout_s)
-    store = default_store()
-    made = from_store(store, rank, timeout_s, pg)("duplicate", ranks)
-    status_store = StatusStore(store, f"duplicate/{'-'.join(map(str, ranks))}", rank)
-    if by_host:
-        return HostGroup(made, ranks, rank, timeout_s, status_store, store)
-    return Group(made, ranks, rank, timeout_s, status_store)
+    made = from_store(default_store(), rank, timeout_s, pg)("duplicate", ranks)
+    return (HostGroup if by_host else Group)(made, ranks, rank, timeout_s)

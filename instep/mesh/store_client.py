@@ -1,7 +1,7 @@
-"""StoreClient to a store that may be lost: asked in a thread, and waited for no longer than a second.
+"""Calls of a store that may be unreachable: each runs in a thread and has a deadline.
 
-A store is asked in native code, and one whose host is gone, or that is behind a cut network, keeps its caller
-for the store's own deadline, minutes. So a thread asks, and is left alone at the end of what it may take.
+A store is called in native code, and a store on a dead host, or behind a cut network, blocks its caller for
+the store's own deadline, minutes. So a thread makes the call, and is abandoned at the caller's deadline.
 """
 
 from __future__ import annotations
@@ -9,91 +9,67 @@ from __future__ import annotations
 import atexit
 import ctypes
 import signal
+import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from instep.work import Lane, Work
+from instep.work import Once
 
-PATIENCE_S = 1.0  # at most, for a store that the world met in
+PATIENCE_S = 1.0  # for one answer, on the way to an error
 T = TypeVar("T")
 
-_unanswered: list[Work] = []
-
-
-def patience_s(timeout_s: float) -> float:
-    """For an answer of a store, on the way to an error of an operation that may take ``timeout_s``."""
-    return min(PATIENCE_S, timeout_s / 10)
+_unanswered: list[Once] = []
 
 
 class StoreClient:
-    """To one store: each is waited for no longer than ``patience_s``.
+    """Calls of one store by ``rank``; none is made before the last one has its answer."""
 
-    A store that has not answered is asked nothing more until it has. ``rank`` is who asks.
-    """
+    def __init__(self, rank: int) -> None:
+        self._name = f"instep store client, rank {rank}"
+        self._answered: Once | None = None  # of the last call
 
-    def __init__(self, rank: int, patience_s: float = PATIENCE_S) -> None:
-        self.patience_s = patience_s
-        self._lane = Lane(f"instep questions to a store, rank {rank}")
-        self._asked: Work | None = None
-
-    def try_call(self, question: Callable[[], T]) -> T | None:
-        """What the store answers; None where it fails, or takes longer than it may."""
-        with suppress(Exception):
-            return self.call(question)
-        return None
-
-    def call(self, question: Callable[[], T]) -> T:
-        """What the store answers.
+    def call(self, function: Callable[[], T], patience_s: float | None = None) -> T:
+        """``function()``, which calls the store, within ``patience_s`` (by default ``PATIENCE_S``).
 
         Raises:
-            TimeoutError: it takes longer than it may, or has not answered what was asked before.
+            TimeoutError: there is no answer in time, or still none to the call before.
             RuntimeError: no thread can be started.
-            what ``question`` raises.
+            the error of ``function``.
         """
+        limit_s = PATIENCE_S if patience_s is None else patience_s
         answers: list[T] = []
         errors: list[Exception] = []
+        answered = Once()
 
         def run() -> None:
             try:
-                answers.append(question())
+                answers.append(function())
             except Exception as error:
                 errors.append(error)
+            answered.set()
 
-        if self._asked is None or self._asked.done():
-            self._asked = self._lane.submit("a question to a store", run)
-            if self._asked.finished.wait(self.patience_s):
+        if self._answered is None or self._answered.happened:
+            threading.Thread(target=run, name=self._name, daemon=True).start()
+            self._answered = answered
+            if answered.wait(limit_s):
                 return answers.pop() if answers else _raise(errors)
-            _unanswered.append(self._asked)
-        raise TimeoutError(f"no answer from the store within {self.patience_s:g} s")
-
-    def close(self) -> None:
-        """Let the thread end, when it has its answer; the next question starts another one."""
-        self._lane.close(wait=False)
-
-
-def call_once(rank: int, patience_s: float, question: Callable[[], T]) -> T:
-    """``StoreClient.call`` to one question, of which the thread ends with it."""
-    client = StoreClient(rank, patience_s)
-    try:
-        return client.call(question)
-    finally:
-        client.close()
+            _unanswered.append(answered)
+        raise TimeoutError(f"no answer from the store within {limit_s:g} s")
 
 
 @atexit.register
 def _keep_exit_code() -> None:
-    """Let a question that is answered while the interpreter goes not turn the exit code into that of SIGABRT.
+    """Keep an answer during interpreter exit from turning the exit code into that of SIGABRT.
 
-    A thread that comes back from native code then is ended by force, which C++ answers with ``abort``. It
-    cannot be woken before, nor be kept from coming back; but it can sleep, as many seconds as the signal's
-    number says, while the main thread ends. An abort of the main thread's own is as much later, and a SIGABRT
-    from outside, which looks the same, does no more than that; SIGTERM and SIGKILL are what they were.
+    A thread that returns from native code then is ended by force, which C++ answers with ``abort``. Nothing
+    can wake or stop the thread before; but its handler of SIGABRT can sleep, as many seconds as the signal's
+    number says, while the main thread ends. An abort of the main thread, and a SIGABRT from outside, which
+    looks the same, are delayed as much; SIGTERM and SIGKILL are not.
     """
-    if any(not asked.done() for asked in _unanswered):
+    if not all(answered.happened for answered in _unanswered):
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _raise(errors: list[Exception]) -> NoReturn:
-    raise errors.pop()  # a list that kept it would hold, by its traceback, all that the question held
+    raise errors.pop()  # a list that kept it would keep, by its traceback, everything that the call used

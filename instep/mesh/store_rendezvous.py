@@ -1,6 +1,6 @@
-"""Ranks meet in a store, by a deadline, to make something together: a process group, say.
+"""A rendezvous in a store, with a deadline: ranks wait for each other to make a process group.
 
-Backends ask the store in native code while they are constructed, which nothing ends before its own time.
+Backends call the store in native code while they are constructed, which nothing ends before its own time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from instep.errors import PeerLost
 from instep.mesh import device
 from instep.mesh.hang_report import words_of
-from instep.mesh.store_client import PATIENCE_S, call_once, patience_s
+from instep.mesh.store_client import PATIENCE_S, StoreClient
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -26,7 +26,7 @@ MAKING = "the making of a group"
 
 
 def backend_timeout(timeout_s: float) -> timedelta:
-    """The deadline of a backend: later than ours, which names the rank, but not by much.
+    """The deadline of a backend: a little later than ours, which names the rank.
 
     A process cannot end while gloo still waits.
     """
@@ -36,12 +36,12 @@ def backend_timeout(timeout_s: float) -> timedelta:
 def rendezvous(
     store: Store, name: str, ranks: Sequence[int], rank: int, timeout_s: float, make: Callable[[Store], T]
 ) -> T:
-    """``make(store)``, in which all ``ranks`` wait for each other, under keys that no group had before.
+    """``make(store)``, in which all ``ranks`` wait for each other, under keys that no group has used.
 
-    Backends ask the store in native code while they are constructed, and a ``TCPStore`` whose host is gone,
-    or behind a cut network, keeps its caller until TCP gives up, after a quarter of an hour. So ``make`` runs
-    in a thread that is left alone at the deadline. Each rank first counts its own rendezvous in the store,
-    which says afterwards who came. Collective over ``ranks``, of which each makes as many of a ``name``.
+    A ``TCPStore`` on a dead host, or behind a cut network, blocks its caller until TCP gives up, after a
+    quarter of an hour, so ``make`` runs in a thread that is abandoned at the deadline. Each rank first counts
+    its rendezvous in the store, which tells afterwards who came. Collective over ``ranks``, of which each
+    makes as many of a ``name``.
 
     Raises:
         PeerLost: not all came, or they do not reach the store or each other.
@@ -50,7 +50,7 @@ def rendezvous(
     key = f"instep/groups/{name}/{members}"
     number = 0
 
-    def meet() -> T:
+    def count_and_make() -> T:
         nonlocal number
         number = store.add(f"{key}/rank {rank}", 1)
         return make(dist.PrefixStore(f"{key}/{number}", store))
@@ -58,54 +58,41 @@ def rendezvous(
     began = time.monotonic()
     limit_s = backend_timeout(timeout_s).total_seconds() + PATIENCE_S  # the backend's own error comes first
     try:
-        return call_once(rank, limit_s, device.as_here(meet))
+        return StoreClient(rank).call(device.as_here(count_and_make), limit_s)
+    except PeerLost as error:
+        raise error.with_traceback(None) from None  # it says all, and the frames are of the thread
     except (RuntimeError, TimeoutError) as error:
-        if isinstance(error, PeerLost):
-            raise error.with_traceback(None) from None  # it says all, and the frames are of the thread
-        if not _is_of_network(error):
+        # Whether it may be due to other ranks, or to the way to them; gloo has no type of its own for those.
+        if not (isinstance(error, dist.DistError | TimeoutError) or "connectFullMesh" in str(error)):
             raise
-        counts = {other: f"{key}/rank {other}" for other in ranks}
-        late = _late(store, counts, number, rank, timeout_s)
+        late, why = _late(store, {other: f"{key}/rank {other}" for other in ranks}, number, rank, timeout_s)
         raise PeerLost(
             f"rank {rank} waited {time.monotonic() - began:.1f} s in the making of group {name!r} of ranks "
-            f"{', '.join(map(str, ranks))}, {_why(late, timeout_s)}. It was told: {words_of(error)}",
-            ranks=late or (),
+            f"{', '.join(map(str, ranks))}, {why}. Cause: {words_of(error)}",
+            ranks=late,
             operation=MAKING,
         ) from None
 
 
-def _is_of_network(error: Exception) -> bool:
-    """Whether it may be due to other ranks, or to the way to them; gloo has no type of its own for those."""
-    return isinstance(error, dist.DistError | TimeoutError) or "connectFullMesh" in str(error)
-
-
-def _late(store: Store, counts: dict[int, str], number: int, rank: int, timeout_s: float) -> list[int] | None:
-    """The ranks that have not come to rendezvous ``number``; None where the store does not say."""
-    if not number:
-        return None
+def _late(
+    store: Store, counts: dict[int, str], number: int, rank: int, timeout_s: float
+) -> tuple[list[int], str]:
+    """The ranks that have not come to rendezvous ``number``, and what to do; 0: this rank did not either."""
     try:
-        return call_once(
-            rank,
-            patience_s(timeout_s),
-            lambda: [i for i, key in counts.items() if store.add(key, 0) < number],
-        )
+        if not number:
+            raise TimeoutError
+        late = StoreClient(rank).call(lambda: [i for i, key in counts.items() if store.add(key, 0) < number])
     except (RuntimeError, TimeoutError):
-        return None
-
-
-def _why(late: list[int] | None, timeout_s: float) -> str:
-    """What ``late`` means, and what to do."""
-    if late is None:
-        return (
+        return [], (
             "and the store gives no answer: rank 0 or its host has ended, or the network to it is cut: look "
             "there, then start again"
         )
     if late:
-        return (
+        return late, (
             f"and never came: rank {', '.join(map(str, late))}. Look whether it lives and its host can be "
             f"reached, make groups on every rank alike, or raise timeout_s ({timeout_s:g} s)"
         )
-    return (
+    return [], (
         "to which all came, but not all reach each other: look at the network between their hosts, a "
         "firewall, GLOO_SOCKET_IFNAME"
     )
