@@ -45,7 +45,15 @@ STOPPED_S = 5.0
 CONFIRM_S = 1.0
 ALMOST_S = 0.05  # ranks whose waits began that close together began at the same time
 NUM_NAMED = 4  # in one sentence
-STATES = {"R": "running", "S": "sleeping", "I": "sleeping", "D": "disk", "T": "stopped", "t": "stopped"}
+STATES = {
+    "": "gone",
+    "R": "running",
+    "S": "sleeping",
+    "I": "sleeping",
+    "D": "disk",
+    "T": "stopped",
+    "t": "stopped",
+}
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,15 @@ def is_stopped(pid: int) -> bool:
     return found is not None and STATES.get(found[0]) == "stopped"
 
 
-def _state(peer: Peer) -> str:
-    """The state of a process of this host, in words."""
+def _letter(peer: Peer) -> str:
+    """The kernel's letter for the state of a process of this host; "" if it is gone."""
     found = look(peer.pid)
-    return STATES.get(found[0], found[0]) if found and found[1] == peer.start_time else "gone"
+    return found[0] if found and found[1] == peer.start_time else ""
+
+
+def _state(peer: Peer) -> str:
+    letter = _letter(peer)
+    return STATES.get(letter, letter)
 
 
 def _start_time(pid: int) -> int | None:
@@ -157,14 +170,7 @@ class Peers:
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
-        return _gone(self._letters())
-
-    def _letters(self) -> dict[int, str]:
-        """The kernel's letter for the state of each rank of this host; "" if it is gone."""
-        seen = {peer.rank: (look(peer.pid), peer) for peer in self._near}
-        return {
-            rank: now[0] if now and now[1] == peer.start_time else "" for rank, (now, peer) in seen.items()
-        }
+        return [peer.rank for peer in self._near if not _letter(peer)]
 
     def wait(
         self,
@@ -185,53 +191,45 @@ class Peers:
                 ``timeout_s`` (by default the table's) passed.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        began = time.monotonic()
-        if not self._is_done(work, operation, began, limit_s, on_gpu):
-            self.flight.waiting_in = operation, int(began * 1e9)
-            try:
-                self._wait_long(work, operation, began, limit_s, on_gpu, missing)
-            finally:
-                self.flight.waiting_in = None
-
-    def _wait_long(
-        self,
-        work: device.Waitable,
-        operation: str,
-        began: float,
-        limit_s: float,
-        on_gpu: bool,
-        missing: Callable[[], Collection[int]] | None,
-    ) -> None:
-        sliced, look_s = began, LOOK_S
-        posted = doubted = False
-        stops = _StopClock()
-        while True:
-            # While this process does not run, nobody is late: what has come waits to be read.
-            began += max(time.monotonic() - sliced - 2 * SLICE_S, 0.0)
-            if self.given_up:
-                raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
-            letters = self._letters()
-            absent = None if missing is None else [self.table[i] for i in missing()]
-            if absent is not None:  # asked after their processes: what a dead rank has done is final
-                letters = {peer.rank: letters[peer.rank] for peer in absent if peer.rank in letters}
-            waited_s = time.monotonic() - began
-            if stopped := stops.longer_than(STOPPED_S, letters):
-                raise self._stopped(operation, waited_s, stopped)
-            dead = _gone(letters)
-            if dead and (doubted or absent is not None):
-                raise self._died(operation, waited_s, dead)
-            doubted = bool(dead)  # it may have ended well, and what it has sent comes over other ranks
-            if waited_s > limit_s and absent != [] and not dead:
-                raise self._late(operation, waited_s, limit_s, absent)
-            if not posted and waited_s >= min(POST_S, limit_s / 4):
-                self._post()
-                posted = True
-            if waited_s >= look_s and absent is None:
-                look_s = 2 * waited_s
-                self._look(operation, waited_s)
-            sliced = time.monotonic()
-            if self._is_done(work, operation, began, limit_s, on_gpu):
-                break
+        began = looked = time.monotonic()
+        look_s, posted, doubted = LOOK_S, False, False
+        stopped_s: dict[int, float] = {}
+        try:
+            while not self._is_done(work, operation, began, limit_s, on_gpu):
+                # While this process does not run, nobody is late: what has come waits to be read.
+                passed_s = time.monotonic() - looked
+                began += max(passed_s - 2 * SLICE_S, 0.0)
+                waited_s = time.monotonic() - began
+                self.flight.waiting_in = operation, int(began * 1e9)
+                if self.given_up:
+                    raise PeerLost(f"rank {self.me.rank} gave up {operation}", operation=operation)
+                letters = {peer.rank: _letter(peer) for peer in self._near}
+                absent = None if missing is None else [self.table[i] for i in missing()]
+                if absent is not None:  # read after the letters: what a dead rank has done is final
+                    letters = {peer.rank: letters[peer.rank] for peer in absent if peer.rank in letters}
+                # A debugger's stop has another letter, and does not count.
+                stopped_s = {
+                    rank: stopped_s.get(rank, 0.0) + min(passed_s, 2 * SLICE_S)
+                    for rank, letter in letters.items()
+                    if letter == "T"
+                }
+                if max(stopped_s.values(), default=0.0) > STOPPED_S:
+                    raise self._stopped(operation, waited_s, stopped_s)
+                dead = [rank for rank, letter in letters.items() if not letter]
+                if dead and (doubted or absent is not None):
+                    raise self._died(operation, waited_s, dead)
+                doubted = bool(dead)  # it may have ended well, and what it has sent comes over other ranks
+                if waited_s > limit_s and absent != [] and not dead:
+                    raise self._late(operation, waited_s, limit_s, absent)
+                if not posted and waited_s >= min(POST_S, limit_s / 4):
+                    self._post()
+                    posted = True
+                if waited_s >= look_s and absent is None:
+                    look_s = 2 * waited_s
+                    self._look(operation, waited_s)
+                looked = time.monotonic()
+        finally:
+            self.flight.waiting_in = None
         if posted:
             self.status_store.post(replace(self.flight.row(), status=AFTER))
 
@@ -250,12 +248,10 @@ class Peers:
             waited_s = time.monotonic() - began
             if dead := self.confirm():
                 raise self._died(operation, waited_s, dead) from None
-            raise PeerLost(
-                f"a rank left {operation}: {self._where(operation, waited_s)}, then the backend said: "
-                f"{words_of(error)}. The cause stands in the traceback of a rank that has another error than "
-                "PeerLost",
-                operation=operation,
-            ) from None  # its C++ stack would only hide the words
+            said = f"a rank left {operation}: {self._where(operation, waited_s)}, then the backend said: "
+            cause = ". The cause stands in the traceback of a rank that has another error than PeerLost"
+            # What the backend says is in there, and its stack of C++ would only hide it.
+            raise PeerLost(said + words_of(error) + cause, operation=operation) from None
 
     def _look(self, operation: str, waited_s: float) -> None:
         """Raise ``PeerLost`` if a rank has failed: gloo does not end every wait for it.
@@ -367,31 +363,6 @@ class Peers:
     def _reported_dead(self) -> list[int]:
         lost, dead = self.status_store.lost()
         return lost if dead else []
-
-
-class _StopClock:
-    """For how long ranks of this host have been stopped by a signal, in the time of one wait.
-
-    Only time in which this process runs counts: a terminal stops all ranks of a job, and continues them one
-    after the other. A debugger's stop has another letter, and does not count.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._looked = time.monotonic()
-
-    def longer_than(self, limit_s: float, letters: Mapping[int, str]) -> dict[int, float]:
-        """Ranks stopped for ``limit_s``, and for how long; ``letters`` are the states now, by rank."""
-        before, self._looked = self._looked, time.monotonic()
-        passed = min(self._looked - before, 2 * SLICE_S)
-        self._seconds = {
-            rank: self._seconds.get(rank, 0.0) + passed for rank, letter in letters.items() if letter == "T"
-        }
-        return {rank: seconds for rank, seconds in self._seconds.items() if seconds >= limit_s}
-
-
-def _gone(letters: Mapping[int, str]) -> list[int]:
-    return [rank for rank, letter in letters.items() if not letter]
 
 
 def describe(peer: Peer) -> str:

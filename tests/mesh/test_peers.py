@@ -184,20 +184,19 @@ def test_a_stopped_rank_that_has_come_is_not_the_one_that_is_missing(monkeypatch
 
 
 def test_only_a_signal_s_stop_counts_and_only_while_this_process_runs(monkeypatch):
-    now = [0.0]
+    now, letters = [0.0], iter("TTtTTTTR")  # which restarts the clock: a debugger's stop is "t"
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = peers._StopClock()
+    monkeypatch.setattr(peers, "STOPPED_S", 0.18)
+    monkeypatch.setattr(peers, "_letter", lambda peer: next(letters) if peer.rank else "S")
 
-    def look(after_s: float, letter: str) -> dict[int, float]:
-        now[0] += after_s
-        return clock.longer_than(0.2, {1: letter, 2: "S"})
+    class Paced(Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            now[0] += 0.05 if now[0] else 3600.0  # this process was stopped first, too
+            return super().wait(timeout)
 
-    assert look(3600.0, "T") == {}  # this process was stopped, too
-    assert look(0.05, "T") == {}
-    assert look(0.05, "t") == {}  # a debugger: from the beginning
-    assert [look(0.05, "T") for _ in range(3)] == [{}] * 3
-    assert look(0.05, "T") == {1: pytest.approx(0.2)}
-    assert look(0.05, "R") == {}
+    with pytest.raises(PeerLost, match=r"stopped by a signal: rank 1 .* for 0\.2 s"):
+        a_table(absent(1), timeout_s=60).wait(Paced(float("inf")), OPERATION)
+    assert [*letters] == ["R"]
 
 
 def test_time_in_which_this_process_did_not_run_is_no_rank_s_delay(monkeypatch):
