@@ -24,7 +24,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, TypeVar
 
 from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, StatusRow
@@ -61,22 +60,20 @@ def register(flight: FlightRecorder, me: Peer, group: str) -> None:
 def ask(peers: Iterable[Peer], group: str, seconds: float = ANSWER_S) -> dict[int, StatusRow]:
     """The rows of ``peers`` of this host in ``group``, by rank: those that come within ``seconds`` in all."""
     rows: dict[int, StatusRow] = {}
-    asked: dict[socket.socket, Peer] = {}
+    asked: dict[int, socket.socket] = {}
     for peer in peers:
         if peer.pid == os.getpid():
             if (flight := _find(_question(peer, group))) is not None:
                 rows[peer.rank] = flight.row()
         elif (connection := _connect(peer, group)) is not None:
-            asked[connection] = peer
+            asked[peer.rank] = connection
     until = time.monotonic() + seconds
-    while asked and (ready := wait(list(asked), max(0.0, until - time.monotonic()))):
-        for answered in ready:
-            assert isinstance(answered, socket.socket)
-            peer = asked.pop(answered)
-            with answered, suppress(OSError, ValueError):  # it has ended meanwhile
-                rows[peer.rank] = StatusRow.from_bytes(answered.recv(ROW_BYTES))
-    for silent in asked:
-        silent.close()
+    for rank, connection in asked.items():
+        with connection, suppress(OSError, ValueError):  # it gives no answer, or has ended meanwhile
+            connection.settimeout(
+                max(until - time.monotonic(), 0.001)
+            )  # a silent one before it took the time
+            rows[rank] = StatusRow.from_bytes(connection.recv(ROW_BYTES))
     return rows
 
 

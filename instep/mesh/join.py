@@ -102,13 +102,13 @@ def init(
     resolve(world_size, **axes)  # before other ranks are waited for
     if started.source in PARENT_LAUNCHERS and not outlive_launcher:
         end_with_parent()
-    local, one_host = (started.local_rank, started.local_world_size), started.one_host
-    on_device, config = _choose(backend, device, *local, threads, one_host=one_host)
+    local_rank, num_local = started.local_rank, started.local_world_size
+    on_device, config = _choose(backend, device, local_rank, num_local, threads, one_host=started.one_host)
     if joins := world_size > 1 and not is_joined:
         _join(started, devices.complete(config), timeout_s)
     store = default_store() if dist.is_initialized() else None
     mesh = build(
-        store, rank, world_size, **axes, timeout_s=timeout_s, local_rank=local[0], on_device=on_device
+        store, rank, world_size, **axes, timeout_s=timeout_s, local_rank=local_rank, on_device=on_device
     )
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
@@ -125,10 +125,9 @@ def join_store(
     timeout_s: float = TIMEOUT_S,
     threads: int = 1,
     local_rank: int = 0,
-    num_local: int | None = None,
     **axes: int,
 ) -> Mesh:
-    """A registered mesh over the ranks of a ``store``; torch.distributed does not know its groups.
+    """A registered mesh over the ranks of a ``store``, all on this host; torch does not know its groups.
 
     For worlds that end and are made again in one process: torch has one default group per process, and
     destroying it waits for ranks that may be gone. Here ``close()`` waits for no rank, and the next world has
@@ -137,7 +136,6 @@ def join_store(
 
     Args:
         store: None for a world of one.
-        num_local: ranks on this host, by default all of them.
         backend, device, timeout_s, threads, axes: as in ``init``.
 
     Raises:
@@ -145,10 +143,8 @@ def join_store(
         PeerLost: a rank did not come within ``timeout_s``.
     """
     resolve(world_size, **axes)
-    num_local = num_local or world_size
-    one_host = num_local == world_size
-    on_device, config = _choose(backend, device, local_rank, num_local, threads, one_host=one_host)
-    if one_host and world_size > 1:
+    on_device, config = _choose(backend, device, local_rank, world_size, threads, one_host=True)
+    if world_size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mesh = build(
         store,

@@ -82,7 +82,6 @@ class Membership:
             timeout_s=timeout_s,
             threads=threads,
             local_rank=assignment.place,
-            num_local=assignment.world_size,
             shard=shard,
             pp=pp,
         )
