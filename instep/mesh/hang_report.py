@@ -1,4 +1,4 @@
-"""What each rank is doing, for hang reports: a flight recorder per group, and a table of all ranks.
+"""What each rank is doing, for hang reports: a flight recorder per group, a debug server, and a table.
 
 A hung rank cannot be asked afterwards, and recording call sites all the time would cost more than a small
 collective. So the fast path notes a number, a name and the clock; the line of the user's program and the
@@ -14,7 +14,13 @@ rank that is behind has skipped an operation, or has not reached it yet:
     rank 2 stands at (innermost last):
         ...
 
-How a rank reads the rows of other ranks: ``mesh.debug_server``.
+The rank that is missing does not know that others wait for it. They ask it by process id, over a socket
+without a file: the debug server, one thread per process that has nothing else to do, answers with the row of
+a flight recorder and the stack of the rank's own thread. Why not a signal: its handler belongs to the user's
+program. Why not a store: a rank would have to poll it. A process that is stopped, or whose main thread holds
+the interpreter lock in native code, gives no answer, and that is one. Both sides check with the kernel who
+the other is: the same user, and the very process that was meant. The socket's name is visible in one network
+namespace, so ranks of other hosts cannot be asked; for them there is the status store (``mesh.store``).
 """
 
 from __future__ import annotations
@@ -23,23 +29,35 @@ import gc
 import json
 import os
 import re
+import socket
+import struct
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from instep.mesh.peers import Peer
 
 # Where a rank is relative to the operation that its row names.
 BEFORE, IN, AFTER, FAILED, LEFT = "before", "in", "after", "failed in", "left"
 NUM_FRAMES = 10
 TEXT_LIMIT = 160
 ROW_BYTES = 16384  # above NUM_FRAMES + 5 texts of TEXT_LIMIT characters of 4 bytes
+
+# Of the debug server.
+LATEST = ""  # instead of a group: the one that the process used last
+ANSWER_S = 0.5  # for all answers together; a thread that may run answers within milliseconds
+_QUESTION_BYTES = 256
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 # Of the table.
 HEAD = ("rank", "where", "number", "shape", "site", "seconds", "state")
@@ -199,6 +217,107 @@ class FlightRecorder:
         since = time.time() - (time.monotonic_ns() - since_ns) * 1e-9 if since_ns else 0.0
         texts = printable(operation), self.number, printable(what)
         return StatusRow(self.rank, status, *texts, since, site, stack)
+
+
+_starting = threading.Lock()
+_server_pid = 0  # of the process that has the thread: a forked child inherits the variable alone
+_flights: weakref.WeakValueDictionary[str, FlightRecorder] = weakref.WeakValueDictionary()
+
+
+def publish_flight(flight: FlightRecorder, me: Peer, group: str) -> None:
+    """Let peers ask for ``flight``, that of ``me`` in ``group``, as long as it is referenced."""
+    global _server_pid
+    with _starting:
+        if _server_pid != os.getpid():
+            _flights.clear()
+            with suppress(OSError, AttributeError):  # no such sockets here, or no descriptor is left
+                _start(me)
+                _server_pid = os.getpid()
+        _flights[_question(me, group)] = flight
+
+
+def ask_peers(peers: Iterable[Peer], group: str, seconds: float = ANSWER_S) -> dict[int, StatusRow]:
+    """The rows of ``peers`` of this host in ``group``, by rank: those that come within ``seconds`` in all."""
+    rows: dict[int, StatusRow] = {}
+    asked: dict[int, socket.socket] = {}
+    for peer in peers:
+        if peer.pid == os.getpid():
+            if (flight := _find(_question(peer, group))) is not None:
+                rows[peer.rank] = flight.row()
+        elif (connection := _connect(peer, group)) is not None:
+            asked[peer.rank] = connection
+    until = time.monotonic() + seconds
+    for rank, connection in asked.items():
+        with connection, suppress(OSError, ValueError):  # it gives no answer, or has ended meanwhile
+            connection.settimeout(
+                max(until - time.monotonic(), 0.001)
+            )  # a silent one before it took the time
+            rows[rank] = StatusRow.from_bytes(connection.recv(ROW_BYTES))
+    return rows
+
+
+def _connect(peer: Peer, group: str) -> socket.socket | None:
+    """A connection to the debug server of ``peer``, with the question sent."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.setblocking(False)
+        connection.connect(_address(peer))
+        if _credentials(connection)[0] == peer.pid:
+            connection.send(_question(peer, group).encode())
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def _start(me: Peer) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(_address(me))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    threading.Thread(target=_serve, args=(listener,), name="instep debug server", daemon=True).start()
+
+
+def _serve(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # no descriptor is left, or the peer that asked has gone
+            time.sleep(ANSWER_S)
+            continue
+        with connection, suppress(Exception):  # whatever is wrong with one question, others may follow
+            connection.settimeout(ANSWER_S)
+            if _credentials(connection)[1] == os.getuid():
+                flight = _find(connection.recv(_QUESTION_BYTES).decode())
+                if flight is not None:
+                    connection.send(flight.row().to_bytes())
+                del flight
+
+
+def _question(peer: Peer, group: str) -> str:
+    """Ranks may be threads of one process, so the rank is a part of it."""
+    return f"{peer.rank} {group}" if group else LATEST
+
+
+def _find(question: str) -> FlightRecorder | None:
+    if question != LATEST:
+        return _flights.get(question)
+    return max(list(_flights.values()), key=lambda flight: flight.begun_ns, default=None)
+
+
+def _address(peer: Peer) -> str:
+    """No file has this name: it begins with a zero byte, and ends with the process."""
+    return f"\0instep/{peer.pid_space}/{peer.pid}/{peer.start_time}"
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(data)
+    return pid, user, group
 
 
 def running_frames() -> dict[int, FrameType]:

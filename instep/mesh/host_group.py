@@ -27,8 +27,7 @@ from instep.memory import Segment
 from instep.mesh import device
 from instep.mesh.peers import Peer
 from instep.mesh.process_group import Group
-from instep.mesh.store_client import PATIENCE_S
-from instep.mesh.store_rendezvous import backend_timeout, rendezvous
+from instep.mesh.store import PATIENCE_S, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store

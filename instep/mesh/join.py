@@ -29,8 +29,7 @@ from instep.mesh.mesh import Axis, Mesh, UnrankedMesh, build, mesh_for_replicas,
 from instep.mesh.process_group import Group, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
 from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
-from instep.mesh.store_client import StoreClient
-from instep.mesh.store_rendezvous import MAKING, backend_timeout, rendezvous
+from instep.mesh.store import MAKING, StoreClient, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import Store

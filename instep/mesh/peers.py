@@ -20,19 +20,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from instep.errors import PeerLost
-from instep.mesh import debug_server, device
-from instep.mesh.debug_server import LATEST, StatusStore
+from instep.mesh import device
 from instep.mesh.hang_report import (
     AFTER,
     IN,
+    LATEST,
     LEFT,
     FlightRecorder,
     Problem,
     StatusRow,
+    ask_peers,
+    publish_flight,
     status_table,
     words_of,
 )
 from instep.mesh.process_state import look
+from instep.mesh.store import StatusStore
 from instep.work import Handle
 
 SLICE_S = 0.05  # within which a death is noticed
@@ -101,7 +104,7 @@ def statuses_of(pids: Mapping[int, int]) -> list[StatusRow]:
         rank: replace(me, rank=rank, pid=pid, start_time=_start_time(pid) or 0) for rank, pid in pids.items()
     }
     states = {rank: _state(peer) for rank, peer in found.items()}
-    answers = debug_server.ask(
+    answers = ask_peers(
         (peer for rank, peer in found.items() if states[rank] not in ("gone", "stopped")), LATEST
     )
     return [replace(answers.get(rank) or StatusRow(rank), rank=rank, state=states[rank]) for rank in pids]
@@ -166,7 +169,7 @@ class Peers:
         self.status_store = status_store if status_store is not None and is_spread else StatusStore()
         self._group = f"{self.table[0].token} {name}"
         if len(self.table) > 1:
-            debug_server.register(self.flight, me, self._group)
+            publish_flight(self.flight, me, self._group)
 
     def dead(self) -> list[int]:
         """Global ranks on this host whose process is gone. Ranks of other hosts cannot be seen from here."""
@@ -259,7 +262,7 @@ class Peers:
         It ends no wait for a message of which a part is written or read, or that waits for its turn
         (``Pair::signalException``, gloo/transport/tcp/pair.cc).
         """
-        rows = debug_server.ask(self._near, self._group)
+        rows = ask_peers(self._near, self._group)
         lost, dead = self.status_store.lost()
         if dead:
             raise self._died(operation, waited_s, lost)
@@ -276,7 +279,7 @@ class Peers:
         if self.outer is not None:  # a wait inside of a host belongs to an operation of all hosts
             self.outer._post()
         elif len(self._near) < len(self.table):
-            for row in debug_server.ask(self._near, self._group).values():
+            for row in ask_peers(self._near, self._group).values():
                 self.status_store.post(row)
 
     def rows(self) -> list[StatusRow]:
@@ -285,7 +288,7 @@ class Peers:
         Ranks of this host are asked, which takes half a second where one gives no answer; of the others it is
         what was posted last.
         """
-        rows = debug_server.ask(self._near, self._group)
+        rows = ask_peers(self._near, self._group)
         rows[self.me.rank] = self.flight.row()
         found = [rows.get(p.rank) or self.status_store.read(p.rank) or StatusRow(p.rank) for p in self.table]
         return [

@@ -31,11 +31,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.errors import Desync, PeerLost
 from instep.memory import Segment, allocate, tensor_of
 from instep.mesh import device
-from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.mesh.rank_exit import mark_secondary
-from instep.mesh.store_rendezvous import backend_timeout, rendezvous
+from instep.mesh.store import StatusStore, backend_timeout, rendezvous
 from instep.work import Handle, Lane
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from instep.errors import PeerLost
 from instep.mesh.hang_report import FlightRecorder, printable
 from instep.mesh.peers import Peer, is_alive, own_peer
-from instep.mesh.store_client import StoreClient
+from instep.mesh.store import StoreClient
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
 from instep.shm.futex import why_not

@@ -10,11 +10,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from instep.mesh import debug_server
-from instep.mesh.debug_server import StatusStore
+from instep.mesh import hang_report
 from instep.mesh.hang_report import AFTER, BEFORE, FlightRecorder
 from instep.mesh.peers import Peer, own_peer
 from instep.mesh.process_state import look
+from instep.mesh.store import StatusStore
 from tests.world import world
 
 OPERATION = "the gathering of a test"
@@ -22,20 +22,20 @@ OPERATION = "the gathering of a test"
 
 def test_a_flight_of_this_process_is_answered_without_a_detour_as_long_as_it_lives():
     flight, other, me = FlightRecorder(4), FlightRecorder(4), own_peer(4)
-    debug_server.register(flight, me, "one group")
-    debug_server.register(other, me, "another")
+    hang_report.publish_flight(flight, me, "one group")
+    hang_report.publish_flight(other, me, "another")
     flight.begin(OPERATION)
-    assert debug_server.ask([me], "one group", seconds=0.0)[4].operation == OPERATION
-    assert debug_server.ask([me], "another", seconds=0.0)[4].status == BEFORE
-    assert debug_server.ask([me], debug_server.LATEST, seconds=0.0)[4].operation == OPERATION
+    assert hang_report.ask_peers([me], "one group", seconds=0.0)[4].operation == OPERATION
+    assert hang_report.ask_peers([me], "another", seconds=0.0)[4].status == BEFORE
+    assert hang_report.ask_peers([me], hang_report.LATEST, seconds=0.0)[4].operation == OPERATION
     del flight
-    assert debug_server.ask([me], "one group") == {}
+    assert hang_report.ask_peers([me], "one group") == {}
 
 
 def test_a_process_without_a_debug_server_is_not_waited_for():
     stranger = Peer(1, own_peer(0).host, os.getppid(), 1, 0)
     began = time.monotonic()
-    assert debug_server.ask([stranger], "a group", seconds=30) == {}
+    assert hang_report.ask_peers([stranger], "a group", seconds=30) == {}
     assert time.monotonic() - began < 15
 
 
@@ -94,7 +94,7 @@ def test_a_stopped_process_is_waited_for_half_a_second_and_no_longer(mesh):
         waited_s = time.monotonic() - began
         os.kill(peer.pid, signal.SIGCONT)
         assert (rows[1].status, rows[1].state) == ("", "stopped")
-        assert debug_server.ANSWER_S <= waited_s < 20 * debug_server.ANSWER_S  # on a busy machine
+        assert hang_report.ANSWER_S <= waited_s < 20 * hang_report.ANSWER_S  # on a busy machine
     group.barrier(OPERATION)
 
 

@@ -19,10 +19,11 @@ import pytest
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh import debug_server, peers, store_client
-from instep.mesh.debug_server import StatusStore
+from instep.mesh import hang_report, peers
+from instep.mesh import store as stores
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, StatusRow
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, is_alive, own_peer
+from instep.mesh.store import StatusStore
 
 ME = own_peer(0)
 OPERATION = "the exchange of bucket 3"
@@ -31,7 +32,7 @@ OPERATION = "the exchange of bucket 3"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store has more than a second to answer: a busy machine is slow."""
-    monkeypatch.setattr(store_client, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(stores, "PATIENCE_S", 20.0)
 
 
 @contextmanager
@@ -440,7 +441,7 @@ def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed()
     silent.end()
     near, [far] = own_peer(1), elsewhere(2)
     table = a_table(near, far, timeout_s=0.1, status_store=status_store, flight=in_operation())
-    debug_server.register(silent, near, table._group)
+    hang_report.publish_flight(silent, near, table._group)
     with pytest.raises(PeerLost):
         table.wait(Slow(), OPERATION)
     posted = status_store.read(1)

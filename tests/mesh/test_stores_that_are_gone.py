@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh import peers, process_group, store_client, store_rendezvous
-from instep.mesh.debug_server import StatusStore
+from instep.mesh import peers, process_group
+from instep.mesh import store as stores
 from instep.mesh.hang_report import IN, StatusRow
 from instep.mesh.peers import Peer, Peers, own_peer
+from instep.mesh.store import StatusStore
 from instep.shm import handshake
 
 OPERATION = "the exchange of bucket 2"
@@ -104,7 +105,7 @@ def test_who_met_in_a_lost_store_is_not_asked_of_it(store):
 
 def test_a_store_that_comes_back_is_used_again(store, monkeypatch):
     """One slow answer to the question who is lost, and no rank posted anything any more."""
-    monkeypatch.setattr(store_client, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(stores, "PATIENCE_S", 0.01)
     board = StatusStore(store)
     store.cut.set()
     assert board.lost() == ([], False)
@@ -112,7 +113,7 @@ def test_a_store_that_comes_back_is_used_again(store, monkeypatch):
     assert board.read(0) is None
     store.cut.clear()
     store.mended.set()
-    monkeypatch.setattr(store_client, "PATIENCE_S", 60)
+    monkeypatch.setattr(stores, "PATIENCE_S", 60)
     while (row := board.read(0)) is None:  # the slow answer comes first
         board.post(StatusRow(0, IN, OPERATION, 1))
     assert row.operation == OPERATION
@@ -138,9 +139,9 @@ def test_a_store_that_is_gone_is_called_once():
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("calls", [0, 1], ids=["before", "inside"])
 def test_a_group_that_is_cut_off_while_it_is_made_ends_by_the_deadline(store, monkeypatch, backend, calls):
-    for module in (process_group, store_rendezvous):
+    for module in (process_group, stores):
         monkeypatch.setattr(module, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
-    monkeypatch.setattr(store_rendezvous, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(stores, "PATIENCE_S", 0.1)
     store.left = calls
     began = time.monotonic()
     with pytest.raises(
@@ -150,11 +151,11 @@ def test_a_group_that_is_cut_off_while_it_is_made_ends_by_the_deadline(store, mo
     ) as lost:
         process_group.from_store(store, 1, 0.2, config=f"cpu:{backend}")("dp", [0, 1])
     assert time.monotonic() - began < 30
-    assert lost.value.operation == store_rendezvous.MAKING
+    assert lost.value.operation == stores.MAKING
 
 
 def test_the_rank_that_did_not_come_to_the_making_of_a_group_is_named(monkeypatch):
-    for module in (process_group, store_rendezvous):
+    for module in (process_group, stores):
         monkeypatch.setattr(module, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
     store = dist.HashStore()
 
