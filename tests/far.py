@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from instep.mesh import process_group
 from instep.mesh.host_group import HostGroup
 from instep.mesh.mesh import Mesh
-from instep.mesh.peers import Peer, own_peer
+from instep.mesh.peers import Peer
+from instep.mesh.process_group import Group
 
 
 class _Made:
@@ -34,12 +34,15 @@ def hosts(*of_rank: int) -> Iterator[None]:
     Ranks that are threads may all enter it, with the same hosts: the last one to leave ends it.
     """
 
-    def elsewhere(rank: int, *flight: Any) -> Peer:
-        return replace(own_peer(rank, *flight), host=f"host {of_rank[rank]}")
+    find_peers = Group._find_peers
+
+    def elsewhere(group: Group, *arguments: Any) -> list[Peer]:
+        found = find_peers(group, *arguments)
+        return [replace(peer, host=f"host {of_rank[peer.rank]}") for peer in found]
 
     with _Made.lock:
         if not _Made.users:
-            _Made.patch = mock.patch.object(process_group, "own_peer", elsewhere)
+            _Made.patch = mock.patch.object(Group, "_find_peers", elsewhere)
             _Made.patch.start()
         _Made.users += 1
     try:

@@ -34,7 +34,7 @@ from instep.mesh.launch_environment import LaunchEnvironment, detect
 from instep.mesh.mesh import build
 from instep.mesh.process_group import default_store
 from instep.mesh.rank_exit import RankFailed
-from instep.mesh.store_rendezvous import backend_timeout
+from instep.mesh.store import backend_timeout
 
 REPLY_LIMIT_BYTES = 1 << 16
 JOIN_S = 10

@@ -26,7 +26,7 @@ from instep.checkpoint.state import TrainingState, merged
 from instep.errors import PeerLost
 from instep.mesh.axes import resolve
 from instep.mesh.mesh import Mesh, UnrankedMesh, build, no_store
-from instep.mesh.store_rendezvous import backend_timeout
+from instep.mesh.store import backend_timeout
 from instep.ordered.hash import SharedHash
 from instep.ordered.homes import offered
 from instep.ordered.norm import clip_grad_norm_

@@ -145,7 +145,7 @@ ENVIRONMENT_WRITERS = {
 }
 # To the store of a launcher others may write: it says who is there and who waits, and no path, ever.
 STORE = r"\bstore\.(get|wait|check|compare_set|queue_pop)\("
-STORE_READERS = {"instep/mesh/debug_server.py", "instep/shm/handshake.py"}
+STORE_READERS = {"instep/mesh/store.py", "instep/shm/handshake.py"}
 WRITES = r"os\.(environ(\[.*\] *=[^=]|\.(pop|update|setdefault|clear)\()|putenv|unsetenv)|del os\.environ"
 IN_TESTS = {r"time\.sleep\(": "wait for the thing itself, or inject the fault"}
 NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}

@@ -35,7 +35,7 @@ from instep.mesh.hang_report import running_frames
 from instep.mesh.mesh import Mesh, build
 from instep.mesh.process_group import MakeGroup
 from instep.mesh.rank_exit import ErrorRecord, Exit, root_cause
-from instep.mesh.store_rendezvous import backend_timeout
+from instep.mesh.store import backend_timeout
 from instep.shm import connect
 from tests.pool import Job, run_in_pool
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from instep.bench.steps_rank import DROPPED, order
 from instep.bench.worlds import World
 from instep.events import PIPELINE
-from instep.mesh.join import meet
+from instep.mesh.join import join_store
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import default_store
 from instep.models.config import GPTConfig
@@ -66,7 +66,7 @@ def measure_pipelines(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """
     config = GPTConfig(**task["model"])
     store = dist.PrefixStore("pipelines", default_store())
-    mesh = meet(store, world.rank, world.size, backend=task["backend"], dp=1, pp=world.size)
+    mesh = join_store(store, world.rank, world.size, backend=task["backend"], dp=1, pp=world.size)
     mesh.recorder.by_optimizer = False
     generator = torch.Generator().manual_seed(SEED)
     shape = task["micro_size"], config.context + 1

@@ -1,20 +1,16 @@
 """All ranks succeed, or all raise: for whatever may fail on one rank and concerns every rank.
 
 A rank that raises alone leaves the others waiting in their next collective, until a deadline reports it as
-lost. So what may fail is tried on every rank, each tells the others how it went, and then all go on or all
-raise:
+lost. So every rank tries, reports its outcome to the others, and then all go on or all raise:
 
-    rank 0   tries: fine    | tells |  ValueError("rank 1: expected 2, got 3")     marked as told
-    rank 1   tries: raises  | tells |  its own ValueError("expected 2, got 3")     reported
-    rank 2   tries: fine    | tells |  ValueError("rank 1: expected 2, got 3")     marked as told
+    rank 0   tries: fine    | report |  ValueError("rank 1: expected 2, got 3")     secondary
+    rank 1   tries: raises  | report |  its own ValueError("expected 2, got 3")     shown by the launcher
+    rank 2   tries: fine    | report |  ValueError("rank 1: expected 2, got 3")     secondary
 
 A rank that has failed raises its own exception, with its own traceback; the others raise one that names the
-first such rank. All but that rank's are marked (``mark_secondary``), so that a launcher reports one failure
-once. A failure that another rank has caused (``PeerLost``, ``Desync``) is not the one to report if there is
-another.
-
-What a rank is told is JSON of limited length, and the type of an error is its number in a list that all ranks
-have: nothing that comes from another rank is looked up by name, and nothing is unpickled.
+first such rank. Failures that another rank has caused (``PeerLost``, ``Desync``) count only if there is no
+other. Reports are JSON of limited length, and the type of an error is its index in a list that all ranks
+have: nothing from another rank is looked up by name, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from instep.mesh.rank_exit import mark_secondary
 T = TypeVar("T")
 Errors = Sequence[type[Exception]]
 
-# What the other ranks raise: the first of these that the failure is one of, else the last.
+# The other ranks raise the first of these that the failure is an instance of, else the last.
 SAME_KIND: Errors = (
     ValueError,
     TypeError,
@@ -64,10 +60,7 @@ _SUCCESS, _FAILURE = b"\x01", b"\x00"
 
 
 def attempt(function: Callable[[], T]) -> Callable[[], T]:
-    """Call ``function`` now; what is returned gives its result, or raises its error, when it is called.
-
-    For what has to be tried before there is a group to tell: pass it to ``all_or_none`` later.
-    """
+    """Call ``function`` now, before there is a group; ``all_or_none`` of the returned function reports it."""
     try:
         result = function()
     except Exception as error:
@@ -79,8 +72,8 @@ def all_or_none(group: Group, operation: str, function: Callable[[], T], *, erro
     """``function()`` of this rank, once it has succeeded on all. Collective: 256 bytes per rank.
 
     Raises:
-        the error of this rank, or one of ``errors`` that names the first rank that has failed, and the
-            operation in a note: the first of ``errors`` that the failure is one of, else the last.
+        the error of this rank, or one that names the first rank that has failed, with the operation in a
+            note: the first of ``errors`` that the failure is an instance of, else the last.
         PeerLost: a rank did not come to ``operation``; on a rank that has failed, its own error.
     """
     return all_tell(group, operation, function, lambda result: b"", errors=errors)[0]
@@ -95,9 +88,9 @@ def all_tell(
     errors: Errors = SAME_KIND,
     limit: int = LIMIT_BYTES,
 ) -> tuple[T, list[bytes]]:
-    """As ``all_or_none``, and what every rank has to ``tell`` of its result, in group order. Collective.
+    """As ``all_or_none``, with ``tell(result)`` of every rank, in group order, of at most ``limit`` bytes.
 
-    What ``tell`` raises counts as a failure, too. ``limit``: bytes that a rank may tell.
+    An error of ``tell`` is a failure, too. Collective.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -106,7 +99,7 @@ def all_tell(
         told = tell(result)
         data = _SUCCESS + told if told else b""
     except Exception as error:
-        # One of ours says all: a terminal that shows every rank has no use for the way to it.
+        # One of ours says all: a terminal that shows every rank has no use for its traceback.
         failure = error.with_traceback(None) if isinstance(error, InstepError) else error
         data = _FAILURE + _record(error, errors)
     try:
@@ -131,14 +124,13 @@ def all_tell(
 def on_first_rank(
     group: Group, operation: str, function: Callable[[], T], *, errors: Errors = SAME_KIND
 ) -> T:
-    """``function()`` of the group's first rank, for every rank: something that JSON can carry. Collective.
+    """``function()`` of the group's first rank, by way of JSON, on every rank. Collective.
 
     Its error is raised on all, as by ``all_or_none``.
     """
-    if group.rank != 0:
-        _, everyone = all_tell(group, operation, lambda: None, lambda nothing: b"", errors=errors)
-        return cast(T, json.loads(everyone[0]))
-    return all_tell(group, operation, function, lambda made: json.dumps(made).encode(), errors=errors)[0]
+    mine = (lambda: json.dumps(function()).encode()) if group.rank == 0 else bytes
+    _, everyone = all_tell(group, operation, mine, lambda data: data, errors=errors)
+    return cast(T, json.loads(everyone[0]))
 
 
 def require_same_lines(
@@ -151,8 +143,8 @@ def require_same_lines(
 ) -> None:
     """Raise ``error`` on all ranks unless all have the same ``lines`` about ``what``. Collective.
 
-    Hashes are compared, 32 bytes per rank; the lines are sent only to name the first one that differs, before
-    the ``fix``.
+    Hashes are compared, 32 bytes per rank; the lines are sent only where they differ, to name the first such
+    line, before the ``fix``.
     """
     operation, text = f"the comparison of {what}", json.dumps(list(lines)).encode()
     if len(set(group.all_gather_bytes(hashlib.sha256(text).digest(), operation))) == 1:
@@ -171,9 +163,9 @@ def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> 
 
 
 def raise_on_all(group: Group, error: Exception) -> NoReturn:
-    """Raise ``error``, which every rank of ``group`` has found alike: the first one's is to be reported.
+    """Raise ``error``, which every rank of ``group`` has found: as secondary on all but the first.
 
-    Of several lines the others have the first one: a terminal that shows all ranks shows the rest once.
+    Of several lines the others raise only the first, so that a terminal shows the rest once.
     """
     error = error.with_traceback(None)  # of where it was caught and kept
     if group.rank == 0:
@@ -185,7 +177,7 @@ def raise_on_all(group: Group, error: Exception) -> NoReturn:
 
 
 def _record(error: Exception, errors: Errors) -> bytes:
-    """What the other ranks are told of ``error``."""
+    """The report of ``error`` to the other ranks."""
     kinds = [number for number, kind in enumerate(errors) if isinstance(error, kind)]
     name, message = type(error).__name__, str(error)[:MESSAGE_CHARACTERS]
     return json.dumps(
@@ -193,7 +185,7 @@ def _record(error: Exception, errors: Errors) -> bytes:
             "kind": kinds[0] if kinds else len(errors) - 1,
             "name": name,
             "message": message if kinds and message else f"{name}: {message}".removesuffix(": "),
-            # The higher the better to report: what was told by another rank is there a second time.
+            # The highest is raised: a secondary error and a consequence have their cause on another rank.
             "cause": 0 if getattr(error, "told", False) else 1 if isinstance(error, CONSEQUENCES) else 2,
         }
     ).encode()
@@ -206,7 +198,7 @@ def _error(
     operation: str,
     errors: Errors,
 ) -> Exception:
-    """What this rank has to raise, which itself has had ``failure``, if any."""
+    """The error that this rank raises, given its own ``failure``, if any."""
     most = max(record["cause"] for record in failed.values())
     causes = {rank: record for rank, record in failed.items() if record["cause"] == most}
     first, record = next(iter(causes.items()))

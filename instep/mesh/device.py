@@ -205,16 +205,6 @@ def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
-def require_connected(pgs: Iterable[dist.ProcessGroup | None]) -> None:
-    """Raise ``RuntimeError`` if a connection of gloo has ended, as any new operation on it does.
-
-    Pending ones may not fail: not a message that is partly written or read, or queued
-    (``Pair::signalException``, gloo/transport/tcp/pair.cc). Each call leaks some hundred bytes.
-    """
-    for pg, other in _connections(pgs):
-        _receive_nothing(pg, other)
-
-
 def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
     """(process group, other rank) of groups that do not share memory."""
     for pg in pgs:

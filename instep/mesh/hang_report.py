@@ -1,11 +1,11 @@
-"""What each rank is doing, for the report of a hang: a flight recorder per group, and a table of all ranks.
+"""What each rank is doing, for hang reports: a flight recorder per group, a debug server, and a table.
 
-A rank that hangs cannot be asked afterwards, and writing down call sites all the time would cost more than
-small collectives do. So the fast path notes a number, a name and the clock; the line of the user's program
-and the stack are read from the running threads at the moment in which they are asked for.
+A hung rank cannot be asked afterwards, and recording call sites all the time would cost more than a small
+collective. So the fast path notes a number, a name and the clock; the line of the user's program and the
+stack are read from the running threads when a report asks for them.
 
-The number counts the operations of the group. Ranks that have called the same have the same, so the one that
-is behind has skipped something, or stands before it:
+The number counts the operations of the group. Ranks that made the same calls have the same number, so the
+rank that is behind has skipped an operation, or has not reached it yet:
 
     rank  where                                       number  shape            site          seconds  state
        2  never came; after the exchange of bucket 1      31  float32 (2048,)  data.py:40 get   12.0  running
@@ -14,7 +14,13 @@ is behind has skipped something, or stands before it:
     rank 2 stands at (innermost last):
         ...
 
-How a rank learns the rows of the others: ``mesh.debug_server``.
+The rank that is missing does not know that others wait for it. They ask it by process id, over a socket
+without a file: the debug server, one thread per process that has nothing else to do, answers with the row of
+a flight recorder and the stack of the rank's own thread. Why not a signal: its handler belongs to the user's
+program. Why not a store: a rank would have to poll it. A process that is stopped, or whose main thread holds
+the interpreter lock in native code, gives no answer, and that is one. Both sides check with the kernel who
+the other is: the same user, and the very process that was meant. The socket's name is visible in one network
+namespace, so ranks of other hosts cannot be asked; for them there is the status store (``mesh.store``).
 """
 
 from __future__ import annotations
@@ -23,27 +29,35 @@ import gc
 import json
 import os
 import re
+import socket
+import struct
 import sys
 import sysconfig
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-# Where a rank is in relation to the operation that its row names.
-BEFORE, IN, AFTER, FAILED = "before", "in", "after", "failed in"
-ANY = "any operation"
-NUM_RECENT = 6
+if TYPE_CHECKING:
+    from instep.mesh.peers import Peer
+
+# Where a rank is relative to the operation that its row names.
+BEFORE, IN, AFTER, FAILED, LEFT = "before", "in", "after", "failed in", "left"
 NUM_FRAMES = 10
 TEXT_LIMIT = 160
-ROW_BYTES = 8192  # of a row in JSON, at most
-_NS = 1e-9
+ROW_BYTES = 16384  # above NUM_FRAMES + 5 texts of TEXT_LIMIT characters of 4 bytes
+
+# Of the debug server.
+LATEST = ""  # instead of a group: the one that the process used last
+ANSWER_S = 0.5  # for all answers together; a thread that may run answers within milliseconds
+_QUESTION_BYTES = 256
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 # Of the table.
 HEAD = ("rank", "where", "number", "shape", "site", "seconds", "state")
@@ -58,25 +72,25 @@ SILENT = {
 HOLDS_LOCK = "its main thread is in native code that holds the interpreter lock"
 
 _INSTEP = Path(__file__).parent.parent
-# Frames in here say how a collective was called. All others are the user's, and so are instep's own programs.
+# Frames in these folders belong to the libraries; all others, and instep's own programs, are the user's.
 _MACHINERY = (
     f"{_INSTEP}{os.sep}",
     *(f"{path}{os.sep}" for path in getattr(find_spec("torch"), "submodule_search_locations", ())),
 )
 _PROGRAMS = tuple(f"{_INSTEP}{os.sep}{name}{os.sep}" for name in ("recipes", "bench"))
-_looking = threading.Lock()
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = os.sep + "site-packages" + os.sep
+_listing_frames = threading.Lock()
 
 
 @dataclass(frozen=True)
 class StatusRow:
-    """Where one rank stands. Texts are printable, one line each, and capped.
+    """What one rank is doing. Texts are printable, one line each, and capped.
 
-    ``status`` is BEFORE (then the operation is ANY), IN, AFTER or FAILED; empty if nothing is known of the
-    rank. ``since`` is when that began, in seconds of the wall clock. ``site`` is the line of the user's
-    program, ``stack`` that of the thread that made the group, innermost last, ``recent`` are the operations
-    before, the last first. ``state`` is what the system says of the process, where it can be seen.
+    ``status`` is BEFORE (any operation), IN, AFTER, FAILED or LEFT; empty if nothing is known of the rank.
+    ``since`` is the start of that status, in seconds of the wall clock. ``site`` is the line of the user's
+    program, ``stack`` that of the rank's main thread, innermost last. ``state`` is the kernel's, where it can
+    be read.
     """
 
     rank: int
@@ -87,48 +101,33 @@ class StatusRow:
     since: float = 0.0
     site: str = ""
     stack: tuple[str, ...] = ()
-    recent: tuple[str, ...] = ()
     state: str = ""
 
-    @property
-    def seconds(self) -> float:
-        """How long it has stood there."""
-        return max(0.0, time.time() - self.since) if self.since else 0.0
-
     def to_bytes(self) -> bytes:
-        """JSON of at most ``ROW_BYTES``; without the stack if that would make it longer."""
-        fields = asdict(self)
-        data = json.dumps(fields, ensure_ascii=False).encode()
-        if len(data) > ROW_BYTES:
-            data = json.dumps({**fields, "stack": (), "recent": ()}, ensure_ascii=False).encode()
-        return data
+        """JSON of at most ``ROW_BYTES``."""
+        return json.dumps(asdict(self), ensure_ascii=False).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> StatusRow:
-        """The row that ``to_bytes`` wrote.
+        """The row that ``to_bytes`` wrote, without its ``state``.
 
         Raises:
-            ValueError: it is none.
+            ValueError: ``data`` is no such row.
         """
         try:
             found = json.loads(data[:ROW_BYTES])
-            return StatusRow(
-                int(found["rank"]),
-                printable(found["status"]),
-                printable(found["operation"]),
-                int(found["number"]),
-                printable(found["what"]),
-                float(found["since"]),
-                printable(found["site"]),
-                tuple(map(printable, found["stack"][:NUM_FRAMES])),
-                tuple(map(printable, found["recent"][:NUM_RECENT])),
+            status, operation, what, site = (
+                printable(found[name]) for name in ("status", "operation", "what", "site")
             )
+            stack = tuple(map(printable, found["stack"][:NUM_FRAMES]))
+            number, since = int(found["number"]), float(found["since"])
+            return StatusRow(int(found["rank"]), status, operation, number, what, since, site, stack)
         except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"expected a row of a flight recorder: {error!r}") from error
 
 
 class Problem(NamedTuple):
-    """What an error says: ``what`` has happened, the same ``in_short``, and what to do, the ``fix``."""
+    """An error in parts: ``what`` happened, the same ``in_short``, and the ``fix``."""
 
     what: str
     in_short: str
@@ -138,38 +137,38 @@ class Problem(NamedTuple):
         return f"{self.what}. {self.fix}"
 
     def around(self, table: str) -> str:
-        """With the ``status_table``. A log shows its first line, a terminal its last: both say what to do."""
-        return f"{self}\n{table}\n{self.in_short}. {self.fix}" if table else str(self)
+        """The error with the ``status_table``: a log shows its first line, a terminal its last."""
+        return f"{self}\n{table}\n{self.in_short}. {self.fix}"
 
     def beside(self, rank: int) -> str:
-        """Without it, where ``rank`` says all: as many times the same table would bury what is said."""
+        """The error without the table, which ``rank`` prints for all ranks."""
         return f"{self}. Rank {rank} shows where each rank stands"
 
 
 class FlightRecorder:
-    """The last operations of ``rank`` on one group.
+    """The last operation of ``rank`` on one group.
 
-    ``begin`` and ``end`` bracket every operation; ``waits`` and ``waited`` a wait that has become long, also
-    one that belongs to no operation of all ranks, such as for a message. ``row`` is asked for by any thread.
+    ``begin`` and ``end`` bracket every operation; ``waiting_in`` names a long wait that belongs to none, such
+    as for a message. Any thread may call ``row``.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.number = 0
-        self._home = threading.get_ident()  # the thread whose program is the rank's
-        self._recent: deque[tuple[int, str, object, int, int]] = deque(maxlen=NUM_RECENT + 1)
+        self.waiting_in: tuple[str, int] | None = None  # the operation, and its start by time.monotonic_ns()
+        self._home = threading.get_ident()  # the thread that runs the rank's program
+        self._last: tuple[str, object, int, int] = "any operation", "", 0, self._home
         self._status = BEFORE
-        self._is_whole = False  # an operation that has parts is under way
+        self._is_whole = False  # an operation of several parts is under way
         self._ended_ns = 0
-        self._waits: dict[int, tuple[str, int]] = {}  # by thread
 
     def belongs_here(self) -> None:
-        """The program of the rank runs in this thread, and not in the one that has met its peers."""
+        """The rank's program runs in the calling thread, not in the one that made the group."""
         self._home = threading.get_ident()
 
     @contextmanager
     def as_one(self, operation: str) -> Iterator[None]:
-        """What this thread begins in the block, not the same on all ranks, is a part of one ``operation``."""
+        """Operations that begin in the block, different ones on each rank, are parts of ``operation``."""
         self.begin(operation)
         self._is_whole = True
         failed = True
@@ -185,62 +184,150 @@ class FlightRecorder:
         if self._is_whole:
             return
         self.number += 1
-        entry = self.number, operation, what, time.monotonic_ns(), threading.get_ident()
-        self._recent.append(entry)
+        self._last = operation, what, time.monotonic_ns(), threading.get_ident()
         self._status = IN
 
     def end(self, *, failed: bool = False) -> None:
-        """The operation that was begun last is over."""
-        if self._is_whole:
+        """The last operation is over."""
+        if self._is_whole or self._status == LEFT:
             return
         self._status = FAILED if failed else AFTER
         self._ended_ns = time.monotonic_ns()
 
-    def waits(self, operation: str, since_ns: int) -> None:
-        """This thread has waited in ``operation`` for long, since a time of ``time.monotonic_ns``."""
-        self._waits[threading.get_ident()] = operation, since_ns
-
-    def waited(self) -> None:
-        """This thread waits no more."""
-        self._waits.pop(threading.get_ident(), None)
+    def leave(self) -> None:
+        """The rank has left the last operation in the middle, and will begin no other."""
+        self._status = LEFT
+        self._ended_ns = time.monotonic_ns()
 
     @property
     def begun_ns(self) -> int:
-        """When the last operation was begun, by ``time.monotonic_ns()``; 0 if none was."""
-        return self._recent[-1][3] if self._recent else 0
+        """The start of the last operation, by ``time.monotonic_ns()``; 0 if there was none."""
+        return self._last[2]
 
     def row(self) -> StatusRow:
-        """Where the rank stands now."""
-        recent, waits = list(self._recent), min(self._waits.values(), key=lambda w: w[1], default=None)
-        number, operation, what, since_ns, thread = recent[-1] if recent else (0, ANY, "", 0, self._home)
-        status = self._status
+        """What the rank is doing now."""
+        (operation, what, since_ns, thread), status, waiting_in = self._last, self._status, self.waiting_in
         if status != IN:
             since_ns, thread = self._ended_ns, self._home
-            if waits is not None:
-                status, (operation, since_ns), what = IN, waits, ""
-        site, lines = _look_around(thread, self._home)
-        return StatusRow(
-            self.rank,
-            status,
-            printable(operation),
-            number,
-            printable(described(what)),
-            time.time() - (time.monotonic_ns() - since_ns) * _NS if since_ns else 0.0,
-            site,
-            lines,
-            tuple(printable(f"#{entry[0]} {entry[1]}") for entry in reversed(recent[:-1])),
-        )
+            if waiting_in is not None:
+                status, (operation, since_ns), what = IN, waiting_in, ""
+        if isinstance(what, tuple):
+            what = f"{str(what[0]).removeprefix('torch.')} {tuple(what[1])}"
+        site, stack = _site_and_stack(thread, self._home)
+        since = time.time() - (time.monotonic_ns() - since_ns) * 1e-9 if since_ns else 0.0
+        texts = printable(operation), self.number, printable(what)
+        return StatusRow(self.rank, status, *texts, since, site, stack)
+
+
+_starting = threading.Lock()
+_server_pid = 0  # of the process that has the thread: a forked child inherits the variable alone
+_flights: weakref.WeakValueDictionary[str, FlightRecorder] = weakref.WeakValueDictionary()
+
+
+def publish_flight(flight: FlightRecorder, me: Peer, group: str) -> None:
+    """Let peers ask for ``flight``, that of ``me`` in ``group``, as long as it is referenced."""
+    global _server_pid
+    with _starting:
+        if _server_pid != os.getpid():
+            _flights.clear()
+            with suppress(OSError, AttributeError):  # no such sockets here, or no descriptor is left
+                _start(me)
+                _server_pid = os.getpid()
+        _flights[_question(me, group)] = flight
+
+
+def ask_peers(peers: Iterable[Peer], group: str, seconds: float = ANSWER_S) -> dict[int, StatusRow]:
+    """The rows of ``peers`` of this host in ``group``, by rank: those that come within ``seconds`` in all."""
+    rows: dict[int, StatusRow] = {}
+    asked: dict[int, socket.socket] = {}
+    for peer in peers:
+        if peer.pid == os.getpid():
+            if (flight := _find(_question(peer, group))) is not None:
+                rows[peer.rank] = flight.row()
+        elif (connection := _connect(peer, group)) is not None:
+            asked[peer.rank] = connection
+    until = time.monotonic() + seconds
+    for rank, connection in asked.items():
+        with connection, suppress(OSError, ValueError):  # it gives no answer, or has ended meanwhile
+            connection.settimeout(
+                max(until - time.monotonic(), 0.001)
+            )  # a silent one before it took the time
+            rows[rank] = StatusRow.from_bytes(connection.recv(ROW_BYTES))
+    return rows
+
+
+def _connect(peer: Peer, group: str) -> socket.socket | None:
+    """A connection to the debug server of ``peer``, with the question sent."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.setblocking(False)
+        connection.connect(_address(peer))
+        if _credentials(connection)[0] == peer.pid:
+            connection.send(_question(peer, group).encode())
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def _start(me: Peer) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(_address(me))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    threading.Thread(target=_serve, args=(listener,), name="instep debug server", daemon=True).start()
+
+
+def _serve(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # no descriptor is left, or the peer that asked has gone
+            time.sleep(ANSWER_S)
+            continue
+        with connection, suppress(Exception):  # whatever is wrong with one question, others may follow
+            connection.settimeout(ANSWER_S)
+            if _credentials(connection)[1] == os.getuid():
+                flight = _find(connection.recv(_QUESTION_BYTES).decode())
+                if flight is not None:
+                    connection.send(flight.row().to_bytes())
+                del flight
+
+
+def _question(peer: Peer, group: str) -> str:
+    """Ranks may be threads of one process, so the rank is a part of it."""
+    return f"{peer.rank} {group}" if group else LATEST
+
+
+def _find(question: str) -> FlightRecorder | None:
+    if question != LATEST:
+        return _flights.get(question)
+    return max(list(_flights.values()), key=lambda flight: flight.begun_ns, default=None)
+
+
+def _address(peer: Peer) -> str:
+    """No file has this name: it begins with a zero byte, and ends with the process."""
+    return f"\0instep/{peer.pid_space}/{peer.pid}/{peer.start_time}"
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(data)
+    return pid, user, group
 
 
 def running_frames() -> dict[int, FrameType]:
     """The innermost frame of every thread of this process, by thread.
 
-    Before 3.11.9 and 3.12.3 Python collects garbage while it makes this list under the lock of all threads.
-    A finalizer that lets go of the GIL, as that of a process group does, then stops the process for ever: the
-    next thread that asks, or starts another one, waits for that lock with the GIL in hand
-    (python/cpython#106883).
+    Before 3.11.9 and 3.12.3 Python may collect garbage while it holds the lock of all threads for this list.
+    A finalizer that releases the GIL, as that of a process group does, then deadlocks the process: the next
+    thread that lists frames or starts a thread waits for that lock with the GIL held (python/cpython#106883).
     """
-    with _looking:
+    with _listing_frames:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -250,47 +337,28 @@ def running_frames() -> dict[int, FrameType]:
                 gc.enable()
 
 
-def described(what: object) -> str:
-    """ "float32 (3, 4)" for a dtype and a shape, else its own words."""
-    if isinstance(what, tuple):
-        dtype, shape = what
-        return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
-    return str(what)
-
-
 def printable(text: object) -> str:
-    """One line of at most ``TEXT_LIMIT`` characters, none of which can steer a terminal."""
-    line = str(text)[: TEXT_LIMIT + 1]
-    line = "".join(letter if letter.isprintable() else "?" for letter in line)
+    """One line of at most ``TEXT_LIMIT`` characters, none of which can control a terminal."""
+    line = "".join(letter if letter.isprintable() else "?" for letter in str(text)[: TEXT_LIMIT + 1])
     return line if len(line) <= TEXT_LIMIT else line[: TEXT_LIMIT - 1] + "…"
 
 
 def words_of(error: BaseException) -> str:
-    """What a backend's ``error`` says, in one line: without its place in C++ and advice for all cases."""
+    """The message of a backend's ``error`` in one line, without its place in C++ and general advice."""
     line = str(error).partition("\n")[0]
     return printable(re.sub(r"^\[\S+?:\d+\] ", "", line).partition(". ")[0])
 
 
-def _look_around(thread: int, home: int) -> tuple[str, tuple[str, ...]]:
-    """The site of ``thread``, or if it has none that of ``home``, and the stack of ``home``."""
+def _site_and_stack(thread: int, home: int) -> tuple[str, tuple[str, ...]]:
+    """The line of the user's program in ``thread``, else in ``home``, and the stack of ``home``."""
     frames = running_frames()
     try:
-        home_frame = frames.get(home)
-        return _site(frames.get(thread)) or _site(home_frame), _stack(home_frame)
-    finally:  # this function's own frame is among them, and would hold all the others for ever
+        outwards = [*_outwards(frames.get(home))]
+        users = [frame for frame in (*_outwards(frames.get(thread)), *outwards) if not _is_machinery(frame)]
+        return _line(users[0]) if users else "", tuple(map(_line, reversed(outwards[:NUM_FRAMES])))
+    finally:  # this function's own frame is among them, and would keep all of them alive for ever
         frames.clear()
-        home_frame = None
-
-
-def _stack(frame: FrameType | None) -> tuple[str, ...]:
-    """The innermost lines of a thread, the last one last."""
-    lines = [_line(inner) for inner, _ in zip(_outwards(frame), range(NUM_FRAMES), strict=False)]
-    return tuple(reversed(lines))
-
-
-def _site(frame: FrameType | None) -> str:
-    """The innermost line of the user's program, or nothing if there is none in this thread."""
-    return next((_line(inner) for inner in _outwards(frame) if not _is_machinery(inner)), "")
+        outwards = users = []
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -312,44 +380,38 @@ def _line(frame: FrameType) -> str:
 
 
 def status_table(rows: Sequence[StatusRow], absent: Collection[int] = ()) -> str:
-    """``rows`` as a table: first the ``absent`` ranks, then the odd ones, then the others, summed up.
+    """``rows`` as a table: first the ``absent`` ranks, then the rarest places, with equal rows summed up.
 
     The stacks of the absent come below it. At most some twenty lines, and ten for each of three stacks.
     """
     missing = [row for row in rows if row.rank in absent]
+    places: dict[tuple[str, str, int, str, str], list[StatusRow]] = {}
+    for row in rows:
+        if row.rank not in absent:
+            places.setdefault((row.status, row.operation, row.number, row.what, row.site), []).append(row)
+    rarest = sorted(places.values(), key=len)
     lines: list[Sequence[str] | str] = [HEAD]
     lines += [_cells(row, "never came; " if row.status else "never came") for row in missing[:NUM_ABSENT]]
-    more = missing[NUM_ABSENT:]
-    if more:
+    if more := missing[NUM_ABSENT:]:
         lines.append(f"and {len(more)} more that never came: {_numbers(more)}")
-    places = _places(row for row in rows if row.rank not in absent)
-    for place in places[:NUM_PLACES]:
-        lines += [_cells(row) for row in place[:NUM_ALIKE]]
+    for place in rarest[:NUM_PLACES]:
+        lines += map(_cells, place[:NUM_ALIKE])
         if len(place) > NUM_ALIKE:
             lines.append(f"and {len(place) - NUM_ALIKE} more in the same place")
-    elsewhere = [row for place in places[NUM_PLACES:] for row in place]
-    if elsewhere:
-        lines.append(f"and {len(elsewhere)} more in other places")
+    if elsewhere := sum(map(len, rarest[NUM_PLACES:])):
+        lines.append(f"and {elsewhere} more in other places")
     return "\n".join([*aligned(lines, NUMERIC), *_stacks(missing)])
-
-
-def _places(rows: Iterable[StatusRow]) -> list[list[StatusRow]]:
-    """The rows by line and operation, the places with the fewest ranks first: those are the odd ones."""
-    found: dict[tuple[str, str, int, str, str], list[StatusRow]] = {}
-    for row in rows:
-        found.setdefault((row.status, row.operation, row.number, row.what, row.site), []).append(row)
-    return sorted(found.values(), key=len)
 
 
 def _cells(row: StatusRow, how: str = "") -> tuple[str, ...]:
     where = f"{row.status} {row.operation}" if row.status else "" if how else "unknown"
-    seconds = f"{row.seconds:.1f}" if row.since else ""
+    seconds = f"{max(0.0, time.time() - row.since):.1f}" if row.since else ""
     number = str(row.number) if row.status else ""
     return str(row.rank), how + where, number, row.what, row.site, seconds, row.state
 
 
 def aligned(lines: Sequence[Sequence[str] | str], right: Collection[int] = ()) -> list[str]:
-    """The rows of a table as lines, columns below each other; numbers of columns in ``right`` to the right.
+    """The rows of a table as lines, in columns; those in ``right`` are right-aligned.
 
     A ``str`` among the lines belongs to no column.
     """
@@ -367,20 +429,17 @@ def aligned(lines: Sequence[Sequence[str] | str], right: Collection[int] = ()) -
 
 
 def _stacks(missing: Sequence[StatusRow]) -> list[str]:
-    """The stacks of the absent, those with the same one together, and why some have none."""
+    """The stacks of the absent, equal ones together, and why some have none."""
     lines: list[str] = []
     found: dict[tuple[str, ...], list[StatusRow]] = {}
     for row in missing:
         found.setdefault(row.stack or (row.state,), []).append(row)
     for rows in list(found.values())[:NUM_STACKS]:
-        name = f"rank {_numbers(rows)}"
-        if not rows[0].stack:
-            lines.append(f"{name} gives no answer: {SILENT.get(rows[0].state, HOLDS_LOCK)}")
-            continue
-        lines.append(f"{name} stands at (innermost last):")
-        lines += [f"    {line}" for line in rows[0].stack]
-        if rows[0].recent:
-            lines.append(f"    its operations before, the last first: {', '.join(rows[0].recent)}")
+        if rows[0].stack:
+            lines.append(f"rank {_numbers(rows)} stands at (innermost last):")
+            lines += [f"    {line}" for line in rows[0].stack]
+        else:
+            lines.append(f"rank {_numbers(rows)} gives no answer: {SILENT.get(rows[0].state, HOLDS_LOCK)}")
     return lines
 
 

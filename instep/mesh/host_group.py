@@ -25,12 +25,9 @@ from torch import Tensor
 from instep.errors import PeerLost
 from instep.memory import Segment
 from instep.mesh import device
-from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import StatusRow
 from instep.mesh.peers import Peer
 from instep.mesh.process_group import Group
-from instep.mesh.store_client import patience_s
-from instep.mesh.store_rendezvous import backend_timeout, rendezvous
+from instep.mesh.store import PATIENCE_S, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -50,9 +47,9 @@ def num_on_each_host(table: Sequence[Peer]) -> int | None:
 class HostGroup(Group):
     """As ``Group``, with the ranks of each host in shared memory where they can be.
 
-    At construction: the ranks of a host meet in ``store``, if there are several hosts with as many ranks
-    each, and all ranks tell whether they could. Collective. Then ``near`` is the group of this host's ranks,
-    ``num_local`` of them, on host number ``host``, and ``allocate`` gives memory for ``map_all``.
+    At construction: the ranks of a host meet in the store of ``pg``, if there are several hosts with as many
+    ranks each, and all ranks tell whether they could. Collective. Then ``near`` is the group of this host's
+    ranks, ``num_local`` of them, on host number ``host``, and ``allocate`` gives memory for ``map_all``.
     ``close`` ends ``near`` too.
     """
 
@@ -62,17 +59,17 @@ class HostGroup(Group):
         ranks: Sequence[int],
         rank: int,
         timeout_s: float,
-        status_store: StatusStore | None = None,
-        store: Store | None = None,
+        table: Sequence[Peer] | None = None,
+        name: str = "",
     ) -> None:
-        super().__init__(pg, ranks, rank, timeout_s, status_store)
+        super().__init__(pg, ranks, rank, timeout_s, table, name)
         self.near: Group | None = None
         self.unreached: Sequence[int] = ()  # global ranks to which a message did not get, in this operation
         self._boards: list[Tensor] = []  # of each rank of this host: who is lost, 1 by rank, and if by death
         num_local = num_on_each_host(self.peers.table) or self.size
         several = 1 < num_local < self.size
-        if store is not None and self.backend == "gloo" and several:
-            self.near = self._meet_near(store, num_local)
+        if pg is not None and self.backend == "gloo" and several:
+            self.near = self._meet_near(pg.get_group_store(), num_local)
         self.num_local = self.size if self.near is None else num_local
         self.num_hosts = self.size // self.num_local
         self.host, self.place = divmod(self.rank, self.num_local)
@@ -126,7 +123,7 @@ class HostGroup(Group):
     def _explained(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
         """``error``, or one that names the ranks that it follows from; the others are told of these."""
         lost = self._told_near() or (dead or [*error.ranks] or [*self.unreached], bool(dead))
-        ranks, are_dead = self.peers.status_store.tell_lost(lost[0], dead=lost[1])
+        ranks, are_dead = self.peers.status_store.report_lost(lost[0], dead=lost[1])
         own = self._boards[self.place]
         own[-1] = are_dead
         for rank in ranks:
@@ -179,8 +176,8 @@ class HostGroup(Group):
         if pg is None or not all(map(any, found)):
             return None
         # A rank that waits for one that waits for another host is not to blame it before that has said why.
-        near = Group(pg, ranks, self.global_rank, self.timeout_s + patience_s(self.timeout_s))
-        near.peers.status_store = _ToldOn(near.peers.status_store, self)
+        near = Group(pg, ranks, self.global_rank, self.timeout_s + PATIENCE_S)
+        near.peers.outer = self.peers
         return near
 
     def _share_boards(self, near: Group) -> list[Tensor]:
@@ -188,19 +185,3 @@ class HostGroup(Group):
         shown = near.map_all([own], MEETING)
         assert shown is not None
         return [board for (board,) in shown]
-
-
-class _ToldOn(StatusStore):
-    """The notice board of the ranks of a host, which tells those of other hosts too what they wait for."""
-
-    def __init__(self, near: StatusStore, group: Group) -> None:
-        super().__init__()
-        self._near, self._peers = near, group.peers
-
-    def post(self, row: StatusRow) -> None:
-        """A wait inside of a host is one of the operation of all: of that the others know."""
-        self._peers.status_store.post(self._peers.flight.row())
-
-    def read(self, rank: int) -> StatusRow | None:
-        """What the notice board of this host has of ``rank``."""
-        return self._near.read(rank)

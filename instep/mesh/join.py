@@ -21,24 +21,21 @@ from instep.events import Recorder
 from instep.mesh import device as devices
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
-from instep.mesh.debug_server import StatusStore
 from instep.mesh.device_mesh import batch_group
 from instep.mesh.hang_report import words_of
 from instep.mesh.host_group import HostGroup
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
-from instep.mesh.mesh import Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
+from instep.mesh.mesh import Axis, Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
 from instep.mesh.process_group import Group, default_store, from_store
 from instep.mesh.process_memory import keep_freed_memory
 from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
-from instep.mesh.store_client import call_once
-from instep.mesh.store_rendezvous import MAKING, backend_timeout, rendezvous
+from instep.mesh.store import MAKING, StoreClient, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
 TIMEOUT_S = 300.0
-WRAPPING = "wrapping a model"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # where torch looks for the number of threads
 
 
@@ -50,114 +47,113 @@ def init(
     tp: int = 1,
     backend: str | None = None,
     device: str | torch.device | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = TIMEOUT_S,
     threads: int = 1,
     outlive_launcher: bool = False,
 ) -> Mesh:
     """Join the world that this process was started in, and register its mesh.
 
     Reads the environment of instep's own launcher, torchrun, Slurm, Kubernetes (``PET_*``) or Open MPI;
-    without any, the world is this process alone and there is no process group. A default group that is
-    already there is used as it is and never destroyed. On CPU, memory that is freed stays with the process
-    (``mesh.process_memory``), whose steps would else spend a tenth of their time on getting it again.
+    without any, the world is this process alone and there is no process group. An existing default group is
+    used as it is and never destroyed. On CPU, freed memory stays with the process (``mesh.process_memory``):
+    getting it again would take a tenth of a step.
 
     Args:
         dp, shard, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size. The
-            ranks of ``shard`` are neighbours: what ``fully_shard`` divides among them, the ranks of ``dp``
-            have copies of. For that, let it be the number of ranks on a host.
+            ranks of ``shard`` are neighbours: ``fully_shard`` divides the state among them, and the ranks of
+            ``dp`` have copies. For that, let it be the number of ranks on a host.
         backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else shm where all
-            ranks share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
+        ranks
+            share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
         device: "cuda" gives every rank of a host a GPU of its own, "cuda:0" puts all of them on that one
-            (over gloo: NCCL wants a GPU per rank). By default "cuda" where there are GPUs and the backend is
-            not a host backend (gloo, shm), else "cpu".
+        (over
+            gloo: NCCL wants a GPU per rank). By default "cuda" where there are GPUs and the backend is not a
+            host backend (gloo, shm), else "cpu".
         timeout_s: the deadline of every wait, in seconds.
         threads: intra-op threads of a CPU rank, the same for one rank as for many: their number changes the
             order of sums inside some kernels.
         outlive_launcher: whether a rank of torchrun or mpirun trains on when that is killed.
 
     Returns:
-        The mesh; ``close()`` gives back what it has made.
+        The mesh; ``close()`` gives back its groups.
 
     Raises:
         ValueError: the environment is half set, with no default group; the axes do not multiply to its size;
             there are too few GPUs, or ranks share one over NCCL.
-        PeerLost: a rank did not come within ``timeout_s``, or the way to it is cut.
+        PeerLost: a rank did not come within ``timeout_s``, or the network to it is cut.
 
     Example:
         >>> mesh = instep.init(timeout_s=60)  # started by torchrun --nproc-per-node 4, of 4 ranks
         >>> mesh.world_size, mesh.rank
         (1, 0)
     """
-    started = _environment()
-    if dist.is_initialized():
-        rank, world_size, joins = dist.get_rank(), dist.get_world_size(), False
-    else:
-        rank, world_size, joins = started.rank, started.world_size, started.world_size > 1
-    resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)  # before other ranks are waited for
+    axes: dict[str, Any] = {"dp": dp, "shard": shard, "pp": pp, "tp": tp}
+    is_joined = dist.is_initialized()
+    try:
+        started = detect(os.environ)
+    except ValueError:  # programs that spawn their ranks may set WORLD_SIZE, and pass the rank as an argument
+        if not is_joined:
+            raise
+        started = LaunchEnvironment()
+    rank, world_size = started.rank, started.world_size
+    if is_joined:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    resolve(world_size, **axes)  # before other ranks are waited for
     if started.source in PARENT_LAUNCHERS and not outlive_launcher:
         end_with_parent()
-    here, one_host = started.local_rank, started.one_host
-    on_device, config = _choose(backend, device, here, started.local_world_size, threads, one_host=one_host)
-    if joins:
+    local_rank, num_local = started.local_rank, started.local_world_size
+    on_device, config = _choose(backend, device, local_rank, num_local, threads, one_host=started.one_host)
+    if joins := world_size > 1 and not is_joined:
         _join(started, devices.complete(config), timeout_s)
     store = default_store() if dist.is_initialized() else None
-    axes: dict[str, Any] = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "timeout_s": timeout_s}
-    mesh = build(store, rank, world_size, **axes, local_rank=here, on_device=on_device)
+    mesh = build(
+        store, rank, world_size, **axes, timeout_s=timeout_s, local_rank=local_rank, on_device=on_device
+    )
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
     return _register(mesh, config)
 
 
-def meet(
+def join_store(
     store: Store | None,
     rank: int,
     world_size: int,
     *,
     backend: str | None = None,
     device: str | torch.device | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = TIMEOUT_S,
     threads: int = 1,
     local_rank: int = 0,
-    num_local: int | None = None,
-    dp: int = -1,
-    shard: int = 1,
-    pp: int = 1,
-    tp: int = 1,
+    **axes: int,
 ) -> Mesh:
-    """A registered mesh over the ranks that meet in ``store``; torch.distributed does not know its groups.
+    """A registered mesh over the ranks of a ``store``, all on this host; torch does not know its groups.
 
-    For worlds that end and are made again in one process: torch's default group can be had once, and
-    destroying it waits for ranks that may be gone. Here ``close()`` waits for no rank, whatever has happened
-    to the others, and the next world meets in another ``store`` or under another prefix. Every group costs a
-    meeting, so there is one per axis (one in all where an axis is the world), and ``get("pg")`` makes its own
-    when it is first asked for, by all of its ranks.
+    For worlds that end and are made again in one process: torch has one default group per process, and
+    destroying it waits for ranks that may be gone. Here ``close()`` waits for no rank, and the next world has
+    another ``store``, or another prefix. There is one group per axis (one in all where an axis is the world);
+    ``get("pg")`` makes its own on first use, by all of its ranks.
 
     Args:
-        store: where all ``world_size`` ranks meet; None for a world of one.
-        num_local: ranks on this host, by default all of them.
-        backend, device, timeout_s, threads, dp, shard, pp, tp: as in ``init``.
+        store: None for a world of one.
+        backend, device, timeout_s, threads, axes: as in ``init``.
 
     Raises:
         ValueError: the axes do not multiply to the world size; or a device as in ``init``.
         PeerLost: a rank did not come within ``timeout_s``.
     """
-    resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
-    num_local = world_size if num_local is None else num_local
-    one_host = num_local == world_size
-    on_device, config = _choose(backend, device, local_rank, num_local, threads, one_host=one_host)
-    if one_host and world_size > 1:
+    resolve(world_size, **axes)
+    on_device, config = _choose(backend, device, local_rank, world_size, threads, one_host=True)
+    if world_size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = devices.complete(config)
     mesh = build(
         store,
         rank,
         world_size,
-        dp=dp,
-        shard=shard,
-        pp=pp,
-        tp=tp,
+        **axes,
         timeout_s=timeout_s,
-        make_group=None if store is None else from_store(store, rank, timeout_s, config=config),
+        make_group=None
+        if store is None
+        else from_store(store, rank, timeout_s, config=devices.complete(config)),
         private=True,
         local_rank=local_rank,
         on_device=on_device,
@@ -171,41 +167,18 @@ def await_rank(
     *,
     backend: str | None = None,
     device: str | torch.device | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = TIMEOUT_S,
     threads: int = 1,
 ) -> Mesh:
     """A registered mesh of this process alone, which will be one of ``num_local`` ranks later.
 
     ``place()`` is its local rank. A spare has none until it replaces a lost rank, so ``place`` may block; it
-    is called where the program first reads the mesh's ``local_rank``, or its ``device`` if that is a GPU.
+    is called when the program first reads the mesh's ``local_rank``, or its ``device`` if that is a GPU.
     """
-    wanted = devices.resolve(device, backend, num_local)
-    _prepare(wanted, threads)
+    wanted = _prepare(backend, device, num_local, threads)
     on_device = cache(lambda: devices.activate(wanted, 0 if wanted.type == "cpu" else place()))
     axes = resolve(1, dp=1, shard=1, pp=1, tp=1)
-    mesh = UnrankedMesh(axes, no_store, place=place, on_device=on_device, timeout_s=timeout_s)
-    return _register(mesh)
-
-
-def _environment() -> LaunchEnvironment:
-    """The launch environment; a half of one is no error in a process that has joined its world already.
-
-    Programs that spawn their ranks may set ``WORLD_SIZE`` there, and pass the rank as an argument.
-    """
-    try:
-        return detect(os.environ)
-    except ValueError:
-        if not dist.is_initialized():
-            raise
-        return LaunchEnvironment()
-
-
-def _unjoined() -> LaunchEnvironment | None:
-    """The launch environment, if it is that of a world of several ranks which this process has not joined."""
-    if dist.is_initialized():
-        return None
-    environment = detect(os.environ)
-    return environment if environment.world_size > 1 else None
+    return _register(UnrankedMesh(axes, no_store, place=place, on_device=on_device, timeout_s=timeout_s))
 
 
 def _choose(
@@ -217,20 +190,24 @@ def _choose(
     *,
     one_host: bool,
 ) -> tuple[torch.device, str]:
-    """This rank's device, made ready for ``threads``, and the backend: ``backend``, or the device's own."""
+    """This rank's device, prepared, and its backend."""
+    wanted = _prepare(backend, device, num_local, threads)
+    backend = backend or devices.default_backend(wanted, one_host=one_host)
+    return devices.activate(wanted, local_rank), backend
+
+
+def _prepare(
+    backend: str | None, device: str | torch.device | None, num_local: int, threads: int
+) -> torch.device:
     wanted = devices.resolve(device, backend, num_local)
-    _prepare(wanted, threads)
-    return devices.activate(wanted, local_rank), backend or devices.default_backend(wanted, one_host=one_host)
-
-
-def _prepare(wanted: torch.device, threads: int) -> None:
     if wanted.type == "cpu":
         torch.set_num_threads(threads)
         keep_freed_memory(os.environ)
+    return wanted
 
 
 def _register(mesh: Mesh, backend: str = "") -> Mesh:
-    """``mesh``, the one that is found where none is named, until it is closed.
+    """``mesh``, as the default mesh until it is closed.
 
     Raises:
         ValueError: ranks share a GPU over NCCL; on every rank alike.
@@ -258,13 +235,13 @@ def _require_own_gpus(mesh: Mesh) -> None:
 
 def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:
     """Make torch's default group of the world that ``started`` describes."""
+    if started.one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store: Store
     if started.store_file is not None:
         store = dist.FileStore(started.store_file, started.world_size)
     else:
         store = _reach_store(started, timeout_s)
-    if started.one_host:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def construct(own: Store) -> None:
         dist.init_process_group(
@@ -281,74 +258,51 @@ def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:
 
 
 def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
-    """The store of a world that meets by network, by the deadline."""
-    limit_s = backend_timeout(timeout_s).total_seconds()
+    """The store of a world that meets by network, by the deadline; rank 0 holds it, or torchrun's agent."""
+    holder = "torchrun" if started.source == "torchrun" else "rank 0"
+    host = started.master_addr if holder == "torchrun" else started.store_addr
+    port, is_master = started.master_port, started.rank == 0 and holder == "rank 0"
+    assert host is not None and port is not None
+
+    def make() -> Store:
+        listener = _listen(host, port, one_host=started.one_host) if is_master else None
+        return dist.TCPStore(
+            host,
+            port,
+            started.world_size,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # the rendezvous waits, and names the ranks that have not come
+            multi_tenant=True,  # a world that is joined again may find the store of the last one
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+
     try:
-        return call_once(started.rank, limit_s, lambda: _tcp_store(started, timedelta(seconds=timeout_s)))
+        return StoreClient(started.rank).call(make, backend_timeout(timeout_s).total_seconds())
     except (dist.DistNetworkError, TimeoutError) as error:
-        if started.rank == 0 and started.source != "torchrun":
-            raise  # it is the store: its port is taken, say
+        if is_master:
+            raise  # its port is taken, say
         raise PeerLost(
-            f"rank {started.rank} of {started.world_size} does not reach the store at {started.master_addr} "
-            f"port {started.master_port}, where {'torchrun' if started.source == 'torchrun' else 'rank 0'} "
-            "holds it: look whether it runs there and whether the network lets this host through, or raise "
-            f"timeout_s ({timeout_s:g} s). It was told: {words_of(error)}",
-            ranks=() if started.source == "torchrun" else (0,),
+            f"rank {started.rank} of {started.world_size} does not reach the store of {holder} at "
+            f"{started.master_addr} port {port}: look whether {holder} runs there and whether the network "
+            f"lets this host through, or raise timeout_s ({timeout_s:g} s). Cause: {words_of(error)}",
+            ranks=() if holder == "torchrun" else (0,),
             operation="joining the world",
         ) from None
-
-
-def warn_of_default_threads() -> None:
-    """Warn if operators have as many threads as there are cores, because nothing has set another number.
-
-    Ranks that torchrun starts have one each where there are several, and all cores where there is one; with
-    other numbers kernels add in another order. ``init`` sets the number; here the user has made the group, or
-    has none: a process that trains by itself may be compared with several ranks later, and nobody could then
-    see why the bits differ. Python shows it once in a process.
-    """
-    num_threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    is_set = registered_mesh() is not None or any(name in os.environ for name in THREADS)
-    if is_set or num_threads == 1 or num_threads not in (cores, cores // 2):  # torch takes either by itself
-        return
-    warnings.warn(
-        f"bits depend on the threads per rank: {num_threads} here, as the machine has cores, but 1 where "
-        "torchrun starts several ranks. Call instep.init(), or set OMP_NUM_THREADS for both",
-        stacklevel=2,
-    )
-
-
-def _tcp_store(started: LaunchEnvironment, timeout: timedelta) -> Store:
-    """The store of a world that meets by network; under torchrun the agent holds it, elsewhere rank 0."""
-    host, port = started.master_addr, started.master_port
-    is_master = started.rank == 0 and started.source != "torchrun"
-    if started.source != "torchrun":
-        host = started.store_addr
-    assert host is not None and port is not None
-    listener = _listen(host, port, one_host=started.one_host) if is_master else None
-    return dist.TCPStore(
-        host,
-        port,
-        started.world_size,
-        is_master=is_master,
-        timeout=timeout,
-        wait_for_workers=False,  # the rendezvous waits, and says who has not come
-        multi_tenant=True,  # a world that is joined again may find the store of the last one
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
 
 
 def _listen(host: str, port: int, *, one_host: bool) -> socket.socket | None:
     """A socket that listens at ``host`` and nowhere else, where torch's own would listen on all interfaces.
 
     None where the port is taken, perhaps by the store that this process has opened before, which torch knows;
-    and, with a warning, where ``host`` is no address of this one, or one that other hosts cannot come to:
-    behind a network's translation of addresses, or where a host calls itself 127.0.1.1.
+    and, with a warning, where ``host`` is no address of this one, or none that other hosts can reach: behind
+    a network's translation of addresses, or where a host calls itself 127.0.1.1.
     """
     for family, address in _addresses(host, port):
         if not one_host and is_address_of_loopback(address[0]):
             continue
         try:
-            return _listening(family, address)
+            return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return None
@@ -361,7 +315,7 @@ def _listen(host: str, port: int, *, one_host: bool) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """What ``host`` stands for, those of IPv4 first, which every rank can reach."""
+    """The addresses of ``host``, those of IPv4 first, which every rank can reach."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -372,55 +326,54 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     return sorted((family, address) for family, _, _, _, address in found)  # AF_INET is below AF_INET6
 
 
-def _listening(family: socket.AddressFamily, address: Any) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's own
-        listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+def warn_of_default_threads() -> None:
+    """Warn if operators have as many threads as there are cores, because nothing has set another number.
 
-
-def num_ranks() -> int:
-    """The number of ranks that ``find_ranks(None)`` would find."""
-    mesh = mesh_for_replicas()
-    if mesh is None:
-        return dist.get_world_size() if dist.is_initialized() else 1
-    return _num_ranks(batch_group(mesh) if isinstance(mesh, DeviceMesh) else mesh)
-
-
-def _num_ranks(meant: Mesh | ProcessGroup) -> int:
-    if isinstance(meant, Mesh):
-        return (meant.whole if meant.is_view else meant.data).size
-    return meant.size()
+    Ranks that torchrun starts have one thread each where there are several ranks, and all cores where there
+    is one; with other numbers kernels add in another order. ``init`` sets the number; here the user has made
+    the group, or has none, and could not see why the bits differ from those of several ranks.
+    """
+    num_threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    is_set = registered_mesh() is not None or any(name in os.environ for name in THREADS)
+    if is_set or num_threads == 1 or num_threads not in (cores, cores // 2):  # torch takes either by itself
+        return
+    warnings.warn(
+        f"bits depend on the threads per rank: {num_threads} here, as the machine has cores, but 1 where "
+        "torchrun starts several ranks. Call instep.init(), or set OMP_NUM_THREADS for both",
+        stacklevel=2,
+    )
 
 
 def find_ranks(
     process_group: Mesh | DeviceMesh | ProcessGroup | None,
     timeout_s: float | None = None,
     *,
-    what: str = WRAPPING,
+    what: str = "wrapping a model",
     by_host: bool = False,
 ) -> tuple[Group, Recorder]:
-    """A new group over the ranks that ``process_group`` means, and where to record what they do.
-
-    ``by_host``: a ``HostGroup``, in which the ranks of a host share memory.
+    """A new group over the ranks that ``process_group`` means, and the recorder for their events.
 
     A mesh means its ``dp`` axis, and ``shard`` with it if there is one; torch's ``DeviceMesh`` its one dim,
-    or the one with such a name. None means the registered mesh, else
-    torch's default group, else this process alone.
-    Collective over those ranks; ``what`` they do says an error.
+    or the one with such a name. None means the registered mesh, else torch's default group, else this process
+    alone. ``by_host``: a ``HostGroup``, in which the ranks of a host share memory. Collective over those
+    ranks; errors call it ``what``.
 
     Raises:
         PeerLost: not all of them came.
         ValueError: this process was started as one of many, but has joined no group; or the registered mesh
             has an axis that nothing would use.
     """
+    meant = ranks_meant(process_group)
     try:
-        return _find(process_group, timeout_s, by_host)
+        if isinstance(meant, Mesh):
+            return _axis(meant).duplicate(by_host=by_host), meant.recorder
+        ranks, rank, pg = [0], 0, None
+        if meant is not None:
+            ranks, rank = dist.get_process_group_ranks(meant), dist.get_rank()
+        if meant is not None and len(ranks) > 1:
+            make = from_store(default_store(), rank, timeout_s or TIMEOUT_S, meant)
+            pg = make("duplicate", ranks)
+        return (HostGroup if by_host else Group)(pg, ranks, rank, timeout_s or TIMEOUT_S), Recorder(rank)
     except (dist.DistError, PeerLost) as error:  # the former from a maker of others
         raise PeerLost(
             f"{what} makes a group of its ranks, and one of them never came: do it on every rank, as often "
@@ -430,55 +383,44 @@ def find_ranks(
         ) from None
 
 
+def ranks_meant(process_group: Mesh | DeviceMesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
+    """The mesh or group that ``process_group`` means; None: this process alone. Raises as ``find_ranks``."""
+    meant = _meant(process_group)
+    if meant is None and (started := detect(os.environ)).world_size > 1:
+        raise ValueError(
+            f"this process is rank {started.rank} of {started.world_size} ({started.source}), but joined no "
+            "group: call instep.init() first, or every rank would train a model of its own"
+        )
+    return meant
+
+
+def num_ranks() -> int:
+    """The number of ranks that ``find_ranks(None)`` would find."""
+    meant = _meant(None)
+    if meant is None:
+        return 1
+    return _axis(meant).size if isinstance(meant, Mesh) else meant.size()
+
+
 def require_one_rank(what: str) -> None:
     """Refuse ``what``, which reduces inside of one process, if that is one of several ranks.
 
     Raises:
         ValueError: it is, or was started as one.
     """
-    meant = ranks_meant(None)
-    num_ranks = 1 if meant is None else _num_ranks(meant)
-    if num_ranks > 1:
+    ranks_meant(None)
+    if num_ranks() > 1:
         raise ValueError(
-            f"{what} adds the gradients of this process alone, but it is one of {num_ranks} ranks, and each "
-            "would train a model of its own: use instep.DataParallel, with a rank for every thread, or start "
-            "one process; where only this rank is to train, pass alone=True"
+            f"{what} adds the gradients of this process alone, but it is one of {num_ranks()} ranks, and "
+            "each would train a model of its own: use instep.DataParallel, with a rank for every thread, or "
+            "start one process; where only this rank is to train, pass alone=True"
         )
 
 
-def ranks_meant(process_group: Mesh | DeviceMesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
-    """The mesh or group that ``process_group`` means; None: this process alone. Raises as ``find_ranks``."""
+def _meant(process_group: Mesh | DeviceMesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
     meant = mesh_for_replicas() if process_group is None else process_group
-    if isinstance(meant, DeviceMesh):
-        return batch_group(meant)
-    if meant is None and (started := _unjoined()) is not None:
-        raise ValueError(
-            f"this process is rank {started.rank} of {started.world_size} ({started.source}), but joined no "
-            "group: call instep.init() first, or every rank would train a model of its own"
-        )
-    return meant or (dist.group.WORLD if dist.is_initialized() else None)
+    return batch_group(meant) if isinstance(meant, DeviceMesh) else meant or dist.group.WORLD
 
 
-def _find(
-    process_group: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float | None, by_host: bool
-) -> tuple[Group, Recorder]:
-    meant = ranks_meant(process_group)
-    if isinstance(meant, Mesh):
-        axis = meant.whole if meant.is_view else meant.data
-        return axis.duplicate(by_host=by_host), meant.recorder
-    timeout_s = timeout_s or TIMEOUT_S
-    if meant is None:
-        return Group(None, [0], 0, timeout_s), Recorder(0)
-    return _duplicate(meant, timeout_s, by_host), Recorder(dist.get_rank())
-
-
-def _duplicate(pg: ProcessGroup, timeout_s: float, by_host: bool) -> Group:
-    ranks, rank = dist.get_process_group_ranks(pg), dist.get_rank()
-    if len(ranks) == 1:
-        return Group(None, ranks, rank, timeout_s)
-    store = default_store()
-    made = from_store(store, rank, timeout_s, pg)("duplicate", ranks)
-    status_store = StatusStore(store, f"duplicate/{'-'.join(map(str, ranks))}", rank)
-    if by_host:
-        return HostGroup(made, ranks, rank, timeout_s, status_store, store)
-    return Group(made, ranks, rank, timeout_s, status_store)
+def _axis(mesh: Mesh) -> Axis:
+    return mesh.whole if mesh.is_view else mesh.data

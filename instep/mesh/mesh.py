@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instep.events import Recorder
 from instep.mesh.axes import DATA_AXES, Axes, resolve
-from instep.mesh.debug_server import StatusStore
 from instep.mesh.device_mesh import batch_group, place_in, require_used
 from instep.mesh.host_group import HostGroup
+from instep.mesh.peers import Peer
 from instep.mesh.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class Axis:
 
     ``pg`` is the user's process group, None where there is one rank. ``duplicate()`` makes a group of one's
     own over the same ranks; ``group`` is the one for the thread that runs the training loop. Without
-    ``shared``, ``pg`` is made when it is first asked for, by all its ranks: most programs never do.
+    ``shared``, ``pg`` is made when it is first asked for, by all its ranks: most programs never do. ``table``
+    has the processes of all ranks of the world; without it the ranks of this axis exchange theirs.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Axis:
         shared: MakeGroup | None,
         own: MakeGroup,
         timeout_s: float,
-        store: Store | None = None,
+        table: Sequence[Peer] | None = None,
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
@@ -52,7 +53,7 @@ class Axis:
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
         self._own = own
-        self._store = store
+        self._table = table
         self._num_duplicates = 0
         self._closed = False
         self._pg = None if self.size == 1 or shared is None else shared(name, self.ranks)
@@ -82,10 +83,8 @@ class Axis:
         name = f"{self.name}/instep/{self._num_duplicates}"
         rank = self.ranks[self.rank]
         pg = None if self.size == 1 else self._own(name, self.ranks)
-        status_store = StatusStore(self._store, f"{name}/{'-'.join(map(str, self.ranks))}", rank)
-        if by_host:
-            return HostGroup(pg, self.ranks, rank, self.timeout_s, status_store, self._store)
-        return Group(pg, self.ranks, rank, self.timeout_s, status_store)
+        kind = HostGroup if by_host else Group
+        return kind(pg, self.ranks, rank, self.timeout_s, self._table, name)
 
 
 class Mesh:
@@ -126,7 +125,6 @@ class Mesh:
         shared: MakeGroup | None,
         own: MakeGroup,
         *,
-        store: Store | None = None,
         local_rank: int = 0,
         on_device: torch.device | None = None,
         timeout_s: float = 300.0,
@@ -140,15 +138,17 @@ class Mesh:
         self._focus: str | None = None
         self.on_close: list[Callable[[], None]] = []
 
-        def along(name: str, ranks: Sequence[int]) -> Axis:
-            return Axis(name, ranks, rank, shared, own, timeout_s, store)
+        whole = [name for name in axes.names if axes.size(name) == axes.world_size] or ["world"]
+        self.world = Axis(whole[-1], range(axes.world_size), rank, shared, own, timeout_s)
+        table = self.world.group.peers.table  # exchanged once; the other axes have slices of it
 
-        self.along = {name: along(name, axes.peers(name, rank)) for name in axes.names}
-        whole = [axis for axis in self.along.values() if axis.size == axes.world_size]
-        self.world = whole[-1] if whole else along("world", range(axes.world_size))
+        def along(name: str) -> Axis:
+            return Axis(name, axes.peers(name, rank), rank, shared, own, timeout_s, table)
+
+        self.along = {name: self.world if name == whole[-1] else along(name) for name in axes.names}
         data = axes.data_peers(rank)
         known = [axis for axis in (self.along["dp"], self.along["shard"], self.world) if axis.ranks == data]
-        self.data = known[0] if known else Axis("data", data, rank, None, own, timeout_s, store)
+        self.data = known[0] if known else Axis("data", data, rank, None, own, timeout_s, table)
 
     @property
     def is_view(self) -> bool:
@@ -297,7 +297,6 @@ def build(
         rank,
         shared,
         own,
-        store=store,
         local_rank=local_rank,
         on_device=on_device,
         timeout_s=timeout_s,

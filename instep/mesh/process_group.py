@@ -31,11 +31,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.errors import Desync, PeerLost
 from instep.memory import Segment, allocate, tensor_of
 from instep.mesh import device
-from instep.mesh.debug_server import StatusStore
 from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.mesh.rank_exit import mark_secondary
-from instep.mesh.store_rendezvous import backend_timeout, rendezvous
+from instep.mesh.store import StatusStore, backend_timeout, rendezvous
 from instep.work import Handle, Lane
 
 if TYPE_CHECKING:
@@ -90,10 +89,14 @@ def registered_groups(
 ) -> MakeGroup:
     """Make groups that torch.distributed knows; ``partitions[name]`` are all the groups of an axis.
 
-    Collective over the whole world, because torch's registry counts the groups of others too.
+    Collective over the whole world, because torch's registry counts the groups of others too. One that spans
+    the world is torch's default group.
     """
 
     def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
+        if len(ranks) == dist.get_world_size():
+            return dist.distributed_c10d._get_default_group()
+
         def construct(_: Store) -> ProcessGroup:
             mine = None
             for members in partitions[name]:
@@ -144,8 +147,8 @@ def _sweep() -> None:
 
 
 def destroy(pg: ProcessGroup) -> None:
-    """Destroy a group that torch.distributed knows; one that it does not know ends when it is dropped."""
-    if dist.is_initialized() and pg in dist.distributed_c10d._world.pg_map:
+    """Destroy a group of ``registered_groups``; one that torch does not know ends when it is dropped."""
+    if dist.is_initialized() and pg in dist.distributed_c10d._world.pg_map and pg != dist.group.WORLD:
         dist.destroy_process_group(pg)
 
 
@@ -154,6 +157,9 @@ class Group:
 
     ``ranks[i]`` is the global rank of group rank i. Operations are named in errors by ``operation``.
     A group must be used by one thread at a time: backends match operations by the order of their issue.
+
+    ``table`` has the processes of all ranks of the world, in which no other group has this ``name``; without
+    it the ranks exchange theirs.
     """
 
     num_hosts = 1  # among which ranks are told apart: by a ``HostGroup``
@@ -164,7 +170,8 @@ class Group:
         ranks: Sequence[int],
         rank: int,
         timeout_s: float,
-        status_store: StatusStore | None = None,
+        table: Sequence[Peer] | None = None,
+        name: str = "",
     ) -> None:
         self.pg = pg
         self.ranks = tuple(ranks)
@@ -174,15 +181,14 @@ class Group:
         self._lanes: dict[str, Lane] = {}
         self._owed: list[device.Waitable] = []  # what is under way beside this thread, or was left so
         self._interrupted = ""  # the operation in which this rank was torn from its peers, by a signal say
-        status_store = status_store or StatusStore()
-        known = getattr(pg, "peers", None)  # some groups have met already
-        # They also write down what is called on them. Here it is done for those that do not.
+        known = getattr(pg, "peers", None)  # some backends have a table, and record what is called on them
         self._flight = FlightRecorder(rank) if known is None else None
-        me = own_peer(rank, self._flight if pg is not None else None)
+        me = own_peer(rank)
         # Until the table is there, a lost peer can only be found by the deadline.
-        self.peers = known or Peers((me,), me, timeout_s, status_store, self._flight)
+        self.peers = known or Peers((me,), me, timeout_s, None, self._flight)
         if pg is not None and known is None:
-            self.peers = Peers(self._meet(me), me, timeout_s, status_store, self._flight)
+            peers, store = self._find_peers(me, table), StatusStore(pg.get_group_store(), rank)
+            self.peers = Peers(peers, peers[self.rank], timeout_s, store, self._flight, name)
         self.peers.timeout_s = timeout_s
         self.peers.flight.belongs_here()
 
@@ -290,8 +296,8 @@ class Group:
         if self.sends_best:
             self._interrupted = operation
             device.close_connections(self.pg)
-            self.peers.flight.end(failed=True)  # which a rank asks for that gloo has not told
-            self.peers.status_store.post(self.peers.flight.row())
+            self.peers.flight.leave()  # for the ranks whose wait gloo does not end
+            self.peers.status_store.report_lost([self.global_rank], dead=False)
 
     def close(self) -> None:
         """End the group: what is under way gives up, within a slice; what follows is of a world of one."""
@@ -397,7 +403,7 @@ class Group:
 
         Collective; without the table if that fails too.
         """
-        row = replace(self.peers.flight.row(), stack=(), recent=())
+        row = replace(self.peers.flight.row(), stack=())
         with suppress(PeerLost, ValueError):
             rows = [StatusRow.from_bytes(data) for data in self.all_gather_bytes(row.to_bytes(), operation)]
             if self.rank:
@@ -405,7 +411,9 @@ class Group:
             return Desync(problem.around(status_table(rows)))
         return Desync(str(problem))
 
-    def _meet(self, me: Peer) -> list[Peer]:
+    def _find_peers(self, me: Peer, table: Sequence[Peer] | None) -> list[Peer]:
+        if table is not None:
+            return [table[rank] for rank in self.ranks]
         out = torch.empty(self.size * RECORD_BYTES, dtype=torch.uint8, device="cpu")
         self.all_gather(out, tensor_of(me.to_bytes(), torch.uint8), "the exchange of addresses")
         rows = out.view(self.size, RECORD_BYTES).numpy()
@@ -428,7 +436,7 @@ class Group:
 
     def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
         try:
-            self.peers.wait(work, operation, on_gpu=on_gpu, over=(self.pg,))
+            self.peers.wait(work, operation, on_gpu=on_gpu)
         except BaseException as error:
             if self._flight is not None:
                 self._flight.end(failed=True)

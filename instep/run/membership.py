@@ -15,7 +15,7 @@ from instep.checkpoint.manifest import differences
 from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
 from instep.errors import ContractBroken, Desync, InstepError, PeerLost, clear_tracebacks
-from instep.mesh.join import meet
+from instep.mesh.join import join_store
 from instep.mesh.mesh import Mesh
 from instep.mesh.rank_process import exit_now
 from instep.mesh.signals import listen_for_preemption
@@ -73,7 +73,7 @@ class Membership:
         assignment, store = self._assignment, None
         if assignment.world_size > 1:
             store = WatchedStore(LogStore(assignment.store), lambda: self.channel.is_over, timeout_s)
-        return meet(
+        return join_store(
             store,
             assignment.rank,
             assignment.world_size,
@@ -82,7 +82,6 @@ class Membership:
             timeout_s=timeout_s,
             threads=threads,
             local_rank=assignment.place,
-            num_local=assignment.world_size,
             shard=shard,
             pp=pp,
         )

@@ -16,6 +16,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from instep.errors import PeerLost
 from instep.mesh.hang_report import FlightRecorder, printable
 from instep.mesh.peers import Peer, is_alive, own_peer
-from instep.mesh.store_client import StoreClient, patience_s
+from instep.mesh.store import StoreClient
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
 from instep.shm.futex import why_not
@@ -100,7 +101,7 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Ren
         PeerLost: a rank did not come.
     """
     flight = FlightRecorder(ranks[rank])
-    me = own_peer(ranks[rank], flight)
+    me = own_peer(ranks[rank])
     shared, problem = _open(store, rank, ranks, timeout_s)
     told = {"token": shared.token.hex(), "core": shared.core.stamp} if shared else {}
     store.set(_here(rank), json.dumps({**told, "problem": problem}))
@@ -172,9 +173,9 @@ def _wait(store: Store, keys: Sequence[str], rank: int, ranks: Sequence[int], ti
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
         others = [(i, other) for i, other in enumerate(ranks) if i]
-        client = StoreClient(rank, patience_s(timeout_s))
-        late = client.try_call(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
-        client.close()
+        late = []
+        with suppress(RuntimeError, TimeoutError):
+            late = StoreClient(rank).call(lambda: [r for i, r in others if not store.check([_here(i)])])
         if keys[0] == SEGMENT or not late:
             late = [ranks[0]]
         raise _absent(late, timeout_s) from error

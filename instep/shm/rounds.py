@@ -21,8 +21,7 @@ from torch import Tensor
 
 from instep.errors import Desync, PeerLost
 from instep.mesh import hang_report
-from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRow, printable
+from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow
 from instep.mesh.peers import Peer, Peers, describe
 from instep.mesh.rank_exit import mark_secondary
 from instep.native.library import DIFFERENT, MISSING, SHARED, THERE
@@ -56,7 +55,7 @@ class Rounds:
         self.rank = shared.rank
         self.size = shared.size
         self.ranks = [peer.rank for peer in table]
-        self.peers = Peers(table, table[shared.rank], timeout_s, _LastSeen(shared, self.ranks), flight)
+        self.peers = Peers(table, table[shared.rank], timeout_s, flight=flight)
         self.flight = self.peers.flight
         self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
         shared.view.spin_ns, shared.view.yields = int(SPIN_S * _NS), shared.size > num_cores
@@ -166,7 +165,7 @@ class Rounds:
 
     def _out_of_step(self, problem: Problem, label: str) -> Desync:
         """As ``Group.out_of_step``: the ranks have all found that they disagree, and all come here."""
-        self.shared.write_row(replace(self.flight.row(), stack=(), recent=()).to_bytes())
+        self.shared.write_row(replace(self.flight.row(), stack=()).to_bytes())
         with suppress(PeerLost, ValueError):  # then what they disagree about has to do
             self.meet(label, NOTES_S)
             rows = [StatusRow.from_bytes(self.shared.row(rank)) for rank in range(self.size)]
@@ -263,29 +262,3 @@ def reaching(shared: GroupSegment, peers: Peers, rank: int, label: str) -> Itera
         if peers.table[rank].rank in peers.confirm() or shared.state(rank) != HERE:
             raise gone(shared, peers, rank, label) from error
         raise
-
-
-class _LastSeen(StatusStore):
-    """The notice board that a segment is by itself: each rank's block has the label of its last operation."""
-
-    def __init__(self, shared: GroupSegment, ranks: Sequence[int]) -> None:
-        super().__init__()
-        self._shared = shared
-        self._ranks = ranks
-
-    def post(self, row: StatusRow) -> None:
-        """Nothing to do: the label is written down before every operation."""
-
-    def read(self, rank: int) -> StatusRow | None:
-        """The last operation that global rank ``rank`` began, and whether it waits for another rank there.
-
-        For ranks that give no answer themselves.
-        """
-        shared, place = self._shared, self._ranks.index(rank)
-        posted = [shared.words[shared.posted[r]] for r in range(shared.size)]
-        label = shared.label(place)
-        if not label:
-            return None
-        return StatusRow(
-            rank, IN if min(posted) < posted[place] else AFTER, printable(label), shared.number(place)
-        )

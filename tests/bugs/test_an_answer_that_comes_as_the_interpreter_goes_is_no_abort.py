@@ -15,7 +15,7 @@ PROGRAM = """
 import ctypes, os, sys
 from datetime import timedelta
 import torch.distributed as dist
-from instep.mesh.store_client import call_once
+from instep.mesh.store import StoreClient
 
 class Lasting:
     "Goes last, and takes until the store has given up: all else may take a busy machine long."
@@ -26,7 +26,7 @@ class Lasting:
 lasting = Lasting()
 store = dist.FileStore(sys.argv[1], 2)
 try:
-    call_once(0, 0.1, lambda: store.wait(["never"], timedelta(seconds=1)))
+    StoreClient(0).call(lambda: store.wait(["never"], timedelta(seconds=1)), 0.1)
 except TimeoutError as error:
     print(error)
 sys.exit(3)

@@ -92,7 +92,7 @@ def loses_its_group(mesh: Mesh, between_hosts: bool, at_wait: int, have_ended: t
 def test_a_rank_finds_out_whose_message_gloo_had_begun_when_it_closed_the_connection(
     far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo does not end the wait for such a message (``device.require_connected``): it was the deadline."""
+    """gloo does not end the wait for such a message (``Peers._look``): it was the deadline."""
     monkeypatch.setattr(peers, "LOOK_S", 0.2)
     monkeypatch.setattr(peers, "CONFIRM_S", 0.1)
     with hosts(*evenly(2, 1)) if far else nullcontext():
@@ -106,8 +106,9 @@ def waits_for_what_gloo_does_not_end(mesh: Mesh) -> None:
         with pytest.raises(KeyboardInterrupt):
             group.run(lambda: None, "an exchange")
     else:
-        with pytest.raises(PeerLost, match=r"a rank left an exchange: .* then the backend said: "):
+        with pytest.raises(PeerLost, match=r"^rank 0 \(pid .*\) left an exchange: rank 1 waited ") as lost:
             group.run(ended.wait, "an exchange")
+        assert lost.value.ranks == (0,)
     ended.set()
     group.close()
 

@@ -19,7 +19,7 @@ import instep
 from instep.errors import PeerLost
 from instep.mesh import join
 from instep.mesh import mesh as current
-from instep.mesh.join import meet
+from instep.mesh.join import join_store
 from instep.mesh.launch import launch
 from instep.mesh.launch_environment import detect
 from instep.mesh.process_group import _lost, _sweep
@@ -34,7 +34,7 @@ LEAVES = 6
 
 def test_one_rank_meets_itself():
     before = current.registered_mesh()
-    mesh = meet(None, 0, 1)
+    mesh = join_store(None, 0, 1)
     assert current.registered_mesh() is mesh
     assert (mesh.world.size, mesh.world.pg, mesh.device.type) == (1, None, "cpu")
     mesh.close()
@@ -44,7 +44,7 @@ def test_one_rank_meets_itself():
 
 def test_axes_that_do_not_fit_are_refused_before_anybody_is_waited_for():
     with pytest.raises(ValueError, match=r"dp\(2\) \* pp\(1\) \* tp\(1\) = 2, but the world has 3 ranks"):
-        meet(dist.HashStore(), 0, 3, dp=2)
+        join_store(dist.HashStore(), 0, 3, dp=2)
 
 
 def place_and_store(directory: Path, name: str, size: int) -> tuple[int, dist.Store]:
@@ -54,7 +54,7 @@ def place_and_store(directory: Path, name: str, size: int) -> tuple[int, dist.St
 
 def use(directory: Path, backend: str | None) -> None:
     rank, store = place_and_store(directory, "store", 4)
-    mesh = meet(store, rank, 4, backend=backend, dp=2, tp=2, timeout_s=PATIENCE_S)
+    mesh = join_store(store, rank, 4, backend=backend, dp=2, tp=2, timeout_s=PATIENCE_S)
     assert not dist.is_initialized()
     assert [mesh.along[name].size for name in ("dp", "tp")] == [2, 2]
     out = torch.empty(4, dtype=torch.int64)
@@ -116,7 +116,7 @@ def be_killed_in_the_exchange(directory: Path) -> None:
 
 def survive(directory: Path, backend: str) -> None:
     rank, store = place_and_store(directory, "first", 3)
-    mesh = meet(store, rank, 3, backend=backend, timeout_s=PATIENCE_S)
+    mesh = join_store(store, rank, 3, backend=backend, timeout_s=PATIENCE_S)
     model = make_model(mesh)
     step(model, 0)
     if rank == 1:
@@ -130,7 +130,7 @@ def survive(directory: Path, backend: str) -> None:
     model.close()
     times.append(time.monotonic())
     new_rank, store = (0, 2).index(rank), dist.FileStore(str(directory / "second"), 2)
-    mesh = meet(store, new_rank, 2, backend=backend, timeout_s=PATIENCE_S)
+    mesh = join_store(store, new_rank, 2, backend=backend, timeout_s=PATIENCE_S)
     model.rebind(mesh)
     step(model, 1)
     times.append(time.monotonic())
@@ -167,7 +167,7 @@ def leave_a_hanging_rank(directory: Path) -> None:
     """Rank 1 never comes; rank 0 is to be free of it at once, as is a thread of it, and to end."""
     join.backend_timeout = lambda timeout_s: timedelta(seconds=60)  # type: ignore[attr-defined]
     rank, store = place_and_store(directory, "store", 2)
-    mesh = meet(store, rank, 2, backend="gloo", timeout_s=1)
+    mesh = join_store(store, rank, 2, backend="gloo", timeout_s=1)
     if rank == 1:
         while not (directory / "closed").exists():
             pass

@@ -19,10 +19,11 @@ import pytest
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh import peers
-from instep.mesh.debug_server import StatusStore
+from instep.mesh import hang_report, peers
+from instep.mesh import store as stores
 from instep.mesh.hang_report import AFTER, IN, FlightRecorder, StatusRow
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, is_alive, own_peer
+from instep.mesh.store import StatusStore
 
 ME = own_peer(0)
 OPERATION = "the exchange of bucket 3"
@@ -30,8 +31,8 @@ OPERATION = "the exchange of bucket 3"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store has more time to answer than a tenth of a deadline: a busy machine is slow."""
-    monkeypatch.setattr(peers, "patience_s", lambda timeout_s: 20.0)
+    """The store has more than a second to answer: a busy machine is slow."""
+    monkeypatch.setattr(stores, "PATIENCE_S", 20.0)
 
 
 @contextmanager
@@ -60,7 +61,11 @@ def a_table(
     status_store: StatusStore | None = None,
     flight: FlightRecorder | None = None,
 ) -> Peers:
-    return Peers([ME, *others], ME, timeout_s, status_store or StatusStore(None, ""), flight)
+    return Peers([ME, *others], ME, timeout_s, status_store, flight)
+
+
+def elsewhere(*ranks: int) -> list[Peer]:
+    return [replace(ME, rank=rank, host="another") for rank in ranks]
 
 
 def in_operation(number: int = 1) -> FlightRecorder:
@@ -95,9 +100,9 @@ class Work:
         return self.num_slices <= 0 and self.error is not None
 
 
-@pytest.mark.parametrize("host", ["node-7", "ноде-7", "h" * 128])
+@pytest.mark.parametrize("host", ["node-7", "ноде-7", "h" * 64])
 def test_a_record_arrives_as_it_was_sent(host):
-    peer = Peer(70000, host, 4194304, 10**12, 4026531836, 99999)
+    peer = Peer(70000, host, 4194304, 10**12, 4026531836, 2**64 - 1, 2**32 - 1)
     record = peer.to_bytes()
     assert len(record) == RECORD_BYTES
     assert Peer.from_bytes(record) == peer
@@ -112,7 +117,7 @@ def test_a_host_name_that_does_not_fit_is_an_error():
 def test_this_process_lives_and_is_itself():
     assert is_alive(ME)
     assert ME.pid == os.getpid()
-    assert own_peer(5) == replace(ME, rank=5)
+    assert replace(own_peer(5), token=0) == replace(ME, rank=5, token=0)
 
 
 def test_the_start_time_is_that_of_the_process():
@@ -158,13 +163,15 @@ def test_a_wait_for_a_rank_that_a_signal_has_stopped_names_it_long_before_the_de
 
 
 class Slow(Work):
-    """Goes on for ever; a wait for it takes as long as it is given."""
+    """Goes on for ``seconds``; a wait for it takes as long as it is given."""
 
-    def __init__(self) -> None:
-        super().__init__(float("inf"))
+    def __init__(self, seconds: float = float("inf")) -> None:
+        super().__init__(0)
+        self.until = time.monotonic() + seconds
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         threading.Event().wait(timeout.total_seconds() if timeout else 0)
+        self.num_slices = int(time.monotonic() < self.until)
         return super().wait(timeout)
 
 
@@ -178,20 +185,19 @@ def test_a_stopped_rank_that_has_come_is_not_the_one_that_is_missing(monkeypatch
 
 
 def test_only_a_signal_s_stop_counts_and_only_while_this_process_runs(monkeypatch):
-    now = [0.0]
+    now, letters = [0.0], iter("TTtTTTTR")  # which restarts the clock: a debugger's stop is "t"
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = peers._StopClock()
+    monkeypatch.setattr(peers, "STOPPED_S", 0.18)
+    monkeypatch.setattr(peers, "_letter", lambda peer: next(letters) if peer.rank else "S")
 
-    def look(after_s: float, letter: str) -> dict[int, float]:
-        now[0] += after_s
-        return clock.longer_than(0.2, {1: letter, 2: "S"})
+    class Paced(Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            now[0] += 0.05 if now[0] else 3600.0  # this process was stopped first, too
+            return super().wait(timeout)
 
-    assert look(3600.0, "T") == {}  # this process was stopped, too
-    assert look(0.05, "T") == {}
-    assert look(0.05, "t") == {}  # a debugger: from the beginning
-    assert [look(0.05, "T") for _ in range(3)] == [{}] * 3
-    assert look(0.05, "T") == {1: pytest.approx(0.2)}
-    assert look(0.05, "R") == {}
+    with pytest.raises(PeerLost, match=r"stopped by a signal: rank 1 .* for 0\.2 s"):
+        a_table(absent(1), timeout_s=60).wait(Paced(float("inf")), OPERATION)
+    assert [*letters] == ["R"]
 
 
 def test_time_in_which_this_process_did_not_run_is_no_rank_s_delay(monkeypatch):
@@ -226,15 +232,46 @@ def test_only_processes_that_can_be_seen_from_here_can_be_seen_to_be_dead():
     assert a_table(gone, *hidden).dead() == [1]
 
 
-def test_a_short_wait_leaves_no_notice():
-    status_store = StatusStore(dist.HashStore(), "dp/0")
-    a_table(absent(1), status_store=status_store).wait(Work(0), OPERATION)
-    assert status_store.read(0) is None
+class Counting(dist.Store):
+    """A store without an entry that counts its calls, and ``fails`` at each."""
+
+    def __init__(self, fails: Exception | None = None) -> None:
+        super().__init__()
+        self.fails = fails
+        self.calls: list[str] = []
+
+    def _count(self, call: str) -> None:
+        self.calls.append(call)
+        if self.fails is not None:
+            raise self.fails
+
+    def set(self, key: str, value: str) -> None:
+        self._count("set")
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check")
+        return False
+
+
+def test_a_short_straggler_costs_no_call_of_the_store():
+    """It was two posts, with a walk of all stacks, at each wait of more than 0.2 s."""
+    store = Counting()
+    table = a_table(*elsewhere(1), timeout_s=20, status_store=StatusStore(store))
+    for _ in range(2):
+        table.wait(Slow(0.3), OPERATION)
+    assert store.calls == []
+
+
+def test_ranks_of_one_host_post_nothing(monkeypatch):
+    monkeypatch.setattr(peers, "POST_S", 0.0)
+    store = Counting()
+    a_table(absent(1), timeout_s=20, status_store=StatusStore(store)).wait(Work(2), OPERATION)
+    assert store.calls == []
 
 
 def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
     monkeypatch.setattr(peers, "POST_S", 0.0)
-    status_store = StatusStore(dist.HashStore(), "dp/0")
+    status_store = StatusStore(dist.HashStore())
     seen = []
 
     class Watched(Work):
@@ -243,9 +280,8 @@ def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
             seen.append(row and (row.status, row.operation, row.number))
             return super().wait(timeout)
 
-    a_table(absent(1), timeout_s=60, status_store=status_store, flight=in_operation(3)).wait(
-        Watched(2), OPERATION
-    )
+    table = a_table(*elsewhere(1), timeout_s=60, status_store=status_store, flight=in_operation(3))
+    table.wait(Watched(2), OPERATION)
     assert seen == [None, (IN, OPERATION, 3), (IN, OPERATION, 3)]
     posted = status_store.read(0)
     assert posted is not None
@@ -253,8 +289,7 @@ def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
     assert "test_peers.py" in posted.site
 
 
-def test_a_wait_that_is_no_operation_of_all_ranks_is_shown_while_it_lasts(monkeypatch):
-    monkeypatch.setattr(peers, "POST_S", 0.0)
+def test_a_wait_that_is_no_operation_of_all_ranks_is_shown_while_it_lasts():
     flight = FlightRecorder(0)
     seen = []
 
@@ -318,17 +353,16 @@ def test_a_rank_that_dies_while_others_wait_is_found():
 
 
 def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
-    status_store = StatusStore(dist.HashStore(), "dp/0")
+    status_store = StatusStore(dist.HashStore())
     status_store.post(StatusRow(1, IN, OPERATION, 5))
     status_store.post(StatusRow(2, IN, "the exchange of bucket 4", 5))
     status_store.post(StatusRow(3, AFTER, "the exchange of bucket 2", 4))
     status_store.post(StatusRow(5, AFTER, "the exchange of bucket 4", 6))
-    hidden = [replace(ME, rank=rank, host="another") for rank in (1, 2, 3, 5)]
     with a_child() as process:
         table = a_table(
-            *hidden[:3],
+            *elsewhere(1, 2, 3),
             peer_of(process, rank=4),
-            hidden[3],
+            *elsewhere(5),
             status_store=status_store,
             timeout_s=0.5,
             flight=in_operation(5),
@@ -384,13 +418,12 @@ def test_a_sentence_names_a_few_of_many():
     ],
 )
 def test_of_ranks_that_wait_for_the_same_one_one_shows_where_all_stand(posted, teller):
-    status_store = StatusStore(dist.HashStore(), "dp/0")
+    status_store = StatusStore(dist.HashStore())
     flight = in_operation(5)
     began = flight.row().since
     for rank, later_s in posted.items():
         status_store.post(StatusRow(rank, IN, OPERATION, 5, since=began + later_s))
-    hidden = [replace(ME, rank=rank, host="another") for rank in (1, 2, 3, 4)]
-    of_all = a_table(*hidden, timeout_s=0.1, status_store=status_store, flight=flight)
+    of_all = a_table(*elsewhere(1, 2, 3, 4), timeout_s=0.1, status_store=status_store, flight=flight)
     with pytest.raises(PeerLost, match="Look there for other code") as lost:
         of_all.wait(Work(float("inf")), OPERATION)
     _, *table = str(lost.value).splitlines()
@@ -402,16 +435,15 @@ def test_of_ranks_that_wait_for_the_same_one_one_shows_where_all_stand(posted, t
 
 
 def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed():
-    status_store = StatusStore(dist.HashStore(), "dp/0")
+    status_store = StatusStore(dist.HashStore())
     silent = FlightRecorder(1)
     silent.begin("the exchange of bucket 2")
     silent.end()
-    near = replace(own_peer(1, silent), rank=1)
-    far = replace(ME, rank=2, host="another")
+    near, [far] = own_peer(1), elsewhere(2)
+    table = a_table(near, far, timeout_s=0.1, status_store=status_store, flight=in_operation())
+    hang_report.publish_flight(silent, near, table._group)
     with pytest.raises(PeerLost):
-        a_table(near, far, timeout_s=0.1, status_store=status_store, flight=in_operation()).wait(
-            Work(float("inf")), OPERATION
-        )
+        table.wait(Slow(), OPERATION)
     posted = status_store.read(1)
     assert posted is not None
     assert (posted.status, posted.operation, posted.number) == (AFTER, "the exchange of bucket 2", 1)
@@ -419,10 +451,17 @@ def test_who_waits_speaks_for_a_neighbour_that_does_not_know_that_it_is_missed()
     assert status_store.read(2) is None
 
 
-def test_without_a_status_store_all_others_may_be_the_absent_ones():
-    with pytest.raises(PeerLost) as lost:
-        a_table(absent(1), absent(2)).wait(Work(float("inf")), OPERATION)
-    assert lost.value.ranks == (1, 2)
+def test_a_rank_of_another_host_that_was_reported_lost_ends_the_wait(monkeypatch):
+    monkeypatch.setattr(peers, "LOOK_S", 0.0)
+    status_store = StatusStore(dist.HashStore())
+    table = a_table(*elsewhere(1, 2), timeout_s=1000, status_store=status_store)
+    status_store.report_lost([2], dead=False)
+    with pytest.raises(PeerLost, match=rf"^rank 2 \(pid \d+ on another\) left {OPERATION}: rank 0 waited"):
+        table.wait(Slow(), OPERATION)
+    status_store.report_lost([1], dead=True)
+    with pytest.raises(PeerLost, match=r"^rank 1 \(pid \d+ on another\) died: rank 0 waited") as lost:
+        table.wait(Slow(), OPERATION)
+    assert lost.value.ranks == (1,)
 
 
 def test_what_the_backend_says_is_quoted_when_nobody_is_seen_dead(monkeypatch):

@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh import debug_server, peers, process_group, store_rendezvous
-from instep.mesh.debug_server import StatusStore
-from instep.mesh.hang_report import AFTER, IN, StatusRow
+from instep.mesh import peers, process_group
+from instep.mesh import store as stores
+from instep.mesh.hang_report import IN, StatusRow
 from instep.mesh.peers import Peer, Peers, own_peer
+from instep.mesh.store import StatusStore
 from instep.shm import handshake
 
 OPERATION = "the exchange of bucket 2"
@@ -87,7 +88,7 @@ def elsewhere(rank: int) -> Peer:
 def test_the_error_of_a_wait_comes_at_its_deadline_whether_or_not_the_store_answers(store, monkeypatch):
     monkeypatch.setattr(peers, "POST_S", 0.0)
     me = own_peer(0)
-    table = Peers([me, *map(elsewhere, range(1, 9))], me, 1.0, StatusStore(store, "dp/0"))
+    table = Peers([me, *map(elsewhere, range(1, 9))], me, 1.0, StatusStore(store))
     store.cut.set()
     began = time.monotonic()
     with pytest.raises(PeerLost, match=r"rank 0 waited \d+\.\d s .*on another host, has not waited so far"):
@@ -102,28 +103,45 @@ def test_who_met_in_a_lost_store_is_not_asked_of_it(store):
     assert time.monotonic() - began < 30
 
 
-def test_a_store_that_comes_back_is_used_again(store):
-    board = StatusStore(store, "dp/0")
-    board.client.patience_s = 0.01
+def test_a_store_that_comes_back_is_used_again(store, monkeypatch):
+    """One slow answer to the question who is lost, and no rank posted anything any more."""
+    monkeypatch.setattr(stores, "PATIENCE_S", 0.01)
+    board = StatusStore(store)
     store.cut.set()
+    assert board.lost() == ([], False)
     board.post(StatusRow(0, IN, OPERATION, 1))
     assert board.read(0) is None
     store.cut.clear()
     store.mended.set()
-    board.client.patience_s = 60
-    while (row := board.read(0)) is None:  # the post that was under way ends first
-        pass
+    monkeypatch.setattr(stores, "PATIENCE_S", 60)
+    while (row := board.read(0)) is None:  # the slow answer comes first
+        board.post(StatusRow(0, IN, OPERATION, 1))
     assert row.operation == OPERATION
-    board.post(StatusRow(0, AFTER, OPERATION, 1))
-    assert getattr(board.read(0), "status", "") == AFTER
+    assert board.report_lost([1], dead=True) == ([1], True) == board.lost()
+
+
+def test_a_store_that_is_gone_is_called_once():
+    """torch's client writes to stderr at each call."""
+    asked = []
+
+    class Gone(dist.HashStore):
+        def check(self, keys):
+            asked.append(keys)
+            raise RuntimeError("connection reset")
+
+    status_store = StatusStore(Gone())
+    assert status_store.lost() == status_store.lost() == ([], False)
+    assert len(asked) == 1
+    assert status_store.report_lost([1], dead=True) == ([1], True)
+    assert StatusStore().report_lost([1], dead=False) == ([1], False)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("calls", [0, 1], ids=["before", "inside"])
 def test_a_group_that_is_cut_off_while_it_is_made_ends_by_the_deadline(store, monkeypatch, backend, calls):
-    for module in (process_group, store_rendezvous):
+    for module in (process_group, stores):
         monkeypatch.setattr(module, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
-    monkeypatch.setattr(store_rendezvous, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(stores, "PATIENCE_S", 0.1)
     store.left = calls
     began = time.monotonic()
     with pytest.raises(
@@ -133,11 +151,11 @@ def test_a_group_that_is_cut_off_while_it_is_made_ends_by_the_deadline(store, mo
     ) as lost:
         process_group.from_store(store, 1, 0.2, config=f"cpu:{backend}")("dp", [0, 1])
     assert time.monotonic() - began < 30
-    assert lost.value.operation == store_rendezvous.MAKING
+    assert lost.value.operation == stores.MAKING
 
 
 def test_the_rank_that_did_not_come_to_the_making_of_a_group_is_named(monkeypatch):
-    for module in (process_group, store_rendezvous):
+    for module in (process_group, stores):
         monkeypatch.setattr(module, "backend_timeout", lambda timeout_s: timedelta(seconds=timeout_s))
     store = dist.HashStore()
 
@@ -152,16 +170,8 @@ def test_the_rank_that_did_not_come_to_the_making_of_a_group_is_named(monkeypatc
     other.start()
     with pytest.raises(
         PeerLost,
-        match=r"of ranks 0, 1, 2, and never came: rank 2\. .* raise timeout_s \(0.5 s\)\. It was told: ",
+        match=r"of ranks 0, 1, 2, and never came: rank 2\. .* raise timeout_s \(0.5 s\)\. Cause: ",
     ) as lost:
         come(1, 0.5)
     other.join()
     assert lost.value.ranks == (2,)
-
-
-def test_a_status_store_that_is_gone_when_it_is_made_stays_empty(store, monkeypatch):
-    monkeypatch.setattr(debug_server, "PATIENCE_S", 0.01)
-    store.cut.set()
-    board = StatusStore(store, "dp/0")
-    board.post(StatusRow(0, IN, OPERATION, 1))
-    assert board.read(0) is None

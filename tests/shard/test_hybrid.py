@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh, build
-from instep.mesh.store_rendezvous import backend_timeout
+from instep.mesh.store import backend_timeout
 from instep.ordered.tree import rank_major, roots
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
