@@ -19,6 +19,7 @@ from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Recorder
 from instep.mesh.device import synchronize
+from instep.mesh.host_group import group_over
 from instep.mesh.process_group import Group
 from instep.replicate.wrapper import DataParallel
 
@@ -95,7 +96,7 @@ def _link(
     world: World, pg: ProcessGroup, sizes: Sequence[int], samples: int, *, ordered: bool
 ) -> dict[str, list[float]]:
     """Seconds of an all-reduce by its size in bytes, alternately."""
-    group = Group(pg, range(world.size), world.rank, TIMEOUT_S)
+    group = group_over(pg, range(world.size), world.rank, TIMEOUT_S)
     reduce = {str(size): _all_reduce(group, size, world.device, ordered=ordered) for size in sizes}
     return world.interleave(reduce, samples, budget_s=LINK_BUDGET_S)[0]
 

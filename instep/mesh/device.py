@@ -205,10 +205,15 @@ def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
+def shares_memory(pg: dist.ProcessGroup | None) -> bool:
+    """Whether the ranks of ``pg`` can read and write each other's memory: a group of the backend "shm"."""
+    return hasattr(pg, "map_all")
+
+
 def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
     """(process group, other rank) of groups that do not share memory."""
     for pg in pgs:
-        if pg is not None and not hasattr(pg, "map_all"):
+        if pg is not None and not shares_memory(pg):
             yield from ((pg, other) for other in range(pg.size()) if other != pg.rank())
 
 

@@ -26,7 +26,7 @@ from instep.errors import PeerLost
 from instep.memory import Segment
 from instep.mesh import device
 from instep.mesh.peers import Peer
-from instep.mesh.process_group import Group
+from instep.mesh.process_group import Group, SharedGroup
 from instep.mesh.store import PATIENCE_S, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class HostGroup(Group):
         name: str = "",
     ) -> None:
         super().__init__(pg, ranks, rank, timeout_s, table, name)
-        self.near: Group | None = None
+        self.near: SharedGroup | None = None
         self.unreached: Sequence[int] = ()  # global ranks to which a message did not get, in this operation
         self._boards: list[Tensor] = []  # of each rank of this host: who is lost, 1 by rank, and if by death
         num_local = num_on_each_host(self.peers.table) or self.size
@@ -163,7 +163,7 @@ class HostGroup(Group):
             self.near, self._boards = None, []
         super().close()
 
-    def _meet_near(self, store: Store, num_local: int) -> Group | None:
+    def _meet_near(self, store: Store, num_local: int) -> SharedGroup | None:
         """The group of this host's ranks in shared memory; None on all ranks if those of a host have none."""
         place = self.rank % num_local
         ranks = self.ranks[self.rank - place :][:num_local]
@@ -176,12 +176,28 @@ class HostGroup(Group):
         if pg is None or not all(map(any, found)):
             return None
         # A rank that waits for one that waits for another host is not to blame it before that has said why.
-        near = Group(pg, ranks, self.global_rank, self.timeout_s + PATIENCE_S)
+        near = SharedGroup(pg, ranks, self.global_rank, self.timeout_s + PATIENCE_S)
         near.peers.outer = self.peers
         return near
 
-    def _share_boards(self, near: Group) -> list[Tensor]:
+    def _share_boards(self, near: SharedGroup) -> list[Tensor]:
         own = near.allocate(self.size + 1, 1, torch.device("cpu")).tensor
         shown = near.map_all([own], MEETING)
         assert shown is not None
         return [board for (board,) in shown]
+
+
+def group_over(
+    pg: ProcessGroup | None,
+    ranks: Sequence[int],
+    rank: int,
+    timeout_s: float,
+    table: Sequence[Peer] | None = None,
+    name: str = "",
+    *,
+    by_host: bool = False,
+) -> Group:
+    """The group for the backend of ``pg``; ``by_host``: a ``HostGroup`` unless all share memory."""
+    if device.shares_memory(pg):
+        return SharedGroup(pg, ranks, rank, timeout_s)
+    return (HostGroup if by_host else Group)(pg, ranks, rank, timeout_s, table, name)

@@ -23,7 +23,7 @@ from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
 from instep.mesh.device_mesh import batch_group
 from instep.mesh.hang_report import words_of
-from instep.mesh.host_group import HostGroup
+from instep.mesh.host_group import group_over
 from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Axis, Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
 from instep.mesh.process_group import Group, default_store, from_store
@@ -373,7 +373,7 @@ def find_ranks(
         if meant is not None and len(ranks) > 1:
             make = from_store(default_store(), rank, timeout_s or TIMEOUT_S, meant)
             pg = make("duplicate", ranks)
-        return (HostGroup if by_host else Group)(pg, ranks, rank, timeout_s or TIMEOUT_S), Recorder(rank)
+        return group_over(pg, ranks, rank, timeout_s or TIMEOUT_S, by_host=by_host), Recorder(rank)
     except (dist.DistError, PeerLost) as error:  # the former from a maker of others
         raise PeerLost(
             f"{what} makes a group of its ranks, and one of them never came: do it on every rank, as often "

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from instep.events import Recorder
 from instep.mesh.axes import DATA_AXES, Axes, resolve
 from instep.mesh.device_mesh import batch_group, place_in, require_used
-from instep.mesh.host_group import HostGroup
+from instep.mesh.host_group import group_over
 from instep.mesh.peers import Peer
 from instep.mesh.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
@@ -83,8 +83,7 @@ class Axis:
         name = f"{self.name}/instep/{self._num_duplicates}"
         rank = self.ranks[self.rank]
         pg = None if self.size == 1 else self._own(name, self.ranks)
-        kind = HostGroup if by_host else Group
-        return kind(pg, self.ranks, rank, self.timeout_s, self._table, name)
+        return group_over(pg, self.ranks, rank, self.timeout_s, self._table, name, by_host=by_host)
 
 
 class Mesh:

@@ -181,14 +181,7 @@ class Group:
         self._lanes: dict[str, Lane] = {}
         self._owed: list[device.Waitable] = []  # what is under way beside this thread, or was left so
         self._interrupted = ""  # the operation in which this rank was torn from its peers, by a signal say
-        known = getattr(pg, "peers", None)  # some backends have a table, and record what is called on them
-        self._flight = FlightRecorder(rank) if known is None else None
-        me = own_peer(rank)
-        # Until the table is there, a lost peer can only be found by the deadline.
-        self.peers = known or Peers((me,), me, timeout_s, None, self._flight)
-        if pg is not None and known is None:
-            peers, store = self._find_peers(me, table), StatusStore(pg.get_group_store(), rank)
-            self.peers = Peers(peers, peers[self.rank], timeout_s, store, self._flight, name)
+        self.peers = self._make_peers(rank, table, name)
         self.peers.timeout_s = timeout_s
         self.peers.flight.belongs_here()
 
@@ -239,46 +232,16 @@ class Group:
             self._finish(self.pg.allreduce([x], options), operation, on_gpu=x.is_cuda)
 
     def map_all(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
-        """Every rank's ``tensors``, flat, by group rank, in memory that this rank can read and write.
+        """Every rank's ``tensors``, flat, by group rank, as memory that this rank reads and writes.
 
-        None, on every rank, unless the backend has such memory and all of them lie in it (``allocate``). The
-        tensors are the ranks' to share until they have come to ``barrier``.
+        None, on every rank, unless they share memory and all tensors are from ``allocate``. The tensors stay
+        shared until all ranks reach ``barrier``.
         """
-        if self._shared is None:
-            return None
-        self._shared.label = operation
-        return self._shared.map_all(tensors)
-
-    def publish(self, write: Callable[[Tensor], object], count: int, operation: str) -> Tensor:
-        """Every rank's bytes, (W, as many), where it has written them; for a backend with such memory.
-
-        ``write(x)`` puts this rank's into ``x`` (uint8), ``count`` words of int64 first. The others' are for
-        reading, and all are gone when this rank comes to the operation after the next one.
-        """
-        shared: Any = self.pg
-        shared.label = operation
-        shown: Tensor = shared.publish(write, count)
-        return shown
-
-    def address_of(self, x: Tensor) -> Sequence[int]:
-        """Where ``x`` lies for the others to map it, in words; the first is -1 if they cannot."""
-        place: Sequence[int] = self._shared.address_of(x)
-        return place
-
-    def map_peer(
-        self, rank: int, places: Sequence[Sequence[int]], dtype: torch.dtype, operation: str
-    ) -> list[Tensor]:
-        """What group rank ``rank`` has at ``places``, as it has told by ``address_of``, flat."""
-        self._shared.label = operation
-        reached: list[Tensor] = self._shared.map_peer(rank, places, dtype)
-        return reached
+        return None
 
     def barrier(self, operation: str) -> None:
         """Return when all ranks have come."""
-        if self._shared is not None:
-            self._shared.label = operation
-            self._shared.monitored_barrier()
-        elif self.pg is not None:
+        if self.pg is not None:
             nothing = torch.empty(0, device="cpu")
             options = self._begin(dist.BarrierOptions(), operation, nothing)
             self._finish(self.pg.barrier(options), operation)
@@ -288,12 +251,11 @@ class Group:
         self.peers.given_up = True
 
     def break_off(self, operation: str) -> None:
-        """This rank leaves ``operation`` in the middle: what is sent for it must meet nothing that follows.
+        """Leave ``operation`` in the middle: its messages must not be paired with those of a later one.
 
-        The others are told at once, and not by the deadline. Ranks that share memory need nothing of this:
-        they compare what they come for, each time.
+        The other ranks learn of it at once instead of at the deadline.
         """
-        if self.sends_best:
+        if self.pg is not None:
             self._interrupted = operation
             device.close_connections(self.pg)
             self.peers.flight.leave()  # for the ranks whose wait gloo does not end
@@ -304,8 +266,6 @@ class Group:
         self.give_up()
         for lane in self._lanes.values():
             lane.close(wait=False)
-        if self._shared is not None:
-            self._shared.shutdown()
         if self.pg is not None:
             drop(self.pg, self._owed)
         self.pg, self._owed = None, []
@@ -314,20 +274,18 @@ class Group:
     @property
     def backend(self) -> str:
         """What carries its messages: "shm", "nccl" or "gloo"; for one rank, "gloo"."""
-        if self._shared is not None:
-            return "shm"
         if self.pg is None or torch.device("cuda") not in self.pg._device_types:
             return "gloo"
         name: str = self.pg._get_backend(torch.device("cuda")).name()
         return name
 
     @property
-    def sends_best(self) -> bool:
-        """Whether messages from rank to rank (``run``) are faster than the backend's own data movement.
+    def prefers_messages(self) -> bool:
+        """Whether messages (``run``) are faster than the backend's collectives, for CPU tensors.
 
         gloo's all-to-all and all-gather use a link in one direction at a time, its messages in both.
         """
-        return self.pg is not None and self._shared is None
+        return self.pg is not None
 
     def run(self, function: Callable[[], object], operation: str) -> None:
         """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
@@ -349,16 +307,13 @@ class Group:
     def wait(self, work: Handle, operation: str) -> None:
         """Return when ``work``, which ``start`` has given, has ended."""
         self._require_whole(operation)
-        if self._flight is not None:
-            self._flight.begin(operation)
+        self.peers.flight.begin(operation)
         self._finish(work, operation)
         self._settle(work)
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
-        """Memory for ``map_all`` where the backend has such for ``on_device``, else this process's own."""
-        if self._shared is None or on_device.type != "cpu":
-            return allocate(nbytes, align, on_device)
-        return self._shared.allocate(nbytes, align)
+        """Memory for ``map_all`` where ranks share memory, else this process's own."""
+        return allocate(nbytes, align, on_device)
 
     def all_gather_bytes(
         self, data: bytes, operation: str, *, limit: int = 1 << 24, lengths: Sequence[int] | None = None
@@ -411,6 +366,16 @@ class Group:
             return Desync(problem.around(status_table(rows)))
         return Desync(str(problem))
 
+    def _make_peers(self, rank: int, table: Sequence[Peer] | None, name: str) -> Peers:
+        me, flight = own_peer(rank), FlightRecorder(rank)
+        # Until the table is there, a lost peer can only be found by the deadline.
+        self.peers = Peers((me,), me, self.timeout_s, None, flight)
+        if self.pg is None:
+            return self.peers
+        peers = self._find_peers(me, table)
+        store = StatusStore(self.pg.get_group_store(), rank)
+        return Peers(peers, peers[self.rank], self.timeout_s, store, flight, name)
+
     def _find_peers(self, me: Peer, table: Sequence[Peer] | None) -> list[Peer]:
         if table is not None:
             return [table[rank] for rank in self.ranks]
@@ -419,34 +384,24 @@ class Group:
         rows = out.view(self.size, RECORD_BYTES).numpy()
         return [Peer.from_bytes(row.tobytes()) for row in rows]
 
-    @property
-    def _shared(self) -> Any:
-        """The backend, if its ranks can read each other's memory; else None."""
-        return self.pg if hasattr(self.pg, "map_all") else None
-
     def _begin(self, options: Any, operation: str, x: Tensor) -> Any:
-        """Write down what begins; its ``options``, for an operation that is waited for at once."""
-        self._require_whole(operation)
-        if self._flight is not None:
-            self._flight.begin(operation, (x.dtype, x.shape))
-        if self._shared is not None:
-            self._shared.label = operation
-            options.asyncOp = False  # in this thread, which has nothing else to do
+        """Record the start of an operation that is waited for at once; its ``options``."""
+        if self._interrupted:
+            self._require_whole(operation)
+        self.peers.flight.begin(operation, (x.dtype, x.shape))
         return options
 
     def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
         try:
             self.peers.wait(work, operation, on_gpu=on_gpu)
         except BaseException as error:
-            if self._flight is not None:
-                self._flight.end(failed=True)
-                if work not in self._owed:
-                    self._owe(work)
-                if not isinstance(error, PeerLost):
-                    self.break_off(operation)
+            self.peers.flight.end(failed=True)
+            if work not in self._owed:
+                self._owe(work)
+            if not isinstance(error, PeerLost):
+                self.break_off(operation)
             raise
-        if self._flight is not None:
-            self._flight.end()
+        self.peers.flight.end()
 
     def _owe(self, work: device.Waitable) -> None:
         self._owed.append(work)
@@ -464,6 +419,76 @@ class Group:
                 f"cannot come to {operation}: make the group anew on every rank",
                 operation=operation,
             )
+
+
+class SharedGroup(Group):
+    """A group of one host over the backend "shm": its ranks read and write each other's memory.
+
+    The backend has the table of peers and records operations. Ranks compare their calls in memory, so an
+    operation that one of them leaves cannot be paired with a later one.
+    """
+
+    backend = "shm"
+    prefers_messages = False
+    pg: Any
+
+    def map_all(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
+        self.pg.label = operation
+        mapped: list[list[Tensor]] | None = self.pg.map_all(tensors)
+        return mapped
+
+    def publish(self, write: Callable[[Tensor], object], count: int, operation: str) -> Tensor:
+        """Every rank's published bytes, (W, HALF_BYTES) uint8. Collective, one round.
+
+        ``write(x)`` fills this rank's row, ``count`` words of int64 first. Rows are read-only and valid until
+        this rank begins the operation after the next one.
+        """
+        self.pg.label = operation
+        rows: Tensor = self.pg.publish(write, count)
+        return rows
+
+    def address_of(self, x: Tensor) -> Sequence[int]:
+        """Where ``x`` is, in words for ``map_peer`` on other ranks; the first is -1 if they cannot map it."""
+        address: Sequence[int] = self.pg.address_of(x)
+        return address
+
+    def map_peer(
+        self, rank: int, addresses: Sequence[Sequence[int]], dtype: torch.dtype, operation: str
+    ) -> list[Tensor]:
+        """The memory at ``addresses``, as group rank ``rank`` has sent them, flat."""
+        self.pg.label = operation
+        mapped: list[Tensor] = self.pg.map_peer(rank, addresses, dtype)
+        return mapped
+
+    def barrier(self, operation: str) -> None:
+        self.pg.label = operation
+        self.pg.monitored_barrier()
+
+    def break_off(self, operation: str) -> None:
+        pass
+
+    def close(self) -> None:
+        if self.pg is not None:
+            self.pg.shutdown()
+        super().close()
+
+    def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
+        if self.pg is None or on_device.type != "cpu":
+            return super().allocate(nbytes, align, on_device)
+        memory: Segment = self.pg.allocate(nbytes, align)
+        return memory
+
+    def _make_peers(self, rank: int, table: Sequence[Peer] | None, name: str) -> Peers:
+        peers: Peers = self.pg.peers
+        return peers
+
+    def _begin(self, options: Any, operation: str, x: Tensor) -> Any:
+        self.pg.label = operation
+        options.asyncOp = False  # in this thread, which has nothing else to do
+        return options
+
+    def _finish(self, work: Any, operation: str, *, on_gpu: bool = False) -> None:
+        self.peers.wait(work, operation)
 
 
 def alone(rank: int = 0, timeout_s: float = 300.0) -> Group:

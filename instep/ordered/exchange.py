@@ -33,7 +33,7 @@ from instep.errors import Desync, InstepError, PeerLost
 from instep.events import Recorder
 from instep.mesh.hang_report import Problem
 from instep.mesh.host_group import HostGroup
-from instep.mesh.process_group import Group
+from instep.mesh.process_group import Group, SharedGroup
 from instep.ordered.buckets import Bucket, Bundle
 from instep.ordered.collective_transport import CollectiveTransport
 from instep.ordered.gloo_transport import GlooTransport
@@ -227,11 +227,11 @@ class OrderedAllReduce:
 
 def fastest(group: Group) -> Transport:
     """What is fastest over the backend of ``group``, and over its hosts."""
-    if group.backend == "shm":
+    if isinstance(group, SharedGroup):
         return ShmTransport(group, Scratch())
     if isinstance(group, HostGroup) and group.near is not None:
         return HierarchicalTransport(group, Scratch())
-    return (GlooTransport if group.sends_best else CollectiveTransport)(group, Scratch())
+    return (GlooTransport if group.prefers_messages else CollectiveTransport)(group, Scratch())
 
 
 def _lost_in(header: Header, lost: PeerLost) -> PeerLost:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.mesh.axes import round_up
-from instep.mesh.process_group import Group
+from instep.mesh.process_group import SharedGroup
 from instep.ordered.add_up import add_up
 from instep.ordered.buckets import Bucket, TreeAccumulator
 from instep.ordered.collective_transport import CollectiveTransport, values_of
@@ -38,7 +38,9 @@ class ShmTransport(CollectiveTransport):
     What the ranks' places are mapped to is kept for as long as the memory of the bucket here.
     """
 
-    def __init__(self, group: Group, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
+    group: SharedGroup
+
+    def __init__(self, group: SharedGroup, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
         super().__init__(group, scratch, at_once_bytes=at_once_bytes)
         self._shown: Tensor | None = None  # what all ranks have written down of the bucket that is next
         self._start = 0  # of that, behind the header, in words

@@ -314,7 +314,7 @@ class WholeParameters(FlatParameters):
             for other in self.others:
                 other[begin : begin + length].copy_(self.flat[begin : begin + length])
             return True
-        if self.group.sends_best and self.flat.device.type == "cpu":
+        if self.group.prefers_messages and self.flat.device.type == "cpu":
             messages = Messages(self.group.pg, self.group.ranks)
             self.group.run(lambda: perform(direct.all_gather, parts, messages), operation)
         else:

@@ -369,7 +369,7 @@ class ReduceScatter(OrderedAllReduce):
             staged, leaf = self.staging.buffer(number, bucket), turn.leaves[turn.senders.index(rank)]
             nodes.round(staged, (leaf, leaf + 1))
             own_splits, message = [length] * size, nodes.encode(staged)
-        if group.sends_best and bucket.device.type == "cpu":
+        if group.prefers_messages and bucket.device.type == "cpu":
             parts, out = message.split(own_splits), received.split(splits)
             messages = Messages(group.pg, group.ranks)
             group.run(lambda: perform(direct.all_to_all, parts, messages, out=out), name)
