@@ -219,9 +219,8 @@ class Recorder:
         self.settle()
         if not self._begun_ns:
             return []
-        found = [x for x in self._events(self._ring.since(self._begun_at)) if x.step == self.step]
-        found.append(Event(self.rank, "host", STEP, self._begun_ns, time.monotonic_ns(), step=self.step))
-        return found
+        own = [x for x in self._events(self._ring.since(self._begun_at)) if x.step == self.step]
+        return [*own, Event(self.rank, "host", STEP, self._begun_ns, time.monotonic_ns(), step=self.step)]
 
     def last_steps(self, count: int) -> list[Event]:
         """The events of the last ``count`` ended steps and of what came later, in the order of their ends."""

@@ -71,14 +71,13 @@ def create_over(path: str | os.PathLike[str], mode: int = MODE) -> int:
 def require_in_place(fd: int, path: str | os.PathLike[str]) -> None:
     """Raise OSError unless ``path`` still names the open file ``fd``: else what is written there is lost."""
     try:
-        in_place = os.path.samestat(os.stat(path), os.fstat(fd))
+        if os.path.samestat(os.stat(path), os.fstat(fd)):
+            return
     except OSError as error:
         if error.errno not in GONE:
             raise
-        in_place = False
-    if not in_place:
-        problem = "removed or replaced while it was in use, and what is written there is lost: start again"
-        raise OSError(errno.ESTALE, problem, os.fspath(path))
+    problem = "removed or replaced while it was in use, and what is written there is lost: start again"
+    raise OSError(errno.ESTALE, problem, os.fspath(path))
 
 
 def try_lock(fd: int) -> bool | None:

@@ -39,10 +39,11 @@ class RingBuffer:
     """The last ``capacity`` records, in file ``path`` or in private memory.
 
     An existing file is continued if its ``head`` has the same "boot" and capacity, else replaced. ``head``
-    is for readers, at most ``HEAD_BYTES`` of JSON. Names and lanes are numbered in order of first use.
+    is for readers. Names and lanes are numbered in order of first use.
 
     Raises:
         OSError: the file cannot be created, or the disk has no room for all of it.
+        ValueError: as JSON, ``head`` is longer than ``HEAD_BYTES``.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class RingBuffer:
             self._open(path, head)
         self._numbers = itertools.count(self.newest + 1)
         self._number(OTHER)
-        self._memory[:HEAD_BYTES] = (MAGIC + json.dumps(head).encode()).ljust(HEAD_BYTES)
+        data = MAGIC + json.dumps(head).encode()
+        if len(data) > HEAD_BYTES:
+            raise ValueError(f"the head of a ring: expected at most {HEAD_BYTES} bytes, got {len(data)}")
+        self._memory[:HEAD_BYTES] = data.ljust(HEAD_BYTES)
 
     def put(
         self,

@@ -113,6 +113,11 @@ def test_a_full_disk_is_an_error_at_once_and_not_a_signal_later(tmp_path, monkey
         RingBuffer(2, tmp_path / "ring", HEAD)
 
 
+def test_a_head_that_is_too_long_is_refused(path):
+    with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
+        RingBuffer(2, path, {"host": "x" * HEAD_BYTES})
+
+
 def test_threads_lose_no_record(tmp_path: Path) -> None:
     ring = RingBuffer(4000, tmp_path / "ring", HEAD)
 
