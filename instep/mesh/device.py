@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ T = TypeVar("T")
 POLL_S = 50e-6
 REBASE_NS = 1_000_000_000
 NCCL_SHARES_FROM = 23000  # 2.30.0, as NCCL writes it
-NO_MESSAGE_TAG = 2**31 - 1  # the tag of a message that no rank sends
+NO_MESSAGE_TAG = 2**31 - 1
 SPIN_NS = 200_000  # many times the duration of an event on an idle stream
 MAX_MARKED = 8192  # spans, if ``settled`` is never called
 
@@ -155,7 +156,7 @@ def make_group(
     """
     if "shm" in config:
         gloo = _shm().connect(dist.PrefixStore("shm", store), rank, len(ranks), timeout, ranks)
-        if isinstance(gloo, dist.ProcessGroup):  # else ranks on several hosts
+        if isinstance(gloo, dist.ProcessGroup):  # else gloo, because the ranks share no memory
             return gloo
     else:
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, len(ranks), timeout)
@@ -194,9 +195,9 @@ def close_connections(*pgs: dist.ProcessGroup | None) -> None:
     A receive that times out closes the connections to all ranks ("Application timeout caused pair closure",
     gloo/transport/tcp/unbound_buffer.cc), unless its own is closed already.
     """
-    for pg, other in _connections(pgs):
+    for receive in _receives(pgs):
         with suppress(RuntimeError):
-            _receive_nothing(pg, other).wait(timedelta(milliseconds=1))
+            receive().wait(timedelta(milliseconds=1))
 
 
 def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
@@ -211,19 +212,17 @@ def require_connected(pgs: Iterable[dist.ProcessGroup | None]) -> None:
     Pending ones may not fail: not a message that is partly written or read, or queued
     (``Pair::signalException``, gloo/transport/tcp/pair.cc). Each call leaks some hundred bytes.
     """
-    for pg, other in _connections(pgs):
-        _receive_nothing(pg, other)
+    for receive in _receives(pgs):
+        receive()
 
 
-def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    """(process group, other rank) of groups that do not share memory."""
+def _receives(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[Callable[[], dist.Work]]:
+    """A receive of a message that no rank sends, for each connection of groups that do not share memory."""
     for pg in pgs:
         if pg is not None and not hasattr(pg, "map_all"):
-            yield from ((pg, other) for other in range(pg.size()) if other != pg.rank())
-
-
-def _receive_nothing(pg: dist.ProcessGroup, other: int) -> dist.Work:
-    return pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, NO_MESSAGE_TAG)
+            byte = torch.empty(1, dtype=torch.uint8, device="cpu")
+            for other in (other for other in range(pg.size()) if other != pg.rank()):
+                yield partial(pg.recv, [byte], other, NO_MESSAGE_TAG)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
