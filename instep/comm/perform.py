@@ -54,8 +54,13 @@ def perform(
                 own[0].add_(received[0])
             case "received + own":
                 torch.add(received[0], own[0], out=own[0])
-            case "in rank order" if own:
-                _add_in_rank_order(own[0], messages.rank, dict(zip(sources, received, strict=True)))
+            case "in rank order" if own:  # ((x0 + x1) + x2) + ...
+                addends = dict(zip(sources, received, strict=True)) | {messages.rank: own[0]}
+                first, *others = [addends[rank] for rank in sorted(addends)]
+                for addend in others:
+                    first.add_(addend)
+                if first is not own[0]:
+                    own[0].copy_(first)
 
 
 def _at(parts: Sequence[Tensor], piece: Piece) -> Tensor:
@@ -64,12 +69,3 @@ def _at(parts: Sequence[Tensor], piece: Piece) -> Tensor:
         return parts[piece.first]
     at = edges(parts[0].numel(), piece.of)
     return parts[0][at[piece.first] : at[piece.end]]
-
-
-def _add_in_rank_order(own: Tensor, rank: int, received: dict[int, Tensor]) -> None:
-    """``own`` becomes ((x0 + x1) + x2) + ..., itself being x of ``rank``."""
-    first, *others = [x for _, x in sorted({**received, rank: own}.items(), key=lambda item: item[0])]
-    for x in others:
-        first.add_(x)
-    if first is not own:
-        own.copy_(first)

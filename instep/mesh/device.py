@@ -25,7 +25,7 @@ T = TypeVar("T")
 POLL_S = 50e-6
 REBASE_NS = 1_000_000_000
 NCCL_SHARES_FROM = 23000  # 2.30.0, as NCCL writes it
-NO_MESSAGE_TAG = 2**31 - 1  # the tag of a message that no rank sends
+NO_MESSAGE_TAG = 2**31 - 1
 SPIN_NS = 200_000  # many times the duration of an event on an idle stream
 MAX_MARKED = 8192  # spans, if ``settled`` is never called
 
@@ -155,7 +155,7 @@ def make_group(
     """
     if "shm" in config:
         gloo = _shm().connect(dist.PrefixStore("shm", store), rank, len(ranks), timeout, ranks)
-        if isinstance(gloo, dist.ProcessGroup):  # else ranks on several hosts
+        if isinstance(gloo, dist.ProcessGroup):  # else gloo, because the ranks share no memory
             return gloo
     else:
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, len(ranks), timeout)
@@ -188,15 +188,19 @@ def _shm() -> Any:
     return importlib.import_module("instep.shm")
 
 
-def close_connections(*pgs: dist.ProcessGroup | None) -> None:
+def close_connections(pg: dist.ProcessGroup | None) -> None:
     """Close the connections of gloo, so that pending waits fail, which its abort does not do.
 
     A receive that times out closes the connections to all ranks ("Application timeout caused pair closure",
     gloo/transport/tcp/unbound_buffer.cc), unless its own is closed already.
     """
-    for pg, other in _connections(pgs):
-        with suppress(RuntimeError):
-            _receive_nothing(pg, other).wait(timedelta(milliseconds=1))
+    if pg is None or shares_memory(pg):
+        return
+    byte = torch.empty(1, dtype=torch.uint8, device="cpu")
+    for other in range(pg.size()):
+        if other != pg.rank():
+            with suppress(RuntimeError):
+                pg.recv([byte], other, NO_MESSAGE_TAG).wait(timedelta(milliseconds=1))
 
 
 def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
@@ -208,17 +212,6 @@ def keep(pgs: Iterable[dist.ProcessGroup]) -> None:
 def shares_memory(pg: dist.ProcessGroup | None) -> bool:
     """Whether the ranks of ``pg`` can read and write each other's memory: a group of the backend "shm"."""
     return hasattr(pg, "map_all")
-
-
-def _connections(pgs: Iterable[dist.ProcessGroup | None]) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    """(process group, other rank) of groups that do not share memory."""
-    for pg in pgs:
-        if pg is not None and not shares_memory(pg):
-            yield from ((pg, other) for other in range(pg.size()) if other != pg.rank())
-
-
-def _receive_nothing(pg: dist.ProcessGroup, other: int) -> dist.Work:
-    return pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, NO_MESSAGE_TAG)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:

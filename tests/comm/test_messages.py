@@ -96,6 +96,5 @@ def test_memory_that_is_not_the_tensor_is_refused(x, words):
 def test_one_rank_has_nobody_to_send_to():
     messages = Messages(None)
     messages.together([], [])
-    for other, words in ((0, "between two ranks, got one to rank 0 itself"), (1, "a world of one rank")):
-        with pytest.raises(ValueError, match=words):
-            messages.together([(torch.ones(1), other)], [])
+    with pytest.raises(ValueError, match="between two ranks, got one to rank 0 itself"):
+        messages.together([(torch.ones(1), 0)], [])

@@ -10,16 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from instep.mesh.join import init
 from instep.mesh.launch import launch
@@ -176,38 +173,6 @@ def meet_and_fail() -> None:
 def test_the_cause_is_not_the_rank_that_lost_its_peer():
     with pytest.raises(RankFailed, match=r"rank 1 of 2 \(pid \d+\) failed with ValueError"):
         launch(meet_and_fail, ranks=2, grace_s=PATIENCE_S)
-
-
-class Fatal:
-    """Kills one of the processes that unpickle it, before they know their rank."""
-
-    def __init__(self, ticket: Path) -> None:
-        self.ticket = ticket
-
-    def __reduce__(self) -> tuple:
-        return _arrive, (self.ticket,)
-
-
-def _arrive(ticket: Path) -> None:
-    try:
-        ticket.touch(exist_ok=False)
-    except FileExistsError:
-        kill_myself(signal.SIGKILL)
-
-
-def rendezvous(_: object) -> None:
-    place = detect(os.environ)
-    assert place.store_file is not None
-    store = dist.FileStore(place.store_file, place.world_size)
-    store.set_timeout(timedelta(seconds=10 * PATIENCE_S))
-    store.get("what the other rank never writes")
-
-
-def test_a_rank_that_dies_before_it_starts_is_noticed_while_the_others_wait_for_it(tmp_path):
-    began = time.monotonic()
-    with pytest.raises(RankFailed, match="was killed by SIGKILL"):
-        launch(rendezvous, (Fatal(tmp_path / "ticket"),), ranks=2, grace_s=0.1)
-    assert time.monotonic() - began < PATIENCE_S
 
 
 def leave_a_helper(directory: Path) -> None:
