@@ -229,7 +229,6 @@ def publish_flight(flight: FlightRecorder, me: Peer, group: str) -> None:
     global _server_pid
     with _starting:
         if _server_pid != os.getpid():
-            _flights.clear()
             with suppress(OSError, AttributeError):  # no such sockets here, or no descriptor is left
                 _start(me)
                 _server_pid = os.getpid()
