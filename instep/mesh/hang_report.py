@@ -44,6 +44,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
+from instep.errors import Desync
+from instep.mesh.rank_exit import mark_secondary
+
 if TYPE_CHECKING:
     from instep.mesh.peers import Peer
 
@@ -143,6 +146,12 @@ class Problem(NamedTuple):
     def beside(self, rank: int) -> str:
         """The error without the table, which ``rank`` prints for all ranks."""
         return f"{self}. Rank {rank} shows where each rank stands"
+
+    def as_desync(self, rows: Sequence[StatusRow], place: int) -> Desync:
+        """The error of the rank at ``place`` in the group, all of whose ranks have gathered ``rows``."""
+        if place:
+            return mark_secondary(Desync(self.beside(rows[0].rank)))
+        return Desync(self.around(status_table(rows)))
 
 
 class FlightRecorder:
