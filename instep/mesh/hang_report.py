@@ -44,6 +44,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
+from instep.errors import Desync
+from instep.mesh.rank_exit import mark_secondary
+
 if TYPE_CHECKING:
     from instep.mesh.peers import Peer
 
@@ -144,6 +147,12 @@ class Problem(NamedTuple):
         """The error without the table, which ``rank`` prints for all ranks."""
         return f"{self}. Rank {rank} shows where each rank stands"
 
+    def as_desync(self, rows: Sequence[StatusRow], place: int) -> Desync:
+        """The error of the rank at ``place`` in the group, all of whose ranks have gathered ``rows``."""
+        if place:
+            return mark_secondary(Desync(self.beside(rows[0].rank)))
+        return Desync(self.around(status_table(rows)))
+
 
 class FlightRecorder:
     """The last operation of ``rank`` on one group.
@@ -229,8 +238,7 @@ def publish_flight(flight: FlightRecorder, me: Peer, group: str) -> None:
     global _server_pid
     with _starting:
         if _server_pid != os.getpid():
-            _flights.clear()
-            with suppress(OSError, AttributeError):  # no such sockets here, or no descriptor is left
+            with suppress(OSError):  # no such sockets here, or no descriptor is left
                 _start(me)
                 _server_pid = os.getpid()
         _flights[_question(me, group)] = flight
@@ -249,9 +257,8 @@ def ask_peers(peers: Iterable[Peer], group: str, seconds: float = ANSWER_S) -> d
     until = time.monotonic() + seconds
     for rank, connection in asked.items():
         with connection, suppress(OSError, ValueError):  # it gives no answer, or has ended meanwhile
-            connection.settimeout(
-                max(until - time.monotonic(), 0.001)
-            )  # a silent one before it took the time
+            # If a silent one has taken all the time, those after it have answered long ago.
+            connection.settimeout(max(until - time.monotonic(), 0.001))
             rows[rank] = StatusRow.from_bytes(connection.recv(ROW_BYTES))
     return rows
 
@@ -314,10 +321,9 @@ def _address(peer: Peer) -> str:
     return f"\0instep/{peer.pid_space}/{peer.pid}/{peer.start_time}"
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+def _credentials(connection: socket.socket) -> tuple[int, ...]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, group = _CREDENTIALS.unpack(data)
-    return pid, user, group
+    return _CREDENTIALS.unpack(data)
 
 
 def running_frames() -> dict[int, FrameType]:

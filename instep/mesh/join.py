@@ -145,15 +145,14 @@ def join_store(
     on_device, config = _choose(backend, device, local_rank, world_size, threads, one_host=True)
     if world_size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    make = None if store is None else from_store(store, rank, timeout_s, config=devices.complete(config))
     mesh = build(
         store,
         rank,
         world_size,
         **axes,
         timeout_s=timeout_s,
-        make_group=None
-        if store is None
-        else from_store(store, rank, timeout_s, config=devices.complete(config)),
+        make_group=make,
         private=True,
         local_rank=local_rank,
         on_device=on_device,
@@ -237,24 +236,15 @@ def _join(started: LaunchEnvironment, backend: str, timeout_s: float) -> None:
     """Make torch's default group of the world that ``started`` describes."""
     if started.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store: Store
-    if started.store_file is not None:
-        store = dist.FileStore(started.store_file, started.world_size)
-    else:
-        store = _reach_store(started, timeout_s)
+    rank, size, file = started.rank, started.world_size, started.store_file
+    store = _reach_store(started, timeout_s) if file is None else dist.FileStore(file, size)
 
     def construct(own: Store) -> None:
-        dist.init_process_group(
-            backend,
-            store=own,
-            rank=started.rank,
-            world_size=started.world_size,
-            timeout=backend_timeout(timeout_s),
-        )
+        timeout = backend_timeout(timeout_s)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
 
     # A world that is restarted, or joined again, must not read what its predecessor wrote.
-    name = f"world/{started.restart_count}"
-    rendezvous(store, name, range(started.world_size), started.rank, timeout_s, construct)
+    rendezvous(store, f"world/{started.restart_count}", range(size), rank, timeout_s, construct)
 
 
 def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:

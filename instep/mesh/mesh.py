@@ -34,7 +34,7 @@ class Axis:
     ``pg`` is the user's process group, None where there is one rank. ``duplicate()`` makes a group of one's
     own over the same ranks; ``group`` is the one for the thread that runs the training loop. Without
     ``shared``, ``pg`` is made when it is first asked for, by all its ranks: most programs never do. ``table``
-    has the processes of all ranks of the world; without it the ranks of this axis exchange theirs.
+    has the processes of all ranks of the world; without it this axis is the world, and its ranks exchange it.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Axis:
         self._closed = False
         self._pg = None if self.size == 1 or shared is None else shared(name, self.ranks)
         self.group = self.duplicate()
+        self._table = table or self.group.peers.table
 
     @property
     def pg(self) -> ProcessGroup | None:

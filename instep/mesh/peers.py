@@ -48,15 +48,7 @@ STOPPED_S = 5.0
 CONFIRM_S = 1.0
 ALMOST_S = 0.05  # ranks whose waits began that close together began at the same time
 NUM_NAMED = 4  # in one sentence
-STATES = {
-    "": "gone",
-    "R": "running",
-    "S": "sleeping",
-    "I": "sleeping",
-    "D": "disk",
-    "T": "stopped",
-    "t": "stopped",
-}
+STATES = {"": "gone", "R": "running", "S": "sleeping", "I": "sleeping", "D": "disk", "T": "stopped"}
 
 
 @dataclass(frozen=True)
@@ -100,20 +92,16 @@ def statuses_of(pids: Mapping[int, int]) -> list[StatusRow]:
     Takes half a second where one of them gives no answer, though it is not stopped.
     """
     me = own_peer(0)
-    found = {
-        rank: replace(me, rank=rank, pid=pid, start_time=_start_time(pid) or 0) for rank, pid in pids.items()
-    }
-    states = {rank: _state(peer) for rank, peer in found.items()}
-    answers = ask_peers(
-        (peer for rank, peer in found.items() if states[rank] not in ("gone", "stopped")), LATEST
-    )
+    peers = [replace(me, rank=rank, pid=pid, start_time=_start_time(pid) or 0) for rank, pid in pids.items()]
+    states = {peer.rank: _state(peer) for peer in peers}
+    answers = ask_peers((peer for peer in peers if states[peer.rank] not in ("gone", "stopped")), LATEST)
     return [replace(answers.get(rank) or StatusRow(rank), rank=rank, state=states[rank]) for rank in pids]
 
 
 def is_stopped(pid: int) -> bool:
     """Whether the kernel does not run process ``pid``: SIGSTOP, or a debugger."""
     found = look(pid)
-    return found is not None and STATES.get(found[0]) == "stopped"
+    return found is not None and found[0] in "Tt"
 
 
 def _letter(peer: Peer) -> str:
@@ -123,7 +111,7 @@ def _letter(peer: Peer) -> str:
 
 
 def _state(peer: Peer) -> str:
-    letter = _letter(peer)
+    letter = _letter(peer).upper()  # "t": a debugger's stop
     return STATES.get(letter, letter)
 
 

@@ -31,9 +31,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.errors import Desync, PeerLost
 from instep.memory import Segment, allocate, tensor_of
 from instep.mesh import device
-from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow, status_table
+from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow
 from instep.mesh.peers import RECORD_BYTES, Peer, Peers, own_peer
-from instep.mesh.rank_exit import mark_secondary
 from instep.mesh.store import StatusStore, backend_timeout, rendezvous
 from instep.work import Handle, Lane
 
@@ -361,9 +360,7 @@ class Group:
         row = replace(self.peers.flight.row(), stack=())
         with suppress(PeerLost, ValueError):
             rows = [StatusRow.from_bytes(data) for data in self.all_gather_bytes(row.to_bytes(), operation)]
-            if self.rank:
-                return mark_secondary(Desync(problem.beside(self.ranks[0])))
-            return Desync(problem.around(status_table(rows)))
+            return problem.as_desync(rows, self.rank)
         return Desync(str(problem))
 
     def _make_peers(self, rank: int, table: Sequence[Peer] | None, name: str) -> Peers:

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync, PeerLost
-from instep.mesh import hang_report
 from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow
 from instep.mesh.peers import Peer, Peers, describe
-from instep.mesh.rank_exit import mark_secondary
 from instep.native.library import DIFFERENT, MISSING, SHARED, THERE
 from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
 from instep.shm.futex import Words
@@ -169,9 +167,7 @@ class Rounds:
         with suppress(PeerLost, ValueError):  # then what they disagree about has to do
             self.meet(label, NOTES_S)
             rows = [StatusRow.from_bytes(self.shared.row(rank)) for rank in range(self.size)]
-            if self.rank:
-                return mark_secondary(Desync(problem.beside(self.ranks[0])))
-            return Desync(problem.around(hang_report.status_table(rows)))
+            return problem.as_desync(rows, self.rank)
         return Desync(str(problem))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -57,34 +59,42 @@ def test_every_rank_has_its_own_result_when_all_have_one(mesh: Mesh) -> None:
     assert_in_step(mesh)
 
 
-@pytest.mark.parametrize("failed", [[0], [1], [1, 2], [0, 1, 2]])
-@world(3)
-def test_a_failing_rank_raises_its_own_error_and_the_others_name_the_first(
-    mesh: Mesh, failed: list[int]
+# By rank: its failure; then the rank that reports its own, and what ranks with no such failure raise.
+MISSING = FileNotFoundError
+FAILURES: list[Callable[[], tuple[list[Exception | None], int, type[Exception], str]]] = [
+    lambda: ([MISSING("a"), None, None], 0, MISSING, "a"),
+    lambda: ([None, MISSING("a"), MISSING("b")], 1, MISSING, "a"),
+    lambda: ([MISSING("a"), MISSING("b")], 0, MISSING, "a"),
+    lambda: ([KeyError("a bug"), None], 0, InstepError, "KeyError: 'a bug'"),
+    lambda: ([None, ValueError()], 1, ValueError, "ValueError"),
+    lambda: ([Desync("a rank has left"), None, ValueError("the cause")], 2, ValueError, "the cause"),
+    lambda: ([PeerLost("a rank has left"), None, ValueError("the cause")], 2, ValueError, "the cause"),
+    lambda: ([mark_secondary(Desync("rank 1 has left")), Desync("plans"), None], 1, Desync, "plans"),
+    lambda: ([PeerLost("lost by 0"), PeerLost("lost by 1")], 0, PeerLost, "lost by 0"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FAILURES)))
+def test_a_failing_rank_raises_its_own_error_and_the_others_name_the_first(number: int) -> None:
+    failures, first, kind, message = FAILURES[number]()
+    world(len(failures))(raises_or_names)(failures=failures, first=first, kind=kind, message=message)
+
+
+def raises_or_names(
+    mesh: Mesh, failures: list[Exception | None], first: int, kind: type[Exception], message: str
 ) -> None:
-    own = FileNotFoundError(f"no file on rank {mesh.rank}")
-    match = rf"^rank {failed[0]}: no file on rank {failed[0]}\n"
-    with pytest.raises(FileNotFoundError, match=None if mesh.rank in failed else match) as caught:
-        all_or_none(mesh.world.group, "a test", lambda: failing(own) if mesh.rank in failed else None)
-    assert (caught.value is own) is (mesh.rank in failed)
-    assert is_told(caught.value) is (mesh.rank != failed[0])
-    assert_in_step(mesh)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@world(2)
-def test_the_kind_of_an_error_is_that_of_the_failure(mesh: Mesh, kind: type) -> None:
-    with pytest.raises(kind, match=r"^rank 1: no such luck" if mesh.rank == 0 else "^no such luck$"):
-        all_or_none(mesh.world.group, "a test", lambda: failing(kind("no such luck")) if mesh.rank else None)
-
-
-@world(2)
-def test_an_error_of_no_kind_that_all_know_is_itself_on_its_rank_only(mesh: Mesh) -> None:
-    match = "^rank 0: KeyError: 'a bug'\nrank 0 raised KeyError in a test; its own traceback has the cause$"
-    with pytest.raises(KeyError if mesh.rank == 0 else InstepError, match=match if mesh.rank else "a bug"):
-        all_or_none(
-            mesh.world.group, "a test", lambda: failing(KeyError("a bug")) if mesh.rank == 0 else None
-        )
+    own = failures[mesh.rank]
+    is_cause = type(own) is type(failures[first]) and not (own and is_told(own))
+    with pytest.raises(Exception) as caught:
+        all_or_none(mesh.world.group, "a test", lambda: failing(own) if own else None)
+    if is_cause:
+        assert caught.value is own
+    else:
+        assert type(caught.value) is kind and str(caught.value) == f"rank {first}: {message}"
+        [note] = caught.value.__notes__
+        assert re.fullmatch(rf"rank {first} raised \w+ in a test; its own traceback has the cause", note)
+        assert caught.value.__cause__ is own
+    assert is_told(caught.value) is (mesh.rank != first)
     assert_in_step(mesh)
 
 
@@ -99,38 +109,13 @@ def test_a_caller_chooses_what_the_other_ranks_raise(mesh: Mesh) -> None:
         all_or_none(mesh.world.group, "a test", fail, errors=(CheckpointRejected,))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @world(2)
-def test_an_error_without_words_is_told_by_its_name(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match=r"^$" if mesh.rank else r"^rank 1: ValueError\n"):
-        all_or_none(mesh.world.group, "a test", lambda: failing(ValueError()) if mesh.rank else None)
-
-
-@pytest.mark.parametrize("consequence", [Desync, PeerLost])
-@world(3)
-def test_a_failure_that_another_rank_has_caused_is_not_the_one_that_is_reported(
-    mesh: Mesh, consequence: type
-) -> None:
-    own = [consequence("a rank has left"), None, ValueError("the cause")][mesh.rank]
-    with pytest.raises(ValueError, match="the cause") as caught:
-        all_or_none(mesh.world.group, "a test", lambda: failing(own) if own else None)
-    assert is_told(caught.value) is (mesh.rank != 2)
-    if mesh.rank == 0:
-        assert caught.value.__cause__ is own
+def test_the_kind_of_an_error_is_that_of_the_failure(mesh: Mesh, kind: type) -> None:
+    with pytest.raises(kind, match=r"^rank 0: no such luck\n" if mesh.rank else r"^no such luck$") as caught:
+        on_first_rank(mesh.world.group, "a test", lambda: failing(kind("no such luck")))
+    assert is_told(caught.value) is (mesh.rank != 0)
     assert_in_step(mesh)
-
-
-@world(3)
-def test_of_consequences_the_one_is_reported_that_no_other_rank_has_told(mesh: Mesh) -> None:
-    own = [mark_secondary(Desync("rank 1 has left")), Desync("other plans"), None][mesh.rank]
-    with pytest.raises(Desync, match=r"^other plans" if mesh.rank == 1 else r"^rank 1: other plans"):
-        all_or_none(mesh.world.group, "a test", lambda: failing(own) if own else None, errors=(Desync,))
-    assert_in_step(mesh)
-
-
-@world(2)
-def test_where_all_failures_are_consequences_each_rank_raises_its_own(mesh: Mesh) -> None:
-    with pytest.raises(PeerLost, match=f"^lost by {mesh.rank}$"):
-        all_or_none(mesh.world.group, "a test", lambda: failing(PeerLost(f"lost by {mesh.rank}")))
 
 
 @world(3)
@@ -201,23 +186,7 @@ def test_what_the_first_rank_finds_is_known_to_all(mesh: Mesh) -> None:
     found = on_first_rank(mesh.world.group, "a test", lambda: callers.append(mesh.rank) or {"a": [1, None]})
     assert found == {"a": [1, None]}
     assert callers == ([0] if mesh.rank == 0 else [])
-
-
-@world(2)
-def test_the_first_rank_may_find_nothing(mesh: Mesh) -> None:
     assert on_first_rank(mesh.world.group, "a test", lambda: None) is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@world(2)
-def test_the_error_of_the_first_rank_is_raised_on_every_rank_and_reported_by_one(
-    mesh: Mesh, kind: type
-) -> None:
-    match = r"^rank 0: no such luck\n" if mesh.rank else r"^no such luck$"
-    with pytest.raises(kind, match=match) as caught:
-        on_first_rank(mesh.world.group, "a test", lambda: failing(kind("no such luck")))
-    assert is_told(caught.value) is (mesh.rank != 0)
-    assert_in_step(mesh)
 
 
 @world(3)

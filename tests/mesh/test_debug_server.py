@@ -111,6 +111,20 @@ def test_ranks_that_are_threads_each_tell_of_their_own_program(mesh):
     group.barrier(OPERATION)
 
 
+@world(4, dp=2, tp=2)
+def test_groups_have_slices_of_one_table_and_their_own_rows(mesh):
+    everyone, again = mesh.world.group.peers, mesh.world.duplicate()
+    groups = [mesh.along[name].group for name in ("dp", "tp")]
+    for group in (*groups, again):
+        assert group.peers.table == tuple(everyone.table[rank] for rank in group.ranks)
+        assert group.peers.flight.number == 0 < everyone.flight.number  # only the world has exchanged records
+    groups[0].barrier(OPERATION)
+    assert [row.operation for row in groups[0].peers.rows()] == [OPERATION] * 2
+    assert [row.status for row in groups[1].peers.rows()] == [BEFORE] * 2
+    again.barrier("the end")
+    again.close()
+
+
 def test_of_lost_ranks_the_first_report_counts_and_deaths_before_all():
     store = dist.HashStore()
     here, there = (StatusStore(store, rank) for rank in (0, 1))
