@@ -48,7 +48,10 @@ def test_a_function_of_a_lane_that_runs_another_there_is_refused_in_any_thread(t
 
     threaded.run("the outer one", outer)
     threaded.submit("the outer one", outer).wait()
-    assert raised == ['the inner one was called by what runs on "a test\'s": it cannot wait for itself'] * 2
+    assert (
+        raised
+        == ['the inner one was called inside a function of lane "a test\'s", which would wait for itself'] * 2
+    )
 
 
 class Gate:
@@ -299,7 +302,7 @@ def test_what_runs_on_a_lane_cannot_wait_for_the_lane():
     lane = Lane("a lane")
     work = lane.submit("outer", lambda: lane.run("inner", nothing).wait())
     with pytest.raises(
-        RuntimeError, match="inner was called by what runs on 'a lane': it cannot wait for itself"
+        RuntimeError, match="inner was called inside a function of lane 'a lane', which would wait for itself"
     ):
         work.wait(time.monotonic() + PATIENCE_S)
     lane.close()

@@ -292,9 +292,9 @@ def ready(group: Group) -> tuple[OrderedAllReduce, Bucket, Leaves, Tensor]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step": 5}, "rank 1 has made optimizer steps: 5; rank 0, 2: 4"),
-        ({"bucket": 1}, "rank 1 sends bucket 1; rank 0, 2: 0"),
-        ({"num_elements": 7}, "rank 1 has a bucket of elements: 7; rank 0, 2: "),
+        ({"step": 5}, "rank 1 is at optimizer step 5; ranks 0, 2: 4"),
+        ({"bucket": 1}, "rank 1 sends bucket 1; ranks 0, 2: 0"),
+        ({"num_elements": 7}, "rank 1 has a bucket of 7 elements; ranks 0, 2: "),
     ],
 )
 def test_ranks_out_of_step_raise_one_error_and_reduce_nothing(mesh, change, words):
@@ -312,9 +312,9 @@ def test_a_rank_that_leaves_is_named_to_the_others(mesh):
     exchange, bucket, leaves, before = ready(mesh.world.group)
     header = header_for(bucket, leaves, 1)
     if mesh.rank == 2:
-        exchange.leave(header, "leaving a step")
+        exchange.announce_leave(header, "leaving a step")
     else:
-        with pytest.raises(Desync, match="rank 2 left step 4 before its gradients were whole"):
+        with pytest.raises(Desync, match="rank 2 left step 4 before its gradients were complete"):
             exchange.run(bucket, header, leaves)
         assert bucket.home.tolist() == before.tolist()
     exchange.run(bucket, header, leaves)

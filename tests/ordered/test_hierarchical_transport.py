@@ -168,15 +168,15 @@ def raises_alike(mesh, odd):
     before = bucket.home.clone()
     exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
     header = header_for(bucket, leaves, 1)
-    with pytest.raises(Desync, match=f"rank {odd} has made optimizer steps: 5"):
+    with pytest.raises(Desync, match=f"rank {odd} is at optimizer step 5"):
         exchange.run(bucket, header._replace(step=5) if mesh.rank == odd else header, leaves)
     if mesh.rank == odd:
-        exchange.leave(header, "leaving a step")
+        exchange.announce_leave(header, "leaving a step")
     else:
         with pytest.raises(Desync, match=f"rank {odd} left step 4"):
             exchange.run(bucket, header, leaves)
     assert bucket.home.tolist() == before.tolist()
-    assert exchange.come_to(header, [mesh.rank], "the test") == [[rank] for rank in range(4)]
+    assert exchange.rendezvous(header, [mesh.rank], "the test") == [[rank] for rank in range(4)]
     exchange.run(bucket, header, leaves)
     assert set(content(bucket).tolist()) == {2.5}
 
