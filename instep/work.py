@@ -51,29 +51,14 @@ class Work:
             self._lock.release()
         return self.happened
 
-    def wait(self, deadline: float | None = None) -> None:
-        """Block until done, then raise ``error`` if there is one.
-
-        Raises ``PeerLost``, naming the operation, at ``deadline``, in seconds of ``time.monotonic()``.
-        """
-        timeout_s = None if deadline is None else deadline - time.monotonic()
-        if not self.happened and not self.arrive(timeout_s):
-            raise PeerLost(f"{self.operation} did not end before its deadline", operation=self.operation)
+    def wait(self) -> None:
+        """Block until done, then raise ``error`` if there is one."""
+        if not self.happened:
+            self.arrive()
         if isinstance(self.error, InstepError):  # complete without the frames of earlier raises
             raise self.error.with_traceback(None)
         if self.error is not None:
             raise self.error
-
-    def reason(self) -> BaseException:
-        """A copy of ``error`` to raise; of a lost peer, the backend's own error.
-
-        Not ``error`` itself: its traceback would hold this work, and this work holds it.
-        """
-        assert self.error is not None
-        if not isinstance(self.error, PeerLost):
-            return _copy(self.error).with_traceback(self.error.__traceback__)
-        clear_tracebacks(self.error)  # on an idle lane the function ran in the waiting thread
-        return _copy(self.error.__cause__ or self.error)
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark as done, or as failed with ``error``, and wake the waiting threads."""
@@ -96,13 +81,8 @@ class _State:
 
     def fail(self, error: BaseException) -> None:
         self.failed = error
-        if self.closed is not None:  # ``close`` may run at the same time: each reads after it has written
+        if self.closed is not None:  # ``Lane.close`` may run now: each thread writes first, then reads
             self.failed = self.closed
-
-    def close(self, error: BaseException) -> None:
-        self.closed = error
-        if self.failed is not None:
-            self.failed = error
 
 
 def _copy(error: BaseException) -> BaseException:
@@ -134,12 +114,18 @@ class Handle:
         return self._work.done()
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
-        """Raises ``TimeoutError``, or the backend's own error if that is the cause."""
+        """Raises ``TimeoutError``, or a copy of the error; if a peer is lost, of the backend's own error.
+
+        A copy, because the traceback of the error itself would hold this work, which holds the error.
+        """
         if not self._work.arrive(timeout.total_seconds()):
             raise TimeoutError
-        if self._work.error is not None:
-            raise self._work.reason()
-        return True
+        if (error := self._work.error) is None:
+            return True
+        if not isinstance(error, PeerLost):
+            raise _copy(error).with_traceback(error.__traceback__)
+        clear_tracebacks(error)  # on an idle lane the function ran in the waiting thread
+        raise _copy(error.__cause__ or error)
 
 
 class Lane:
@@ -250,7 +236,9 @@ class Lane:
                 self._thread.join()
             self._thread = None
         self._last = None
-        self._state.close(Refused(f"{self.name!r} has failed, and is closed"))
+        self._state.closed = Refused(f"{self.name!r} has failed, and is closed")
+        if self._state.failed is not None:
+            self._state.failed = self._state.closed
 
 
 def _run(work: Work, function: Callable[[], object], state: _State) -> None:

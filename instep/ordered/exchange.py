@@ -35,15 +35,7 @@ from instep.mesh.process_group import Group
 from instep.ordered.buckets import Bucket, Bundle
 from instep.ordered.collective_transport import CollectiveTransport
 from instep.ordered.gloo_transport import GlooTransport
-from instep.ordered.header import (
-    Header,
-    describe_step,
-    disagreement,
-    header_length,
-    pack,
-    unpack,
-    unpack_words,
-)
+from instep.ordered.header import NUM_FIELDS, Header, describe_step, disagreement, header_length, pack, unpack
 from instep.ordered.hierarchical_transport import HierarchicalTransport
 from instep.ordered.scratch import Scratch
 from instep.ordered.shm_transport import ShmTransport
@@ -111,7 +103,8 @@ class OrderedAllReduce:
         except BaseException:  # on this rank alone, an interrupt for example, perhaps between two messages
             self.group.break_off(name)
             raise
-        self._record(headers, begun_ns, agreed_ns, time.monotonic_ns(), bucket.nodes.wire_bytes)
+        exchanged = "exchange", agreed_ns, time.monotonic_ns(), bucket.nodes.wire_bytes, -1
+        self._record(headers, begun_ns, agreed_ns, exchanged)
 
     def exchange_headers(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         """The headers of all ranks; sets ``bucket.presence``.
@@ -140,7 +133,8 @@ class OrderedAllReduce:
                 raise self._desync(headers, problem, name)
         except PeerLost as lost:
             raise _with_step(header, lost) from None
-        return unpack_words(rows, len(words))
+        found: list[list[int]] = rows[:, NUM_FIELDS : NUM_FIELDS + len(words)].tolist()
+        return found
 
     def announce_leave(self, header: Header, name: str) -> None:
         """Answer the other ranks' next exchange: this rank sends nothing more in this step."""
@@ -151,10 +145,9 @@ class OrderedAllReduce:
         headers: Sequence[Header],
         begun_ns: int,
         agreed_ns: int,
-        ended_ns: int | None = None,
-        num_bytes: int = 0,
+        *exchanged: tuple[str, int, int, int, int],
     ) -> None:
-        """Record this rank's events since ``begun_ns``: its wait for the last rank, and the exchange."""
+        """Record this rank's events since ``begun_ns``: queued, its wait for the last rank, ``exchanged``."""
         offsets_ns, rank = self.offsets_ns, self.group.rank
         mine, last, latest_ns = headers[rank], rank, 0
         for r, header in enumerate(headers):
@@ -167,9 +160,7 @@ class OrderedAllReduce:
             events.append(("wait", begun_ns, until_ns, 0, self.group.ranks[last]))
         if agreed_ns > until_ns:
             events.append(("agree", until_ns, agreed_ns, 0, -1))
-        if ended_ns is not None:
-            events.append(("exchange", agreed_ns, ended_ns, num_bytes, -1))
-        self.recorder.put_all(events, lane="communication", bucket=mine.bucket)
+        self.recorder.put_all([*events, *exchanged], lane="communication", bucket=mine.bucket)
 
     def _agree(
         self, bucket: Bundle, header: Header, name: str, payload: tuple[Bucket, Sum] | None = None

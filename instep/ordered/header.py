@@ -149,12 +149,6 @@ def unpack(rows: Tensor, num_flags: int) -> tuple[list[Header], list[int]]:
     return headers, flags
 
 
-def unpack_words(rows: Tensor, count: int) -> list[list[int]]:
-    """The ``count`` words of each rank, from (W, length) words."""
-    words: list[list[int]] = rows[:, NUM_FIELDS : NUM_FIELDS + count].tolist()
-    return words
-
-
 def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> Problem | None:
     """Why these headers do not belong to one exchange, naming ranks; None if they do."""
     if len(set(map(_agreed, headers))) == 1 and not any(map(_left, headers)):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ clipping: ContextVar[Clips | None] = ContextVar("instep_clipping", default=None)
 # torch converts its whole input to float64 before it adds. Pieces of 1 MB stay in the cache, in a seventh of
 # the time.
 PIECE_BLOCKS = 32
-GPU_PIECE_BLOCKS = 4096  # 128 MB in float64
+GPU_PIECE_BLOCKS = 2048  # a batch has fewer than twice as many: 128 MB in float64
 
 
 def block_square_sums(x: Tensor) -> Tensor:
@@ -93,31 +94,22 @@ def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
     torch's own sum on a GPU splits a row among more threads if there are fewer rows, and so adds in another
     order. Here the second half of every row is added to the first, elementwise, until one column is left.
     """
-    batches: list[list[Tensor]] = [[]]  # few kernels, whatever the number of tensors
-    room = GPU_PIECE_BLOCKS
-    for piece in (piece for x in flat for piece in x.split(GPU_PIECE_BLOCKS * BLOCK_ELEMENTS)):
-        if (blocks := _num_blocks(piece)) > room:
-            batches.append([])
-            room = GPU_PIECE_BLOCKS
-        batches[-1].append(piece)
-        room -= blocks
-    return torch.cat([_sums_of_batch(batch) for batch in batches])
-
-
-def _sums_of_batch(batch: Sequence[Tensor]) -> Tensor:
-    counts = [_num_blocks(x) for x in batch]
-    rows = batch[0].new_zeros(sum(counts), BLOCK_ELEMENTS, dtype=torch.float64)
-    places = [place.flatten()[: x.numel()] for place, x in zip(rows.split(counts), batch, strict=True)]
-    torch._foreach_copy_(places, list(batch))
-    rows.square_()
-    while rows.shape[1] > 1:
-        rows, second = rows.chunk(2, dim=1)
-        rows.add_(second)
-    return rows.flatten()
-
-
-def _num_blocks(x: Tensor) -> int:
-    return -(-x.numel() // BLOCK_ELEMENTS)
+    pieces = [piece for x in flat for piece in x.split(GPU_PIECE_BLOCKS * BLOCK_ELEMENTS)]
+    counts = [-(-x.numel() // BLOCK_ELEMENTS) for x in pieces]
+    sums = []
+    # In batches: one set of kernels per tensor would take longer to launch than to run.
+    ends = zip(accumulate(counts), counts, pieces, strict=True)
+    for _, batch in groupby(ends, lambda x: x[0] // GPU_PIECE_BLOCKS):
+        _, num_blocks, members = map(list, zip(*batch, strict=True))
+        rows = flat[0].new_zeros(sum(num_blocks), BLOCK_ELEMENTS, dtype=torch.float64)
+        places = [row.flatten()[: x.numel()] for row, x in zip(rows.split(num_blocks), members, strict=True)]
+        torch._foreach_copy_(places, members)
+        rows.square_()
+        while rows.shape[1] > 1:
+            rows, second = rows.chunk(2, dim=1)
+            rows.add_(second)
+        sums.append(rows.flatten())
+    return torch.cat(sums)
 
 
 def grad_norm(gradients: Iterable[Tensor]) -> float:

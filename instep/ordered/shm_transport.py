@@ -51,8 +51,19 @@ class ShmTransport(CollectiveTransport):
 
         def write(half: Tensor) -> None:
             self._view(half, 0, row).copy_(row)
-            if payload is not None:
-                self._write(half, length, *payload)
+            if payload is None:
+                return
+            bucket, plan = payload
+            roots = local_roots(bucket)
+            if self._is_small(bucket, plan):
+                start, nbytes = _data_start(length), bucket.nbytes
+                for root in roots:
+                    self._view(half, start, root).copy_(root)
+                    start += nbytes
+            else:
+                words = [word for x in (*roots, bucket.home) for word in self.group.address_of(x)]
+                addresses = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
+                self._view(half, length * WORD_BYTES, addresses).copy_(addresses)
 
         published = self.group.publish(write, length, name)
         if payload is not None:
@@ -62,19 +73,6 @@ class ShmTransport(CollectiveTransport):
             with torch.inference_mode(False):  # the view outlives this step
                 headers = self._views[key] = published[:, : length * WORD_BYTES].view(torch.int64)
         return headers
-
-    def _write(self, half: Tensor, length: int, bucket: Bucket, plan: Sum) -> None:
-        """Publish the roots of ``bucket``, or their addresses, behind a header of ``length`` words."""
-        roots = local_roots(bucket)
-        if self._is_small(bucket, plan):
-            start, nbytes = _data_start(length), bucket.nbytes
-            for root in roots:
-                self._view(half, start, root).copy_(root)
-                start += nbytes
-            return
-        words = [word for x in (*roots, bucket.home) for word in self.group.address_of(x)]
-        row = torch.tensor([len(words), *words], dtype=torch.int64, device="cpu")
-        self._view(half, length * WORD_BYTES, row).copy_(row)
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         if self._is_small(bucket, plan):
