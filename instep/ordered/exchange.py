@@ -88,7 +88,7 @@ class OrderedAllReduce:
         """
         name = f"the exchange of bucket {header.bucket}"
         plan = plan_sum(leaves, header.num_leaves) if self.ordered else None
-        begun_ns = time.monotonic_ns()
+        started_ns = time.monotonic_ns()
         try:
             headers = self._agree(bucket, header, name, None if plan is None else (bucket, plan))
             agreed_ns, scale = time.monotonic_ns(), mean_scale(headers)
@@ -104,7 +104,7 @@ class OrderedAllReduce:
             self.group.break_off(name)
             raise
         exchanged = "exchange", agreed_ns, time.monotonic_ns(), bucket.nodes.wire_bytes, -1
-        self._record(headers, begun_ns, agreed_ns, exchanged)
+        self._record(headers, started_ns, agreed_ns, exchanged)
 
     def exchange_headers(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         """The headers of all ranks; sets ``bucket.presence``.
@@ -112,12 +112,12 @@ class OrderedAllReduce:
         Raises:
             Desync, PeerLost, ReplicasDiffer: as ``run``.
         """
-        begun_ns = time.monotonic_ns()
+        started_ns = time.monotonic_ns()
         try:
             headers = self._agree(bucket, header, name)
         except PeerLost as lost:
             raise _with_step(header, lost) from None
-        self._record(headers, begun_ns, time.monotonic_ns())
+        self._record(headers, started_ns, time.monotonic_ns())
         return headers
 
     def rendezvous(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
@@ -143,21 +143,21 @@ class OrderedAllReduce:
     def _record(
         self,
         headers: Sequence[Header],
-        begun_ns: int,
+        started_ns: int,
         agreed_ns: int,
         *exchanged: tuple[str, int, int, int, int],
     ) -> None:
-        """Record this rank's events since ``begun_ns``: queued, its wait for the last rank, ``exchanged``."""
+        """Record this rank's events since ``started_ns``: queued, its wait for the last rank, ``exchanged``."""
         offsets_ns, rank = self.offsets_ns, self.group.rank
         mine, last, latest_ns = headers[rank], rank, 0
         for r, header in enumerate(headers):
             launched_ns = header.launched_ns - offsets_ns[r]
             if launched_ns > latest_ns:
                 last, latest_ns = r, launched_ns
-        until_ns = min(max(begun_ns, latest_ns + offsets_ns[rank]), agreed_ns)
-        events = [("queued", min(mine.ready_ns, begun_ns), begun_ns, 0, -1)]
-        if last != rank and until_ns > begun_ns:
-            events.append(("wait", begun_ns, until_ns, 0, self.group.ranks[last]))
+        until_ns = min(max(started_ns, latest_ns + offsets_ns[rank]), agreed_ns)
+        events = [("queued", min(mine.ready_ns, started_ns), started_ns, 0, -1)]
+        if last != rank and until_ns > started_ns:
+            events.append(("wait", started_ns, until_ns, 0, self.group.ranks[last]))
         if agreed_ns > until_ns:
             events.append(("agree", until_ns, agreed_ns, 0, -1))
         self.recorder.put_all([*events, *exchanged], lane="communication", bucket=mine.bucket)
