@@ -147,7 +147,7 @@ class OrderedAllReduce:
         agreed_ns: int,
         *exchanged: tuple[str, int, int, int, int],
     ) -> None:
-        """Record this rank's events since ``started_ns``: queued, its wait for the last rank, ``exchanged``."""
+        """Record the events since ``started_ns``: queued, the wait for the last rank, ``exchanged``."""
         offsets_ns, rank = self.offsets_ns, self.group.rank
         mine, last, latest_ns = headers[rank], rank, 0
         for r, header in enumerate(headers):
