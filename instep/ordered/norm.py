@@ -119,11 +119,6 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
     squares = _square_sums([x for x, elsewhere in whole if elsewhere is None])
     for slices, members in by_slices(gradients):
         squares += slices.square_sums(members, [x for x, elsewhere in whole if elsewhere is slices])
-    return norm_of(squares)
-
-
-def norm_of(squares: Sequence[float]) -> float:
-    """The norm of blocks with these ``squares``, in any order."""
     return math.sqrt(exact_sum(squares))
 
 

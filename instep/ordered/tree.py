@@ -51,14 +51,26 @@ def are_siblings(left: Node, right: Node, num_leaves: int) -> bool:
 
 
 def roots(leaves: Iterable[int], num_leaves: int) -> list[Node]:
-    """The maximal nodes whose leaves are all in ``leaves``, in ascending order, by a binary counter."""
-    stack: list[Node] = []
-    for leaf in sorted(leaves):
-        stack.append((leaf, leaf + 1))
-        while len(stack) > 1 and are_siblings(stack[-2], stack[-1], num_leaves):
-            right = stack.pop()
-            stack[-1] = (stack[-1][0], right[1])
-    return stack
+    """The maximal nodes whose leaves are all in ``leaves``, in ascending order."""
+    return [node for node, _ in _merge([(leaf, leaf + 1) for leaf in leaves], num_leaves)[0]]
+
+
+def _merge(nodes: Sequence[Node], num_leaves: int) -> tuple[list[tuple[Node, int]], list[Node], list[Node]]:
+    """Push ``nodes`` on a stack in ascending order, merging siblings at the top.
+
+    Returns the stack, of nodes with the index of their leftmost part, and each merge's indices and node.
+    """
+    stack: list[tuple[Node, int]] = []
+    pairs, merged = [], []
+    for node, index in sorted(zip(nodes, range(len(nodes)), strict=True)):
+        stack.append((node, index))
+        while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], num_leaves):
+            (_, hi), right = stack.pop()
+            (lo, _), left = stack[-1]
+            pairs.append((left, right))
+            merged.append((lo, hi))
+            stack[-1] = ((lo, hi), left)
+    return stack, pairs, merged
 
 
 @dataclass(frozen=True)
@@ -91,16 +103,7 @@ def _plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
 
 def sum_of(nodes: Sequence[Node], counts: Sequence[int], num_leaves: int) -> Sum:
     """The sum of roots that are the values of ``nodes``, which must cover all leaves once each."""
-    stack: list[tuple[Node, int]] = []
-    adds, sums = [], []
-    for node, position in sorted(zip(nodes, range(len(nodes)), strict=True)):
-        stack.append((node, position))
-        while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], num_leaves):
-            (_, hi), right = stack.pop()
-            (lo, _), left = stack[-1]
-            adds.append((left, right))
-            sums.append((lo, hi))
-            stack[-1] = ((lo, hi), left)
+    stack, adds, sums = _merge(nodes, num_leaves)
     if [node for node, _ in stack] != [(0, num_leaves)]:
         raise ValueError(f"nodes {sorted(nodes)} do not cover the {num_leaves} leaves of the tree once each")
     return Sum(tuple(counts), tuple(adds), tuple(sums), stack[0][1])
