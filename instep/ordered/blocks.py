@@ -1,14 +1,14 @@
-"""Canonical blocks: the pieces of a parameter over which norms, hashes and scales are formed.
+"""Canonical blocks: the pieces of a parameter that norms, hashes and scales are computed over.
 
-Norms of shards depend on where the shards begin. Norms of fixed blocks do not, as long as every shard
-edge lies on a block edge; the same holds for hashes, and for the scale that numbers of a block share. A block
-never spans two parameters. ``place`` lays parameters out so that any multiple of a block may be an edge:
+Norms of shards depend on the edges of the shards. Norms of fixed blocks do not, if every shard edge is a
+block edge; likewise hashes, and the scale that the numbers of a block share. A block never spans two
+parameters. ``place`` lays parameters out so that every multiple of a block may be a shard edge:
 
     |block|block|block|block|block|block|
     |   weight 0  |b|   weight 1    |b|p|      p: padding
 
-A parameter of a block or more begins on a block's edge; a smaller one begins on an aligned address, in what
-is left of some block, and lies in one block.
+A parameter of a block or more starts at a block edge. A smaller one starts at an aligned address in the rest
+of some block, and does not cross its end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ def place(
     edges: int = 0,
     block: int = BLOCK_ELEMENTS,
 ) -> tuple[list[int], int]:
-    """Where each parameter begins, and where there are none any more; those of ``whole`` lie between two
-    multiples of ``edges``. Small ones begin at multiples of ``granule``, which divides a ``block``."""
+    """The offset of each parameter, and the end of the last one.
+
+    Small parameters start at multiples of ``granule``, which divides ``block``; the parameters in ``whole``
+    do not cross a multiple of ``edges``.
+    """
     offsets, end = [], 0
-    room, room_end = 0, 0  # what is left of one block, for small parameters
+    room, room_end = 0, 0  # the free rest of one block, for small parameters
     for i, length in enumerate(lengths):
         begin = round_up(room, granule)
         if length >= block:

@@ -3,18 +3,17 @@
     | weight of layer 3 | pad | bias of layer 3 | pad | weight of layer 2 | pad .... |
     ^ 64-byte address         ^ 64                    ^ 64                           ^ W equal slices
 
-One message costs a fixed latency plus its bytes, so many small gradients travel better together; but the
-first bytes can only leave when the last gradient of the bucket is there. A bucket size is the choice
-between the two. Padding is -0.0, the only float that changes no other by being added to it.
+One message costs a fixed latency plus its bytes, so small gradients are faster together; but no byte leaves
+before the last gradient of the bucket is ready. The bucket size is the choice between the two. Padding is
+-0.0, the only float that leaves every other one unchanged when added to it.
 
-The gradients of a rank's micro-batches are added as they come, in the order of the sum tree, by a binary
-counter (``TreeAccumulator``). Like adding one to a binary number: a leaf is put on a stack, and while the
-two top entries are siblings in the tree they are merged, left plus right. A leaf whose left sibling is there
-needs no buffer: its gradients are added as they are. One that comes out of turn, as a schedule of a pipeline
-may have it, goes to its place, and may merge on either side. Peak memory is log2(k) buffers for k > 1 leaves
-that make one node, against one for plain accumulation: 8 leaves of 1 GB take 3 GB beside the gradients that
-are to be added, and 4 GB where each leaf is rounded, or looked at. Leaves that straddle nodes leave more
-roots, and take at most twice as many buffers. Out of turn, it may be one for each leaf.
+A binary counter (``TreeAccumulator``) adds the micro-batch gradients of a rank as they arrive, in the order
+of the sum tree: push a leaf on a stack, and while the two top entries are siblings in the tree, merge them,
+left plus right. A leaf whose left sibling is on the stack needs no buffer: its gradients are accumulated
+into the sibling. A leaf out of order, as in some pipeline schedules, may merge on either side. Peak memory is
+log2(k) buffers for k > 1 leaves that make one node, against one for plain accumulation: 8 leaves of 1 GB take
+3 GB beside the incoming gradients, and 4 GB if each leaf is rounded or observed. A range that straddles nodes
+leaves more roots, and takes at most twice as many buffers; out of order, up to one per leaf.
 
 W: number of ranks.
 """
@@ -41,10 +40,10 @@ from instep.ordered.tree import Node, are_siblings
 class TreeAccumulator:
     """The partial sums of one bucket on one rank, during one step.
 
-    A step begins with ``reset``. Each leaf is written into the buffer that ``open`` returns, then ``push``ed;
-    or it is added to the partial sum that is ``sibling_of`` it, and then ``added``. At the end ``roots`` are
-    the maximal subtrees of what came. The leftmost partial sum always lies in ``home``, the bucket's own
-    memory: where one root is all, nothing has to be copied. Leaves and sums are in the format of ``nodes``.
+    A step starts with ``reset``. Each leaf is written to the buffer that ``open`` returns, then ``push``ed;
+    or it is accumulated into the partial sum ``sibling_of`` it, then ``added``. At the end ``roots`` are the
+    maximal subtrees of this rank's leaves. The leftmost partial sum is always in ``home``, the bucket's own
+    memory, so a single root needs no copy. Leaves and sums are in the format of ``nodes``.
     """
 
     def __init__(
@@ -63,13 +62,13 @@ class TreeAccumulator:
         self.reset(0)
 
     def reset(self, num_leaves: int) -> None:
-        """Forget everything; the next leaf belongs to a tree over ``num_leaves``."""
+        """Drop all partial sums; the next leaf belongs to a tree over ``num_leaves``."""
         self.num_leaves = num_leaves
         self.roots: list[tuple[Node, Tensor]] = []
         self._free = list(self.spares)
 
     def open(self) -> Tensor:
-        """The buffer for the next leaf; what it holds is left over from another use."""
+        """An uninitialised buffer for the next leaf."""
         if not self.roots:
             return self.home
         if not self._free:
@@ -78,24 +77,29 @@ class TreeAccumulator:
         return self._free.pop()
 
     def push(self, leaf: int, buffer: Tensor) -> None:
-        """Leaf number ``leaf`` is whole in ``buffer``, which came from ``open``."""
+        """Leaf number ``leaf`` is complete in ``buffer``, which ``open`` returned."""
         if self._nodes.rounds:
             self._nodes.round(buffer, (leaf, leaf + 1))
         if not self.roots:
             self.roots.append(((leaf, leaf + 1), buffer))
             return
-        at = self._place(leaf)
-        if at == 0:  # it comes after a later one
-            buffer = self._swap_home(buffer)
+        at = self._index(leaf)
+        if (
+            at == 0
+        ):  # out of order: the leftmost root moves from ``home`` to ``buffer``, and the leaf to ``home``
+            moved = self.home.clone()
+            self.home.copy_(buffer)
+            self.roots[0] = self.roots[0][0], buffer.copy_(moved)
+            buffer = self.home
         self.roots.insert(at, ((leaf, leaf + 1), buffer))
         self._merge(at)
 
     def sibling_of(self, leaf: int) -> Tensor | None:
-        """The partial sum to which leaf number ``leaf``, the next one, may be added; None: ``open`` a buffer.
+        """The partial sum that leaf number ``leaf``, the next one, may be accumulated into; None: ``open``.
 
-        Where nodes are rounded, a leaf has to be rounded before.
+        Always None if nodes are rounded, because a leaf is rounded before it is added.
         """
-        at = self._place(leaf) - 1
+        at = self._index(leaf) - 1
         if at < 0 or self._nodes.rounds:
             return None
         node, value = self.roots[at]
@@ -104,41 +108,30 @@ class TreeAccumulator:
         return value
 
     def added(self, leaf: int) -> None:
-        """Leaf number ``leaf`` has been added to ``sibling_of`` it."""
-        at = self._place(leaf) - 1
+        """Leaf number ``leaf`` has been accumulated into ``sibling_of`` it."""
+        at = self._index(leaf) - 1
         (lo, _), value = self.roots[at]
         self.roots[at] = ((lo, leaf + 1), value)
         self._merge(at)
 
-    def _place(self, leaf: int) -> int:
-        """Before which root ``leaf`` belongs."""
+    def _index(self, leaf: int) -> int:
+        """The index in ``roots`` at which ``leaf`` is inserted."""
         return bisect_left(self.roots, leaf, key=lambda root: root[0][0]) if self.ordered else len(self.roots)
 
     def _merge(self, at: int) -> None:
-        """Root ``at`` is new: merge what has become siblings."""
-        while (at := self._mergeable(at)) >= 0:
-            (_, hi), right = self.roots.pop(at + 1)
-            (lo, _), left = self.roots[at]
-            self._nodes.add(left, right, (lo, hi))
-            self._free.append(right)
-            self.roots[at] = ((lo, hi), left)
-
-    def _swap_home(self, buffer: Tensor) -> Tensor:
-        """``home``, with what is in ``buffer``, which has what the leftmost root was."""
-        moved = self.home.clone()
-        self.home.copy_(buffer)
-        self.roots[0] = self.roots[0][0], buffer.copy_(moved)
-        return self.home
-
-    def _mergeable(self, at: int) -> int:
-        """The left one of root ``at`` and a neighbour, if they are to be merged; else -1."""
-        for left in (at - 1, at):
-            if 0 <= left < len(self.roots) - 1:
-                pair = self.roots[left][0], self.roots[left + 1][0]
-                # Unordered sums are a left fold: what .grad accumulation does.
-                if not self.ordered or are_siblings(*pair, self.num_leaves):
-                    return left
-        return -1
+        """Merge root ``at``, which is new, with its neighbours as far as the tree allows."""
+        for i in (at - 1, at):
+            if not 0 <= i < len(self.roots) - 1:
+                continue
+            (left, value), (right, other) = self.roots[i : i + 2]
+            # Unordered sums are a left fold, like .grad accumulation.
+            if not self.ordered or are_siblings(left, right, self.num_leaves):
+                node = left[0], right[1]
+                self._nodes.add(value, other, node)
+                self._free.append(other)
+                self.roots[i : i + 2] = [(node, value)]
+                self._merge(i)
+                return
 
 
 MEBIBYTE = 1 << 20
@@ -147,10 +140,9 @@ Allocate = Callable[[int, int, torch.device], Segment]
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of tree nodes and of messages: never narrower than float32.
+    """The dtype of tree nodes and messages, never narrower than float32.
 
-    Rounding partial sums to bfloat16 where they cross ranks, and only there, changes most elements with
-    the number of ranks.
+    Rounding partial sums to bfloat16 only where they cross ranks would make the sum depend on the ranks.
     """
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
@@ -168,9 +160,8 @@ def num_real(x: Tensor) -> int:
 def group_by_cap(parameters: Sequence[Tensor], order: Sequence[int], caps: Caps) -> list[list[int]]:
     """Positions of ``parameters``, in ``order``, cut into buckets; one dtype and device per bucket.
 
-    A bucket closes once it has reached its cap in MiB, as DDP's do. ``caps`` is one number, a list (one
-    per bucket, the last one repeated), or a callable that is given the byte sizes in order and returns
-    such a list.
+    A bucket closes when it reaches its cap in MiB, as in DDP. ``caps`` is one number, a list (one per
+    bucket, the last one repeated), or a callable from the byte sizes, in order, to such a list.
     """
     if callable(caps):
         caps = caps([num_real(parameters[i]) * wire_dtype(parameters[i].dtype).itemsize for i in order])
@@ -201,14 +192,14 @@ class Slot:
     shape: torch.Size
     is_complex: bool = False
     present: bool = False  # some leaf of this step, on this rank, had a gradient
-    frozen: bool = False  # on this rank, when the bucket left
+    frozen: bool = False  # on this rank, at the launch of the exchange
 
 
 @dataclass
 class Bundle:
-    """Parameters whose gradients travel together, and how far those of the open leaf have come.
+    """Parameters whose gradients are exchanged together, and their progress in the open leaf.
 
-    ``pending`` counts the parameters whose gradient of the open leaf is not whole.
+    ``pending`` counts the parameters whose gradient of the open leaf is incomplete.
     """
 
     index: int
@@ -216,15 +207,15 @@ class Bundle:
     dtype: torch.dtype
     device: torch.device
     pending: int = field(default=0, init=False)
-    is_open: bool = field(default=False, init=False)  # the open leaf has not been taken over
-    ready_ns: int = field(default=0, init=False)  # when the last gradient came, of the open leaf
+    is_open: bool = field(default=False, init=False)  # the open leaf is incomplete
+    ready_ns: int = field(default=0, init=False)  # when the last gradient of the open leaf arrived
     nodes: BucketNodes = field(init=False, repr=False)
-    # By rank, after an exchange, with a bit for each slot: which had a gradient, and which were frozen.
+    # By rank, after an exchange, one bit per slot: has a gradient; is frozen.
     presence: list[int] = field(default_factory=list, init=False)
     frozen: list[int] = field(default_factory=list, init=False)
 
     def begin_nodes(self, *key: int) -> None:
-        """A reduction begins; nodes are rounded by random numbers of ``key``."""
+        """Start a reduction whose nodes are rounded by random numbers of ``key``."""
         self.nodes.begin(*key)
 
     @property
@@ -232,7 +223,7 @@ class Bundle:
         """With padding."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
@@ -246,18 +237,18 @@ class Bundle:
 
     @property
     def stretches(self) -> list[Stretch]:
-        """Which parameter lies where."""
+        """The elements of each parameter."""
         return [Stretch(slot.position, slot.offset, slot.length) for slot in self.slots]
 
     def flags(self) -> int:
-        """What this rank says of its slots: in the lower half which are present, then which are frozen."""
+        """One bit per slot: present in the lower half, frozen in the upper half."""
         flags = 0
         for k, slot in enumerate(self.slots):
             flags |= (slot.present | slot.frozen << len(self.slots)) << k
         return flags
 
-    def take_flags(self, by_rank: Sequence[int]) -> None:
-        """What all ranks have said."""
+    def set_flags(self, by_rank: Sequence[int]) -> None:
+        """Store the ``flags`` of all ranks."""
         self.presence, self.frozen = [], []
         for flags in by_rank:
             self.presence.append(flags & self.every)
@@ -283,21 +274,20 @@ class Bundle:
 class Bucket(Bundle):
     """The gradients of some parameters, from the first leaf of a step to the reduced gradient.
 
-    At construction: memory for one leaf. In backward, between ``open`` and ``close`` of each leaf: gradients
-    land in the buffer ``leaf``, or, if ``adds``, are added to it. After the last leaf: the exchange turns
-    ``counter.roots`` into the reduced gradient, in ``counter.home``.
+    The constructor allocates memory for one leaf. In backward, between ``open`` and ``close`` of each leaf,
+    gradients are written to the buffer ``leaf``, or added to it if ``adds``. After the last leaf the exchange
+    reduces ``counter.roots`` to the mean gradient in ``counter.home``.
     """
 
     num_ranks: int
     ordered: bool = True
     allocate: Allocate = allocate
     nodes_format: NodeFormat = IN_FLOAT32
-    parts: Sequence[Stretch] | None = None  # which parameters lie where, if not those of ``slots``
+    parts: Sequence[Stretch] | None = None  # the elements of each parameter, if not as in ``slots``
     leaf: Tensor | None = field(default=None, init=False)
     adds: bool = field(default=False, init=False)
     launched: bool = field(default=False, init=False)
-    # By another bucket of each reduction. In shared memory ranks that meet for that one have all ended their
-    # part of this one.
+    # Another bucket follows in each reduction, and its first barrier ends the exchange of this one (shm).
     followed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -316,17 +306,13 @@ class Bucket(Bundle):
     def num_elements(self) -> int:
         return self.slice_length * self.num_ranks
 
-    @cached_property
-    def nbytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
-
     @property
     def home(self) -> Tensor:
         return self.counter.home
 
     @property
     def spares(self) -> list[Tensor]:
-        """Memory for partial sums beside ``home``."""
+        """The buffers of partial sums beside ``home``."""
         return self.counter.spares
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
@@ -341,10 +327,10 @@ class Bucket(Bundle):
         return self._views[buffer.data_ptr()]
 
     def begin(self, num_leaves: int, num_attached: Callable[[Bucket], int]) -> None:
-        """A step begins. ``num_attached(self)`` of the parameters' ``.grad`` are views of ``home`` right now.
+        """Start a step; ``num_attached(self)`` of the parameters' ``.grad`` are views of ``home`` now.
 
-        If anybody else holds such a view, a gradient kept from an earlier step for instance, the bucket
-        moves to new memory rather than writing over it.
+        If the program holds another such view, for instance a gradient kept from an earlier step, the bucket
+        moves to new memory instead of overwriting that view.
         """
         views = self._references() - self._idle_references
         if views > 0 and views > num_attached(self):
@@ -356,7 +342,7 @@ class Bucket(Bundle):
             slot.present = False
 
     def open(self, leaf: int, *, whole: bool = False) -> None:
-        """Gradients of leaf number ``leaf`` come; ``whole``: in memory of its own."""
+        """Choose the memory for the gradients of leaf number ``leaf``; ``whole``: a buffer of its own."""
         counter = self.counter
         if not counter.roots:
             self.adds, self.leaf = False, counter.home
@@ -366,7 +352,7 @@ class Bucket(Bundle):
         self.leaf = counter.open() if sibling is None else sibling
 
     def close(self, leaf: int) -> None:
-        """All of them have come."""
+        """Leaf number ``leaf`` is complete."""
         assert self.leaf is not None
         if self.adds:
             self.counter.added(leaf)
@@ -387,7 +373,7 @@ class Bucket(Bundle):
         return buffer
 
     def _references(self) -> int:
-        """How many tensors share the storage of ``home``."""
+        """Number of tensors that share the storage of ``home``."""
         return int(torch._C._storage_Use_Count(self.counter.home.untyped_storage()._cdata))
 
 
@@ -400,9 +386,9 @@ def make_buckets(
     allocate: Allocate = allocate,
     nodes: NodeFormat = IN_FLOAT32,
 ) -> list[Bucket]:
-    """Buckets for ``groups`` of positions in ``parameters``, every parameter on an aligned address.
+    """Buckets for ``groups`` of positions in ``parameters``, every parameter at an aligned address.
 
-    ``allocate(nbytes, align, device)`` gives them memory, which an exchange may be able to reach into.
+    ``allocate(nbytes, align, device)`` returns their memory, which other ranks may be able to map.
     """
     buckets = []
     for index, group in enumerate(groups):

@@ -1,12 +1,12 @@
-"""Slices travel in messages from rank to rank: over gloo, whose all-to-all uses a link one way at a time.
+"""Slices travel in point-to-point messages: over gloo, whose all-to-all uses a link one way at a time.
 
-Own slices are added where they lie; those of the other ranks are received, and the sum is sent back to all. A
-small bucket travels whole instead, by one all-gather.
+A rank adds its own slices in place, receives the slices of the other ranks, and sends the sum to all. A small
+bucket is all-gathered whole instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
@@ -14,65 +14,70 @@ from torch import Tensor
 from instep.comm.messages import Messages
 from instep.ordered.add_up import add_up_to_send
 from instep.ordered.buckets import Bucket
-from instep.ordered.collective_transport import CollectiveTransport, values_of
+from instep.ordered.collective_transport import CollectiveTransport, local_roots
 from instep.ordered.scratch import Scratch
 from instep.ordered.tree import Sum
 
-Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
-"""By owner, the tensors sent to it, or received from it."""
+Parts: TypeAlias = Sequence[tuple[Tensor, int]]
+"""Tensors to send or to receive, each with the owner on the other side."""
 
 
 class GlooTransport(CollectiveTransport):
-    """A ``Transport`` of buckets on the CPU; those on another device travel by the backend's collectives."""
+    """Exchanges buckets on the CPU by messages, buckets on another device by collectives."""
 
     def _exchange_slices(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
         if bucket.device.type != "cpu":
             super()._exchange_slices(bucket, plan, scale, name)
             return
-        messages = Messages(self.group.pg, self.group.ranks)
-        slices = OwnedSlices(bucket, bucket.home, self.group.rank, 0, self.scratch)
-        roots = values_of(bucket)
+        messages, roots, rank = (
+            Messages(self.group.pg, self.group.ranks),
+            local_roots(bucket),
+            self.group.rank,
+        )
 
         def exchange() -> None:
-            for sent, received in slices.rounds(roots, plan, scale):
-                messages.together(_in_turn(sent), _in_turn(received))
+            for sent, received in slice_rounds(bucket, bucket.home, roots, plan, scale, rank, self.scratch):
+                messages.together(sent, received)
 
-        self.group.run(exchange, name)  # in one piece: each turn of another thread costs time
+        self.group.run(exchange, name)  # in one piece: each switch to another thread costs time
 
 
-class OwnedSlices:
-    """Elements of ``bucket`` from ``first`` on, in slices of which owner number o owns that number o.
+def slice_rounds(
+    bucket: Bucket,
+    home: Tensor,
+    roots: Sequence[Tensor],
+    plan: Sum,
+    scale: float,
+    own: int,
+    scratch: Scratch,
+    start: int = 0,
+) -> Iterator[tuple[Parts, Parts]]:
+    """Reduce the ``roots`` of all owners to ``home``: owner o adds slice o, and this rank is owner ``own``.
 
-    ``home`` is their place in the bucket's home, and this rank is owner number ``own``.
+    ``home`` and every root are elements ``start`` and following of ``bucket``. Yields the tensors to send and
+    to receive, which the caller transfers before it resumes the generator.
     """
-
-    def __init__(self, bucket: Bucket, home: Tensor, own: int, first: int, scratch: Scratch) -> None:
-        self.bucket, self.home, self.own, self.first, self.scratch = bucket, home, own, first, scratch
-
-    def rounds(self, roots: Sequence[Tensor], plan: Sum, scale: float) -> Iterator[tuple[Parts, Parts]]:
-        """``home`` becomes the sum, by ``plan``, of the ``roots`` of all owners, times ``scale``.
-
-        Yields what is to be sent and received next, by owner; when the next one is asked for, it has been.
-        """
-        nodes, num_owners, length = self.bucket.nodes, len(plan.counts), self.bucket.slice_length
-        others = [(self.own + k) % num_owners for k in range(1, num_owners)]
-        firsts = [self.first + owner * length for owner in range(num_owners)]
-        slices = [root.split(length) for root in roots]
-        memory = self.scratch.take(
-            (sum(plan.counts) - len(roots)) * nodes.wire_length, nodes.wire_dtype, self.bucket.device
-        )
-        rows = iter(memory.view(-1, nodes.wire_length))
-        came = {source: [next(rows) for _ in range(plan.counts[source])] for source in others}
-        yield {to: [nodes.encode(each[to], firsts[to]) for each in slices] for to in others}, came
-        terms = {source: [nodes.decode(row, firsts[self.own]) for row in came[source]] for source in others}
-        terms[self.own] = [each[self.own] for each in slices]
-        values = [term for owner in range(num_owners) for term in terms[owner]]
-        gathered = nodes.gathered(self.home, self.scratch)
-        means = gathered.split(nodes.wire_length)
-        add_up_to_send(values, plan, scale, nodes, firsts[self.own], means[self.own])
-        yield {to: [means[self.own]] for to in others}, {source: [means[source]] for source in others}
-        nodes.decode_mean(gathered, scale, self.home, self.first)
-
-
-def _in_turn(parts: Parts) -> list[tuple[Tensor, int]]:
-    return [(x, owner) for owner, xs in parts.items() for x in xs]
+    nodes, num_owners, length = bucket.nodes, len(plan.counts), bucket.slice_length
+    others = [(own + k) % num_owners for k in range(1, num_owners)]
+    firsts = [start + owner * length for owner in range(num_owners)]
+    slices = [root.split(length) for root in roots]
+    memory = scratch.take(
+        (sum(plan.counts) - len(roots)) * nodes.wire_length, nodes.wire_dtype, bucket.device
+    )
+    counts = [0 if owner == own else count for owner, count in enumerate(plan.counts)]
+    rows = memory.view(-1, nodes.wire_length).split(counts)
+    yield (
+        [(nodes.encode(each[to], firsts[to]), to) for to in others for each in slices],
+        [(row, source) for source in others for row in rows[source]],
+    )
+    values = list[Tensor]()
+    for owner in range(num_owners):
+        if owner == own:
+            values += [each[own] for each in slices]
+        else:
+            values += [nodes.decode(row, firsts[own]) for row in rows[owner]]
+    gathered = nodes.gathered(home, scratch)
+    means = gathered.split(nodes.wire_length)
+    add_up_to_send(values, plan, scale, nodes, firsts[own], means[own])
+    yield [(means[own], to) for to in others], [(means[source], source) for source in others]
+    nodes.decode_mean(gathered, scale, home, start)

@@ -1,10 +1,8 @@
-"""Hooks that stay behind: when their module is copied or pickled, and when their owner goes.
+"""Hooks that a copy or a pickle of their module does not inherit, and that do not keep their owner alive.
 
-Hooks are part of a module: ``copy.deepcopy(model.module)``, for an average of the weights for instance,
-copies them too, and the copy's backward would then speak for the original. And a module with a closure for
-a hook cannot be pickled.
-
-``torch.compile`` does not look into them: they deal with threads, other ranks, and what parameters show.
+``copy.deepcopy(model.module)``, for example for averaged weights, copies hooks too, and the backward of the
+copy would send gradients of the original. A module with a closure as a hook cannot be pickled.
+``torch.compile`` does not trace these hooks: they use threads and other ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from torch.compiler import is_dynamo_compiling
 
 
 class Hook:
-    """Calls ``function``; a copy of it, or an unpickled one, does nothing."""
+    """Calls ``function``; its copies and pickles do nothing."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self.function = function
 
     def __call__(self, *args: Any) -> Any:
-        if is_dynamo_compiling():  # asked first, because a function that is hidden takes ten times as long
-            return self._hidden(*args)
+        if is_dynamo_compiling():  # checked first: an untraced call takes ten times as long
+            return self._untraced(*args)
         return None if self.function is None else self.function(*args)
 
     @torch._disable_dynamo
-    def _hidden(self, *args: Any) -> Any:
+    def _untraced(self, *args: Any) -> Any:
         return None if self.function is None else self.function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
@@ -40,8 +38,8 @@ class Hook:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` as long as its object lives, then nothing."""
-    # Not ``weakref.WeakMethod``, which is a call of Python's in each of these.
+    """Calls ``method`` while its object is alive; afterwards returns None."""
+    # Unlike ``weakref.WeakMethod`` without a Python call to dereference.
     reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:

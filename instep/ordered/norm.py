@@ -1,8 +1,8 @@
-"""The gradient norm and clipping, with the same bits however the gradients are placed.
+"""The gradient norm and clipping, with the same bits on every placement.
 
-The norm of the norms of shards is not the norm of the whole to the last bit, and through the clipping
-factor one bit changes every weight. So the squares are summed per canonical block in float64, each block
-by one owner, and the sums of blocks are added exactly (``math.fsum``), which has no order.
+The norm of the norms of shards differs from the norm of the whole in the last bits, and through the clipping
+factor one bit changes every weight. So each canonical block is summed by one owner in float64, and the sums
+of blocks are added exactly (``math.fsum``), in any order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -23,129 +24,116 @@ from instep.ordered.placeholder import by_slices, slices_elsewhere, slices_of
 
 
 class Clips:
-    """What is clipped while this one is set in ``clipping``: the norms of before, and of which gradients.
+    """The clippings while this object is set in ``clipping``, and the norms before them, for a run's checks.
 
-    A run judges by them; ``recorder`` is told how long it took.
+    ``recorder`` records their duration.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        # With the gradients themselves, so that no others come to have their identity.
+        # With the gradients themselves, so that their ids are not reused.
         self._clipped: list[tuple[float, Sequence[Tensor], frozenset[tuple[int, int]]]] = []
 
     @property
     def norms(self) -> list[float]:
-        """Of before each clipping since ``clear``."""
+        """The norm before each clipping since ``clear``."""
         return [norm for norm, _, _ in self._clipped]
 
     def add(self, norm: float, gradients: Sequence[Tensor]) -> None:
-        """``gradients`` are clipped, which had this ``norm``."""
+        """``gradients``, of this ``norm``, have been clipped."""
         self._clipped.append((norm, gradients, _marks(gradients)))
 
     def norm_of(self, gradients: Sequence[Tensor]) -> float | None:
-        """That of before clipping, if just these ``gradients`` were clipped and not written to since."""
+        """The norm before clipping, if exactly these ``gradients`` were clipped and not written to since."""
         marks = _marks(gradients)
-        return next((norm for norm, _, its in reversed(self._clipped) if its == marks), None)
+        return next((norm for norm, _, clipped in reversed(self._clipped) if clipped == marks), None)
 
     def clear(self) -> None:
-        """The gradients are used."""
+        """The optimizer has used the gradients."""
         self._clipped.clear()
 
 
 clipping: ContextVar[Clips | None] = ContextVar("instep_clipping", default=None)
 
-# torch converts all that it is given before it adds: in pieces of 1 MB that stays in the cache, and takes a
-# seventh of the time.
+# torch converts its whole input to float64 before it adds. Pieces of 1 MB stay in the cache, in a seventh of
+# the time.
 PIECE_BLOCKS = 32
-GPU_PIECE_BLOCKS = 4096  # 128 MB in float64
+GPU_PIECE_BLOCKS = 2048  # a batch has fewer than twice as many: 128 MB in float64
 
 
 def block_square_sums(x: Tensor) -> Tensor:
     """Sum of squares of every block of ``x``, in order: (ceil(numel / 4096),) float64 on ``x``'s device."""
-    flat = flat_real(x.detach())
-    if flat.device.type != "cpu":
-        return _sums_by_halves([flat])
-    pieces, tail = _pieces(flat)
-    norms = [_norms(piece) for piece in pieces]
-    if tail.numel():
-        norms.append(_norms(tail.view(1, -1)))
+    return _block_square_sums([flat_real(x.detach())])
+
+
+def _block_square_sums(flat: Sequence[Tensor]) -> Tensor:
+    """Sums of squares of the blocks of each of ``flat``, on one device; of several tensors in some order.
+
+    On a CPU the norms of all partial blocks are one call, since most parameters are shorter than a block;
+    its bits are those of one call each.
+    """
+    if flat[0].device.type != "cpu":
+        return _sums_by_halves(flat)
+    norms = [torch.empty(0, dtype=torch.float64, device="cpu")]
+    tails = []
+    for x in flat:
+        whole = x.numel() - x.numel() % BLOCK_ELEMENTS
+        if whole:
+            for piece in x[:whole].view(-1, BLOCK_ELEMENTS).split(PIECE_BLOCKS):
+                norms.append(torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64))
+        if whole < x.numel():
+            tails.append(x[whole:] if whole else x)
+    if tails:
+        norms.append(torch.stack(torch._foreach_norm(tails, 2, dtype=torch.float64)))
     return torch.cat(norms).square()
 
 
 def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
-    """``block_square_sums`` of each tensor, in an order that does not depend on how many blocks there are.
+    """``_block_square_sums`` on a GPU, in an order that does not depend on the number of blocks.
 
-    torch's own sum on a GPU divides a row among more threads where there are fewer rows, and so adds in
-    another order. Here the second half of every row is added to the first, elementwise, until one is left.
+    torch's own sum on a GPU splits a row among more threads if there are fewer rows, and so adds in another
+    order. Here the second half of every row is added to the first, elementwise, until one column is left.
     """
-    batches: list[list[Tensor]] = [[]]  # few kernels, whatever the number of tensors
-    room = GPU_PIECE_BLOCKS
-    for piece in (piece for x in flat for piece in x.split(GPU_PIECE_BLOCKS * BLOCK_ELEMENTS)):
-        if (blocks := _num_blocks(piece)) > room:
-            batches.append([])
-            room = GPU_PIECE_BLOCKS
-        batches[-1].append(piece)
-        room -= blocks
-    return torch.cat([_sums_of_batch(batch) for batch in batches])
-
-
-def _sums_of_batch(batch: Sequence[Tensor]) -> Tensor:
-    counts = [_num_blocks(x) for x in batch]
-    rows = batch[0].new_zeros(sum(counts), BLOCK_ELEMENTS, dtype=torch.float64)
-    places = [place.flatten()[: x.numel()] for place, x in zip(rows.split(counts), batch, strict=True)]
-    torch._foreach_copy_(places, list(batch))
-    rows.square_()
-    while rows.shape[1] > 1:
-        rows, second = rows.chunk(2, dim=1)
-        rows.add_(second)
-    return rows.flatten()
-
-
-def _num_blocks(x: Tensor) -> int:
-    return -(-x.numel() // BLOCK_ELEMENTS)
-
-
-def _pieces(flat: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The whole blocks of ``flat``, some at a time, (blocks, 4096) each; and what is left of it."""
-    whole = flat.numel() - flat.numel() % BLOCK_ELEMENTS
-    blocks = flat[:whole].view(-1, BLOCK_ELEMENTS)
-    return [blocks] if len(blocks) <= PIECE_BLOCKS else list(blocks.split(PIECE_BLOCKS)), flat[whole:]
-
-
-def _norms(piece: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64)
+    pieces = [piece for x in flat for piece in x.split(GPU_PIECE_BLOCKS * BLOCK_ELEMENTS)]
+    counts = [-(-x.numel() // BLOCK_ELEMENTS) for x in pieces]
+    sums = []
+    # In batches: one set of kernels per tensor would take longer to launch than to run.
+    ends = zip(accumulate(counts), counts, pieces, strict=True)
+    for _, batch in groupby(ends, lambda x: x[0] // GPU_PIECE_BLOCKS):
+        _, num_blocks, members = map(list, zip(*batch, strict=True))
+        rows = flat[0].new_zeros(sum(num_blocks), BLOCK_ELEMENTS, dtype=torch.float64)
+        places = [row.flatten()[: x.numel()] for row, x in zip(rows.split(num_blocks), members, strict=True)]
+        torch._foreach_copy_(places, members)
+        rows.square_()
+        while rows.shape[1] > 1:
+            rows, second = rows.chunk(2, dim=1)
+            rows.add_(second)
+        sums.append(rows.flatten())
+    return torch.cat(sums)
 
 
 def grad_norm(gradients: Iterable[Tensor]) -> float:
-    """The 2-norm over all ``gradients``: inf or nan if one of their elements is.
-
-    Collective where they are divided among ranks.
-    """
+    """The 2-norm over all ``gradients``: inf or nan if any element is. Collective if they are sharded."""
     gradients = list(gradients)
     whole = [(x, slices_elsewhere(x)) for x in gradients if slices_of(x) is None]
     squares = _square_sums([x for x, elsewhere in whole if elsewhere is None])
     for slices, members in by_slices(gradients):
         squares += slices.square_sums(members, [x for x, elsewhere in whole if elsewhere is slices])
-    return norm_of(squares)
-
-
-def norm_of(squares: Sequence[float]) -> float:
-    """The norm whose squares of blocks these are, in any order."""
     return math.sqrt(exact_sum(squares))
 
 
 def exact_sum(numbers: Sequence[float]) -> float:
-    """The sum of ``numbers``, rounded once, so that it has no order; inf or nan as ``+`` gives them."""
+    """The sum of ``numbers``, rounded once and so in any order; inf or nan as with ``+``."""
     if not all(map(math.isfinite, numbers)):
         return sum(numbers)
     try:
         return math.fsum(numbers)
-    except OverflowError:  # a partial sum is too large, which the sum need not be
+    except OverflowError:  # of a partial sum; the sum may be in range
         return rounded(sum(map(Fraction, numbers)))
 
 
 def rounded(exact: Fraction | int) -> float:
-    """The nearest float64; inf where that is too large."""
+    """The nearest float64, or inf."""
     try:
         return float(exact)
     except OverflowError:
@@ -157,24 +145,7 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
     for gradient in gradients:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         by_device.setdefault(dense.device, []).append(flat_real(dense.detach()))
-    return [value for flat in by_device.values() for value in _squares_of_all(flat).tolist()]
-
-
-def _squares_of_all(flat: Sequence[Tensor]) -> Tensor:
-    """``block_square_sums`` of each of ``flat``, of one device, in some order.
-
-    Most tensors of a model are shorter than a block: on a CPU their norms are asked for in one call, which
-    has the bits of one call each.
-    """
-    if flat[0].device.type != "cpu":
-        return _sums_by_halves(flat)
-    cut = [_pieces(x) for x in flat if x.numel() >= BLOCK_ELEMENTS]
-    norms = [torch.empty(0, dtype=torch.float64, device="cpu")]
-    norms += [_norms(piece) for pieces, _ in cut for piece in pieces]
-    tails = [x for x in (*flat, *(tail for _, tail in cut)) if 0 < x.numel() < BLOCK_ELEMENTS]
-    if tails:
-        norms += [torch.stack(torch._foreach_norm(tails, 2, dtype=torch.float64))]
-    return torch.cat(norms).square()
+    return [value for flat in by_device.values() for value in _block_square_sums(flat).tolist()]
 
 
 def clip_grad_norm_(
@@ -183,24 +154,23 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their common 2-norm is at most ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_``, with a norm whose bits do not depend on the placement. Call it on
-    every rank, between backward, which reduces the gradients, and the optimizer's step. Where each rank has
-    all of them nothing is sent; where ``fully_shard`` has divided them, ranks tell each other 8 bytes per
-    4096 elements.
+    every rank, between backward, which reduces the gradients, and the optimizer's step. Replicated gradients
+    need no communication; ranks that share gradients by ``fully_shard`` all-gather 8 bytes per 4096 elements.
 
     Args:
-        parameters: all that the norm is over, or one; any shapes, dtypes and devices. Those without a
-            gradient are passed over, sparse gradients count by their dense values.
-        max_norm: the largest norm that is left; each gradient is multiplied by max_norm / (norm + 1e-6)
-            where that is below 1.
-        error_if_nonfinite: raise, with the gradients as they are, if the norm is inf or nan. By default they
-            are multiplied all the same, by 0 or nan, as by torch.
+        parameters: one or several; any shapes, dtypes and devices. Parameters without a gradient are skipped,
+            sparse gradients count by their dense values.
+        max_norm: the largest norm after clipping; each gradient is multiplied by max_norm / (norm + 1e-6) if
+            that is below 1.
+        error_if_nonfinite: raise, with the gradients unchanged, if the norm is inf or nan. By default they
+            are multiplied by 0 or nan, as by torch.
 
     Returns:
         The norm before clipping: float64, shape (), on the CPU.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-        PeerLost: gradients are divided, and a rank did not come.
+        PeerLost: gradients are sharded, and a rank did not arrive.
 
     Example:
         >>> loss_function(model(x), y).backward()
@@ -228,12 +198,12 @@ clip_grad_norm_.__module__ = "instep"
 
 
 def _marks(gradients: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
-    """Others when one of ``gradients`` is another one, or was written to."""
+    """A fingerprint that changes if one of ``gradients`` is replaced or written to."""
     return frozenset((id(x), x._version) for x in gradients)
 
 
 def _scale(gradients: Sequence[Tensor], factor: float) -> None:
-    with torch.no_grad():  # after backward(create_graph=True) gradients have a graph of their own
+    with torch.no_grad():  # after backward(create_graph=True) gradients require gradients themselves
         for gradient in gradients:
             if slices_of(gradient) is None:
                 gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first

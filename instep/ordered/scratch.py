@@ -1,4 +1,4 @@
-"""Memory for what an exchange receives: kept from one to the next, as much as the largest has needed."""
+"""Receive buffers of exchanges, reused and as large as the largest exchange has needed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from instep.memory import align_bytes, allocate
 
 
 class Scratch:
-    """One buffer per device and dtype; the next ``take`` overwrites the memory that the last one returned."""
+    """One buffer per device and dtype; each ``take`` reuses the memory of the last one."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory that it keeps."""
         return [*self._buffers.values()]
 
     def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(num_elements,) of memory that is not initialised."""
-        kind = (device, dtype)
-        if kind not in self._buffers or self._buffers[kind].numel() < num_elements:
+        """(num_elements,) of uninitialised memory."""
+        key = (device, dtype)
+        if key not in self._buffers or self._buffers[key].numel() < num_elements:
             segment = allocate(num_elements * dtype.itemsize, align_bytes(device), device)
-            self._buffers[kind] = segment.elements(dtype)
-        return self._buffers[kind][:num_elements]
+            self._buffers[key] = segment.elements(dtype)
+        return self._buffers[key][:num_elements]

@@ -1,4 +1,4 @@
-"""The sum tree: in which order the leaves of a step are added, wherever they are.
+"""The sum tree: the order in which the leaves of a step are added, on any ranks.
 
 Floating-point addition is not associative, so a sum has the same bits only if it has the same tree. The
 tree over G leaves is the left-complete binary tree: a node [lo, hi) splits at the largest power of two
@@ -13,9 +13,9 @@ below its length. It depends on G alone. G = 5, three ranks:
      0    1  2    3      4
     '--rank 0--'  '-1-'  '2'      rank 0 holds leaves 0, 1, 2: its roots are [0,2) and [2,3)
 
-A rank adds its leaves as far as the tree allows and sends the *roots* of what it has: the maximal nodes
-whose leaves are all its own, at most 2 log2(G) for a contiguous range. Same idea as ReproRed (Stelz,
-Hübner, Stamatakis) for reductions over data items.
+A rank adds its leaves as far as the tree allows and sends its partial sums, the *roots*: the maximal nodes
+whose leaves are all its own, at most 2 log2(G) for a contiguous range. ReproRed (Stelz, Hübner, Stamatakis)
+does the same for reductions over data items.
 
 G: number of leaves. W: number of ranks. A node is a half-open range (lo, hi).
 """
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 Node = tuple[int, int]
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def split(lo: int, hi: int) -> int:
-    """Where node [lo, hi) divides: after the largest power of two of leaves below its length."""
+    """The split point of node [lo, hi): lo plus the largest power of two below its length."""
     return lo + (1 << (hi - lo - 1).bit_length() - 1)
 
 
@@ -51,47 +51,34 @@ def are_siblings(left: Node, right: Node, num_leaves: int) -> bool:
 
 
 def roots(leaves: Iterable[int], num_leaves: int) -> list[Node]:
-    """The maximal nodes whose leaves are all in ``leaves``, in ascending order.
-
-    This is what a binary counter leaves on its stack: push a leaf, and while the two top entries are
-    siblings, merge them.
-    """
-    stack: list[Node] = []
-    for leaf in sorted(leaves):
-        stack.append((leaf, leaf + 1))
-        while len(stack) > 1 and are_siblings(stack[-2], stack[-1], num_leaves):
-            right = stack.pop()
-            stack[-1] = (stack[-1][0], right[1])
-    return stack
+    """The maximal nodes whose leaves are all in ``leaves``, in ascending order."""
+    return [node for node, _ in _merge([(leaf, leaf + 1) for leaf in leaves], num_leaves)[0]]
 
 
-def adds(nodes: Sequence[Node], num_leaves: int) -> list[tuple[int, int]]:
-    """How to add values of ``nodes``, which cover all leaves, to the root.
+def _merge(nodes: Sequence[Node], num_leaves: int) -> tuple[list[tuple[Node, int]], list[Node], list[Node]]:
+    """Push ``nodes`` on a stack in ascending order, merging siblings at the top.
 
-    Returns pairs (i, j) of positions in ``nodes``: value i becomes value i + value j, in this order. The
-    left operand is always the one with the lower leaves; the last value standing, the root, is that of
-    the node with leaf 0.
+    Returns the stack, of nodes with the index of their leftmost part, and each merge's indices and node.
     """
     stack: list[tuple[Node, int]] = []
-    plan = []
-    for node, position in sorted(zip(nodes, range(len(nodes)), strict=True)):
-        stack.append((node, position))
+    pairs, merged = [], []
+    for node, index in sorted(zip(nodes, range(len(nodes)), strict=True)):
+        stack.append((node, index))
         while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], num_leaves):
             (_, hi), right = stack.pop()
             (lo, _), left = stack[-1]
-            plan.append((left, right))
+            pairs.append((left, right))
+            merged.append((lo, hi))
             stack[-1] = ((lo, hi), left)
-    if [node for node, _ in stack] != [(0, num_leaves)]:
-        raise ValueError(f"nodes {sorted(nodes)} do not cover the {num_leaves} leaves of the tree once each")
-    return plan
+    return stack, pairs, merged
 
 
 @dataclass(frozen=True)
 class Sum:
-    """How the ranks' roots become the root of the tree; roots are numbered through, rank by rank.
+    """How to add the ranks' roots to the root of the tree; roots are numbered rank by rank.
 
-    ``counts[r]`` roots are rank r's; ``adds`` are those of ``adds``, and ``sums[k]`` is the node that number
-    k of them makes; the sum ends up in number ``root``.
+    Rank r has ``counts[r]`` roots. For each (i, j) of ``adds``, in this order, value i becomes value i +
+    value j; value i has the lower leaves. The k-th add makes node ``sums[k]``; the last makes value ``root``.
     """
 
     counts: tuple[int, ...]
@@ -101,9 +88,9 @@ class Sum:
 
 
 def plan_sum(leaves: Sequence[Sequence[int]], num_leaves: int) -> Sum:
-    """The sum over all ranks, of which rank r holds ``leaves[r]``; kept, because every bucket asks anew."""
+    """The sum over all ranks, where rank r computed ``leaves[r]``; cached, because every bucket needs it."""
     try:
-        return _plan_sum(tuple(leaves), num_leaves)  # a range is compared without its numbers
+        return _plan_sum(tuple(leaves), num_leaves)  # hashes ranges without listing their numbers
     except TypeError:  # lists
         return _plan_sum(tuple(map(tuple, leaves)), num_leaves)
 
@@ -111,23 +98,19 @@ def plan_sum(leaves: Sequence[Sequence[int]], num_leaves: int) -> Sum:
 @lru_cache(maxsize=64)
 def _plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
     by_rank = [roots(own, num_leaves) for own in leaves]
-    nodes = [node for own in by_rank for node in own]
-    counts = tuple(len(own) for own in by_rank)
-    return sum_of(nodes, counts, num_leaves)
+    return sum_of([node for own in by_rank for node in own], list(map(len, by_rank)), num_leaves)
 
 
 def sum_of(nodes: Sequence[Node], counts: Sequence[int], num_leaves: int) -> Sum:
-    """The sum of roots that are the values of ``nodes``."""
-    values, sums = list(nodes), []
-    plan = adds(nodes, num_leaves)
-    for left, right in plan:
-        values[left] = values[left][0], values[right][1]
-        sums.append(values[left])
-    return Sum(tuple(counts), tuple(plan), tuple(sums), nodes.index(min(nodes)))
+    """The sum of roots that are the values of ``nodes``, which must cover all leaves once each."""
+    stack, adds, sums = _merge(nodes, num_leaves)
+    if [node for node, _ in stack] != [(0, num_leaves)]:
+        raise ValueError(f"nodes {sorted(nodes)} do not cover the {num_leaves} leaves of the tree once each")
+    return Sum(tuple(counts), tuple(adds), tuple(sums), stack[0][1])
 
 
 class Subtree(NamedTuple):
-    """The roots of one host, by their place among all of that host's, that add up to one node of the tree."""
+    """The roots of one host, by their index among the roots of that host, that add up to one node."""
 
     members: tuple[int, ...]
     plan: Sum
@@ -135,85 +118,74 @@ class Subtree(NamedTuple):
 
 @lru_cache(maxsize=64)
 def by_host(plan: Sum, num_local: int) -> tuple[tuple[tuple[Subtree, ...], ...], Sum]:
-    """``plan`` in two stages, where each host has ``num_local`` ranks in a row.
+    """Split ``plan`` into adds within hosts of ``num_local`` consecutive ranks, and adds across hosts.
 
-    First every host adds what its ranks' roots make among themselves: host h the subtrees in ``[0][h]``,
-    whose sums are the host's roots. Then those, numbered through host by host, by the ``Sum`` in ``[1]``.
+    First host h adds the subtrees ``[0][h]``, and their sums are the roots of the host. Then the hosts add
+    these roots, numbered host by host, by the ``Sum`` in ``[1]``.
     """
     host_of = [rank // num_local for rank, count in enumerate(plan.counts) for _ in range(count)]
     firsts = [host_of.index(host) if host in host_of else 0 for host in range(len(plan.counts) // num_local)]
     members: dict[int, list[int]] = {i: [i] for i in range(len(host_of))}
     within: dict[int, list[tuple[int, int, Node]]] = {i: [] for i in members}
     across: list[tuple[int, int, Node]] = []
-    travels: set[int] = set()  # what has been added to another host's
+    across_hosts: set[int] = set()  # values that include another host's leaves
     for (left, right), node in zip(plan.adds, plan.sums, strict=True):
-        if host_of[left] == host_of[right] and not travels & {left, right}:
+        if host_of[left] == host_of[right] and not across_hosts & {left, right}:
             members[left] += members.pop(right)
             within[left] += [*within.pop(right), (left, right, node)]
         else:
-            travels.add(left)
+            across_hosts.add(left)
             across.append((left, right, node))
     numbers = {i: number for number, i in enumerate(sorted(members))}  # of the hosts' roots
     subtrees: list[list[Subtree]] = [[] for _ in firsts]
     for i in numbers:
-        places = {member: place for place, member in enumerate(members[i])}
-        first = firsts[host_of[i]]
-        subtrees[host_of[i]].append(
-            Subtree(
-                tuple(member - first for member in places),
-                _renumbered((len(places),), within[i], places, i),
-            )
-        )
+        index = {member: k for k, member in enumerate(members[i])}
+        plan_here = _renumbered((len(index),), within[i], index, i)
+        subtrees[host_of[i]].append(Subtree(tuple(m - firsts[host_of[i]] for m in index), plan_here))
     return tuple(map(tuple, subtrees)), _renumbered(tuple(map(len, subtrees)), across, numbers, plan.root)
 
 
 def _renumbered(
-    counts: tuple[int, ...], added: Sequence[tuple[int, int, Node]], numbers: Mapping[int, int], root: int
+    counts: tuple[int, ...], adds: Sequence[tuple[int, int, Node]], numbers: Mapping[int, int], root: int
 ) -> Sum:
-    """The sum of (left, right, node), whose values have other ``numbers`` now."""
-    return Sum(
-        counts,
-        tuple((numbers[left], numbers[right]) for left, right, _ in added),
-        tuple(node for _, _, node in added),
-        numbers[root],
-    )
+    """The sum by ``adds`` (left, right, node), with the new ``numbers`` of the values."""
+    pairs = tuple((numbers[left], numbers[right]) for left, right, _ in adds)
+    return Sum(counts, pairs, tuple(node for _, _, node in adds), numbers[root])
 
 
 def round_major(num_leaves: int, num_ranks: int) -> list[list[int]]:
-    """Leaves by rank when ranks take turns: rank r computes r, r + W, r + 2W, ...
+    """Leaves by rank in rounds: rank r computes r, r + W, r + 2W, ...
 
-    For strategies that reduce after every round and keep only shards; with W a power of two every round
-    is one node.
+    For strategies that reduce after every round and keep only shards. If W is a power of two, every round is
+    one node.
     """
     return [list(range(rank, num_leaves, num_ranks)) for rank in range(num_ranks)]
 
 
 def rotated(shares: Sequence[T], shift: int) -> tuple[T, ...]:
-    """``shares`` by rank, where each rank has the one of the rank that is ``shift`` after it, in a ring."""
+    """``shares`` by rank, rotated: each rank gets the share of rank + ``shift``, modulo their number."""
     shift %= len(shares)
     return (*shares[shift:], *shares[:shift])
 
 
-@lru_cache(maxsize=256)
 def rank_major(num_leaves: int, num_ranks: int) -> tuple[range, ...]:
-    """Leaves by rank in contiguous ranges, cut so that few roots have to travel.
+    """Leaves by rank in contiguous ranges, cut so that few roots are sent.
 
-    No rank gets more than ceil(G/W) leaves, since the slowest rank sets the pace; among those cuts the
-    one with the smallest maximum of roots per rank, then the smallest total, then the longest ranges
-    first. With G and W powers of two every rank has one root and the exchange moves what a ring
-    all-reduce moves; with W = 3, G = 16 planning makes it 1.33 times as much instead of 1.67.
-
-    Ranks beyond the number of leaves get an empty range.
+    No rank gets more than ceil(G/W) leaves, since the slowest rank sets the pace. Among these cuts: the
+    smallest maximum of roots per rank, then the smallest total, then the longest ranges first. If G and W are
+    powers of two, every rank has one root, and the exchange moves the bytes of a ring all-reduce; for W = 3,
+    G = 16 planning makes it 1.33 times as many instead of 1.67. Ranks beyond the number of leaves get an
+    empty range.
     """
     return host_major(num_leaves, 1, num_ranks)
 
 
 @lru_cache(maxsize=256)
 def host_major(num_leaves: int, num_hosts: int, num_local: int) -> tuple[range, ...]:
-    """As ``rank_major``, where ``num_local`` ranks in a row share a host: few roots have to leave a host.
+    """As ``rank_major``, first among hosts of ``num_local`` consecutive ranks, then among the ranks of each.
 
-    The hosts' ranges are cut so first, then those of the ranks of each, none of which gets more than there.
-    G = 16 on two hosts of three ranks leaves a root on each, and not three: half of the bytes.
+    Few roots leave a host: for G = 16 on two hosts of three ranks, one root each instead of three, half of
+    the bytes.
     """
     num_ranks = num_hosts * num_local
     if num_leaves < 1 or num_ranks < 1:
@@ -228,23 +200,17 @@ def host_major(num_leaves: int, num_hosts: int, num_local: int) -> tuple[range, 
 def _cut(leaves: range, num_ranks: int, load: int, num_leaves: int) -> tuple[range, ...]:
     """``leaves`` of a tree over ``num_leaves`` by rank, at most ``load`` each, with few roots."""
     busy = min(len(leaves), num_ranks)
-    widths = next(
-        widths
-        for limit in range(1, num_leaves + 1)
-        if (widths := _fewest_roots(leaves, busy, load, limit, num_leaves)) is not None
-    )
-    edges = [leaves.start]
-    for width in widths:
-        edges.append(edges[-1] + width)
-    cuts = [range(lo, hi) for lo, hi in pairwise(edges)]
-    return (*cuts, *[range(leaves.stop, leaves.stop)] * (num_ranks - busy))
+    plans = (_fewest_roots(leaves, busy, load, limit, num_leaves) for limit in range(1, num_leaves + 1))
+    widths = next(widths for widths in plans if widths is not None)
+    edges = [*accumulate(widths, initial=leaves.start), *[leaves.stop] * (num_ranks - busy)]
+    return tuple(range(lo, hi) for lo, hi in pairwise(edges))
 
 
 def _fewest_roots(
     leaves: range, num_ranks: int, load: int, limit: int, num_leaves: int
 ) -> tuple[int, ...] | None:
     """Widths of contiguous ranges with the fewest roots in total and at most ``limit`` each, or None."""
-    # best[hi] = (total roots, negated widths) of the best cut of [start, hi) into the ranks so far.
+    # best[hi] = (total roots, negated widths) of the best cut of [start, hi) among the first ranks.
     best: dict[int, tuple[int, tuple[int, ...]]] = {leaves.start: (0, ())}
     for rank in range(num_ranks):
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -254,7 +220,7 @@ def _fewest_roots(
                 hi = lo + width
                 if not ranks_left <= leaves.stop - hi <= ranks_left * load:
                     continue
-                count = _count_roots(lo, hi, num_leaves)
+                count = _count_roots(lo, hi, 0, num_leaves)
                 if count <= limit:
                     found = (total + count, (*widths, -width))
                     longer[hi] = min(longer.get(hi, found), found)
@@ -263,15 +229,11 @@ def _fewest_roots(
 
 
 @lru_cache(maxsize=65536)
-def _count_roots(lo: int, hi: int, num_leaves: int) -> int:
-    """Number of maximal nodes inside [lo, hi), by descending from the root."""
-
-    def count(a: int, b: int) -> int:
-        if lo <= a and b <= hi:
-            return 1
-        if b <= lo or hi <= a:
-            return 0
-        middle = split(a, b)
-        return count(a, middle) + count(middle, b)
-
-    return count(0, num_leaves)
+def _count_roots(lo: int, hi: int, start: int, stop: int) -> int:
+    """Number of maximal nodes inside [lo, hi) in the subtree [start, stop)."""
+    if lo <= start and stop <= hi:
+        return 1
+    if stop <= lo or hi <= start:
+        return 0
+    middle = split(start, stop)
+    return _count_roots(lo, hi, start, middle) + _count_roots(lo, hi, middle, stop)

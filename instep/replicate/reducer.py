@@ -129,7 +129,7 @@ class Reducer(Reduction):
         if following is not None and self.group.size > 1:
             header = self._header(following, plan)
             name, exchange = "leaving a step", self.exchange
-            self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
+            self.lane.submit(name, lambda: exchange.announce_leave(header, name), awaited=False)
         elif following is None:
             self._leave_afterwards()
         self.exchanges += 1
@@ -205,7 +205,7 @@ class Reducer(Reduction):
         """Let ``hook`` begin with ``bucket``, once all ranks have come to it."""
 
         def meet() -> None:
-            self.exchange.meet(bucket, header, name)
+            self.exchange.exchange_headers(bucket, header, name)
 
         met = self.lane.run(name, meet)
         met.wait()

@@ -54,7 +54,7 @@ from instep.ordered.generators import generators_of, global_generators, same_sta
 from instep.ordered.homes import Wrapped
 from instep.ordered.node_format import NodeFormat
 from instep.ordered.running import Changes, apply
-from instep.ordered.tree import adds, rank_major, sum_of
+from instep.ordered.tree import rank_major, sum_of
 from instep.replicate.flat import Flat
 from instep.replicate.own_names import OwnNames
 from instep.replicate.replica import Replica, handed_to_replicas, received_micro_batch
@@ -496,7 +496,7 @@ class InThreads(torch.autograd.Function):
 def tree_sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The sum in the order of the tree over ``len(parts)`` leaves; None is a leaf without a value."""
     values = list(parts)
-    for left, right in adds([(i, i + 1) for i in range(len(parts))], len(parts)):
+    for left, right in sum_of([(i, i + 1) for i in range(len(parts))], (), len(parts)).adds:
         a, b = values[left], values[right]
         values[left] = b if a is None else a if b is None else a + b
     return values[0]

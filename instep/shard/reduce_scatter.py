@@ -299,7 +299,7 @@ class ReduceScatter(OrderedAllReduce):
             Desync, PeerLost, ValueError: as ``OrderedAllReduce.run``.
         """
         name = f"the exchange of unit {header.bucket} in round {header.round}"
-        headers = self.meet(bucket, header, name)
+        headers = self.exchange_headers(bucket, header, name)
         scale = mean_scale(headers) if is_last else None
         with self.recorder.span(
             "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket

@@ -225,7 +225,7 @@ class SliceReducer(Reduction):
             turn, index = divmod(len(self._works), len(self.buckets))
             header = self._header(self.buckets[index], plan, turn)
             name, exchange = "leaving a step", self.exchange
-            self.lane.submit(name, lambda: exchange.leave(header, name), awaited=False)
+            self.lane.submit(name, lambda: exchange.announce_leave(header, name), awaited=False)
         else:
             self._leave_afterwards()
         self._works = []  # one that has failed holds all that it worked on

@@ -21,7 +21,7 @@ from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered import homes
 from instep.ordered.alignment import align
-from instep.ordered.header import MEET
+from instep.ordered.header import BARRIER
 from instep.ordered.hook import Hook, weakly
 from instep.ordered.keys import LeafKeys
 from instep.ordered.node_format import NodeFormat
@@ -245,7 +245,7 @@ class Sharding:
 
     def barrier(self, operation: str) -> None:
         """No rank returns before all have come; between two steps."""
-        self.reducer.come_to(MEET, operation)
+        self.reducer.come_to(BARRIER, operation)
 
     def close(self, *, wait: bool = True) -> None:
         """Remove the hooks, end the lane, give back the groups; also happens when it is collected.

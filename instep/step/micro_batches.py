@@ -227,7 +227,7 @@ class DeclaredStep:
                 reducer.finish()
                 self.statistics.apply()
                 if reducer.group.rank == 0:
-                    self.inputs.compare(reducer.exchange.fed, reducer.group.ranks)
+                    self.inputs.compare(reducer.exchange.input_digests, reducer.group.ranks)
                 if source is not None:
                     source.advance()
             self._open, ended = None, True

@@ -270,7 +270,7 @@ class Reduction(ABC):
         self.plan, self._declared = plan, plan.declared
         self.weight = 0 if plan.declared else 1
         self.afterwards, self.num_running, self.buffers = None, 0, 0
-        self.exchange.buffers, self.exchange.fed = [], []
+        self.exchange.buffers, self.exchange.input_digests = [], []
         if self._rounds_nodes:
             # The key of random rounding: a declared step that is repeated must have the same bits.
             key = (1, plan.step, 0) if plan.declared else (0, self.steps, self.exchanges)
@@ -367,7 +367,9 @@ class Reduction(ABC):
         )
         found: list[list[int]] = []
         self.lane.settle()
-        self.lane.run(operation, lambda: found.extend(self.exchange.come_to(header, words, operation))).wait()
+        self.lane.run(
+            operation, lambda: found.extend(self.exchange.rendezvous(header, words, operation))
+        ).wait()
         return found
 
     def steps_now(self) -> None:
@@ -438,7 +440,7 @@ class Reduction(ABC):
             edited=self._watch.edited,
             num_running=self.num_running,
             buffers=self.buffers,
-            fed=self.fed() if plan.declared else 0,
+            input_digest=self.fed() if plan.declared else 0,
         )
 
     def _learn(self) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from instep.memory import as_bytes
 from instep.mesh.device import fetch
 from instep.mesh.process_group import Group
-from instep.ordered.header import Header, whereabouts
+from instep.ordered.header import Header, describe_step
 from instep.ordered.replicas import compare_replicas, odd_one_out, ranks_listed, together
 from instep.ordered.shards import MODEL, Shard, elements
 
@@ -107,7 +107,7 @@ class ReplicaWatch:
         """
         if self._is_on and len(set(map(_claims, headers))) > 1 and self._differ(headers):
             shards = [Shard.whole(MODEL + name, x, self._mine) for name, x in self._held()]
-            when = f"{whereabouts(headers[self._group.rank])},"
+            when = f"{describe_step(headers[self._group.rank])},"
             compare_replicas(shards, self.steps, self._group, self._words(headers), when)
 
     def _differ(self, headers: Sequence[Header]) -> bool:

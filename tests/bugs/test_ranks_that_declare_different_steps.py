@@ -47,7 +47,7 @@ def declare(model: Any, step: int | None) -> None:
 @world(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_one_rank_declares_otherwise_raises_on_all(mesh: Mesh, kind: str) -> None:
-    said = r"rank 2 declares step 8; rank 0, 1: 7\. .*the same step="
+    said = r"rank 2 declares step 8; ranks 0, 1: 7\. .*the same step="
     with wrapped(mesh, kind) as model, pytest.raises(Desync, match=said):
         declare(model, 8 if mesh.rank == 2 else 7)
 

@@ -55,10 +55,10 @@ def train(model: Any, optimizer: Optimizer, rank: int, odd: str) -> None:
 
 
 SAID = {
-    "skips": "rank 1 exchanges gradients; rank 0 makes an optimizer step",
-    "repeats": "rank 1 makes an optimizer step; rank 0 exchanges gradients",
-    "clips": "rank 1 takes the norm of the gradients; rank 0 makes an optimizer step",
-    "keeps": "rank 1 waits for all ranks outside of a step, .*; rank 0 exchanges gradients",
+    "skips": r"rank 1 is in the exchange of gradients; rank 0: optimizer.step\(\)",
+    "repeats": r"rank 1 is in optimizer.step\(\); rank 0: the exchange of gradients",
+    "clips": r"rank 1 is in clip_grad_norm_; rank 0: optimizer.step\(\)",
+    "keeps": "rank 1 is in a barrier outside of a step .*; rank 0: the exchange of gradients",
 }
 
 
@@ -85,7 +85,7 @@ def test_a_norm_or_a_state_dict_that_one_rank_takes_is_told_at_once(mesh: Mesh, 
 @world(4, timeout_s=DEADLINE_S, dp=2, shard=2)
 def test_ranks_of_other_shard_groups_are_told_too(mesh: Mesh) -> None:
     model, optimizer = sharded("stage 3", mesh)
-    with pytest.raises(Desync, match="rank 1 exchanges gradients; rank 0, 2, 3 makes an optimizer step"):
+    with pytest.raises(Desync, match="rank 1 is in the exchange of gradients; ranks 0, 2, 3: optimizer"):
         train(model, optimizer, mesh.rank, "skips")
     model.close()
 

@@ -371,13 +371,13 @@ def test_ranks_whose_loaders_stand_elsewhere_raise(mesh: Mesh) -> None:
     loader = loader_of()
     if mesh.rank:
         loader.position = 8
-    with pytest.raises(Desync, match=r"rank 1 has read samples of its data: 8; rank 0: 0\. Read it"):
+    with pytest.raises(Desync, match=r"rank 1 is at sample 8 of its data; rank 0: 0\. Read"):
         trained(mesh, loader)
 
 
 @world(2)
 def test_ranks_with_data_sets_of_other_lengths_raise(mesh: Mesh) -> None:
-    with pytest.raises(Desync, match="reads other samples"):
+    with pytest.raises(Desync, match="reads a data source with digest"):
         trained(mesh, loader_of(13 + mesh.rank))
 
 
@@ -385,7 +385,7 @@ def test_ranks_with_data_sets_of_other_lengths_raise(mesh: Mesh) -> None:
 def test_a_rank_without_a_loader_raises(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     loader = loader_of() if mesh.rank else 4
-    with pytest.raises(Desync, match=r"reads other samples; digest of data set and sizes: .*or none on any"):
+    with pytest.raises(Desync, match=r"reads a data source with digest .*or none on any"):
         step(model, loader)
     model.close()
 

@@ -48,21 +48,54 @@ def reduces_like_one_process(reduce: Reduce, group: Group, leaves: Leaves) -> bo
     return found.tobytes() == expected.tobytes()
 
 
+def new_exchange(group: Group, *, ordered: bool = True, at_once_bytes: int | None = None) -> OrderedAllReduce:
+    """``at_once_bytes``: 0 makes every bucket a large one."""
+    exchange = OrderedAllReduce(group, Recorder(), ordered=ordered, max_parameters=len(SHAPES))
+    if at_once_bytes is not None:
+        exchange.transport.at_once_bytes = at_once_bytes
+    return exchange
+
+
+def drawn_bucket(group: Group, leaves: Leaves, dtype: str = "float32", **how) -> Bucket:
+    """A bucket with this rank's share of ``drawn_gradients``; ``how``: as for ``filled_bucket``."""
+    drawn = drawn_gradients(sum(map(len, leaves)), dtype)
+    own = {leaf: torch.tensor(drawn[leaf]) for leaf in leaves[group.rank]}
+    return filled_bucket(group, own, len(drawn), dtype=dtype, **how)
+
+
+def run(exchange: OrderedAllReduce, bucket: Bucket, leaves: Leaves, weight: int | None = None) -> Bucket:
+    """Exchange ``bucket``; the weight of a rank is its number of leaves."""
+    weight = len(leaves[exchange.group.rank]) if weight is None else weight
+    exchange.run(bucket, header_for(bucket, leaves, weight), leaves)
+    return bucket
+
+
+def is_mean(bucket: Bucket, num_leaves: int, weight: int | None = None) -> bool:
+    """Whether ``bucket`` has the bits of one process for ``drawn_gradients``."""
+    found = content(bucket).numpy()
+    drawn = drawn_gradients(num_leaves, str(found.dtype))
+    return found.tobytes() == one_process(drawn, num_leaves if weight is None else weight).tobytes()
+
+
+def has_clean_padding(bucket: Bucket) -> bool:
+    """Whether there is padding, and all of it is -0.0."""
+    padding = torch.ones(bucket.num_elements, dtype=torch.bool)
+    for slot in bucket.slots:
+        padding[slot.offset : slot.offset + slot.length] = False
+    found = bucket.home[padding]
+    return len(found) > 0 and bool((found == 0).all()) and bool(torch.signbit(found).all())
+
+
 def ordered_exchange(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
     """What instep does."""
     bucket = filled_bucket(group, own, sum(map(len, leaves)))
-    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
-    exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
-    return content(bucket)
+    return content(run(new_exchange(group), bucket, leaves))
 
 
 def exchange_in_slices(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:
-    """What instep does with what is not small."""
+    """What instep does with large buckets."""
     bucket = filled_bucket(group, own, sum(map(len, leaves)))
-    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
-    exchange.transport.at_once_bytes = 0
-    exchange.run(bucket, header_for(bucket, leaves, len(own)), leaves)
-    return content(bucket)
+    return content(run(new_exchange(group, at_once_bytes=0), bucket, leaves))
 
 
 def stacked_sum(group: Group, own: dict[int, Tensor], leaves: Leaves) -> Tensor:

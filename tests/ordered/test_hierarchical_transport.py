@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from instep.comm.messages import Messages
 from instep.errors import Desync, PeerLost
-from instep.events import Recorder
-from instep.ordered.exchange import OrderedAllReduce
 from instep.ordered.hierarchical_transport import HierarchicalTransport
 from instep.ordered.tree import by_host, plan_sum, rank_major, roots
 from tests.far import evenly, host_group, hosts
 from tests.ordered.reductions import (
     NUM_ELEMENTS,
-    SHAPES,
     content,
-    drawn_gradients,
+    drawn_bucket,
     filled_bucket,
+    has_clean_padding,
     header_for,
-    one_process,
+    is_mean,
+    new_exchange,
     ordered_exchange,
     reduces_like_one_process,
+    run,
 )
 from tests.ordered.test_exchange import placements
 from tests.ordered.trees import parenthesised, tree_sum
@@ -122,11 +122,9 @@ def exchanges_a_root_a_host(mesh, sent):
     group = host_group(mesh)
     num_local, others = group.num_local, group.num_hosts - 1
     leaves = [own[k::num_local] for own in ONE_ROOT_EACH[group.num_hosts] for k in range(num_local)]
-    gradients = drawn_gradients(16)
-    bucket = filled_bucket(group, {leaf: torch.tensor(gradients[leaf]) for leaf in leaves[group.rank]}, 16)
-    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
-    exchange.run(bucket, header_for(bucket, leaves, len(leaves[group.rank])), leaves)
-    assert content(bucket).numpy().tobytes() == one_process(gradients, 16).tobytes()
+    exchange = new_exchange(group)
+    bucket = run(exchange, drawn_bucket(group, leaves), leaves)
+    assert is_mean(bucket, 16)
     group.barrier("the test")
     headers, parts = sent[group.host][:others], sent[group.host][others:]
     assert set(headers) == {8 * num_local * exchange.header_length}
@@ -134,25 +132,17 @@ def exchanges_a_root_a_host(mesh, sent):
     assert sum(parts) == 2 * bucket.nbytes * others // group.num_hosts
 
 
-def test_buckets_lie_in_memory_of_their_host_and_keep_their_padding():
+def test_buckets_keep_their_padding():
     with hosts(*evenly(2, 2)):
         world(4)(keeps_padding)()
 
 
 def keeps_padding(mesh):
-    group = host_group(mesh)
-    leaves = rank_major(8, 4)
-    own = {leaf: torch.full((NUM_ELEMENTS,), 1.0 + leaf) for leaf in leaves[group.rank]}
-    bucket = filled_bucket(group, own, 8)
-    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    group, leaves = host_group(mesh), rank_major(8, 4)
+    exchange = new_exchange(group)
     assert isinstance(exchange.transport, HierarchicalTransport)
-    exchange.run(bucket, header_for(bucket, leaves, 2), leaves)
-    padding = torch.ones(bucket.num_elements, dtype=torch.bool)
-    for slot in bucket.slots:
-        padding[slot.offset : slot.offset + slot.length] = False
-    assert int(padding.sum()) > 0
-    assert bool((bucket.home[padding] == 0).all()) and bool(torch.signbit(bucket.home[padding]).all())
-    assert set(content(bucket).tolist()) == {4.5}
+    bucket = run(exchange, drawn_bucket(group, leaves), leaves)
+    assert has_clean_padding(bucket) and is_mean(bucket, 8)
 
 
 @pytest.mark.parametrize("odd", range(4))
@@ -166,17 +156,17 @@ def raises_alike(mesh, odd):
     leaves = rank_major(4, 4)
     bucket = filled_bucket(group, {group.rank: torch.full((NUM_ELEMENTS,), 1.0 + group.rank)}, 4)
     before = bucket.home.clone()
-    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange = new_exchange(group)
     header = header_for(bucket, leaves, 1)
-    with pytest.raises(Desync, match=f"rank {odd} has made optimizer steps: 5"):
+    with pytest.raises(Desync, match=f"rank {odd} is at optimizer step 5"):
         exchange.run(bucket, header._replace(step=5) if mesh.rank == odd else header, leaves)
     if mesh.rank == odd:
-        exchange.leave(header, "leaving a step")
+        exchange.announce_leave(header, "leaving a step")
     else:
         with pytest.raises(Desync, match=f"rank {odd} left step 4"):
             exchange.run(bucket, header, leaves)
     assert bucket.home.tolist() == before.tolist()
-    assert exchange.come_to(header, [mesh.rank], "the test") == [[rank] for rank in range(4)]
+    assert exchange.rendezvous(header, [mesh.rank], "the test") == [[rank] for rank in range(4)]
     exchange.run(bucket, header, leaves)
     assert set(content(bucket).tolist()) == {2.5}
 
@@ -191,7 +181,7 @@ def names_the_absent(mesh, absent, ended):
     group = host_group(mesh)
     leaves = rank_major(4, 4)
     bucket = filled_bucket(group, {group.rank: torch.ones(NUM_ELEMENTS)}, 4)
-    exchange = OrderedAllReduce(group, Recorder(), ordered=True, max_parameters=len(SHAPES))
+    exchange = new_exchange(group)
     if mesh.rank != absent:
         with pytest.raises(PeerLost) as lost:
             exchange.run(bucket, header_for(bucket, leaves, 1), leaves)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.ordered.tree import adds, are_siblings, host_major, rank_major, roots, round_major, split
+from instep.ordered.tree import are_siblings, host_major, rank_major, roots, round_major, split, sum_of
 from tests.ordered.trees import children, half, maximal_nodes, parenthesised, tree_sum
 
 POWERS = [1 << k for k in range(11)]
@@ -67,7 +67,7 @@ def test_every_placement_and_every_arrival_gives_one_expression(placement, rando
     nodes = [node for leaves in ranks for node in roots(leaves, num_leaves)]
     random.shuffle(nodes)
     values = [tree_sum(names[lo:hi], parenthesised) for lo, hi in nodes]
-    for left, right in adds(nodes, num_leaves):
+    for left, right in sum_of(nodes, (), num_leaves).adds:
         values[left] = parenthesised(values[left], values[right])
     assert values[nodes.index(min(nodes))] == tree_sum(names, parenthesised)
 
@@ -75,7 +75,7 @@ def test_every_placement_and_every_arrival_gives_one_expression(placement, rando
 def test_five_leaves_on_three_ranks_are_added_as_drawn():
     nodes = [node for leaves in ([0, 1, 2], [3], [4]) for node in roots(leaves, 5)]
     assert nodes == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert adds(nodes, 5) == [(1, 2), (0, 1), (0, 3)]
+    assert sum_of(nodes, (), 5).adds == ((1, 2), (0, 1), (0, 3))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_five_leaves_on_three_ranks_are_added_as_drawn():
 )
 def test_nodes_that_do_not_cover_the_leaves_once_are_refused(nodes):
     with pytest.raises(ValueError, match="do not cover the 5 leaves of the tree once each"):
-        adds(nodes, 5)
+        sum_of(nodes, (), 5)
 
 
 @given(st.integers(1, 300), st.integers(1, 64))
@@ -171,10 +171,9 @@ def test_powers_of_two_leave_one_root_a_rank(num_ranks):
 @pytest.mark.parametrize(("num_leaves", "num_ranks"), [(1024, 64), (1024, 63), (1000, 45), (769, 64)])
 def test_a_large_plan_covers_its_leaves(num_leaves, num_ranks):
     """Also ends before the deadline of a test, which a search of all cuts would not."""
-    rank_major.cache_clear()
     host_major.cache_clear()
     ranges = rank_major(num_leaves, num_ranks)
-    adds([node for leaves in ranges for node in roots(leaves, num_leaves)], num_leaves)
+    sum_of([node for leaves in ranges for node in roots(leaves, num_leaves)], (), num_leaves)
     assert max(map(len, ranges)) == math.ceil(num_leaves / num_ranks)
 
 

@@ -109,7 +109,7 @@ def noticed() -> threading.Event:
 def test_another_number_of_micro_batches_on_a_worker_is_an_error_on_all_ranks(mesh: Mesh) -> None:
     module = filled(Dense())
     server = ParameterServer(module, momentum(module.parameters()), mesh)
-    with pytest.raises(Desync, match="rank 2 expects micro-batches in the step: 7; rank 0, 1: 6"):
+    with pytest.raises(Desync, match="rank 2 expects 7 micro-batches in the step; ranks 0, 1: 6"):
         declared_step(server, 7 if mesh.rank == 2 else 6)
     server.close()
 
