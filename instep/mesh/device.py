@@ -272,6 +272,7 @@ class Stream:
 
     def __init__(self, device: torch.device, *, inline: bool = False) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not inline else None
+        self.is_used = self._stream is not None
 
     def computed(self) -> Event | None:
         """Mark the work that the caller has issued so far."""
@@ -290,7 +291,7 @@ class Stream:
             finally:  # after an error, too: from here on its memory may go to the computing stream
                 self._stream.synchronize()  # in the lane's thread: the computing thread goes on issuing
 
-    def run_after(self, event: Event, function: Callable[[], object]) -> None:
+    def run_after(self, event: Event | None, function: Callable[[], object]) -> None:
         """Call ``function`` on the lane's stream, after ``event``."""
         with self.after(event):
             function()

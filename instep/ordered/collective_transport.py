@@ -85,7 +85,9 @@ class CollectiveTransport:
         received, sent = memory[: size * most * length], memory[size * most * length :]
         for root, row in zip(roots, () if in_place else sent.split(length), strict=False):
             nodes.encode(root, out=row)
-        self.group.all_gather(received, nodes.encode(roots[0]) if in_place else sent, name)
+        if in_place:
+            sent = nodes.encode(roots[0]) if nodes.rounds else roots[0]
+        self.group.all_gather(received, sent, name)
         rows, values = received.view(size, most, length), list[Tensor]()
         for rank, count in enumerate(plan.counts):
             peer_roots = rows[rank, :count].unbind()

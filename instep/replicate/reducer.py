@@ -155,6 +155,8 @@ class Reducer(Reduction):
             nodes=self.options.nodes,
         )
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
+        large = {i for i, is_large in enumerate(self.gradients.is_large) if is_large}
+        self._with_large = {self.place[i].index for i in large}
 
     def _open(self, bucket: Bundle) -> None:
         assert isinstance(bucket, Bucket) and self.leaf is not None
@@ -177,7 +179,7 @@ class Reducer(Reduction):
         bucket.close(self.leaf)
         if self.plan.declared:
             self.gradients.take(bucket)
-        else:
+        elif bucket.index in self._with_large:
             for slot, view in zip(bucket.slots, bucket.views(bucket.counter.home), strict=True):
                 # What is small can wait for the exchange, to be attached once.
                 if slot.present and self.gradients.is_large[slot.position]:
@@ -188,7 +190,7 @@ class Reducer(Reduction):
 
     def _launch(self, bucket: Bucket) -> Work:
         assert self.plan is not None
-        plan, computed = self.plan, self.stream.computed()
+        plan, stream = self.plan, self.stream
         header = self._header(bucket, plan)
         bucket.launched = True
         name = f"the exchange of bucket {bucket.index}"
@@ -196,8 +198,8 @@ class Reducer(Reduction):
             return self._hook(self.comm_hook, bucket, header._replace(hooked=1), name)
 
         run = partial(self.exchange.run, bucket, header, plan.leaves)
-        if computed is not None:  # on a GPU
-            run = partial(self.stream.run_after, computed, run)
+        if stream.is_used:
+            run = partial(stream.run_after, stream.computed(), run)
         # In this thread where it waits anyway: to hand over, and back, takes a turn of the interpreter each.
         return (self.lane.run if self._awaits else self.lane.submit)(name, run)
 

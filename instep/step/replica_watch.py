@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ UNWATCHED = (
     ". Where hosts compute updates in different ways, take hosts of one kind, or "
     "DataParallel(check_replicas=False), which trains without this comparison; fully_shard always compares"
 )
-_claims = attrgetter("sampled", "edited")
+_claims, _version, _tensor = attrgetter("sampled", "edited"), attrgetter("_version"), itemgetter(1)
 Replica = tuple[str, Tensor]
 """The name and the live memory of what other ranks hold, too."""
 
@@ -80,7 +80,7 @@ class ReplicaWatch:
     def settled(self) -> None:
         """What is held counts as not written to."""
         if self._is_on:
-            self._versions = [x._version for _, x in self._held()]
+            self._versions = [*map(_version, map(_tensor, self._held()))]
 
     def stepped(self, steps: int) -> None:
         """An optimizer has made ``steps`` by now."""
@@ -93,7 +93,7 @@ class ReplicaWatch:
         """An exchange begins: what was written to since the last step?"""
         if not self._is_on:
             return
-        versions = [x._version for _, x in self._held()]
+        versions = [*map(_version, map(_tensor, self._held()))]
         self.edited = 0
         if versions != self._versions:
             times = [now - before for now, before in zip(versions, self._versions, strict=True)]
