@@ -24,67 +24,34 @@ _SHORT_BYTES = 32 << 10
 Pairs = tuple[tuple[int, int], ...]
 
 
+def _fields(names: str, **others: type) -> list[tuple[str, type]]:
+    """Fields of a struct of ``core.c``: addresses and numbers, all of 64 bits."""
+    return [(name, others.get(name, c_int64)) for name in names.split()]
+
+
 class GroupView(ctypes.Structure):
     """``struct group`` of ``core.c``: where a group's words and halves lie in this process."""
 
-    _fields_ = (
-        ("size", c_int64),
-        ("rank", c_int64),
-        ("blocks", c_void_p),
-        ("block_bytes", c_int64),
-        ("done", c_void_p),
-        ("sleepers", c_void_p),
-        ("halves", c_void_p),
-        ("half_bytes", c_int64),
-        ("spin_ns", c_int64),
-        ("yields", c_int64),
-    )
+    _fields_ = _fields("size rank blocks block_bytes done sleepers halves half_bytes spin_ns yields")
 
 
 class _SumView(ctypes.Structure):
     """``struct sum`` of ``core.c``."""
 
-    _fields_ = (
-        ("type", c_int64),
-        ("how", c_int64),
-        ("finish", c_int64),
-        ("number", c_double),
-        ("length", c_int64),
-        ("num_values", c_int64),
-        ("values", c_void_p),
-        ("num_pairs", c_int64),
-        ("pairs", c_void_p),
-        ("root", c_int64),
-        ("num_homes", c_int64),
-        ("homes", c_void_p),
+    _fields_ = _fields(
+        "type how finish number length num_values values num_pairs pairs root num_homes homes",
+        number=c_double,
     )
 
 
 class ReductionView(ctypes.Structure):
-    """``struct reduction`` of ``core.c``: an all-reduce under way."""
+    """``struct reduction`` of ``core.c``: the state of an all-reduce."""
 
-    _fields_ = (
-        ("group", POINTER(GroupView)),
-        ("type", c_int64),
-        ("how", c_int64),
-        ("finish", c_int64),
-        ("number", c_double),
-        ("root", c_int64),
-        ("x", c_void_p),
-        ("nbytes", c_int64),
-        ("by_slices", c_int64),
-        ("slot_bytes", c_int64),
-        ("compare", c_int64),
-        ("calls", c_int64),
-        ("call_stride", c_int64),
-        ("call_bytes", c_int64),
-        ("location_bytes", c_int64),
-        ("rounds", c_int64),
-        ("pieces", c_int64),
-        ("piece_bytes", c_int64),
-        ("slice_bytes", c_int64),
-        ("at", c_int64),
-        ("stage", c_int64),
+    _fields_ = _fields(
+        "group type how finish number root x nbytes by_slices slot_bytes compare calls call_stride "
+        "call_bytes location_bytes rounds pieces piece_bytes slice_bytes at stage",
+        group=POINTER(GroupView),
+        number=c_double,
     )
 
 

@@ -1,12 +1,11 @@
-"""Words of shared memory that other processes wait for, asleep in the kernel.
+"""64-bit words of shared memory on which other processes sleep in the kernel.
 
-A flag that is polled costs nothing to set and burns a core to wait for; with more ranks than cores the burnt
-core is the one that the awaited rank needs. Here a waiter polls for some microseconds and then sleeps on the
-address of the word (``futex(2)``). The kernel compares the word once more before it lets the waiter sleep, so
-a change in between is never missed.
+Polling a flag burns a core; with more ranks than cores, that is the core the awaited rank needs. So a waiter
+polls for some microseconds, then sleeps on the address of the word (``futex(2)``). The kernel compares the
+word once more before it lets the waiter sleep, so no change in between is missed.
 
-Words have one writer each and only grow. Every load and store is one of the native core, which keeps their
-order on processors that reorder: data written before a word is there when the word is.
+Each word has one writer and only grows. Loads and stores are those of the native core, which orders them on
+every processor: data written before a word is visible to whoever sees the word.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import platform
 import sys
 
 from instep.native import build
-from instep.native.library import Core, absence, core
+from instep.native.library import absence, core
 
 _NS = 1_000_000_000
 
@@ -35,17 +34,16 @@ def why_not() -> str:
 
 
 class Words:
-    """``memory`` (writable, at ``address``) as 64-bit words; ``words[i]`` is one atomic load or store.
+    """Memory at ``address`` as 64-bit words; ``words[i]`` is one atomic load or store.
 
-    ``memory`` is kept alive. A word's own cache line is the caller's care.
+    ``memory`` is kept alive. Words that different ranks write belong on different cache lines.
     """
 
-    def __init__(self, memory: memoryview, address: int) -> None:
+    def __init__(self, memory: object, address: int) -> None:
         native = core()
-        assert native is not None, "asked for where shared memory is available"
+        assert native is not None, "checked by why_not()"
         self.address = address
-        self._memory = memory
-        self._native: Core = native
+        self._memory, self._native = memory, native
 
     def __getitem__(self, i: int) -> int:
         return self._native.load(self.address + 8 * i)
@@ -54,18 +52,18 @@ class Words:
         self._native.store(self.address + 8 * i, value)
 
     def post(self, i: int, value: int) -> None:
-        """Store ``value`` in word i and wake all that sleep on it."""
+        """Store ``value`` in word i and wake all sleepers."""
         self[i] = value
         self.wake(i)
 
     def wake(self, i: int) -> None:
-        """Let all that sleep on word i look again."""
+        """Wake all that sleep on word i."""
         self._native.wake(self.address + 8 * i)
 
     def spin(self, i: int, target: int, seconds: float) -> bool:
-        """Poll word i until it is at least ``target``, for ``seconds`` at most; whether it is."""
+        """Poll word i for at most ``seconds``; whether it reached ``target``."""
         return bool(self._native.spin(self.address + 8 * i, target, int(seconds * _NS)))
 
     def sleep(self, i: int, target: int, seconds: float) -> None:
-        """Sleep until word i changes or is woken, ``seconds`` at most; not at all if it is at ``target``."""
+        """Sleep until word i changes or is woken, at most ``seconds``; not if it is at ``target`` already."""
         self._native.sleep(self.address + 8 * i, target, int(seconds * _NS))

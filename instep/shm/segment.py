@@ -1,7 +1,7 @@
 """Memory files (``mesh.memory_file``) as memory that other processes of the host can map.
 
-When the last process that holds one ends, however it ends, the memory is gone, and nothing is ever left
-behind in ``/dev/shm``. To have opened one is the proof that its maker is of the same user, on the same host.
+A memory file has no name: it disappears with the last process that holds it, so nothing is ever left in
+``/dev/shm``. Opening one proves that its owner is a process of the same user on the same host.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from instep.shm.futex import Words
 
 @dataclass(frozen=True)
 class Mapping:
-    """Memory that is mapped for as long as a tensor, or ``words``, looks at it.
+    """Memory that stays mapped as long as a tensor or a ``Words`` refers to it.
 
-    ``fd``, by which others attach, is closed with it; it is -1 where the memory is another process's.
+    ``fd``, by which other processes attach, is closed with it; -1 if the memory is another process's.
     """
 
     memory: mmap.mmap
@@ -34,31 +34,39 @@ class Mapping:
 
     @cached_property
     def address(self) -> int:
-        """Of its first byte, in this process."""
+        """Address of the first byte in this process."""
         return self.tensor(0, 1).data_ptr()
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """Bytes of it, with a storage of their own."""
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        with torch.inference_mode(False):  # it outlives what it is made in
-            return torch.frombuffer(self.memory, dtype=torch.uint8, offset=offset, count=nbytes)
+        """``nbytes`` bytes from ``offset`` on, uint8, with their own storage."""
+        return tensor_over(memoryview(self.memory), offset, nbytes)
 
     def words(self) -> Words:
-        """All of it as 64-bit words."""
-        return Words(memoryview(self.memory), self.address)
+        """The whole memory as 64-bit words."""
+        return Words(self.memory, self.address)
+
+
+def tensor_over(memory: memoryview, offset: int, nbytes: int) -> Tensor:
+    """``nbytes`` bytes of ``memory`` from ``offset`` on, uint8; the tensor keeps ``memory`` alive."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    with torch.inference_mode(False):  # it outlives the block that it is made in
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=nbytes)
 
 
 def create(nbytes: int) -> Mapping:
-    """New memory, zeroed; pages are taken when they are first written to."""
+    """New memory, zeroed; the kernel allocates a page at its first write.
+
+    Raises:
+        OSError: no descriptor or memory is left.
+    """
     try:
         file = MemoryFile.create()
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        raise OSError(
-            errno.EMFILE, "no descriptor is left for shared memory: raise ulimit -n, or use larger buckets"
-        ) from error
+        message = "no descriptor is left for shared memory: raise ulimit -n, or use larger buckets"
+        raise OSError(errno.EMFILE, message) from error
     try:
         os.ftruncate(file.fd, nbytes)
         memory = _map(file.fd, nbytes)
@@ -70,10 +78,10 @@ def create(nbytes: int) -> Mapping:
 
 
 def attach(pid: int, fd: int, inode: int | None = None) -> Mapping:
-    """The memory that process ``pid`` holds as its descriptor ``fd``, and that had this ``inode``.
+    """Map the memory behind descriptor ``fd`` of process ``pid``; ``inode`` identifies it if given.
 
     Raises:
-        OSError: it is not there, or is other memory by now, or belongs to another user or host.
+        OSError: it is gone, is other memory by now, or belongs to another user or host.
     """
     own = MemoryFile(pid, fd, inode).open()
     try:
@@ -84,7 +92,7 @@ def attach(pid: int, fd: int, inode: int | None = None) -> Mapping:
 
 
 def inode(pid: int, fd: int) -> int | None:
-    """What tells the memory behind a descriptor from any other, or None if it is gone."""
+    """The inode of the memory behind descriptor ``fd`` of process ``pid``, or None if it is gone."""
     try:
         return os.stat(f"/proc/{pid}/fd/{fd}").st_ino
     except OSError:
@@ -93,6 +101,6 @@ def inode(pid: int, fd: int) -> int | None:
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(fd, nbytes)
-    with suppress(OSError):  # only a wish, and not every kernel knows it
+    with suppress(OSError):  # only a hint, which some kernels do not know
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -112,7 +112,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
         (no_such_platform, 0),
         (no_such_platform, 2),
         (another_core, 1),
-        (cannot_see, 1),
+        (cannot_see, 0),
         (no_memory, 0),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

@@ -153,7 +153,7 @@ def test_a_rank_that_fails_tells_the_others_why(mesh, monkeypatch):
         def fail(*args, **kwargs):
             raise MemoryError("no more room for anything")
 
-        monkeypatch.setattr(pg._rounds, "_announce", fail)
+        monkeypatch.setattr(pg._rounds, "announce", fail)
         with pytest.raises(MemoryError):
             calls.all_reduce(pg, torch.ones(3)).wait()
         return
