@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from instep.native import build
@@ -131,25 +131,19 @@ def _typed(function: ctypes._NamedFuncPointer, arguments: Sequence[type], result
     return function
 
 
-class _Known:
-    """What this process knows of its core, once it has looked."""
-
-    looked = False
-    found: Core | None = None
-    why = ""
+@cache
+def _found() -> tuple[Core | None, str]:
+    return load(build.LIBRARY)
 
 
 def core() -> Core | None:
     """The compiled core, or None: there is no library, or one of other source."""
-    if not _Known.looked:
-        _Known.found, _Known.why = load(build.LIBRARY)
-        _Known.looked = True
-    return _Known.found
+    return _found()[0]
 
 
 def absence() -> str:
     """Why ``core`` is None, or ""."""
-    return "" if core() is not None else _Known.why
+    return _found()[1]
 
 
 def load(path: Path) -> tuple[Core | None, str]:

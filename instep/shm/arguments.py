@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +24,6 @@ def writable(xs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for x, data in zip(xs, found, strict=True):
         if not is_plain(x):
             x.detach().copy_(data.view(x.dtype).view(x.shape))
-
-
-def tensors_in(xs: Any) -> Iterator[Tensor]:
-    """The tensors in lists of tensors, or of lists of them."""
-    for x in xs:
-        if isinstance(x, Tensor):
-            yield x
-        else:
-            yield from tensors_in(x)
 
 
 def require_equal(xs: Sequence[Tensor], count: int, numel: int, dtype: torch.dtype, kind: str) -> None:

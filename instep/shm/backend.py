@@ -24,7 +24,7 @@ from instep.memory import Segment
 from instep.mesh.hang_report import FlightRecorder
 from instep.mesh.peers import Peer
 from instep.shm import collectives
-from instep.shm.arguments import require_equal, split_bytes, tensors_in, writable
+from instep.shm.arguments import require_equal, split_bytes, writable
 from instep.shm.call import NOWHERE, Location, describe_call
 from instep.shm.collectives import Operation, is_native, reduction_name
 from instep.shm.group_segment import FAILED, LEFT, GroupSegment
@@ -68,7 +68,7 @@ class ShmGroup(ProcessGroup):
         num_cores = len(os.sched_getaffinity(0))
         self._rounds = Rounds(shared, table, timeout.total_seconds(), num_cores, flight)
         self.peers = self._rounds.peers
-        self._heap = Heap(shared, table)
+        self._heap = Heap(self._rounds)
         self._lane = Lane(f"instep shm group, rank {table[shared.rank].rank}")
         self._messages = PointToPoint(self._rounds, self._heap, num_cores)
         self.mailboxes = Mailboxes(self._rounds, self._heap, num_cores, shared.box_word)
@@ -161,8 +161,8 @@ class ShmGroup(ProcessGroup):
 
     def map_peer(self, rank: int, places: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
         """The tensors of group rank ``rank`` at ``places``, each a ``Location``, flat."""
-        locations = [Location(*place) for place in places]
-        return collectives.map_peer(self._rounds, self._heap, rank, locations, dtype, self.label or "map_all")
+        label = self.label or "map_peer"
+        return [self._heap.map_peer(rank, Location(*place), label).view(dtype) for place in places]
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that did not come; every operation does, and names all of them."""
@@ -232,17 +232,14 @@ class ShmGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
-        size, dtype = self.getSize(), inputs[0].dtype
-        for xs, kind in ((inputs, "input"), (outputs, "output")):
-            if len(xs) != size or {x.dtype for x in xs} != {dtype}:
-                raise ValueError(f"{kind}: expected {size} tensors of {dtype}, got {[x.dtype for x in xs]}")
+        size = self.getSize()
+        if not len(outputs) == len(inputs) == size:
+            raise ValueError(f"expected {size} outputs and inputs, got {len(outputs)} and {len(inputs)}")
         return self._all_to_all(outputs, inputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> ShmWork:
-        if output.dtype != x.dtype:
-            raise ValueError(f"output: expected {x.dtype} as the input, got {output.dtype}")
         size = self.getSize()
         splits = split_bytes(output, size, out_splits), split_bytes(x, size, in_splits)
         return self._all_to_all([output], [x], opts, splits)
@@ -283,6 +280,8 @@ class ShmGroup(ProcessGroup):
     def _all_to_all(
         self, outputs: list[Tensor], xs: list[Tensor], opts: Any, splits: Sequence[list[int]] = ()
     ) -> ShmWork:
+        if len(dtypes := {x.dtype for x in (*outputs, *xs)}) > 1:
+            raise ValueError(f"expected tensors of one dtype, got {', '.join(map(str, dtypes))}")
         run = partial(collectives.all_to_all, xs=xs, splits=splits)
         return self._start([self._task("all_to_all", xs[0], outputs, run, opts, count=0)], outputs, opts)
 
@@ -334,7 +333,8 @@ class ShmGroup(ProcessGroup):
         op = self._operation(name, x, timeout=getattr(opts, "timeout", None), **options)
 
         def run_on_bytes() -> None:
-            with writable(outputs) as found:
+            # Tensors made in inference mode can only be written to in it.
+            with torch.inference_mode(any(x.is_inference() for x in outputs)), writable(outputs) as found:
                 run(op, found)
 
         return op, run_on_bytes
@@ -342,11 +342,9 @@ class ShmGroup(ProcessGroup):
     def _start(self, tasks: Sequence[Task], outputs: list[Any], opts: Any) -> ShmWork:
         """Run ``tasks`` in this thread, if the caller waits for them, else in the group's."""
         self._rounds.shared.require_own()
-        inference = any(x.is_inference() for x in tensors_in(outputs))
 
         def run() -> None:
-            # Tensors made in inference mode can only be written to in it.
-            with torch.inference_mode() if inference else torch.no_grad():
+            with torch.no_grad():
                 for _, task in tasks:
                     self._perform(task)
 

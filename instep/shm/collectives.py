@@ -27,7 +27,7 @@ Tensors are flat bytes (``arguments.writable``). Lists have one entry per group 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -92,34 +92,48 @@ class Operation:
             self.locations = self.rounds.require_agreement(self.label)
 
 
+def pieces(
+    op: Operation, rows: Sequence[Tensor], num_rows: int, nbytes: int
+) -> Iterator[tuple[slice, Callable[[int, int], Tensor]]]:
+    """One round per piece of tensors of ``nbytes`` bytes, ``num_rows`` of which share a half.
+
+    Writes this rank's ``rows``, and yields the slice of each tensor that the round carries, and ``read``:
+    ``read(r, i)`` is that piece of row i of rank r.
+    """
+    rounds, most = op.rounds, HALF_BYTES // num_rows // LINE * LINE
+    for start in range(0, max(nbytes, 1), most):
+        piece = slice(start, min(start + most, nbytes))
+        for i, row in enumerate(rows):
+            part = row[piece]
+            rounds.mine()[i * most :][: len(part)].copy_(part)
+        op.synchronize()
+
+        def read(rank: int, i: int, length: int = piece.stop - start) -> Tensor:
+            return rounds.theirs(rank)[i * most :][:length]
+
+        yield piece, read
+
+
 def broadcast(op: Operation, outs: Sequence[Tensor], *, root: int) -> None:
     """The tensor of ``root`` overwrites that of every rank."""
-    for piece in outs[0].split(HALF_BYTES):
-        if op.rounds.rank == root:
-            op.rounds.mine()[: len(piece)].copy_(piece)
-        op.synchronize()
-        if op.rounds.rank != root:
-            piece.copy_(op.rounds.theirs(root)[: len(piece)])
+    is_root = op.rounds.rank == root
+    for piece, read in pieces(op, outs if is_root else (), 1, len(outs[0])):
+        if not is_root:
+            outs[0][piece].copy_(read(root, 0))
 
 
 def all_gather(op: Operation, outs: Sequence[Tensor], *, x: Tensor) -> None:
     """``outs[r]`` receives the ``x`` of rank r. Ranks without ``outs`` only send."""
-    results = [row.split(HALF_BYTES) for row in _rows(outs, op.rounds.size)]
-    for i, piece in enumerate(as_bytes(x).split(HALF_BYTES)):
-        op.rounds.mine()[: len(piece)].copy_(piece)
-        op.synchronize()
+    results = _rows(outs, op.rounds.size)
+    for piece, read in pieces(op, [as_bytes(x)], 1, x.nbytes):
         for rank, result in enumerate(results):
-            result[i].copy_(op.rounds.theirs(rank)[: len(piece)])
+            result[piece].copy_(read(rank, 0))
 
 
 def scatter(op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor], root: int) -> None:
     """The tensor of rank r receives ``xs[r]`` of ``root``; the others pass no ``xs``."""
-    rounds, most, rows = op.rounds, _share(op.rounds.size), [as_bytes(x) for x in xs]
-    for i, piece in enumerate(outs[0].split(most)):
-        for rank, row in enumerate(rows):
-            rounds.mine()[rank * most :][: len(piece)].copy_(row[i * most :][: len(piece)])
-        op.synchronize()
-        piece.copy_(rounds.theirs(root)[rounds.rank * most :][: len(piece)])
+    for piece, read in pieces(op, [as_bytes(x) for x in xs], op.rounds.size, len(outs[0])):
+        outs[0][piece].copy_(read(root, op.rounds.rank))
 
 
 def all_to_all(
@@ -132,54 +146,31 @@ def all_to_all(
     Raises:
         Desync: a rank expects another length than is sent to it; raised on every rank alike.
     """
-    rounds, size = op.rounds, op.rounds.size
-    xs = [as_bytes(x) for x in xs]
+    size, ranks, xs = op.rounds.size, op.rounds.ranks, [as_bytes(x) for x in xs]
     if splits:
         outs, xs = outs[0].split(splits[0]), xs[0].split(splits[1])
-    lengths = torch.tensor([[len(x) for x in xs], [len(out) for out in outs]], device="cpu")
-    head = lengths.nbytes
-    most = (HALF_BYTES - head) // size // LINE * LINE
-    longest, start = 0, 0
-    while start == 0 or start < longest:
-        mine = rounds.mine()
-        mine[:head].copy_(as_bytes(lengths))
-        for rank, x in enumerate(xs):
-            piece = x[start : start + most]
-            mine[head + rank * most :][: len(piece)].copy_(piece)
-        op.synchronize()
-        if start == 0:
-            table = torch.stack([rounds.theirs(r)[:head].view(torch.int64).view(2, -1) for r in range(size)])
-            _require_matching(table[:, 0], table[:, 1].T, rounds.ranks)
-            longest = int(table.max())
-        for rank, out in enumerate(outs):
-            piece = out[start : start + most]
-            piece.copy_(rounds.theirs(rank)[head + rounds.rank * most :][: len(piece)])
-        start += most
-
-
-def _require_matching(sent: Tensor, expected: Tensor, ranks: Sequence[int]) -> None:
-    """Both (size, size) in bytes, by sender and receiver."""
-    for source, destination in (sent != expected).nonzero().tolist():
+    own = torch.tensor([[len(x) for x in xs], [len(out) for out in outs]], device="cpu")
+    table = own.new_empty(size, 2, size)  # by rank: bytes sent to each, bytes expected of each
+    all_gather(op, [as_bytes(table)], x=own)
+    for source, to in (table[:, 0] != table[:, 1].T).nonzero().tolist():
         raise Desync(
-            f"all_to_all: rank {ranks[source]} sends {sent[source, destination]} bytes to rank "
-            f"{ranks[destination]}, which expects {expected[source, destination]}: what is an input split on "
-            "one rank is an output split on another. Nothing was written"
+            f"all_to_all: rank {ranks[source]} sends {table[source, 0, to]} bytes to rank {ranks[to]}, which "
+            f"expects {table[to, 1, source]}: what is an input split on one rank is an output split on "
+            "another. Nothing was written"
         )
+    for piece, read in pieces(op, xs, size, int(table.max())):
+        for rank, out in enumerate(outs):
+            part = out[piece]
+            part.copy_(read(rank, op.rounds.rank)[: len(part)])
 
 
 def reduce_scatter(
     op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor], dtype: torch.dtype, reduction: str
 ) -> None:
     """The tensor of rank r receives the sum over all ranks of their ``xs[r]``."""
-    rounds, most = op.rounds, _share(op.rounds.size)
-    rows = _rows([as_bytes(x) for x in xs], rounds.size)
-    for i, piece in enumerate(outs[0].split(most)):
-        for rank, row in enumerate(rows):
-            rounds.mine()[rank * most :][: len(piece)].copy_(row[i * most :][: len(piece)])
-        op.synchronize()
-        place = slice(rounds.rank * most, rounds.rank * most + len(piece))
-        addends = [rounds.theirs(r)[place].view(dtype) for r in range(rounds.size)]
-        combine(addends, reduction, piece.view(dtype))
+    size, rank = op.rounds.size, op.rounds.rank
+    for piece, read in pieces(op, _rows([as_bytes(x) for x in xs], size), size, len(outs[0])):
+        combine([read(r, rank).view(dtype) for r in range(size)], reduction, outs[0][piece].view(dtype))
 
 
 def all_reduce(
@@ -201,12 +192,10 @@ def all_reduce(
     if is_native(dtype, reduction, rounds.size):
         _reduce_natively(op, x, dtype.itemsize, reduction, root)
         return
-    for piece in x.split(HALF_BYTES):
-        rounds.mine()[: len(piece)].copy_(piece)
-        op.synchronize()
+    for piece, read in pieces(op, outs, 1, len(x)):
         if root in (-1, rounds.rank):
-            addends = [rounds.theirs(r)[: len(piece)].view(dtype) for r in range(rounds.size)]
-            combine(addends, reduction, piece.view(dtype))
+            addends = [read(r, 0).view(dtype) for r in range(rounds.size)]
+            combine(addends, reduction, x[piece].view(dtype))
 
 
 def is_native(dtype: torch.dtype, reduction: str, size: int) -> bool:
@@ -244,9 +233,7 @@ def _reduce_natively(op: Operation, x: Tensor, itemsize: int, reduction: str, ro
 def _reduce_in_place(op: Operation, heap: Heap, itemsize: int, reduction: str) -> None:
     """The tensors at ``op.locations`` become their sum, after the first round."""
     rounds, size = op.rounds, op.rounds.size
-    found = [
-        map_peer(rounds, heap, r, [place], torch.uint8, op.label)[0] for r, place in enumerate(op.locations)
-    ]
+    found = [heap.map_peer(r, place, op.label) for r, place in enumerate(op.locations)]
     own = own_slice(len(found[0]) // itemsize, itemsize, rounds.rank, size)
     addresses = [x.data_ptr() + own.start * itemsize for x in found]
     pairs = tuple((0, rank) for rank in range(1, size))
@@ -279,21 +266,12 @@ def map_all(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[T
     if any(NOWHERE in places for places in by_rank):
         return None
     dtype = tensors[0].dtype
-    found = [map_peer(rounds, heap, r, places, dtype, op.label) for r, places in enumerate(by_rank)]
+    found = [
+        [heap.map_peer(r, place, op.label).view(dtype) for place in places]
+        for r, places in enumerate(by_rank)
+    ]
     op.synchronize()  # no rank frees its tensors before all have mapped them
     return found
-
-
-def map_peer(
-    rounds: Rounds, heap: Heap, rank: int, places: Sequence[Location], dtype: torch.dtype, label: str
-) -> list[Tensor]:
-    """The tensors of group rank ``rank`` at ``places``, flat, mapped into this process.
-
-    Raises:
-        PeerLost: the rank is gone, and its memory with it.
-    """
-    with rounds.reaching(rank, label):
-        return [heap.map_peer(rank, place).view(dtype) for place in places]
 
 
 def reduction_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
@@ -328,8 +306,3 @@ def _finish(reduction: str, size: int) -> tuple[int, float]:
 def _rows(xs: Sequence[Tensor], size: int) -> Sequence[Tensor]:
     """``xs``, or if they are one tensor for all ranks its part of each."""
     return xs[0].view(size, -1).unbind() if len(xs) == 1 else xs
-
-
-def _share(size: int) -> int:
-    """Bytes of a half for one of ``size`` ranks."""
-    return HALF_BYTES // size // LINE * LINE

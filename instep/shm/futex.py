@@ -10,10 +10,6 @@ every processor: data written before a word is visible to whoever sees the word.
 
 from __future__ import annotations
 
-import platform
-import sys
-
-from instep.native import build
 from instep.native.library import absence, core
 
 _NS = 1_000_000_000
@@ -26,11 +22,7 @@ def available() -> bool:
 
 def why_not() -> str:
     """Why ranks cannot share memory here, or ""."""
-    machine = platform.machine()
-    if sys.platform != "linux" or machine not in build.MACHINES:
-        needed = f"Linux on {' or '.join(build.MACHINES)}"
-        return f"shm needs {needed}, and this is {platform.system()} on {machine}"
-    return f"shm needs the native core: {absence()}" if core() is None else ""
+    return f"shm needs Linux and the native core: {absence()}" if core() is None else ""
 
 
 class Words:

@@ -2,8 +2,8 @@
 
 Names prove nothing: containers share boot ids and host names without sharing memory, and local ranks counted
 by a launcher say nothing about a subgroup. So they try: rank 0 creates the segment and publishes in the store
-which process holds it; every other rank opens it there, reads a random token back and publishes it with the
-record of its process; rank 0 checks the tokens, and that it sees every process by id and start time. As all
+the record of its process; every other rank opens the segment there, reads a random token back and publishes
+it with its own record; rank 0 checks the tokens, and that it sees every process by id and start time. As all
 records are of one host and one process namespace, then each rank sees every other. Only if all ranks succeed
 do all use shared memory; else all use gloo.
 """
@@ -31,7 +31,7 @@ from instep.shm.group_segment import TOKEN_BYTES, GroupSegment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-SEGMENT, VERDICT = "segment", "verdict"
+VERDICT = "verdict"
 
 _warned_reasons: set[str] = set()  # why gloo is used, as already warned
 
@@ -80,8 +80,11 @@ def rendezvous(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta
     """
     store, timeout_s = dist.PrefixStore(NAME, store), timeout.total_seconds()
     flight = FlightRecorder(ranks[rank])
-    record: dict[str, Any] = {"peer": own_peer(ranks[rank], flight).to_bytes().decode().strip()}
-    shared, record["problem"] = _open(store, rank, ranks, timeout_s)
+    me = own_peer(ranks[rank], flight)
+    if rank:
+        _wait(store, [_here(0)], ranks[rank], ranks, timeout_s)
+    shared, problem, fd = _open(rank, len(ranks), json.loads(store.get(_here(0))) if rank else None)
+    record: dict[str, Any] = {"peer": me.to_bytes().decode().strip(), "fd": fd, "problem": problem}
     if shared is not None:
         record |= {"token": shared.token.hex(), "core": shared.core.stamp}
     store.set(_here(rank), json.dumps(record))
@@ -96,27 +99,22 @@ def rendezvous(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta
     return ShmGroup(shared, [Peer.from_bytes(peer.encode()) for peer in verdict["table"]], timeout, flight)
 
 
-def _open(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> tuple[GroupSegment | None, str]:
-    """Create the segment or map it, or say why not."""
-    if rank != 0:
-        _wait(store, [SEGMENT], ranks[rank], ranks, timeout_s)
-        place = json.loads(store.get(SEGMENT))
+def _open(rank: int, size: int, first: dict[str, Any] | None) -> tuple[GroupSegment | None, str, int]:
+    """Create the segment, or map that of the ``first`` rank's record; why not; its descriptor."""
     try:
         if why := why_not():
             raise OSError(why)
-        if rank == 0:
-            shared, fd = GroupSegment.create(len(ranks), secrets.token_bytes(TOKEN_BYTES))
-            store.set(SEGMENT, json.dumps({"pid": own_peer(0).pid, "fd": fd}))
-            return shared, ""
-        if not place:
-            return None, ""  # rank 0 says why
-        return GroupSegment(segment.attach(int(place["pid"]), int(place["fd"])), rank, len(ranks)), ""
+        if first is None:
+            shared, fd = GroupSegment.create(size, secrets.token_bytes(TOKEN_BYTES))
+            return shared, "", fd
+        if first["problem"]:
+            return None, "", -1
+        pid = Peer.from_bytes(first["peer"].encode()).pid
+        return GroupSegment(segment.attach(pid, int(first["fd"])), rank, size), "", -1
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error  # without the path, which differs every time
-        if rank == 0:
-            store.set(SEGMENT, json.dumps({}))
-            return None, f"cannot make shared memory: {reason}"
-        return None, f"cannot open the memory of rank {ranks[0]}: {reason}"
+        cannot = "cannot make shared memory" if first is None else "cannot open the memory of the first rank"
+        return None, f"{cannot}: {reason}", -1
 
 
 def _judge(
@@ -152,7 +150,7 @@ def _wait(store: Store, keys: Sequence[str], rank: int, ranks: Sequence[int], ti
         client = StoreClient(rank, patience_s(timeout_s))
         late = client.try_call(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
         client.close()
-        if keys[0] == SEGMENT or not late:
+        if keys == [_here(0)] or not late:
             late = [ranks[0]]
         raise _absent(late, timeout_s) from error
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
 
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from instep.memory import Segment
 from instep.mesh.axes import round_up
-from instep.mesh.peers import Peer
 from instep.shm import segment
 from instep.shm.arguments import is_plain
 from instep.shm.call import NOWHERE, Location
 from instep.shm.group_segment import FREED, LINE, GroupSegment
+from instep.shm.rounds import Rounds
 from instep.shm.segment import Mapping, tensor_over
 
 SLAB_BYTES = 64 << 20
@@ -40,13 +39,13 @@ class _Own:
 class Heap:
     """This rank's shared memory, and its mappings of the peers'."""
 
-    def __init__(self, shared: GroupSegment, table: Sequence[Peer]) -> None:
-        self._shared, self._table = shared, table
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds, self._shared = rounds, rounds.shared
         self._lock = threading.Lock()
         self._mine: dict[int, _Own] = {}  # by address
         self._slab: tuple[Mapping, int] | None = None  # and its first free byte
         self._theirs: dict[tuple[int, int], Mapping] = {}  # by rank and descriptor
-        self._freed = [0] * shared.size  # each rank's count when its mappings were checked last
+        self._freed = [0] * rounds.size  # each rank's count when its mappings were checked last
 
     def allocate(self, nbytes: int, align: int = LINE) -> Segment:
         """``nbytes`` of zeros at a multiple of ``align``; freed with the last tensor in it."""
@@ -69,25 +68,25 @@ class Heap:
                 return Location(own.fd, own.inode, address - base, nbytes)
         return NOWHERE
 
-    def map_peer(self, rank: int, location: Location) -> Tensor:
+    def map_peer(self, rank: int, location: Location, label: str) -> Tensor:
         """The bytes of group rank ``rank`` at ``location``, mapped into this process.
 
         Raises:
-            OSError: the memory is gone, or its descriptor is another file's by now.
+            PeerLost: the rank is gone in operation ``label``, and its memory with it.
         """
-        return tensor_over(self.memory(rank, location), 0, location.nbytes)
+        return tensor_over(self.memory(rank, location, label), 0, location.nbytes)
 
-    def memory(self, rank: int, location: Location) -> memoryview:
+    def memory(self, rank: int, location: Location, label: str) -> memoryview:
         """As ``map_peer``, as an object that is collected when nothing refers to these bytes any more."""
-        found = self._find_own(location) if rank == self._shared.rank else None
-        whole = memoryview(found or self._attached(rank, location))
-        return whole[location.offset : location.offset + location.nbytes]
-
-    def _find_own(self, location: Location) -> mmap | None:
-        return next((own.memory() for own in list(self._mine.values()) if own.inode == location.inode), None)
+        mine = list(self._mine.values()) if rank == self._shared.rank else []
+        whole = next((own.memory() for own in mine if own.inode == location.inode), None)
+        if whole is None:
+            with self._rounds.reaching(rank, label):
+                whole = self._attached(rank, location)
+        return memoryview(whole)[location.offset : location.offset + location.nbytes]
 
     def _attached(self, rank: int, location: Location) -> mmap:
-        pid, freed = self._table[rank].pid, self._shared.words[self._shared.word(rank, FREED)]
+        pid, freed = self._rounds.peers.table[rank].pid, self._shared.words[self._shared.word(rank, FREED)]
         if freed != self._freed[rank]:  # unmap what the rank has freed: until then its pages are not
             self._freed[rank] = freed
             for (of, fd), mapping in list(self._theirs.items()):

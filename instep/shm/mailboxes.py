@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from struct import unpack_from
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from instep.shm.segment import Mapping, tensor_over
 
 MOST_SLOTS = 4096  # messages in flight from one rank to another
 SMALLEST_SLOT = PAGE
-MOST_VIEWS = 32  # of a slot, kept
 _LINE_WORDS = LINE // WORD
 # Words of a box: how many messages were posted and how many received; a line for the place of each of the
 # last ones; a word per slot.
@@ -54,25 +53,7 @@ class _Slot:
     """Memory for one message; free when the receiver has finished with it ``uses`` times."""
 
     def __init__(self, index: int, memory: Tensor, location: Location) -> None:
-        self.index, self.location, self.uses = index, location, 0
-        self._memory = memory
-        self._numbers = memory.view(torch.int64).numpy()
-        self._views: dict[Any, Tensor] = {}  # by start, dtype and shape
-
-    def fill(self, head: Sequence[int], tensors: Sequence[Tensor], starts: Sequence[int]) -> None:
-        self._numbers[: len(head)] = head
-        for x, start in zip(tensors, starts, strict=True):
-            if x.numel():
-                self._view(start, x).copy_(x.detach())
-
-    def _view(self, start: int, like: Tensor) -> Tensor:
-        key = start, like.dtype, like.shape
-        if key not in self._views:
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            flat = self._memory[start : start + like.nbytes]
-            self._views[key] = flat.view(like.dtype).view(like.shape)
-        return self._views[key]
+        self.index, self.memory, self.location, self.uses = index, memory, location, 0
 
 
 class Mailboxes:
@@ -130,8 +111,7 @@ class Mailboxes:
         while not box.kept[tag]:
             if box.words[_POSTED] <= box.num_taken:
                 return None
-            with self._rounds.reaching(source, label):
-                its_tag, letter = box.take(self._heap)
+            its_tag, letter = box.take(self._heap, label)
             box.kept[its_tag].append(letter)
         return box.kept[tag].popleft()
 
@@ -175,7 +155,10 @@ class _Outbox:
         head = [tag, len(words), len(tensors), *words, *lengths]
         starts, end = _places(len(head), lengths)
         slot = self._free(end)
-        slot.fill(head, tensors, starts)
+        slot.memory.view(torch.int64).numpy()[: len(head)] = head
+        for x, start in zip(tensors, starts, strict=True):
+            if x.numel():
+                slot.memory[start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x.detach())
         slot.uses += 1
         place = slot.location._replace(nbytes=end)
         line = _PLACES + self.num_sent % MOST_SLOTS * _LINE_WORDS
@@ -213,11 +196,11 @@ class _Inbox:
         self.kept: defaultdict[int, deque[Letter]] = defaultdict(deque)
         self._uses: defaultdict[int, int] = defaultdict(int)  # by slot
 
-    def take(self, heap: Heap) -> tuple[int, Letter]:
+    def take(self, heap: Heap, label: str) -> tuple[int, Letter]:
         """The tag and the contents of the next message, which is there."""
         line = _PLACES + self.num_taken % MOST_SLOTS * _LINE_WORDS
         index, *place = (self.words[line + i] for i in range(5))
-        memory = heap.memory(self.source, Location(*place))
+        memory = heap.memory(self.source, Location(*place), label)
         self.num_taken += 1
         self.words.post(_TAKEN, self.num_taken)
         self._uses[index] += 1

@@ -188,11 +188,8 @@ MISTAKES: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (lambda pg: calls.all_to_all_single(pg, THREE, THREE, [1, 1], [1, 2]), r"sum to 3 rows, got \[1, 1\]"),
     (lambda pg: calls.all_to_all_single(pg, THREE, THREE, [1, 2], [3]), r"expected 2 splits .*, got \[3\]"),
     (lambda pg: calls.all_to_all_single(pg, THREE, THREE, [4, -1], [1, 2]), "splits"),
-    (lambda pg: calls.all_to_all(pg, [THREE], [THREE] * 2), "output: expected 2 tensors of torch.float32"),
-    (
-        lambda pg: calls.all_to_all(pg, [THREE.int()] * 2, [THREE] * 2),
-        "output: expected 2 tensors of torch.float32",
-    ),
+    (lambda pg: calls.all_to_all(pg, [THREE], [THREE] * 2), "expected 2 outputs and inputs, got 1 and 2"),
+    (lambda pg: calls.all_to_all(pg, [THREE.int()] * 2, [THREE] * 2), "expected tensors of one dtype, got "),
     (lambda pg: calls.scatter(pg, THREE, [THREE], 0), "input: expected 2 x 3"),
     (lambda pg: calls.gather(pg, [], THREE, 0), "output: expected 2 x 3"),
     (lambda pg: calls.broadcast(pg, THREE, 2), "root: expected a rank of a group of 2, got 2"),

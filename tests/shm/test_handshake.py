@@ -53,7 +53,7 @@ def cannot_attach(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
         return original(pid, fd)
 
     monkeypatch.setattr(segment, "attach", attach)
-    return f"rank {rank} cannot open the memory of rank 0: .*Permission denied"
+    return f"rank {rank} cannot open the memory of the first rank: .*Permission denied"
 
 
 def other_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
@@ -73,7 +73,7 @@ def memory_too_short(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
         return segment.create(segment_bytes(3) // 2) if is_rank(rank) else original(pid, fd)
 
     monkeypatch.setattr(segment, "attach", attach)
-    return f"rank {rank} cannot open the memory of rank 0"
+    return f"rank {rank} cannot open the memory of the first rank"
 
 
 def no_such_platform(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
@@ -90,8 +90,10 @@ def another_core(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
 
 def cannot_see(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
     original = handshake.is_alive
-    monkeypatch.setattr(handshake, "is_alive", lambda peer: None if is_rank(rank) else original(peer))
-    return f"rank {rank} cannot see the process of rank 0"
+    monkeypatch.setattr(
+        handshake, "is_alive", lambda peer: None if is_rank(rank) and peer.rank else original(peer)
+    )
+    return f"rank {rank} cannot see the process of rank 1"
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
