@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 from instep.native import build
 
@@ -97,33 +98,14 @@ class Core:
 
 
 @lru_cache(maxsize=256)
-def _sum_view(
-    values: tuple[int, ...],
-    pairs: Pairs,
-    root: int,
-    homes: tuple[int, ...],
-    length: int,
-    itemsize: int,
-    how: int,
-    finish: tuple[int, float],
-) -> tuple[_SumView, object]:
-    """A sum as C reads it, and what has to live as long. A training makes the same ones again and again."""
+def _sum_view(*sum_: Any) -> tuple[_SumView, object]:
+    """The arguments of ``add_up`` as C reads them, cached for a training's steps; and the memory behind."""
+    values, pairs, root, homes, length, itemsize, how, finish = sum_
     from_, to = (c_void_p * len(values))(*values), (c_void_p * len(homes))(*homes)
     steps = (c_int32 * (2 * len(pairs)))(*(position for pair in pairs for position in pair))
-    view = _SumView(
-        TYPES[itemsize],
-        how,
-        *finish,
-        length,
-        len(values),
-        ctypes.addressof(from_),
-        len(pairs),
-        ctypes.addressof(steps),
-        root,
-        len(homes),
-        ctypes.addressof(to),
-    )
-    return view, (from_, to, steps)
+    head = TYPES[itemsize], how, *finish, length, len(values), ctypes.addressof(from_)
+    tail = len(pairs), ctypes.addressof(steps), root, len(homes), ctypes.addressof(to)
+    return _SumView(*head, *tail), (from_, to, steps)
 
 
 def _typed(function: ctypes._NamedFuncPointer, arguments: Sequence[type], result: type | None):  # type: ignore[no-untyped-def]

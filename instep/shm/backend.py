@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from types import FunctionType
@@ -20,15 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from instep.memory import Segment
+from instep.memory import Segment, as_bytes
 from instep.mesh.hang_report import FlightRecorder
 from instep.mesh.peers import Peer
 from instep.shm import collectives
-from instep.shm.arguments import require_equal, split_bytes, writable
 from instep.shm.call import NOWHERE, Location, describe_call
 from instep.shm.collectives import Operation, is_native, reduction_name
 from instep.shm.group_segment import FAILED, LEFT, GroupSegment
-from instep.shm.heap import Heap
+from instep.shm.heap import Heap, is_plain
 from instep.shm.mailboxes import Mailboxes
 from instep.shm.point_to_point import PointToPoint
 from instep.shm.rounds import Rounds
@@ -131,8 +131,8 @@ class ShmGroup(ProcessGroup):
         reads and writes what.
         """
         found: list[list[list[Tensor]] | None] = []
-        op = self._operation("map_all", tensors[0], count=0)
-        self._run_now(op, lambda: found.append(collectives.map_all(op, self._heap, tensors)))
+        op = self._operation("map_all", dtype=tensors[0].dtype)
+        self._run_now(op, lambda: found.append(collectives.map_all(op, tensors)))
         return found[0]
 
     def publish(self, write: Callable[[Tensor], object], count: int) -> Tensor:
@@ -175,10 +175,8 @@ class ShmGroup(ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         root = self._root(opts)
-        run = partial(collectives.broadcast, root=root)
-        return self._start(
-            [self._task("broadcast", tensors[0], tensors, run, opts, root=root)], tensors, opts
-        )
+        task = self._task("broadcast", tensors[0], collectives.broadcast, tensors, opts, root=root)
+        return self._start([task], tensors, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         return self._start([self._all_reduce("all_reduce", x, opts) for x in tensors], tensors, opts)
@@ -214,15 +212,14 @@ class ShmGroup(ProcessGroup):
         root, xs = self._root(opts), list[Tensor]()
         if root == self.getRank():
             xs = self._checked(inputs[0] if inputs else [], outputs[0], "input")
-        run = partial(collectives.scatter, xs=xs, root=root)
-        return self._start([self._task("scatter", outputs[0], outputs, run, opts, root=root)], outputs, opts)
+        run = partial(collectives.scatter, xs=xs)
+        return self._start([self._task("scatter", outputs[0], run, outputs, opts, root=root)], outputs, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[Any], opts: Any = None) -> ShmWork:
-        tasks = []
+        tasks, how = [], _reduction(opts)
         for out, xs in zip(outputs, inputs, strict=True):
-            how, found = _reduction(opts), self._checked(xs, out, "input")
-            run = partial(collectives.reduce_scatter, xs=found, dtype=out.dtype, reduction=how)
-            tasks.append(self._task("reduce_scatter", out, [out], run, opts, reduction=how))
+            run = partial(collectives.reduce_scatter, xs=self._checked(xs, out, "input"))
+            tasks.append(self._task("reduce_scatter", out, run, [out], opts, reduction=how))
         return self._start(tasks, outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None) -> ShmWork:
@@ -269,13 +266,13 @@ class ShmGroup(ProcessGroup):
         how, location = _reduction(opts), NOWHERE
         if root < 0 and is_native(x.dtype, how, self.getSize()):
             location = self._heap.address_of(x)
-        run = partial(collectives.all_reduce, heap=self._heap, dtype=x.dtype, reduction=how, root=root)
-        return self._task(name, x, [x], run, opts, root=root, reduction=how, location=location)
+        fields = {"reduction": how, "root": root, "location": location}
+        return self._task(name, x, collectives.all_reduce, [x], opts, **fields)
 
     def _gather(self, name: str, outs: Any, x: Tensor, opts: Any, root: int = -1) -> Task:
         """Into one tensor or one per rank; with a ``root``, there alone."""
         found = self._checked(outs, x, "output") if root in (-1, self.getRank()) else []
-        return self._task(name, x, found, partial(collectives.all_gather, x=x), opts, root=root)
+        return self._task(name, x, partial(collectives.all_gather, x=x), found, opts, root=root)
 
     def _all_to_all(
         self, outputs: list[Tensor], xs: list[Tensor], opts: Any, splits: Sequence[list[int]] = ()
@@ -283,7 +280,7 @@ class ShmGroup(ProcessGroup):
         if len(dtypes := {x.dtype for x in (*outputs, *xs)}) > 1:
             raise ValueError(f"expected tensors of one dtype, got {', '.join(map(str, dtypes))}")
         run = partial(collectives.all_to_all, xs=xs, splits=splits)
-        return self._start([self._task("all_to_all", xs[0], outputs, run, opts, count=0)], outputs, opts)
+        return self._start([self._task("all_to_all", xs[0], run, outputs, opts, count=0)], outputs, opts)
 
     def _checked(self, xs: Any, part: Tensor, kind: str) -> list[Tensor]:
         """``xs`` as a list: W tensors as long as ``part``, or one W times as long."""
@@ -300,37 +297,25 @@ class ShmGroup(ProcessGroup):
             raise ValueError(f"root: expected a rank of a group of {self.getSize()}, got {root}")
         return root
 
-    def _operation(
-        self,
-        name: str,
-        x: Tensor | None = None,
-        *,
-        count: int | None = None,
-        reduction: str = "",
-        root: int = -1,
-        location: Location = NOWHERE,
-        timeout: timedelta | None = None,
-    ) -> Operation:
-        """An operation on ``x``, of which every rank has as many elements, or ``count``."""
-        dtype, numel = (x.dtype, x.numel()) if x is not None else ("", 0)
-        call = describe_call(name, dtype, numel if count is None else count, reduction, root)
+    def _operation(self, name: str, timeout: timedelta | None = None, **fields: Any) -> Operation:
         seconds = timeout.total_seconds() if timeout is not None and timeout > NO_TIMEOUT else None
-        return Operation(self._rounds, call, self.label or name, location, seconds)
+        return Operation(self._rounds, self._heap, name, self.label or name, timeout_s=seconds, **fields)
 
     def _task(
         self,
         name: str,
         x: Tensor,
-        outputs: Sequence[Tensor],
         run: Callable[[Operation, list[Tensor]], None],
+        outputs: Sequence[Tensor],
         opts: Any,
-        **options: Any,
+        **fields: Any,
     ) -> Task:
-        """An operation on ``x``, as ``_operation``, and ``run`` on it and the bytes of ``outputs``."""
+        """An operation on ``x``, and ``run`` on it and the bytes of ``outputs``."""
         for tensor in (x, *outputs):
             if not tensor.is_cpu:
                 raise TypeError(f"shm: expected a tensor on the CPU, got one on {tensor.device}: use nccl")
-        op = self._operation(name, x, timeout=getattr(opts, "timeout", None), **options)
+        fields = {"dtype": x.dtype, "count": x.numel(), **fields}
+        op = self._operation(name, getattr(opts, "timeout", None), **fields)
 
         def run_on_bytes() -> None:
             # Tensors made in inference mode can only be written to in it.
@@ -418,7 +403,6 @@ class ShmWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """As ``wait``."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -465,6 +449,38 @@ class ShmWork(dist.Work):
         return self._tensors
 
 
+@contextmanager
+def writable(xs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The bytes of each of ``xs``, (nbytes,); what the block writes there gets into ``xs``."""
+    found = [as_bytes(x) for x in xs]
+    yield found
+    for x, data in zip(xs, found, strict=True):
+        if not is_plain(x):
+            x.detach().copy_(data.view(x.dtype).view(x.shape))
+
+
+def require_equal(xs: Sequence[Tensor], count: int, numel: int, dtype: torch.dtype, kind: str) -> None:
+    """Raise ``ValueError`` unless ``xs`` are ``count`` tensors of ``numel`` elements of ``dtype``."""
+    found = [(x.numel(), x.dtype) for x in xs]
+    if found != [(numel, dtype)] * count:
+        odd = "; ".join(f"{n} of {name}" for n, name in dict.fromkeys(found))
+        raise ValueError(f"{kind}: expected {count} x {numel} elements of {dtype}, got {len(xs)} x ({odd})")
+
+
+def split_bytes(x: Tensor, size: int, lengths: Sequence[int]) -> list[int]:
+    """Bytes of ``x`` for each of ``size`` ranks: equal parts, or ``lengths`` rows.
+
+    Raises:
+        ValueError: ``x`` cannot be divided so.
+    """
+    rows = x.shape[0] if x.dim() else 1
+    if lengths and (len(lengths) != size or sum(lengths) != rows or min(lengths) < 0):
+        raise ValueError(f"expected {size} splits that sum to {rows} rows, got {list(lengths)}")
+    if not lengths and x.numel() % size:
+        raise ValueError(f"expected a number of elements that {size} ranks divide, got {x.numel()}")
+    return [x.nbytes * n // max(rows, 1) for n in lengths] or [x.nbytes // size] * size
+
+
 def _reduction(opts: Any) -> str:
     """The name of the reduction in ``opts``, by default a sum."""
     return reduction_name(opts.reduceOp) if opts is not None else "sum"
@@ -477,5 +493,5 @@ def _close(shared: GroupSegment, lane: Lane, messages: PointToPoint) -> None:
     messages.peers.given_up = True  # nothing in flight may outlast the group
     shared.leave(LEFT, f"rank {messages.ranks[shared.rank]} has closed the group")
     lane.close()
-    messages.close()
     shared.close()
+    messages.close()

@@ -28,6 +28,8 @@ Tensors are flat bytes (``arguments.writable``). Lists have one entry per group 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ from instep.native.library import (
     THERE,
     TYPES,
 )
-from instep.shm.call import NOWHERE, Location
+from instep.shm.call import NOWHERE, Location, describe_call
 from instep.shm.group_segment import HALF_BYTES, LINE
 from instep.shm.heap import Heap
 from instep.shm.rounds import Rounds
@@ -73,20 +75,31 @@ WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _NAMES = {getattr(dist.ReduceOp, name.upper()): name for name in COMBINE}
 
 
+@dataclass
 class Operation:
-    """The rounds of one operation; in the first one the ranks compare their calls."""
+    """An operation on ``count`` elements of ``dtype`` per rank; its first round compares the ranks' calls."""
 
-    def __init__(
-        self, rounds: Rounds, call: str, label: str, location: Location, timeout_s: float | None
-    ) -> None:
-        self.rounds, self.call, self.label = rounds, call, label
-        self.location, self.timeout_s = location, timeout_s
-        self.locations: list[Location] = []  # of the ranks' tensors, after the first round
+    rounds: Rounds
+    heap: Heap
+    name: str
+    label: str  # in errors
+    dtype: Any = ""
+    count: int = 0
+    reduction: str = ""
+    root: int = -1
+    location: Location = NOWHERE  # of this rank's tensor
+    timeout_s: float | None = None
+    locations: list[Location] = field(default_factory=list)  # of the ranks' tensors, after the first round
+
+    def announce(self) -> None:
+        """Announce the call to the other ranks, for the next round."""
+        call = describe_call(self.name, self.dtype, self.count, self.reduction, self.root)
+        self.rounds.announce(call, self.label, self.location)
 
     def synchronize(self) -> None:
         """Post the next round and wait until all ranks have."""
         if not self.locations:
-            self.rounds.announce(self.call, self.label, self.location)
+            self.announce()
         self.rounds.synchronize(self.label, self.timeout_s)
         if not self.locations:
             self.locations = self.rounds.require_agreement(self.label)
@@ -114,12 +127,12 @@ def pieces(
         yield piece, read
 
 
-def broadcast(op: Operation, outs: Sequence[Tensor], *, root: int) -> None:
-    """The tensor of ``root`` overwrites that of every rank."""
-    is_root = op.rounds.rank == root
+def broadcast(op: Operation, outs: Sequence[Tensor]) -> None:
+    """The tensor of the root overwrites that of every rank."""
+    is_root = op.rounds.rank == op.root
     for piece, read in pieces(op, outs if is_root else (), 1, len(outs[0])):
         if not is_root:
-            outs[0][piece].copy_(read(root, 0))
+            outs[0][piece].copy_(read(op.root, 0))
 
 
 def all_gather(op: Operation, outs: Sequence[Tensor], *, x: Tensor) -> None:
@@ -130,10 +143,10 @@ def all_gather(op: Operation, outs: Sequence[Tensor], *, x: Tensor) -> None:
             result[piece].copy_(read(rank, 0))
 
 
-def scatter(op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor], root: int) -> None:
-    """The tensor of rank r receives ``xs[r]`` of ``root``; the others pass no ``xs``."""
+def scatter(op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor]) -> None:
+    """The tensor of rank r receives ``xs[r]`` of the root; the others pass no ``xs``."""
     for piece, read in pieces(op, [as_bytes(x) for x in xs], op.rounds.size, len(outs[0])):
-        outs[0][piece].copy_(read(root, op.rounds.rank))
+        outs[0][piece].copy_(read(op.root, op.rounds.rank))
 
 
 def all_to_all(
@@ -164,38 +177,29 @@ def all_to_all(
             part.copy_(read(rank, op.rounds.rank)[: len(part)])
 
 
-def reduce_scatter(
-    op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor], dtype: torch.dtype, reduction: str
-) -> None:
+def reduce_scatter(op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor]) -> None:
     """The tensor of rank r receives the sum over all ranks of their ``xs[r]``."""
     size, rank = op.rounds.size, op.rounds.rank
     for piece, read in pieces(op, _rows([as_bytes(x) for x in xs], size), size, len(outs[0])):
-        combine([read(r, rank).view(dtype) for r in range(size)], reduction, outs[0][piece].view(dtype))
+        addends = [read(r, rank).view(op.dtype) for r in range(size)]
+        combine(addends, op.reduction, outs[0][piece].view(op.dtype))
 
 
-def all_reduce(
-    op: Operation,
-    outs: Sequence[Tensor],
-    *,
-    heap: Heap,
-    dtype: torch.dtype,
-    reduction: str,
-    root: int = -1,
-) -> None:
-    """The tensor becomes the sum over the ranks; with a ``root``, there alone."""
+def all_reduce(op: Operation, outs: Sequence[Tensor]) -> None:
+    """The tensor becomes the sum over the ranks; with a root, there alone."""
     rounds, (x,) = op.rounds, outs
     if op.location != NOWHERE:
         op.synchronize()
         if NOWHERE not in op.locations:
-            _reduce_in_place(op, heap, dtype.itemsize, reduction)
+            _reduce_in_place(op)
             return
-    if is_native(dtype, reduction, rounds.size):
-        _reduce_natively(op, x, dtype.itemsize, reduction, root)
+    if is_native(op.dtype, op.reduction, rounds.size):
+        _reduce_natively(op, x)
         return
     for piece, read in pieces(op, outs, 1, len(x)):
-        if root in (-1, rounds.rank):
-            addends = [read(r, 0).view(dtype) for r in range(rounds.size)]
-            combine(addends, reduction, x[piece].view(dtype))
+        if op.root in (-1, rounds.rank):
+            addends = [read(r, 0).view(op.dtype) for r in range(rounds.size)]
+            combine(addends, op.reduction, x[piece].view(op.dtype))
 
 
 def is_native(dtype: torch.dtype, reduction: str, size: int) -> bool:
@@ -203,21 +207,20 @@ def is_native(dtype: torch.dtype, reduction: str, size: int) -> bool:
     return dtype in (torch.float32, torch.float64) and reduction in NATIVE and size <= MOST_RANKS
 
 
-def _reduce_natively(op: Operation, x: Tensor, itemsize: int, reduction: str, root: int) -> None:
+def _reduce_natively(op: Operation, x: Tensor) -> None:
     """In pieces whose rounds and sums are made in C; above 32 KiB by slices."""
     rounds, view, core = op.rounds, op.rounds.reduction, op.rounds.shared.core
     at_once = rounds.size <= 2 or len(x) <= AT_ONCE_BYTES
-    view.type, view.how = TYPES[itemsize], NATIVE[reduction]
-    view.finish, view.number = _finish(reduction, rounds.size)
-    view.root, view.x, view.nbytes = root, x.data_ptr(), len(x)
-    view.by_slices = not at_once
+    view.type, view.how = TYPES[op.dtype.itemsize], NATIVE[op.reduction]
+    view.finish, view.number = _finish(op)
+    view.root, view.x, view.nbytes, view.by_slices = op.root, x.data_ptr(), len(x), not at_once
     view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
     view.compare = not op.locations
     found = SHARED
     while found == SHARED:
         view.rounds, view.at, view.stage = rounds.number, 0, 0
         if view.compare:
-            rounds.announce(op.call, op.label)
+            op.announce()
         while (found := core.all_reduce(view, rounds.slice_ns(op.timeout_s))) == MISSING:
             rounds.await_all(op.label, view.rounds + view.at + 1, op.timeout_s)
         rounds.number = view.rounds
@@ -230,17 +233,21 @@ def _reduce_natively(op: Operation, x: Tensor, itemsize: int, reduction: str, ro
         increment_version(x)
 
 
-def _reduce_in_place(op: Operation, heap: Heap, itemsize: int, reduction: str) -> None:
+def _reduce_in_place(op: Operation) -> None:
     """The tensors at ``op.locations`` become their sum, after the first round."""
-    rounds, size = op.rounds, op.rounds.size
-    found = [heap.map_peer(r, place, op.label) for r, place in enumerate(op.locations)]
-    own = own_slice(len(found[0]) // itemsize, itemsize, rounds.rank, size)
+    rounds, size, itemsize = op.rounds, op.rounds.size, op.dtype.itemsize
+    found = [op.heap.map_peer(r, place, op.label) for r, place in enumerate(op.locations)]
+    own = own_slice(op.count, itemsize, rounds.rank, size)
     addresses = [x.data_ptr() + own.start * itemsize for x in found]
-    pairs = tuple((0, rank) for rank in range(1, size))
-    how, finish, length = NATIVE[reduction], _finish(reduction, size), own.stop - own.start
+    pairs, length = tuple((0, rank) for rank in range(1, size)), own.stop - own.start
+    how, finish = NATIVE[op.reduction], _finish(op)
     if not rounds.shared.core.add_up(addresses, pairs, 0, addresses, length, itemsize, how, finish):
         raise MemoryError(f"{op.label}: no memory is left to add {size} tensors")
     op.synchronize()
+
+
+def _finish(op: Operation) -> tuple[int, float]:
+    return (DIVIDED, float(op.rounds.size)) if op.reduction == "avg" else (NO_SCALE, 1.0)
 
 
 def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
@@ -250,12 +257,12 @@ def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
     return slice(start, min(start + length, num_elements))
 
 
-def map_all(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+def map_all(op: Operation, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
     """All ranks' ``tensors``, by rank, mapped into this process; None if one of them is private memory.
 
     Ranks may have different numbers of tensors, of any lengths, in one dtype.
     """
-    rounds, places = op.rounds, [heap.address_of(x) for x in tensors]
+    rounds, places = op.rounds, [op.heap.address_of(x) for x in tensors]
     words = torch.tensor([len(places), *(word for place in places for word in place)], device="cpu")
     rounds.mine()[: words.nbytes].copy_(as_bytes(words))
     op.synchronize()
@@ -265,9 +272,8 @@ def map_all(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[T
         by_rank.append([Location(*place) for place in table])
     if any(NOWHERE in places for places in by_rank):
         return None
-    dtype = tensors[0].dtype
     found = [
-        [heap.map_peer(r, place, op.label).view(dtype) for place in places]
+        [op.heap.map_peer(r, place, op.label).view(op.dtype) for place in places]
         for r, places in enumerate(by_rank)
     ]
     op.synchronize()  # no rank frees its tensors before all have mapped them
@@ -297,10 +303,6 @@ def combine(parts: Sequence[Tensor], name: str, out: Tensor) -> None:
         total.div_(len(parts), rounding_mode=None if wide.is_floating_point or wide.is_complex else "trunc")
     if total is not out:
         out.copy_(total)
-
-
-def _finish(reduction: str, size: int) -> tuple[int, float]:
-    return (DIVIDED, float(size)) if reduction == "avg" else (NO_SCALE, 1.0)
 
 
 def _rows(xs: Sequence[Tensor], size: int) -> Sequence[Tensor]:

@@ -58,16 +58,8 @@ class GroupSegment:
         assert native is not None, "checked by why_not()"
         self.core: Core = native
         base = self.words.address
-        self.view = GroupView(
-            size=size,
-            rank=rank,
-            blocks=base + PAGE,
-            block_bytes=PAGE,
-            done=base + DONE,
-            sleepers=base + SLEEPERS,
-            halves=base + start,
-            half_bytes=HALF_BYTES,
-        )
+        done, sleepers = base + DONE, base + SLEEPERS
+        self.view = GroupView(size, rank, base + PAGE, PAGE, done, sleepers, base + start, HALF_BYTES)
 
     @staticmethod
     def create(size: int, token: bytes) -> tuple[GroupSegment, int]:
@@ -157,10 +149,8 @@ class GroupSegment:
             self.words.wake(self.box_word(self.rank, other))
 
     def close(self) -> None:
-        """Drop the error, whose traceback holds this object, once the rank has left."""
-        if self.error is not None:
-            reason = self.text(self.rank, REASON)
-            self.error = PeerLost(f"this rank has left the group, which failed: {reason}")
+        """Every operation raises from now on, and not the first error, whose traceback holds this object."""
+        self.error = PeerLost(f"this rank left the group: {self.text(self.rank, REASON)}")
 
     def count_freed(self) -> None:
         """Note that this rank has freed memory that others may have mapped."""

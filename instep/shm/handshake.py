@@ -25,8 +25,8 @@ from instep.mesh.peers import Peer, is_alive, own_peer
 from instep.mesh.store_client import StoreClient, patience_s
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
-from instep.shm.futex import why_not
 from instep.shm.group_segment import TOKEN_BYTES, GroupSegment
+from instep.shm.segment import why_not
 
 if TYPE_CHECKING:
     from torch.distributed import Store

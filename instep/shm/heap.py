@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
 from mmap import mmap
+from typing import Any
 
 from torch import Tensor
 
 from instep.memory import Segment
 from instep.mesh.axes import round_up
 from instep.shm import segment
-from instep.shm.arguments import is_plain
 from instep.shm.call import NOWHERE, Location
 from instep.shm.group_segment import FREED, LINE, GroupSegment
 from instep.shm.rounds import Rounds
@@ -26,14 +25,9 @@ from instep.shm.segment import Mapping, tensor_over
 SLAB_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class _Own:
-    """A mapping of this rank, without keeping it alive."""
-
-    memory: weakref.ref[mmap]
-    nbytes: int
-    fd: int
-    inode: int
+def is_plain(x: Tensor) -> bool:
+    """Whether the memory of ``x`` is its elements in order."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 class Heap:
@@ -42,7 +36,8 @@ class Heap:
     def __init__(self, rounds: Rounds) -> None:
         self._rounds, self._shared = rounds, rounds.shared
         self._lock = threading.Lock()
-        self._mine: dict[int, _Own] = {}  # by address
+        # By address, without keeping the memory alive.
+        self._mine: dict[int, tuple[weakref.ref[mmap], Location]] = {}
         self._slab: tuple[Mapping, int] | None = None  # and its first free byte
         self._theirs: dict[tuple[int, int], Mapping] = {}  # by rank and descriptor
         self._freed = [0] * rounds.size  # each rank's count when its mappings were checked last
@@ -63,7 +58,7 @@ class Heap:
     def address_of(self, x: Tensor) -> Location:
         """Where ``x`` lies, if it is contiguous and in memory of this heap; else ``NOWHERE``."""
         address, nbytes = x.data_ptr(), x.numel() * x.dtype.itemsize
-        for base, own in list(self._mine.items()):
+        for base, (_, own) in list(self._mine.items()):
             if base <= address and address + nbytes <= base + own.nbytes and is_plain(x):
                 return Location(own.fd, own.inode, address - base, nbytes)
         return NOWHERE
@@ -79,7 +74,7 @@ class Heap:
     def memory(self, rank: int, location: Location, label: str) -> memoryview:
         """As ``map_peer``, as an object that is collected when nothing refers to these bytes any more."""
         mine = list(self._mine.values()) if rank == self._shared.rank else []
-        whole = next((own.memory() for own in mine if own.inode == location.inode), None)
+        whole = next((memory() for memory, own in mine if own.inode == location.inode), None)
         if whole is None:
             with self._rounds.reaching(rank, label):
                 whole = self._attached(rank, location)
@@ -100,11 +95,12 @@ class Heap:
     def _create(self, nbytes: int) -> Mapping:
         nbytes = max(nbytes, 1)
         mapping = segment.create(nbytes)
-        self._mine[mapping.address] = _Own(weakref.ref(mapping.memory), nbytes, mapping.fd, mapping.inode)
+        place = Location(mapping.fd, mapping.inode, 0, nbytes)
+        self._mine[mapping.address] = weakref.ref(mapping.memory), place
         weakref.finalize(mapping.memory, _forget, self._mine, mapping.address, self._shared)
         return mapping
 
 
-def _forget(entries: dict[int, _Own], address: int, shared: GroupSegment) -> None:
+def _forget(entries: dict[int, Any], address: int, shared: GroupSegment) -> None:
     entries.pop(address, None)
     shared.count_freed()

@@ -25,11 +25,10 @@ from torch import Tensor
 from instep.mesh.axes import round_up
 from instep.shm import segment
 from instep.shm.call import Location
-from instep.shm.futex import Words
 from instep.shm.group_segment import LINE, PAGE, WORD
 from instep.shm.heap import Heap
 from instep.shm.rounds import SPIN_S, Arrival, Rounds
-from instep.shm.segment import Mapping, tensor_over
+from instep.shm.segment import Mapping, Words, tensor_over
 
 MOST_SLOTS = 4096  # messages in flight from one rank to another
 SMALLEST_SLOT = PAGE

@@ -30,7 +30,6 @@ class PointToPoint:
 
     def __init__(self, rounds: Rounds, heap: Heap, num_cores: int) -> None:
         self.shared, self.ranks, self.peers = rounds.shared, rounds.ranks, rounds.peers
-        self.closed = False
         self.boxes = Mailboxes(rounds, heap, num_cores, rounds.shared.channel_word)
         self.lock = threading.RLock()
         self._waiting: list[Receive] = []  # the oldest first
@@ -38,15 +37,10 @@ class PointToPoint:
     def send(self, x: Tensor, destination: int, tag: int) -> Work:
         """Send ``x``, which may change at once."""
         self._require_peers([destination])
-        work = Work(f"send to rank {self.ranks[destination]}, tag {tag}")
-        error: InstepError | None = None
         with self.lock:
-            try:
-                words = [DTYPES.index(x.dtype), x.numel()]
-                self.boxes.send(destination, tag, words, [x])
-            except InstepError as before:  # the group has failed
-                error = before
-        work.end(error)
+            self.boxes.send(destination, tag, [DTYPES.index(x.dtype), x.numel()], [x])
+        work = Work(f"send to rank {self.ranks[destination]}, tag {tag}")
+        work.end()
         return work
 
     def receive(self, x: Tensor, sources: Sequence[int], tag: int) -> Receive:
@@ -54,10 +48,8 @@ class PointToPoint:
         self._require_peers(sources)
         receive = Receive(self, x, sources, tag)
         with self.lock:
-            if self.shared.error is not None or self.closed:
-                receive.end(self.shared.error or self._left(receive))
-            else:
-                self._waiting.append(receive)
+            self.shared.require_usable()
+            self._waiting.append(receive)
         return receive
 
     def progress(self) -> None:
@@ -79,18 +71,16 @@ class PointToPoint:
         """``receive`` ends with ``error``, and so does everything that follows on the group."""
         with self.lock, suppress(ValueError):
             self._waiting.remove(receive)
-        if not self.closed:
-            self.shared.fail(error)
+        self.shared.fail(error)
         if not receive.finished.happened:
             receive.end(error)
 
     def close(self) -> None:
-        """End all receives that wait."""
+        """End all receives that wait; the group is closed."""
         with self.lock:
-            self.closed = True
             waiting, self._waiting = self._waiting, []
         for receive in waiting:
-            receive.end(self._left(receive))
+            receive.end(self.shared.error)
 
     def flush(self) -> None:
         """Wait until all messages have been received, at most ``FLUSH_S``."""
@@ -112,10 +102,6 @@ class PointToPoint:
         with torch.inference_mode(x.is_inference()):
             x.detach().copy_(data.view(x.dtype).view(x.shape))
         receive.end()
-
-    def _left(self, receive: Receive) -> PeerLost:
-        label = receive.operation
-        return PeerLost(f"rank {self.ranks[self.shared.rank]} left the group during {label}", operation=label)
 
     def _require_peers(self, ranks: Sequence[int]) -> None:
         self.shared.require_own()

@@ -37,8 +37,8 @@ from instep.shm.call import (
     announcement,
     disagreement,
 )
-from instep.shm.futex import Words
 from instep.shm.group_segment import HERE, LABEL, LEFT, NUMBER, REASON, SLOTS, GroupSegment
+from instep.shm.segment import Words
 
 # Longer than two awake ranks need for a round (2 us), shorter than falling asleep and waking takes (17 us).
 SPIN_S = 15e-6

@@ -15,7 +15,7 @@ from instep.native.build import BuildFailed
 from instep.ordered.add_up import add_up
 from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import plan_sum
-from instep.shm import futex, segment
+from instep.shm import segment
 from tests.native.without import without_core
 
 needs_compiler = pytest.mark.skipif(library.core() is None, reason="there is no compiled native core")
@@ -105,16 +105,6 @@ def test_the_command_is_no_failure_without_a_compiler(tmp_path):
 
 
 def test_ranks_share_memory_with_the_core_and_nowhere_else():
-    assert futex.available() == (library.core() is not None)
+    assert segment.available() == (library.core() is not None)
     with without_core():
-        assert futex.why_not() == "shm needs Linux and the native core: it was not compiled"
-
-
-@needs_compiler
-def test_words_are_stored_and_waited_for():
-    words = segment.create(4096).words()
-    words.post(3, -(2**62))
-    words[4] = 7
-    assert (words[3], words[4]) == (-(2**62), 7)
-    assert words.spin(4, 7, 10) and not words.spin(4, 8, 0.001)
-    words.sleep(4, 8, 0.001)
+        assert segment.why_not() == "shm needs Linux and the native core: it was not compiled"

@@ -33,33 +33,9 @@ def join(store: dist.Store, name: str, ranks: list[int], rank: int) -> ShmGroup:
     return pg
 
 
-@world(2, backend="shm")
-def test_a_synchronous_operation_comes_after_those_that_were_issued_before(mesh):
-    pg = group_of(mesh)
-    x = torch.ones(LONG)
-    works = [calls.all_reduce(pg, x, now=False) for _ in range(3)]
-    calls.broadcast(pg, x, 0)
-    assert set(x.tolist()) == {8.0}
-    assert all(work.is_completed() and work.is_success() for work in works)
-
-
 @pytest.fixture
 def event() -> threading.Event:
     return threading.Event()
-
-
-@world(2, backend="shm")
-def test_an_operation_goes_on_while_its_caller_computes(mesh, event):
-    pg, x = group_of(mesh), torch.ones(LONG)
-    if mesh.rank == 0:
-        calls.all_reduce(pg, x, now=True)
-        event.set()
-        return
-    work, y = calls.all_reduce(pg, x, now=False), torch.ones(8, 8)
-    while not event.is_set():  # rank 0 has come through all rounds, and this thread in none of them
-        y = (y @ y).clamp(0, 1)
-    work.wait()
-    assert x[-1] == 2
 
 
 @world(2, backend="shm")
@@ -90,24 +66,6 @@ def test_groups_do_not_wait_for_each_other(mesh, store):
             work.wait()
         assert [x[0].item() for x in xs] == [2, 4, 6]
         assert [x[-1].item() for x in xs] == [2, 4, 6]
-
-
-@world(4, backend="shm")
-def test_groups_overlap(mesh, store):
-    members = [[0, 1, 2, 3], [0, 2], [1, 2, 3], [3, 0], [2]]
-    groups = {
-        n: join(store, f"group {n}", ranks, mesh.rank)
-        for n, ranks in enumerate(members)
-        if mesh.rank in ranks
-    }
-    begun = []
-    for times in range(10):
-        for n, pg in groups.items():
-            x = torch.full((10 * times,), 1 << mesh.rank)
-            begun.append((calls.all_reduce(pg, x, now=False), x, sum(1 << rank for rank in members[n])))
-    for work, x, expected in begun:
-        work.wait()
-        assert set(x.tolist()) <= {expected}
 
 
 @world(2, backend="shm")

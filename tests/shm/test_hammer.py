@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,12 +12,6 @@ from tests.world import world
 TIMES = 1000
 # Of int64: around a cache line, a page, and where sums begin to be cut into slices.
 LENGTHS = (0, 1, 2, 7, 8, 9, 31, 512, 513, 4099)
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@world(3, by="process", backend="shm", timeout_s=20)
-def test_three_processes_hammer(mesh, seed):
-    hammer(mesh.rank, 3, random.Random(seed))
 
 
 @world(4, by="process", backend="shm", timeout_s=20)

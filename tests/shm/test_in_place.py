@@ -50,32 +50,6 @@ def reduces(mesh, mask):
             assert set(whole[: 1 + mesh.rank].tolist()) | set(whole[91 + mesh.rank :].tolist()) == {9}
 
 
-@world(3, backend="shm")
-def test_many_segments_are_in_flight_at_once(mesh):
-    pg = group_of(mesh)
-    xs = [shared(pg, torch.full((n,), n + mesh.rank, dtype=torch.float64)) for n in range(1, 40)]
-    # More than a slab: a segment of its own.
-    xs.append(pg.allocate(SLAB_BYTES).elements(torch.float64)[:5].fill_(40 + mesh.rank))
-    works = [calls.all_reduce(pg, x, now=False) for x in xs]
-    for work in reversed(works):
-        work.wait()
-    assert [set(x.tolist()) for x in xs] == [{3 * n + 3} for n in range(1, 41)]
-
-
-@world(3, backend="shm")
-def test_what_its_owner_has_freed_is_unmapped_at_the_next_operation(mesh):
-    pg = group_of(mesh)
-    kept, freed = (pg.allocate(SLAB_BYTES).elements(torch.float32)[:9].fill_(mesh.rank) for _ in range(2))
-    for x in (freed, kept):
-        calls.all_reduce(pg, x).wait()
-    mapped = pg._heap._theirs
-    assert len(mapped) == 2 * (mesh.world.size - 1)
-    del freed, x
-    calls.barrier(pg).wait()
-    calls.all_reduce(pg, kept).wait()
-    assert len(mapped) == mesh.world.size - 1
-
-
 @world(2, backend="shm")
 def test_memory_that_threads_allocate_at_once_is_apart(mesh):
     pg, found = group_of(mesh), []

@@ -53,13 +53,8 @@ def dies_after_a_round() -> None:
 def private(mesh: Any) -> None:
     if mesh.rank == 1:
         dies_after_a_round()
+    works = [dist.all_reduce(torch.ones(LONG), async_op=True) for _ in range(2)]
     dist.all_reduce(torch.ones(LONG))
-
-
-def asynchronous(mesh: Any) -> None:
-    if mesh.rank == 1:
-        dies_after_a_round()
-    works = [dist.all_reduce(torch.ones(LONG), async_op=True) for _ in range(3)]
     for work in reversed(works):
         work.wait()
 
@@ -77,26 +72,19 @@ def before_mapping(mesh: Any) -> None:
     else:
         original = Heap._attached
 
-        def late(heap: Heap, rank: int, location: Any) -> Any:
+        def late(*args: Any) -> Any:
             wait_for(Path("died"))
-            while lives(mesh, 1):
+            while 1 not in mesh.world.group.peers.dead():
                 pass
-            return original(heap, rank, location)
+            return original(*args)
 
         Heap._attached = late  # type: ignore[method-assign]
     dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
 
 
-def barrier(mesh: Any) -> None:
-    if mesh.rank == 1:
-        die()
-    dist.barrier()
-
-
-def receive(mesh: Any) -> None:
-    if mesh.rank == 1:
-        die()
-    dist.recv(torch.ones(3), src=1)
+def absent(wait: Callable[[], object]) -> Callable[[Any], None]:
+    """Rank 1 is killed before ``wait``."""
+    return lambda mesh: die() if mesh.rank == 1 else wait()  # type: ignore[return-value]
 
 
 def wait_for(path: Path) -> None:
@@ -105,17 +93,12 @@ def wait_for(path: Path) -> None:
         pass
 
 
-def lives(mesh: Any, rank: int) -> bool:
-    return rank not in mesh.world.group.peers.dead()
-
-
 CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "private": (private, "all_reduce"),
-    "asynchronous": (asynchronous, "all_reduce"),
     "shared": (shared, "all_reduce"),
     "before mapping": (before_mapping, "all_reduce"),
-    "barrier": (barrier, "barrier"),
-    "receive": (receive, "receive from rank 1"),
+    "barrier": (absent(dist.barrier), "barrier"),
+    "receive": (absent(lambda: dist.recv(torch.ones(3), src=1)), "receive from rank 1"),
 }
 
 

@@ -50,20 +50,6 @@ def test_messages_of_one_tag_come_in_the_order_in_which_they_were_sent(mesh):
     assert [x.item() for x in found] == list(range(40))
 
 
-@world(3, backend="shm")
-def test_messages_and_collectives_do_not_mix(mesh):
-    pg = group_of(mesh)
-    successor, predecessor = (mesh.rank + 1) % 3, (mesh.rank - 1) % 3
-    for n in range(30):
-        x, found, total = torch.tensor([n + mesh.rank]), torch.zeros(1, dtype=torch.int64), torch.tensor([n])
-        works = [pg.recv([found], predecessor, n), calls.all_reduce(pg, total, now=False)]
-        works.append(pg.send([x], successor, n))
-        calls.barrier(pg).wait()
-        for work in works:
-            work.wait()
-        assert (found.item(), total.item()) == (n + predecessor, 3 * n)
-
-
 @world(4, backend="shm")
 def test_a_message_from_anybody_tells_who_sent_it(mesh):
     pg = group_of(mesh)
@@ -184,9 +170,9 @@ def test_after_a_collective_has_failed_messages_raise_what_it_raised(mesh):
     pg = group_of(mesh)
     with pytest.raises(Desync) as first:
         calls.all_reduce(pg, torch.ones(1 + mesh.rank)).wait()
-    for work in (pg.send([torch.ones(1)], 1 - mesh.rank, 0), pg.recv([torch.ones(1)], 1 - mesh.rank, 0)):
+    for call in (pg.send, pg.recv):
         with pytest.raises(Desync) as again:
-            work.wait()
+            call([torch.ones(1)], 1 - mesh.rank, 0)
         assert str(again.value) == str(first.value)
 
 
@@ -195,10 +181,11 @@ def test_what_is_under_way_when_a_rank_leaves_ends_there(mesh):
     pg = group_of(mesh)
     works = [pg.recv([torch.zeros(1)], 1 - mesh.rank, 0), pg.recv_anysource([torch.zeros(1)], 1)]
     pg.shutdown()
-    works.append(pg.recv([torch.zeros(1)], 1 - mesh.rank, 2))
     for work in works:
         with pytest.raises(PeerLost):
             work.wait()
+    with pytest.raises(PeerLost, match="this rank left the group"):
+        pg.recv([torch.zeros(1)], 1 - mesh.rank, 2)
 
 
 @world(2, backend="shm")
@@ -212,15 +199,6 @@ def test_ranks_that_are_none_or_oneself_are_refused(mesh):
         with pytest.raises(ValueError, match="expected another rank"):
             pg.recv([torch.ones(1)], rank, 0)
     calls.barrier(pg).wait()
-
-
-def test_nobody_sends_to_a_group_of_one():
-    world(1, backend="shm")(asks_nobody)()
-
-
-def asks_nobody(mesh):
-    with pytest.raises(ValueError):
-        group_of(mesh).recv_anysource([torch.ones(1)], 0)
 
 
 @world(3, by="process", backend="shm")

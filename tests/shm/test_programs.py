@@ -54,6 +54,10 @@ class Draw:
                 return torch.zeros(len(x) // 4, 4, dtype=x.dtype).t().copy_(x.view(4, -1))
             case 2 if x.dtype.is_floating_point:
                 return nn.Parameter(x.clone())
+            case 2 if x.is_complex():
+                return x.conj().resolve_conj().conj()
+            case 3 if kind is None and x.dtype.is_floating_point:
+                return torch._neg_view(-x)
             case 3 | 4:
                 return self.pg.allocate(x.nbytes + 64).elements(x.dtype)[1 : 1 + len(x)].copy_(x)
         return x.clone()
