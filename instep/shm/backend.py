@@ -27,7 +27,7 @@ from instep.mesh.peers import Peer
 from instep.shm import collectives
 from instep.shm.call import NOWHERE, Location, describe_call
 from instep.shm.collectives import Operation, is_native, reduction_name
-from instep.shm.group_segment import FAILED, LEFT, GroupSegment
+from instep.shm.group_segment import FAILED, LEFT, PIPELINE, GroupSegment
 from instep.shm.heap import Heap, is_plain
 from instep.shm.mailboxes import Mailboxes
 from instep.shm.point_to_point import PointToPoint
@@ -71,7 +71,7 @@ class ShmGroup(ProcessGroup):
         self._heap = Heap(self._rounds)
         self._lane = Lane(f"instep shm group, rank {table[shared.rank].rank}")
         self._messages = PointToPoint(self._rounds, self._heap, num_cores)
-        self.mailboxes = Mailboxes(self._rounds, self._heap, num_cores, shared.box_word)
+        self.mailboxes = Mailboxes(self._rounds, self._heap, num_cores, PIPELINE)
         self._name = self._description = ""
         self._close = weakref.finalize(self, _close, shared, self._lane, self._messages)
 
@@ -216,7 +216,7 @@ class ShmGroup(ProcessGroup):
         return self._start([self._task("scatter", outputs[0], run, outputs, opts, root=root)], outputs, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[Any], opts: Any = None) -> ShmWork:
-        tasks, how = [], _reduction(opts)
+        tasks, how = [], reduction_name(opts)
         for out, xs in zip(outputs, inputs, strict=True):
             run = partial(collectives.reduce_scatter, xs=self._checked(xs, out, "input"))
             tasks.append(self._task("reduce_scatter", out, run, [out], opts, reduction=how))
@@ -263,7 +263,7 @@ class ShmGroup(ProcessGroup):
                 x.copy_(dense.to_sparse(x.sparse_dim()))
 
             return op, reduce_sparse
-        how, location = _reduction(opts), NOWHERE
+        how, location = reduction_name(opts), NOWHERE
         if root < 0 and is_native(x.dtype, how, self.getSize()):
             location = self._heap.address_of(x)
         fields = {"reduction": how, "root": root, "location": location}
@@ -406,23 +406,18 @@ class ShmWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, successfully or not."""
         return self._work.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended successfully."""
         return self._work.done() and self._work.error is None
 
     def exception(self) -> BaseException | None:
-        """What it raised so far."""
         return self._work.error
 
     def result(self) -> list[Tensor]:
-        """The tensors that it writes to."""
         return self._tensors
 
     def _source_rank(self) -> int:
-        """The group rank that sent, of a receive."""
         return getattr(self._work, "source", -1)
 
     source_rank = _source_rank
@@ -479,11 +474,6 @@ def split_bytes(x: Tensor, size: int, lengths: Sequence[int]) -> list[int]:
     if not lengths and x.numel() % size:
         raise ValueError(f"expected a number of elements that {size} ranks divide, got {x.numel()}")
     return [x.nbytes * n // max(rows, 1) for n in lengths] or [x.nbytes // size] * size
-
-
-def _reduction(opts: Any) -> str:
-    """The name of the reduction in ``opts``, by default a sum."""
-    return reduction_name(opts.reduceOp) if opts is not None else "sum"
 
 
 def _close(shared: GroupSegment, lane: Lane, messages: PointToPoint) -> None:

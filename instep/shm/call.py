@@ -14,9 +14,8 @@ from typing import NamedTuple
 from instep.mesh.hang_report import Problem
 
 CALL_BYTES = 96
-LOCATION_BYTES = 32
-SLOT_BYTES = CALL_BYTES + LOCATION_BYTES
-_LOCATION = struct.Struct("<4q")
+LOCATION = struct.Struct("<4q")
+SLOT_BYTES = CALL_BYTES + LOCATION.size
 
 
 class Location(NamedTuple):
@@ -26,11 +25,6 @@ class Location(NamedTuple):
     inode: int
     offset: int
     nbytes: int
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Location:
-        """The location at the end of an announcement."""
-        return Location(*_LOCATION.unpack(data[-LOCATION_BYTES:]))
 
 
 NOWHERE = Location(-1, 0, 0, 0)  # private memory
@@ -49,7 +43,7 @@ def describe_call(
 @lru_cache(maxsize=1024)
 def announcement(call: str, location: Location = NOWHERE) -> bytes:
     """What a rank writes into its slot: ``call``, and where its tensor lies."""
-    return call.encode()[:CALL_BYTES].ljust(CALL_BYTES) + _LOCATION.pack(*location)
+    return call.encode()[:CALL_BYTES].ljust(CALL_BYTES) + LOCATION.pack(*location)
 
 
 def disagreement(slots: Sequence[bytes], ranks: Sequence[int]) -> Problem | None:

@@ -280,15 +280,17 @@ def map_all(op: Operation, tensors: Sequence[Tensor]) -> list[list[Tensor]] | No
     return found
 
 
-def reduction_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
-    """The name of a torch reduction in ``COMBINE``.
+def reduction_name(opts: Any) -> str:
+    """The name in ``COMBINE`` of the reduction in torch's options, by default a sum.
 
     Raises:
         TypeError: it is none of these.
     """
-    name = next((name for known, name in _NAMES.items() if op == known), None)
+    if opts is None:
+        return "sum"
+    name = next((name for known, name in _NAMES.items() if opts.reduceOp == known), None)
     if name is None:
-        raise TypeError(f"shm: expected a reduction out of {', '.join(COMBINE)}, got {op}")
+        raise TypeError(f"shm: expected a reduction out of {', '.join(COMBINE)}, got {opts.reduceOp}")
     return name
 
 

@@ -1,7 +1,7 @@
 """The segment of a group: one shared memory, created by its first rank and mapped by all.
 
-    | title    | a block per rank                          | words per pair | two halves per rank     |
-    | done     | posted | state, freed, number | reason |  | channel, box   | half 0 | half 1 | half 0 |
+    | token    | a block per rank                          | words per pair | two halves per rank     |
+    | done     | posted | state, freed, number | reason |  | two boxes      | half 0 | half 1 | half 0 |
     | sleepers | label | two slots                         |
 
 Only its own rank writes a block and its halves. *posted* counts the rounds that the rank has entered; slot
@@ -24,15 +24,15 @@ from instep.shm.call import SLOT_BYTES
 from instep.shm.segment import Mapping
 
 PAGE, LINE, WORD = 4096, 64, 8
-TITLE = b"instep group segment, version 5 "
 TOKEN_BYTES = 16
 HALF_BYTES = 2 << 20
 
 HERE, LEFT, FAILED = 0, 1, 2  # a rank's state
+TORCH, PIPELINE = 0, 1  # kinds of messages, each with its own box for each pair of ranks
 POSTED, STATE, FREED, NUMBER = 0, LINE, LINE + WORD, LINE + 2 * WORD  # words of a block: first byte
 REASON, LABEL = (2 * LINE, 1024), (1792, 128)  # texts of a block: first byte, length
 SLOTS = 2048
-DONE, SLEEPERS = LINE, 2 * LINE  # beside the title
+DONE, SLEEPERS = LINE, 2 * LINE  # beside the token
 
 
 class GroupSegment:
@@ -66,26 +66,21 @@ class GroupSegment:
         """A new segment, as its first rank sees it, and its descriptor; ``token`` identifies it."""
         mapping = segment.create(segment_bytes(size))
         shared = GroupSegment(mapping, 0, size)
-        shared._bytes[: len(TITLE) + TOKEN_BYTES] = TITLE + token
+        shared._bytes[:TOKEN_BYTES] = token
         return shared, mapping.fd
 
     @property
     def token(self) -> bytes:
-        """The token that the first rank wrote; empty in memory that is no such segment."""
-        title = bytes(self._bytes[: len(TITLE) + TOKEN_BYTES])
-        return title[len(TITLE) :] if title.startswith(TITLE) else b""
+        """The token that the first rank wrote."""
+        return bytes(self._bytes[:TOKEN_BYTES])
 
     def word(self, rank: int, place: int) -> int:
         """The index of a word of the block of ``rank``."""
         return (PAGE * (1 + rank) + place) // WORD
 
-    def channel_word(self, source: int, destination: int) -> int:
-        """The index of the word in which ``source`` publishes its box of torch's messages; then its inode."""
-        return (PAGE * (1 + self.size) + (source * self.size + destination) * LINE) // WORD
-
-    def box_word(self, source: int, destination: int) -> int:
-        """As ``channel_word``, of a pipeline's messages."""
-        return self.channel_word(source, destination) + 2
+    def box_word(self, kind: int, source: int, destination: int) -> int:
+        """The index of the word in which ``source`` publishes a box of messages; then the box's inode."""
+        return (PAGE * (1 + self.size) + (source * self.size + destination) * LINE) // WORD + 2 * kind
 
     def text(self, rank: int, field: tuple[int, int]) -> str:
         """REASON or LABEL of ``rank``: why it left, and which operation it called last."""
@@ -145,8 +140,8 @@ class GroupSegment:
         self.words.wake(self.posted[self.rank])
         self.words.wake(DONE // WORD)
         for other in range(self.size):
-            self.words.wake(self.channel_word(self.rank, other))
-            self.words.wake(self.box_word(self.rank, other))
+            for kind in (TORCH, PIPELINE):
+                self.words.wake(self.box_word(kind, self.rank, other))
 
     def close(self) -> None:
         """Every operation raises from now on, and not the first error, whose traceback holds this object."""

@@ -31,7 +31,7 @@ from instep.shm.segment import why_not
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-VERDICT = "verdict"
+RECORD, VERDICT = "record/{}".format, "verdict"
 
 _warned_reasons: set[str] = set()  # why gloo is used, as already warned
 
@@ -82,12 +82,12 @@ def rendezvous(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta
     flight = FlightRecorder(ranks[rank])
     me = own_peer(ranks[rank], flight)
     if rank:
-        _wait(store, [_here(0)], ranks[rank], ranks, timeout_s)
-    shared, problem, fd = _open(rank, len(ranks), json.loads(store.get(_here(0))) if rank else None)
+        _wait(store, [RECORD(0)], ranks[rank], ranks, timeout_s)
+    shared, problem, fd = _open(rank, len(ranks), json.loads(store.get(RECORD(0))) if rank else None)
     record: dict[str, Any] = {"peer": me.to_bytes().decode().strip(), "fd": fd, "problem": problem}
     if shared is not None:
         record |= {"token": shared.token.hex(), "core": shared.core.stamp}
-    store.set(_here(rank), json.dumps(record))
+    store.set(RECORD(rank), json.dumps(record))
     if rank == 0:
         store.set(VERDICT, json.dumps(_judge(store, shared, ranks, timeout_s)))
     _wait(store, [VERDICT], ranks[rank], ranks, timeout_s)
@@ -122,10 +122,10 @@ def _judge(
 ) -> dict[str, Any]:
     """Rank 0 decides: who is absent, why the ranks cannot share memory, or the table of processes."""
     try:
-        _wait(store, [_here(rank) for rank in range(len(ranks))], ranks[0], ranks, timeout_s)
+        _wait(store, [RECORD(rank) for rank in range(len(ranks))], ranks[0], ranks, timeout_s)
     except PeerLost as lost:
         return {"absent": lost.ranks, "problem": ""}
-    records = [json.loads(store.get(_here(rank))) for rank in range(len(ranks))]
+    records = [json.loads(store.get(RECORD(rank))) for rank in range(len(ranks))]
     for rank, record in zip(ranks, records, strict=True):
         problem = ""
         if record["problem"]:
@@ -148,15 +148,11 @@ def _wait(store: Store, keys: Sequence[str], rank: int, ranks: Sequence[int], ti
     except RuntimeError as error:
         others = [(i, other) for i, other in enumerate(ranks) if i]
         client = StoreClient(rank, patience_s(timeout_s))
-        late = client.try_call(lambda: [other for i, other in others if not store.check([_here(i)])]) or []
+        late = client.try_call(lambda: [other for i, other in others if not store.check([RECORD(i)])]) or []
         client.close()
-        if keys == [_here(0)] or not late:
+        if keys == [RECORD(0)] or not late:
             late = [ranks[0]]
         raise _absent(late, timeout_s) from error
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
 
 
 def _absent(ranks: Sequence[int], timeout_s: float) -> PeerLost:

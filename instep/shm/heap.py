@@ -46,13 +46,12 @@ class Heap:
         """``nbytes`` of zeros at a multiple of ``align``; freed with the last tensor in it."""
         with self._lock:
             if 2 * nbytes >= SLAB_BYTES:
-                mapping = self._create(nbytes)
-                return Segment(mapping.tensor(0, nbytes), mapping.fd)
-            if self._slab is None or round_up(self._slab[1], align) + nbytes > SLAB_BYTES:
-                self._slab = self._create(SLAB_BYTES), 0
-            mapping, free = self._slab
-            start = round_up(free, align)
-            self._slab = mapping, start + max(nbytes, 1)
+                mapping, start = self._create(nbytes), 0
+            else:
+                if self._slab is None or round_up(self._slab[1], align) + nbytes > SLAB_BYTES:
+                    self._slab = self._create(SLAB_BYTES), 0
+                mapping, start = self._slab[0], round_up(self._slab[1], align)
+                self._slab = mapping, start + max(nbytes, 1)
             return Segment(mapping.tensor(start, nbytes), mapping.fd)
 
     def address_of(self, x: Tensor) -> Location:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from struct import unpack_from
 from typing import NamedTuple
 
@@ -56,15 +56,10 @@ class _Slot:
 
 
 class Mailboxes:
-    """Messages between one rank and the others of its group; for one thread at a time.
+    """Messages of one ``kind`` between one rank and the others of its group; for one thread at a time."""
 
-    ``word_of(source, destination)`` is the word of the group's segment in which a box is published.
-    """
-
-    def __init__(
-        self, rounds: Rounds, heap: Heap, num_cores: int, word_of: Callable[[int, int], int]
-    ) -> None:
-        self._rounds, self._shared, self._heap, self._word_of = rounds, rounds.shared, heap, word_of
+    def __init__(self, rounds: Rounds, heap: Heap, num_cores: int, kind: int) -> None:
+        self._rounds, self._shared, self._heap, self._kind = rounds, rounds.shared, heap, kind
         self._spin_s = SPIN_S if rounds.size <= num_cores else 0.0
         self._to: dict[int, _Outbox] = {}
         self._from: dict[int, _Inbox] = {}
@@ -81,7 +76,7 @@ class Mailboxes:
             raise TypeError(f"shm: expected a tensor on the CPU, got one on {elsewhere.device}: use nccl")
         if to not in self._to:
             box = self._to[to] = _Outbox(self._heap)
-            word = self._word_of(self._shared.rank, to)
+            word = self._shared.box_word(self._kind, self._shared.rank, to)
             self._shared.words[word + 1] = box.mapping.inode  # a descriptor's number may be reused
             self._shared.words.post(word, box.mapping.fd + 1)
         self._to[to].send(tag, words, tensors)
@@ -117,7 +112,7 @@ class Mailboxes:
     def next_word(self, source: int) -> tuple[Words, int, int]:
         """The word that the next message from ``source`` raises: words, index and value."""
         if source not in self._from:
-            return self._shared.words, self._word_of(source, self._shared.rank), 1
+            return self._shared.words, self._shared.box_word(self._kind, source, self._shared.rank), 1
         box = self._from[source]
         return box.words, _POSTED, box.num_taken + 1
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync, InstepError, PeerLost
+from instep.shm.group_segment import TORCH
 from instep.shm.heap import Heap
 from instep.shm.mailboxes import Letter, Mailboxes
 from instep.shm.rounds import Arrival, Rounds
@@ -30,7 +31,7 @@ class PointToPoint:
 
     def __init__(self, rounds: Rounds, heap: Heap, num_cores: int) -> None:
         self.shared, self.ranks, self.peers = rounds.shared, rounds.ranks, rounds.peers
-        self.boxes = Mailboxes(rounds, heap, num_cores, rounds.shared.channel_word)
+        self.boxes = Mailboxes(rounds, heap, num_cores, TORCH)
         self.lock = threading.RLock()
         self._waiting: list[Receive] = []  # the oldest first
 

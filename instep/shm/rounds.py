@@ -30,7 +30,7 @@ from instep.mesh.rank_exit import mark_secondary
 from instep.native.library import ReductionView
 from instep.shm.call import (
     CALL_BYTES,
-    LOCATION_BYTES,
+    LOCATION,
     NOWHERE,
     SLOT_BYTES,
     Location,
@@ -74,7 +74,7 @@ class Rounds:
             calls=SLOTS,
             call_stride=SLOT_BYTES,
             call_bytes=CALL_BYTES,
-            location_bytes=LOCATION_BYTES,
+            location_bytes=LOCATION.size,
         )
 
     def mine(self) -> Tensor:
@@ -120,7 +120,7 @@ class Rounds:
         slots = self.shared.slots(self.number)
         if problem := disagreement(slots, self.ranks):
             raise self._out_of_step(problem, label)
-        return [Location.from_bytes(slot) for slot in slots]
+        return [Location(*LOCATION.unpack(slot[CALL_BYTES:])) for slot in slots]
 
     def _out_of_step(self, problem: Problem, label: str) -> Desync:
         """As ``Group.out_of_step``: all ranks have found the disagreement, and exchange their status."""

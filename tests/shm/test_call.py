@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from instep.shm.call import (
     CALL_BYTES,
+    LOCATION,
     NOWHERE,
     SLOT_BYTES,
     Location,
@@ -32,7 +33,7 @@ def test_announcements_differ_exactly_where_calls_do_and_carry_the_location(a, b
     slots = [announcement(describe_call(*call), place) for call in (a, b)]
     assert [len(slot) for slot in slots] == [SLOT_BYTES] * 2
     assert (a == b) == (slots[0][:CALL_BYTES] == slots[1][:CALL_BYTES])
-    assert Location.from_bytes(slots[0]) == place
+    assert Location(*LOCATION.unpack(slots[0][CALL_BYTES:])) == place
 
 
 def test_a_disagreement_names_every_side_once_with_its_ranks():
