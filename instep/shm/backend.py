@@ -6,7 +6,6 @@ asynchronous ones in the group's thread, while the caller goes on.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -65,13 +64,12 @@ class ShmGroup(ProcessGroup):
     ) -> None:
         super().__init__(shared.rank, shared.size)
         self.label: str | None = None
-        num_cores = len(os.sched_getaffinity(0))
-        self._rounds = Rounds(shared, table, timeout.total_seconds(), num_cores, flight)
+        self._rounds = Rounds(shared, table, timeout.total_seconds(), flight)
         self.peers = self._rounds.peers
         self._heap = Heap(self._rounds)
         self._lane = Lane(f"instep shm group, rank {table[shared.rank].rank}")
-        self._messages = PointToPoint(self._rounds, self._heap, num_cores)
-        self.mailboxes = Mailboxes(self._rounds, self._heap, num_cores, PIPELINE)
+        self._messages = PointToPoint(self._rounds, self._heap)
+        self.mailboxes = Mailboxes(self._rounds, self._heap, PIPELINE)
         self._name = self._description = ""
         self._close = weakref.finalize(self, _close, shared, self._lane, self._messages)
 

@@ -39,18 +39,7 @@ from torch.autograd.graph import increment_version
 from instep.errors import Desync
 from instep.memory import as_bytes
 from instep.mesh.axes import round_up
-from instep.native.library import (
-    ADD,
-    DIFFERENT,
-    DIVIDED,
-    MISSING,
-    MOST_RANKS,
-    MULTIPLY,
-    NO_SCALE,
-    SHARED,
-    THERE,
-    TYPES,
-)
+from instep.native import library as native
 from instep.shm.call import NOWHERE, Location, describe_call
 from instep.shm.group_segment import HALF_BYTES, LINE
 from instep.shm.heap import Heap
@@ -60,7 +49,7 @@ from instep.shm.rounds import Rounds
 AT_ONCE_BYTES = 32 << 10
 # Of pieces that the native core makes.
 AT_ONCE_SLOT_BYTES, SLICES_SLOT_BYTES = 512 << 10, 1 << 20
-NATIVE = {"sum": ADD, "avg": ADD, "product": MULTIPLY}
+NATIVE = {"sum": native.ADD, "avg": native.ADD, "product": native.MULTIPLY}
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -204,29 +193,29 @@ def all_reduce(op: Operation, outs: Sequence[Tensor]) -> None:
 
 def is_native(dtype: torch.dtype, reduction: str, size: int) -> bool:
     """Whether the native core makes the sum. (Minima of NaNs differ with torch's vector units.)"""
-    return dtype in (torch.float32, torch.float64) and reduction in NATIVE and size <= MOST_RANKS
+    return dtype in (torch.float32, torch.float64) and reduction in NATIVE and size <= native.MOST_RANKS
 
 
 def _reduce_natively(op: Operation, x: Tensor) -> None:
     """In pieces whose rounds and sums are made in C; above 32 KiB by slices."""
     rounds, view, core = op.rounds, op.rounds.reduction, op.rounds.shared.core
     at_once = rounds.size <= 2 or len(x) <= AT_ONCE_BYTES
-    view.type, view.how = TYPES[op.dtype.itemsize], NATIVE[op.reduction]
+    view.type, view.how = native.TYPES[op.dtype.itemsize], NATIVE[op.reduction]
     view.finish, view.number = _finish(op)
     view.root, view.x, view.nbytes, view.by_slices = op.root, x.data_ptr(), len(x), not at_once
     view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
     view.compare = not op.locations
-    found = SHARED
-    while found == SHARED:
+    found = native.SHARED
+    while found == native.SHARED:
         view.rounds, view.at, view.stage = rounds.number, 0, 0
         if view.compare:
             op.announce()
-        while (found := core.all_reduce(view, rounds.slice_ns(op.timeout_s))) == MISSING:
+        while (found := core.all_reduce(view, rounds.slice_ns(op.timeout_s))) == native.MISSING:
             rounds.await_all(op.label, view.rounds + view.at + 1, op.timeout_s)
         rounds.number = view.rounds
-        if found == DIFFERENT:
+        if found == native.DIFFERENT:
             rounds.require_agreement(op.label)
-        if found not in (THERE, SHARED):
+        if found not in (native.THERE, native.SHARED):
             raise RuntimeError(f"{op.label}: the native core refused the reduction (code {found})")
         view.compare = False  # SHARED: a rank with its tensor in shared memory came without data
     if not x.is_inference():
@@ -247,7 +236,7 @@ def _reduce_in_place(op: Operation) -> None:
 
 
 def _finish(op: Operation) -> tuple[int, float]:
-    return (DIVIDED, float(op.rounds.size)) if op.reduction == "avg" else (NO_SCALE, 1.0)
+    return (native.DIVIDED, float(op.rounds.size)) if op.reduction == "avg" else (native.NO_SCALE, 1.0)
 
 
 def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:

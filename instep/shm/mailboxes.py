@@ -27,7 +27,7 @@ from instep.shm import segment
 from instep.shm.call import Location
 from instep.shm.group_segment import LINE, PAGE, WORD
 from instep.shm.heap import Heap
-from instep.shm.rounds import SPIN_S, Arrival, Rounds
+from instep.shm.rounds import Arrival, Rounds
 from instep.shm.segment import Mapping, Words, tensor_over
 
 MOST_SLOTS = 4096  # messages in flight from one rank to another
@@ -58,9 +58,8 @@ class _Slot:
 class Mailboxes:
     """Messages of one ``kind`` between one rank and the others of its group; for one thread at a time."""
 
-    def __init__(self, rounds: Rounds, heap: Heap, num_cores: int, kind: int) -> None:
+    def __init__(self, rounds: Rounds, heap: Heap, kind: int) -> None:
         self._rounds, self._shared, self._heap, self._kind = rounds, rounds.shared, heap, kind
-        self._spin_s = SPIN_S if rounds.size <= num_cores else 0.0
         self._to: dict[int, _Outbox] = {}
         self._from: dict[int, _Inbox] = {}
 
@@ -130,7 +129,7 @@ class Mailboxes:
     ) -> None:
         """Until a word that ``rank`` writes is at its target."""
         words, word, target = awaited
-        if not words.spin(word, target, self._spin_s):
+        if not words.spin(word, target, self._rounds.spin_s):
             Arrival(self._shared, self._rounds.peers, {rank: awaited}, label).wait_by_deadline(timeout_s)
 
 

@@ -29,9 +29,9 @@ DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)},
 class PointToPoint:
     """Sends and receives of one rank of a group; for any thread."""
 
-    def __init__(self, rounds: Rounds, heap: Heap, num_cores: int) -> None:
+    def __init__(self, rounds: Rounds, heap: Heap) -> None:
         self.shared, self.ranks, self.peers = rounds.shared, rounds.ranks, rounds.peers
-        self.boxes = Mailboxes(rounds, heap, num_cores, TORCH)
+        self.boxes = Mailboxes(rounds, heap, TORCH)
         self.lock = threading.RLock()
         self._waiting: list[Receive] = []  # the oldest first
 

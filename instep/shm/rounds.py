@@ -10,6 +10,7 @@ k + 1 has read all of round k, so when round k + 1 is complete, half k % 2 is fr
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,15 +29,7 @@ from instep.mesh.hang_report import AFTER, IN, FlightRecorder, Problem, StatusRo
 from instep.mesh.peers import Peer, Peers, describe
 from instep.mesh.rank_exit import mark_secondary
 from instep.native.library import ReductionView
-from instep.shm.call import (
-    CALL_BYTES,
-    LOCATION,
-    NOWHERE,
-    SLOT_BYTES,
-    Location,
-    announcement,
-    disagreement,
-)
+from instep.shm.call import CALL_BYTES, LOCATION, NOWHERE, SLOT_BYTES, Location, announcement, disagreement
 from instep.shm.group_segment import HERE, LABEL, LEFT, NUMBER, REASON, SLOTS, GroupSegment
 from instep.shm.segment import Words
 
@@ -59,7 +52,6 @@ class Rounds:
         shared: GroupSegment,
         table: Sequence[Peer],
         timeout_s: float,
-        num_cores: int,
         flight: FlightRecorder | None = None,
     ) -> None:
         self.shared, self.rank, self.size = shared, shared.rank, shared.size
@@ -68,14 +60,11 @@ class Rounds:
         self.peers = Peers(table, table[shared.rank], timeout_s, labels, flight)
         self.flight = self.peers.flight
         self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
-        shared.view.spin_ns, shared.view.yields = int(SPIN_S * _NS), shared.size > num_cores
-        self.reduction = ReductionView(
-            group=pointer(shared.view),
-            calls=SLOTS,
-            call_stride=SLOT_BYTES,
-            call_bytes=CALL_BYTES,
-            location_bytes=LOCATION.size,
-        )
+        is_crowded = shared.size > len(os.sched_getaffinity(0))
+        self.spin_s = 0.0 if is_crowded else SPIN_S  # before a wait for one word sleeps
+        shared.view.spin_ns, shared.view.yields = int(SPIN_S * _NS), is_crowded
+        self.reduction = ReductionView(group=pointer(shared.view), calls=SLOTS, call_stride=SLOT_BYTES)
+        self.reduction.call_bytes, self.reduction.location_bytes = CALL_BYTES, LOCATION.size
 
     def mine(self) -> Tensor:
         """This rank's half of the next round, ``HALF_BYTES`` in all."""

@@ -107,61 +107,6 @@ def test_a_future_of_what_failed_raises_it(mesh):
     assert isinstance(work.exception(), Desync)
 
 
-@world(2, backend="shm")
-def test_a_callback_may_use_the_group(mesh):
-    """As torch's PowerSGD does: it reduces, in a callback of a reduction, and waits there."""
-    pg = group_of(mesh)
-    x = torch.ones(2)
-
-    def sync(done):
-        calls.all_reduce(pg, done.value()[0], now=True)
-        return done.value()
-
-    def future(done):
-        return calls.all_reduce(pg, done.value()[0], now=False).get_future().wait()
-
-    def work(done):
-        calls.all_reduce(pg, done.value()[0], now=False).wait()
-        return done.value()
-
-    first = calls.all_reduce(pg, x, now=False).get_future()
-    first.then(sync).then(future).then(work).wait()
-    assert x.tolist() == [16, 16]
-    calls.barrier(pg).wait()
-
-
-@world(2, backend="shm")
-def test_a_callback_that_raises_harms_nobody_else(mesh):
-    pg = group_of(mesh)
-
-    def divide(done):
-        return 1 / 0
-
-    works = [calls.all_reduce(pg, torch.ones(3), now=False) for _ in range(3)]
-    failing = [work.get_future().then(divide) for work in works]
-    for work, future in zip(works, failing, strict=True):
-        work.wait()
-        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-            future.wait()
-    calls.barrier(pg).wait()
-
-
-@world(2, backend="shm")
-def test_tensors_that_nobody_else_holds_live_as_long_as_their_operation(mesh):
-    pg = group_of(mesh)
-    works = []
-    for n in range(100):
-        works.append(calls.all_reduce(pg, torch.full((1000,), n), now=False))
-        outs = [torch.zeros(10, dtype=torch.int64) for _ in range(2)]
-        works.append(calls.all_gather(pg, outs, torch.full((10,), n + mesh.rank), now=False))
-        del outs
-    for n in range(100):
-        works[2 * n].wait()
-        works[2 * n + 1].wait()
-        assert set(works[2 * n].result()[0].tolist()) == {2 * n}
-        assert [out[-1].item() for out in works[2 * n + 1].result()[0]] == [n, n + 1]
-
-
 @world(3, backend="shm")
 def test_threads_of_a_rank_share_a_group_when_what_they_do_is_the_same(mesh):
     """Their operations pair up in whatever order they come, and none is lost."""

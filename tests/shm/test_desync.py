@@ -14,7 +14,6 @@ import torch
 from instep.errors import Desync, InstepError
 from tests.shm import calls
 from tests.shm.calls import group_of
-from tests.shm.numbers import op
 from tests.world import world
 
 Tensors = list[torch.Tensor]
@@ -30,18 +29,6 @@ PAIRS: dict[str, tuple[Use, Use, str, str]] = {
         lambda pg, x, now: calls.all_reduce(pg, x[0][:0], now=now),
         SUM,
         "all_reduce (sum) of 0 float32",
-    ),
-    "dtype": (
-        REDUCE,
-        lambda pg, x, now: calls.all_reduce(pg, x[0].view(torch.int32), now=now),
-        SUM,
-        "all_reduce (sum) of 12 int32",
-    ),
-    "reduction": (
-        REDUCE,
-        lambda pg, x, now: calls.all_reduce(pg, x[0], op("max"), now=now),
-        SUM,
-        "all_reduce (max) of 12 float32",
     ),
     "operation": (REDUCE, lambda pg, x, now: calls.barrier(pg, now=now), SUM, "barrier"),
     "root": (

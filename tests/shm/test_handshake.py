@@ -265,11 +265,3 @@ def test_subgroups_work_beside_the_default_group(mesh):
         dist.broadcast(x, src=ranks[1], group=pg)  # by its global number
         assert x.item() == ranks[1]
         dist.destroy_process_group(pg)
-
-
-@world(2, by="process", backend="shm")
-def test_a_group_may_have_this_backend_for_cpu_tensors_alone(mesh):
-    pg = dist.new_group([0, 1], backend="cpu:shm")
-    x = torch.ones(3)
-    dist.all_reduce(x, group=pg)
-    assert x.tolist() == [2, 2, 2]

@@ -21,27 +21,6 @@ def test_the_order_of_the_addends_can_be_seen():
     assert out.item() == 2.0**24 + 2
 
 
-def test_half_precision_numbers_are_rounded_once():
-    parts = [torch.tensor([x], dtype=torch.bfloat16) for x in (256.0, 1.0, 1.0)]
-    out = torch.empty(1, dtype=torch.bfloat16)
-    combine(parts, "sum", out)
-    assert out.item() == 258.0  # one after the other: 256
-
-
-def test_averages_of_integers_are_cut_off_towards_zero():
-    for numbers, expected in (((3, 4), 3), ((-3, -4), -3), ((-1, 0), 0), ((7, 8), 7)):
-        out = torch.empty(1, dtype=torch.int32)
-        combine([torch.tensor([x], dtype=torch.int32) for x in numbers], "avg", out)
-        assert out.item() == expected
-
-
-def test_numbers_that_are_none_stay_none():
-    for name in ("sum", "min", "max", "product"):
-        out = torch.empty(2)
-        combine([torch.tensor([1.0, torch.nan]), torch.tensor([torch.nan, 1.0])], name, out)
-        assert out.isnan().all()
-
-
 def test_reductions_have_torch_s_names():
     options = dist.AllreduceOptions()
     for name in REDUCTIONS:

@@ -223,24 +223,6 @@ def functions(pg):
     return {name: functional.wait_tensor(part).clone() for name, part in found.items()}
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
-@world(2, by="process", backend="shm")
-def test_pipelines(mesh, schedule):
-    gives_what_gloo_gives(pipelines, schedule=schedule)
-
-
-def pipelines(pg, schedule):
-    from torch.distributed import pipelining
-
-    layers = [nn.Linear(8, 6), nn.Linear(6, 3)]
-    own = layers[dist.get_rank()]
-    stage = pipelining.PipelineStage(own, dist.get_rank(), 2, torch.device("cpu"), group=pg)
-    steps = getattr(pipelining, schedule)(stage, 4, loss_fn=lambda y, target: (y - target).square().sum())
-    x, target = torch.randn(8, 8), torch.zeros(8, 3)
-    steps.step(*((x,) if dist.get_rank() == 0 else ()), **({"target": target} if dist.get_rank() else {}))
-    return state(own)
-
-
 @world(3, by="process", backend="shm")
 def test_every_function_of_torch_distributed(mesh):
     """On three ranks and integers, where no order can show."""
@@ -248,37 +230,23 @@ def test_every_function_of_torch_distributed(mesh):
 
 
 def every_function(pg):
-    me, count = dist.get_rank(), 3
-    x = torch.arange(12) * (me + 2)
-    found: Numbers = {}
-
-    def empty(n: int = count) -> list[Tensor]:
-        return [torch.zeros_like(x) for _ in range(n)]
-
-    for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
-        found[name] = x.clone()
-        dist.all_reduce(found[name], getattr(dist.ReduceOp, name), group=pg)
-    found["broadcast"] = x.clone()
+    me, x = dist.get_rank(), torch.arange(12) * (dist.get_rank() + 2)
+    whole, share = torch.zeros(36, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    rows, gathered = list(whole.clone().split(12)), list(whole.clone().split(12)) if me == 0 else None
+    found = {name: x.clone() for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+    for name, y in found.items():
+        dist.all_reduce(y, getattr(dist.ReduceOp, name), group=pg)
+    found |= {name: x.clone() for name in ("broadcast", "reduce", "scatter", "reduce_scatter", "exchanged")}
     dist.broadcast(found["broadcast"], 2, group=pg)
-    reduced = x.clone()
-    dist.reduce(reduced, 1, group=pg)
-    if me == 1:
-        found["reduce"] = reduced
-    parts = empty()
-    dist.all_gather(parts, x, group=pg)
-    found["all_gather"] = torch.cat(parts)
-    found["all_gather_into_tensor"] = torch.cat(empty())
-    dist.all_gather_into_tensor(found["all_gather_into_tensor"], x, group=pg)
-    gathered = empty() if me == 0 else None
+    dist.reduce(found["reduce"], 1, group=pg)
+    if me != 1:
+        del found["reduce"]  # which gloo has changed
+    dist.all_gather(rows, x, group=pg)
+    dist.all_gather_into_tensor(whole, x, group=pg)
     dist.gather(x, gathered, 0, group=pg)
-    found["gather"] = torch.cat(gathered or empty())
-    found["scatter"] = torch.zeros_like(x)
     dist.scatter(found["scatter"], gathered, 0, group=pg)
-    found["reduce_scatter_tensor"] = torch.zeros(4, dtype=torch.int64)
-    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], x, group=pg)
-    found["reduce_scatter"] = torch.zeros_like(x)
-    dist.reduce_scatter(found["reduce_scatter"], [x + n for n in range(count)], group=pg)
-    found["all_to_all_single"] = torch.zeros_like(x)
-    dist.all_to_all_single(found["all_to_all_single"], x, group=pg)
+    dist.reduce_scatter_tensor(share, x, group=pg)
+    dist.reduce_scatter(found["reduce_scatter"], [x + n for n in range(3)], group=pg)
+    dist.all_to_all_single(found["exchanged"], x, group=pg)
     dist.barrier(group=pg)
-    return found
+    return {**found, "rows": torch.cat(rows), "whole": whole, "share": share}
