@@ -34,7 +34,7 @@ from instep.comm.perform import perform
 from instep.comm.schedule import Schedule
 from instep.mesh.device import num_gpus
 from instep.shm import ShmGroup  # which registers the backend
-from instep.shm.futex import why_not
+from instep.shm.segment import why_not
 
 Call = Callable[[], object]
 Allocate = Callable[[int], Tensor]  # elements -> flat float32 tensor

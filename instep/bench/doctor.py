@@ -38,7 +38,7 @@ from instep.ordered.keys import derive, initialize
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shm import segment
-from instep.shm.futex import why_not
+from instep.shm.segment import why_not
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 DONE, FAILED = 0, 1

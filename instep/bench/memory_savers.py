@@ -30,7 +30,7 @@ from instep.models.config import num_parameters
 from instep.recipes.memory_estimate import activation_bytes, block_bytes
 from instep.run.folder import SUMMARY
 from instep.run.jsonl import read_object
-from instep.shm.futex import available
+from instep.shm.segment import available
 
 PLAIN = Variant("bucketed", "shm" if available() else "gloo")
 SAVERS = {

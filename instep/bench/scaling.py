@@ -31,7 +31,7 @@ from instep.bench.tables import quantile
 from instep.bench.variants import NONE, Variant
 from instep.bench.workloads import Workload
 from instep.bench.worlds import on_ranks, over_link, require_memory
-from instep.shm.futex import available
+from instep.shm.segment import available
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "unordered", "DDP")
 ONE_RANK = "one rank"

@@ -57,7 +57,7 @@ from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shm import ShmGroup
-from instep.shm.futex import available
+from instep.shm.segment import available
 from instep.step.micro_batches import MicroBatch
 
 BUCKET_MB = 25.0

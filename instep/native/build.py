@@ -1,9 +1,8 @@
 """Compile the native core, with whatever C compiler there is: ``python -m instep.native.build``.
 
-A missing compiler is no failure: without the core ranks of a host use gloo, with the same bits. What is
-compiled lies beside its source, and carries a stamp of it, so that a library of other source is never used.
-
-Imports nothing of instep, because a wheel is built where instep is not installed.
+A missing compiler is no failure: without the core, ranks of a host use gloo, with the same bits. The library
+lies beside its source and carries a stamp of it, so one of other source is never used. Imports nothing of
+instep, because a wheel is built where instep is not installed.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("core.c")
 LIBRARY = SOURCE.with_name("core.so")
-MACHINES = ("x86_64", "aarch64")  # by whose memory order its words were thought through
+MACHINES = ("x86_64", "aarch64")  # for whose memory order its words are proven
 # No contraction: a fused multiply-add rounds once where Python's path rounds twice.
 FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-g0"),
     *("-Wall", "-Wextra"),
 )
-# What a compiler or C library may not know: one body for several vector units, chosen by the loader.
+# The second one without several bodies for vector units, which some C libraries cannot choose from.
 ATTEMPTS: tuple[tuple[str, ...], ...] = ((), ("-DINSTEP_ONE_TARGET",))
 COMPILE_S = 300
 HOW_TO = "install gcc or clang, or the Python package ziglang, then: python -m instep.native.build"
@@ -39,7 +38,7 @@ class BuildFailed(Exception):
 
 
 def stamp() -> str:
-    """What tells this source from any other, and from itself compiled in another way."""
+    """Identifies this source and the flags that it is compiled with."""
     return hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:32]
 
 
@@ -94,7 +93,7 @@ def compile_source(command: Sequence[str], target: Path) -> None:
 
 
 def main() -> int:
-    """Build beside the source, and say in one line what came of it; never a failure."""
+    """Build beside the source and print the outcome in one line; never a failure."""
     try:
         print(f"native core: compiled by {build()}")
     except BuildFailed as reason:

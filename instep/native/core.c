@@ -1,9 +1,9 @@
 /* The native core of shared memory: ranks meet, and numbers are added, without the interpreter.
  *
- * Optional: everything in here has a twin in Python that gives the same bits, and is used where there is no
- * compiled core. So arithmetic is elementwise, in the order that is asked for, and compiled without contraction
- * and without fast math: however wide the vectors are, no bit differs. (Of two nans with different bits a sum
- * is one, and no language says which; torch's own loops differ in it.)
+ * Shared memory needs it; ranks without it use gloo, and add in Python, with the same bits. So arithmetic is
+ * elementwise, in the order that is asked for, and compiled without contraction and without fast math: however
+ * wide the vectors are, no bit differs. (Of two nans with different bits a sum is one, and no language says
+ * which; torch's own loops differ in it.)
  *
  * Ranks meet in words of shared memory, each on a cache line of its own:
  *
@@ -51,7 +51,7 @@ enum { MOST_RANKS = 64, LINE = 64, BLOCK_BYTES = 8192, BLOCKS_BYTES = 24576, LEA
 enum { THERE = 0, MISSING = 1, DIFFERENT = 2, SHARED = 3, FAILED = -1 };
 enum { FLOAT32 = 0, FLOAT64 = 1 };
 enum { ADD = 0, MULTIPLY = 1 };
-enum { AS_IT_IS = 0, TIMES = 1, DIVIDED = 2 };
+enum { NO_SCALE = 0, TIMES = 1, DIVIDED = 2 };
 
 API const char *instep_stamp(void) { return INSTEP_STAMP; }
 
@@ -312,7 +312,7 @@ static void one_block(const struct sum *s, int64_t start, int64_t n, const void 
         at[left] = to;
     }
     const void *total = at[s->root];
-    if (s->finish != AS_IT_IS) {
+    if (s->finish != NO_SCALE) {
         if (s->num_pairs == 0) {
             memcpy(blocks, total, n * item);
             total = blocks;

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 from instep.native import build
 
@@ -24,67 +25,34 @@ _SHORT_BYTES = 32 << 10
 Pairs = tuple[tuple[int, int], ...]
 
 
+def _fields(names: str, **others: type) -> list[tuple[str, type]]:
+    """Fields of a struct of ``core.c``: addresses and numbers, all of 64 bits."""
+    return [(name, others.get(name, c_int64)) for name in names.split()]
+
+
 class GroupView(ctypes.Structure):
     """``struct group`` of ``core.c``: where a group's words and halves lie in this process."""
 
-    _fields_ = (
-        ("size", c_int64),
-        ("rank", c_int64),
-        ("blocks", c_void_p),
-        ("block_bytes", c_int64),
-        ("done", c_void_p),
-        ("sleepers", c_void_p),
-        ("halves", c_void_p),
-        ("half_bytes", c_int64),
-        ("spin_ns", c_int64),
-        ("yields", c_int64),
-    )
+    _fields_ = _fields("size rank blocks block_bytes done sleepers halves half_bytes spin_ns yields")
 
 
 class _SumView(ctypes.Structure):
     """``struct sum`` of ``core.c``."""
 
-    _fields_ = (
-        ("type", c_int64),
-        ("how", c_int64),
-        ("finish", c_int64),
-        ("number", c_double),
-        ("length", c_int64),
-        ("num_values", c_int64),
-        ("values", c_void_p),
-        ("num_pairs", c_int64),
-        ("pairs", c_void_p),
-        ("root", c_int64),
-        ("num_homes", c_int64),
-        ("homes", c_void_p),
+    _fields_ = _fields(
+        "type how finish number length num_values values num_pairs pairs root num_homes homes",
+        number=c_double,
     )
 
 
 class ReductionView(ctypes.Structure):
-    """``struct reduction`` of ``core.c``: an all-reduce under way."""
+    """``struct reduction`` of ``core.c``: the state of an all-reduce."""
 
-    _fields_ = (
-        ("group", POINTER(GroupView)),
-        ("type", c_int64),
-        ("how", c_int64),
-        ("finish", c_int64),
-        ("number", c_double),
-        ("root", c_int64),
-        ("x", c_void_p),
-        ("nbytes", c_int64),
-        ("by_slices", c_int64),
-        ("slot_bytes", c_int64),
-        ("compare", c_int64),
-        ("calls", c_int64),
-        ("call_stride", c_int64),
-        ("call_bytes", c_int64),
-        ("location_bytes", c_int64),
-        ("rounds", c_int64),
-        ("pieces", c_int64),
-        ("piece_bytes", c_int64),
-        ("slice_bytes", c_int64),
-        ("at", c_int64),
-        ("stage", c_int64),
+    _fields_ = _fields(
+        "group type how finish number root x nbytes by_slices slot_bytes compare calls call_stride "
+        "call_bytes location_bytes rounds pieces piece_bytes slice_bytes at stage",
+        group=POINTER(GroupView),
+        number=c_double,
     )
 
 
@@ -130,33 +98,14 @@ class Core:
 
 
 @lru_cache(maxsize=256)
-def _sum_view(
-    values: tuple[int, ...],
-    pairs: Pairs,
-    root: int,
-    homes: tuple[int, ...],
-    length: int,
-    itemsize: int,
-    how: int,
-    finish: tuple[int, float],
-) -> tuple[_SumView, object]:
-    """A sum as C reads it, and what has to live as long. A training makes the same ones again and again."""
+def _sum_view(*sum_: Any) -> tuple[_SumView, object]:
+    """The arguments of ``add_up`` as C reads them, cached for a training's steps; and the memory behind."""
+    values, pairs, root, homes, length, itemsize, how, finish = sum_
     from_, to = (c_void_p * len(values))(*values), (c_void_p * len(homes))(*homes)
     steps = (c_int32 * (2 * len(pairs)))(*(position for pair in pairs for position in pair))
-    view = _SumView(
-        TYPES[itemsize],
-        how,
-        *finish,
-        length,
-        len(values),
-        ctypes.addressof(from_),
-        len(pairs),
-        ctypes.addressof(steps),
-        root,
-        len(homes),
-        ctypes.addressof(to),
-    )
-    return view, (from_, to, steps)
+    head = TYPES[itemsize], how, *finish, length, len(values), ctypes.addressof(from_)
+    tail = len(pairs), ctypes.addressof(steps), root, len(homes), ctypes.addressof(to)
+    return _SumView(*head, *tail), (from_, to, steps)
 
 
 def _typed(function: ctypes._NamedFuncPointer, arguments: Sequence[type], result: type | None):  # type: ignore[no-untyped-def]
@@ -164,25 +113,19 @@ def _typed(function: ctypes._NamedFuncPointer, arguments: Sequence[type], result
     return function
 
 
-class _Known:
-    """What this process knows of its core, once it has looked."""
-
-    looked = False
-    found: Core | None = None
-    why = ""
+@cache
+def _found() -> tuple[Core | None, str]:
+    return load(build.LIBRARY)
 
 
 def core() -> Core | None:
     """The compiled core, or None: there is no library, or one of other source."""
-    if not _Known.looked:
-        _Known.found, _Known.why = load(build.LIBRARY)
-        _Known.looked = True
-    return _Known.found
+    return _found()[0]
 
 
 def absence() -> str:
     """Why ``core`` is None, or ""."""
-    return "" if core() is not None else _Known.why
+    return _found()[1]
 
 
 def load(path: Path) -> tuple[Core | None, str]:

@@ -1,34 +1,35 @@
-"""The collectives: how numbers get from every rank to every rank that needs them.
+"""The collectives: how bytes get from every rank to every rank that needs them.
 
-*Through the shared segment*, for ordinary tensors: copied into the rank's half, read from there by each rank
-that needs them. All of them walk through their tensors in pieces that fit into a half, one round per piece,
-so the segment stays in the processors' caches and only the tensors themselves travel to and from main memory.
-Bytes written to and read from the segment by one rank, W ranks, x of S bytes: broadcast S at the root, S read
-by each other one; all-gather S, WS; all-to-all S, S; reduce-scatter S, S; all-reduce S, WS at once, or
-S, (2 - 1/W) S by slices, which takes a round more.
+*Through the shared segment*: each rank copies its tensor into its half, and the others read it there, in
+pieces that fit into a half, one round per piece. So the segment stays in the processors' caches, and only the
+tensors themselves travel to and from main memory. Bytes written to and read from the segment by one rank,
+W ranks, x of S bytes: broadcast S at the root, S read by each other one; all-gather S, WS; all-to-all S, S;
+reduce-scatter S, S; all-reduce S, WS at once, or S, (2 - 1/W) S by slices, which takes a round more.
 
-*In place*, for tensors in memory that all ranks have mapped: every rank adds its slice.
+*In place*, for sums, means and products of float32 and float64 in memory that all ranks have mapped: every
+rank adds its slice.
 
     rank 0's tensor   | slice 0 | slice 1 |        rank 0 reads slice 0 of both, adds, writes it to both;
     rank 1's tensor   | slice 0 | slice 1 |        rank 1 does the same with slice 1
 
-Nothing is copied in or out: S bytes per rank, W ranks, W S are read and W S written, in all. That is the
-least there is for a result that every rank holds. Two rounds: "my numbers are there", "my slice is done".
+Nothing is copied in or out: W S bytes are read and W S written in all, the minimum for a result that every
+rank holds. Two rounds: "my numbers are there", "my slice is done".
 
-*Sums* (products, minima, ...) are made in the order of the ranks: rank 0's addend comes first, then rank 1's,
-and so on, on whichever rank and however fast: the same bits on every rank and in every run. Half-precision
-numbers are added in float32 and rounded once at the end.
+*Sums* (products, minima, ...) are made in the order of the ranks, rank 0's addend first, on whichever rank:
+the same bits on every rank and in every run. Half-precision numbers are added in float32 and rounded once at
+the end.
 
-Sums, means and products of float32 and float64 are made in C, in smaller pieces of which two are under way
-(``native/core.c``). All-reduces of other dtypes and operations add at once.
+Sums, means and products of float32 and float64 are made in C, in smaller pieces of which two are in flight
+(``native/core.c``).
 
-Tensors are flat and contiguous. Lists have one entry per group rank.
+Tensors are flat bytes (``arguments.writable``). Lists have one entry per group rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,332 +37,19 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from instep.errors import Desync
-from instep.memory import PIECE_BYTES, tensor_of
-from instep.native.library import ADD, DIVIDED, MOST_RANKS, MULTIPLY, NO_SCALE, TYPES, Pairs
-from instep.shm.arguments import dtype_name, flat_bytes
-from instep.shm.call import LOCATION_BYTES, NOWHERE, Call, Location
-from instep.shm.group_segment import HALF_BYTES, LINE, WORD
+from instep.memory import as_bytes
+from instep.mesh.axes import round_up
+from instep.native import library as native
+from instep.shm.call import NOWHERE, Location, describe_call
+from instep.shm.group_segment import HALF_BYTES, LINE
 from instep.shm.heap import Heap
-from instep.shm.rounds import Rounds, reaching
+from instep.shm.rounds import Rounds
 
 # Up to here every rank adds everything: one round, where slices take two.
 AT_ONCE_BYTES = 32 << 10
 # Of pieces that the native core makes.
 AT_ONCE_SLOT_BYTES, SLICES_SLOT_BYTES = 512 << 10, 1 << 20
-NATIVE = {"sum": ADD, "avg": ADD, "product": MULTIPLY}
-NATIVE_DTYPES = (torch.float32, torch.float64)
-
-
-class Operation:
-    """One operation's rounds: in the first the ranks compare what they are about to do."""
-
-    def __init__(
-        self,
-        rounds: Rounds,
-        call: Call,
-        label: str,
-        location: Location = NOWHERE,
-        timeout_s: float | None = None,
-    ) -> None:
-        self.rounds = rounds
-        self.call = call
-        self.label = label
-        self.timeout_s = timeout_s
-        self.locations: list[Location] = []  # of the ranks' tensors, after the first round
-        self.location = location
-
-    def meet(self) -> None:
-        """Come to the next round."""
-        if self.locations:
-            self.rounds.meet(self.label, self.timeout_s)
-        else:
-            self.locations = self.rounds.agree(self.call, self.label, self.location, self.timeout_s)
-
-    def all_shared(self) -> bool:
-        """Whether all ranks' tensors lie in memory that the others can map."""
-        return NOWHERE not in self.locations
-
-    def all_private(self) -> bool:
-        """Whether none of them does."""
-        return all(place == NOWHERE for place in self.locations)
-
-
-def broadcast(op: Operation, x: Tensor, root: int) -> None:
-    """``x`` (n,) of ``root`` overwrites that of every rank."""
-    rounds, data = op.rounds, flat_bytes(x)
-    for start, end in pieces(data.numel(), HALF_BYTES):
-        if rounds.rank == root:
-            rounds.mine()[: end - start].copy_(data[start:end])
-        op.meet()
-        if rounds.rank != root:
-            data[start:end].copy_(rounds.theirs(root)[: end - start])
-
-
-def all_gather(op: Operation, outs: Sequence[Tensor], x: Tensor) -> None:
-    """``outs[r]`` (n,) receives the ``x`` (n,) of rank r. Ranks with no ``outs`` only give."""
-    rounds, data = op.rounds, flat_bytes(x)
-    results = [flat_bytes(out) for out in outs]
-    for start, end in pieces(data.numel(), HALF_BYTES):
-        rounds.mine()[: end - start].copy_(data[start:end])
-        op.meet()
-        for rank, result in enumerate(results):
-            result[start:end].copy_(rounds.theirs(rank)[: end - start])
-
-
-def scatter(op: Operation, out: Tensor, xs: Sequence[Tensor], root: int) -> None:
-    """``out`` (n,) of rank r receives ``xs[r]`` (n,) of ``root``; the others pass no ``xs``."""
-    rounds, result = op.rounds, flat_bytes(out)
-    most = _share(rounds.size)
-    parts = [flat_bytes(x) for x in xs]
-    for start, end in pieces(result.numel(), most):
-        for rank, part in enumerate(parts):
-            rounds.mine()[rank * most :][: end - start].copy_(part[start:end])
-        op.meet()
-        result[start:end].copy_(rounds.theirs(root)[rounds.rank * most :][: end - start])
-
-
-def all_to_all(op: Operation, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """``outs[s]`` of rank d receives ``xs[d]`` of rank s; the lengths of the pairs may differ.
-
-    Raises:
-        Desync: a rank expects another length than is sent to it; raised on every rank alike.
-    """
-    rounds, size = op.rounds, op.rounds.size
-    parts, results = [flat_bytes(x) for x in xs], [flat_bytes(out) for out in outs]
-    lengths = torch.tensor([[x.numel() for x in parts], [x.numel() for x in results]], device="cpu")
-    start_of_data = 2 * size * WORD
-    most = (HALF_BYTES - start_of_data) // size // LINE * LINE
-    longest, start = 0, 0
-    while start == 0 or start < longest:
-        mine = rounds.mine()
-        if start == 0:
-            mine[:start_of_data].copy_(flat_bytes(lengths))
-        for rank, part in enumerate(parts):
-            piece = part[start : start + most]
-            mine[start_of_data + rank * most :][: piece.numel()].copy_(piece)
-        op.meet()
-        if start == 0:
-            table = torch.stack(
-                [rounds.theirs(r)[:start_of_data].view(torch.int64).view(2, size) for r in range(size)]
-            )
-            _require_equal(table[:, 0], table[:, 1].T, rounds.ranks)
-            longest = int(table.max())
-        for rank, result in enumerate(results):
-            piece = result[start : start + most]
-            piece.copy_(rounds.theirs(rank)[start_of_data + rounds.rank * most :][: piece.numel()])
-        start += most
-
-
-def reduce_scatter(op: Operation, out: Tensor, xs: Sequence[Tensor], reduction: str) -> None:
-    """``out`` (n,) of rank r receives the sum over all ranks of their ``xs[r]`` (n,)."""
-    rounds, dtype = op.rounds, out.dtype
-    most = _share(rounds.size) // dtype.itemsize
-    for start, end in pieces(out.numel(), most):
-        mine = rounds.mine(dtype)
-        for rank, x in enumerate(xs):
-            mine[rank * most :][: end - start].copy_(x[start:end])
-        op.meet()
-        place = slice(rounds.rank * most, rounds.rank * most + end - start)
-        addends = [rounds.theirs(r, dtype)[place] for r in range(rounds.size)]
-        combine(addends, reduction, out[start:end])
-
-
-def all_reduce(op: Operation, x: Tensor, reduction: str, root: int | None = None) -> None:
-    """``x`` (n,) becomes the sum over the ranks; with a ``root``, there alone."""
-    if _is_native(x.dtype, reduction) and op.rounds.size <= MOST_RANKS:
-        _reduce_natively(op, x, reduction, root)
-        return
-    # A rank whose tensor lies in shared memory came to the first round without data. It has the others begin
-    # again, all of whom see where each tensor lies.
-    if not _reduce_at_once(op, x, reduction, root, not op.locations):
-        _reduce_at_once(op, x, reduction, root, False)
-
-
-def _reduce_natively(op: Operation, x: Tensor, reduction: str, root: int | None) -> None:
-    """The same in smaller pieces, whose rounds and sums are made in C; above 32 KiB by slices."""
-    rounds, view, itemsize = op.rounds, op.rounds.reduction, x.dtype.itemsize
-    at_once = rounds.size <= 2 or x.numel() * itemsize <= AT_ONCE_BYTES
-    view.type, view.how = TYPES[itemsize], NATIVE[reduction]
-    view.finish, view.number = _finish(reduction, rounds.size)
-    view.root = -1 if root is None else root
-    view.x, view.nbytes = x.data_ptr(), x.numel() * itemsize
-    view.by_slices = not at_once
-    view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
-    view.compare = not op.locations
-    while not rounds.reduce(op.call, op.label, op.timeout_s):
-        view.compare = False  # a rank came without data: once more, all of them
-    if not x.is_inference():
-        increment_version(x)
-
-
-def _reduce_at_once(op: Operation, x: Tensor, reduction: str, root: int | None, begins: bool) -> bool:
-    """Every rank adds everything. False: nothing was done, because a rank came without data."""
-    rounds, dtype = op.rounds, x.dtype
-    for start, end in pieces(x.numel(), HALF_BYTES // dtype.itemsize):
-        rounds.mine(dtype)[: end - start].copy_(x[start:end])
-        op.meet()
-        if begins and not op.all_private():
-            return False
-        if root in (None, rounds.rank):
-            addends = [rounds.theirs(r, dtype)[: end - start] for r in range(rounds.size)]
-            combine(addends, reduction, x[start:end])
-    return True
-
-
-def pieces(length: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut ``length`` into (start, end) no longer than ``most``; one empty piece if there is nothing."""
-    for start in range(0, max(length, 1), most):
-        yield start, min(start + most, length)
-
-
-def _share(size: int) -> int:
-    """Bytes of a half for one of ``size`` ranks."""
-    return HALF_BYTES // size // LINE * LINE
-
-
-def _require_equal(sent: Tensor, expected: Tensor, ranks: Sequence[int]) -> None:
-    """Both (size, size) in bytes, by sender and receiver."""
-    wrong = (sent != expected).nonzero().tolist()
-    if wrong:
-        source, destination = wrong[0]
-        raise Desync(
-            f"all_to_all: rank {ranks[source]} sends {sent[source, destination]} bytes to rank "
-            f"{ranks[destination]}, which expects {expected[source, destination]}: what is an input split on "
-            "one rank is an output split on another. Nothing was written"
-        )
-
-
-def all_reduce_in_place(op: Operation, heap: Heap, dtype: torch.dtype, reduction: str) -> None:
-    """The tensors at ``op.locations`` become their sum; the ranks have met once already."""
-    rank, size = op.rounds.rank, op.rounds.size
-    own = own_slice(op.locations[0].nbytes // dtype.itemsize, dtype.itemsize, rank, size)
-    if not _combined_natively(op, heap, own, dtype, reduction):
-        tensors = [
-            map_peer(op.rounds, heap, r, [x], dtype, op.label)[0][own] for r, x in enumerate(op.locations)
-        ]
-        for start, end in pieces(own.stop - own.start, PIECE_BYTES // dtype.itemsize):
-            parts = [x[start:end] for x in tensors]
-            combine(parts, reduction, parts[0])
-            for other in parts[1:]:
-                other.copy_(parts[0])
-    op.meet()
-
-
-def _combined_natively(op: Operation, heap: Heap, own: slice, dtype: torch.dtype, reduction: str) -> bool:
-    """The same in one pass over memory; False: nothing was done."""
-    native, size = op.rounds.shared.core, op.rounds.size
-    if not _is_native(dtype, reduction) or size == 1:
-        return False
-    try:
-        addresses = [
-            heap.address(r, place) + own.start * dtype.itemsize for r, place in enumerate(op.locations)
-        ]
-    except OSError:
-        return False  # who it was that could not be reached is said where tensors are
-    pairs, length = _in_rank_order(size), own.stop - own.start
-    finish = _finish(reduction, size)
-    return native.add_up(addresses, pairs, 0, addresses, length, dtype.itemsize, NATIVE[reduction], finish)
-
-
-@lru_cache(maxsize=64)
-def _in_rank_order(size: int) -> Pairs:
-    return tuple((0, rank) for rank in range(1, size))
-
-
-def _finish(reduction: str, size: int) -> tuple[int, float]:
-    return (DIVIDED, float(size)) if reduction == "avg" else (NO_SCALE, 1.0)
-
-
-def _is_native(dtype: torch.dtype, reduction: str) -> bool:
-    """Minima and maxima of numbers that are none have other bits in torch's vectors than beside them."""
-    return dtype in NATIVE_DTYPES and reduction in NATIVE
-
-
-def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
-    """The slice of ``rank``: all slices together are everything, and share no cache line."""
-    lines = -(-num_elements * itemsize // LINE)
-    length = -(-lines // size) * LINE // itemsize
-    start = min(rank * length, num_elements)
-    return slice(start, min(start + length, num_elements))
-
-
-def map_all(op: Operation, heap: Heap, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
-    """All ranks' ``tensors``, by rank, as this rank reaches them; None if one of them is private memory.
-
-    The ranks may have different numbers of them, of any length, in one dtype.
-    """
-    mine = [heap.address_of(x) for x in tensors]
-    data = len(mine).to_bytes(8, "little") + b"".join(place.to_bytes() for place in mine)
-    told = tensor_of(data, torch.uint8)
-    op.rounds.mine()[: len(told)].copy_(told)
-    op.meet()
-    by_rank = [_read(half) for half in op.rounds.everyones()]
-    if any(NOWHERE in places for places in by_rank):
-        return None
-    dtype = tensors[0].dtype
-    found = [map_peer(op.rounds, heap, r, places, dtype, op.label) for r, places in enumerate(by_rank)]
-    op.meet()  # no rank frees its tensors before all have mapped them
-    return found
-
-
-def map_peer(
-    rounds: Rounds, heap: Heap, rank: int, places: Sequence[Location], dtype: torch.dtype, label: str
-) -> list[Tensor]:
-    """What group rank ``rank`` has at ``places``, as this rank reaches it.
-
-    Raises:
-        PeerLost: it is gone, with its rank.
-    """
-    with reaching(rounds.shared, rounds.peers, rank, label):
-        return [heap.resolve(rank, place).view(dtype) for place in places]
-
-
-def _read(half: Tensor) -> list[Location]:
-    count = int(half[:8].view(torch.int64))
-    data = half[8 : 8 + count * LOCATION_BYTES].numpy().tobytes()
-    return [Location.from_bytes(data[i * LOCATION_BYTES :]) for i in range(count)]
-
-
-def all_reduce_sparse(op: Operation, x: Tensor) -> None:
-    """``x`` (COO) becomes the sum over the ranks, coalesced.
-
-    Every rank gathers all ranks' entries, and adds those of equal place. Three gathers: how many entries,
-    their places, their values; padded to the longest.
-    """
-    own = x.detach().coalesce()
-    size = op.rounds.size
-    counts = _gather_all(op, torch.tensor([own._nnz()], device="cpu"), size)
-    longest = max(int(count) for count in counts)
-
-    def padded(part: Tensor) -> Tensor:
-        whole = part.new_zeros((longest, *part.shape[1:]))
-        whole[: len(part)] = part
-        return whole
-
-    places = _gather_all(_then(op, own.indices()), padded(own.indices().T.contiguous()), size)
-    values = _gather_all(_then(op, own.values()), padded(own.values()), size)
-    entries = range(size)
-    total = torch.sparse_coo_tensor(
-        torch.cat([places[r][: int(counts[r])] for r in entries]).T,
-        torch.cat([values[r][: int(counts[r])] for r in entries]),
-        x.shape,
-    ).coalesce()
-    if op.call.reduction == "avg":
-        total = total / size
-    x.copy_(total)  # not of a detached alias: that one would get the new entries alone
-
-
-def _gather_all(op: Operation, x: Tensor, size: int) -> list[Tensor]:
-    outs = [torch.empty_like(x) for _ in range(size)]
-    all_gather(op, outs, x)
-    return outs
-
-
-def _then(op: Operation, x: Tensor) -> Operation:
-    """The gather of ``x`` that follows ``op``."""
-    return Operation(op.rounds, Call("all_gather", dtype_name(x)), op.label, timeout_s=op.timeout_s)
-
-
+NATIVE = {"sum": native.ADD, "avg": native.ADD, "product": native.MULTIPLY}
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -376,54 +64,238 @@ WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _NAMES = {getattr(dist.ReduceOp, name.upper()): name for name in COMBINE}
 
 
-def reduction_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> str:
-    """The name of a torch reduction in ``COMBINE``.
+@dataclass
+class Operation:
+    """An operation on ``count`` elements of ``dtype`` per rank; its first round compares the ranks' calls."""
+
+    rounds: Rounds
+    heap: Heap
+    name: str
+    label: str  # in errors
+    dtype: Any = ""
+    count: int = 0
+    reduction: str = ""
+    root: int = -1
+    location: Location = NOWHERE  # of this rank's tensor
+    timeout_s: float | None = None
+    locations: list[Location] = field(default_factory=list)  # of the ranks' tensors, after the first round
+
+    def announce(self) -> None:
+        """Announce the call to the other ranks, for the next round."""
+        call = describe_call(self.name, self.dtype, self.count, self.reduction, self.root)
+        self.rounds.announce(call, self.label, self.location)
+
+    def synchronize(self) -> None:
+        """Post the next round and wait until all ranks have."""
+        if not self.locations:
+            self.announce()
+        self.rounds.synchronize(self.label, self.timeout_s)
+        if not self.locations:
+            self.locations = self.rounds.require_agreement(self.label)
+
+
+def pieces(
+    op: Operation, rows: Sequence[Tensor], num_rows: int, nbytes: int
+) -> Iterator[tuple[slice, Callable[[int, int], Tensor]]]:
+    """One round per piece of tensors of ``nbytes`` bytes, ``num_rows`` of which share a half.
+
+    Writes this rank's ``rows``, and yields the slice of each tensor that the round carries, and ``read``:
+    ``read(r, i)`` is that piece of row i of rank r.
+    """
+    rounds, most = op.rounds, HALF_BYTES // num_rows // LINE * LINE
+    for start in range(0, max(nbytes, 1), most):
+        piece = slice(start, min(start + most, nbytes))
+        for i, row in enumerate(rows):
+            part = row[piece]
+            rounds.mine()[i * most :][: len(part)].copy_(part)
+        op.synchronize()
+
+        def read(rank: int, i: int, length: int = piece.stop - start) -> Tensor:
+            return rounds.theirs(rank)[i * most :][:length]
+
+        yield piece, read
+
+
+def broadcast(op: Operation, outs: Sequence[Tensor]) -> None:
+    """The tensor of the root overwrites that of every rank."""
+    is_root = op.rounds.rank == op.root
+    for piece, read in pieces(op, outs if is_root else (), 1, len(outs[0])):
+        if not is_root:
+            outs[0][piece].copy_(read(op.root, 0))
+
+
+def all_gather(op: Operation, outs: Sequence[Tensor], *, x: Tensor) -> None:
+    """``outs[r]`` receives the ``x`` of rank r. Ranks without ``outs`` only send."""
+    results = _rows(outs, op.rounds.size)
+    for piece, read in pieces(op, [as_bytes(x)], 1, x.nbytes):
+        for rank, result in enumerate(results):
+            result[piece].copy_(read(rank, 0))
+
+
+def scatter(op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor]) -> None:
+    """The tensor of rank r receives ``xs[r]`` of the root; the others pass no ``xs``."""
+    for piece, read in pieces(op, [as_bytes(x) for x in xs], op.rounds.size, len(outs[0])):
+        outs[0][piece].copy_(read(op.root, op.rounds.rank))
+
+
+def all_to_all(
+    op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor], splits: Sequence[list[int]] = ()
+) -> None:
+    """``outs[s]`` of rank d receives ``xs[d]`` of rank s; the lengths of the pairs may differ.
+
+    With ``splits``, in bytes, both are one tensor: how it is cut for outputs, and for inputs.
 
     Raises:
-        TypeError: it is none of these, or not defined for ``dtype``.
+        Desync: a rank expects another length than is sent to it; raised on every rank alike.
     """
-    name = next((name for known, name in _NAMES.items() if op == known), None)
+    size, ranks, xs = op.rounds.size, op.rounds.ranks, [as_bytes(x) for x in xs]
+    if splits:
+        outs, xs = outs[0].split(splits[0]), xs[0].split(splits[1])
+    own = torch.tensor([[len(x) for x in xs], [len(out) for out in outs]], device="cpu")
+    table = own.new_empty(size, 2, size)  # by rank: bytes sent to each, bytes expected of each
+    all_gather(op, [as_bytes(table)], x=own)
+    for source, to in (table[:, 0] != table[:, 1].T).nonzero().tolist():
+        raise Desync(
+            f"all_to_all: rank {ranks[source]} sends {table[source, 0, to]} bytes to rank {ranks[to]}, which "
+            f"expects {table[to, 1, source]}: what is an input split on one rank is an output split on "
+            "another. Nothing was written"
+        )
+    for piece, read in pieces(op, xs, size, int(table.max())):
+        for rank, out in enumerate(outs):
+            part = out[piece]
+            part.copy_(read(rank, op.rounds.rank)[: len(part)])
+
+
+def reduce_scatter(op: Operation, outs: Sequence[Tensor], *, xs: Sequence[Tensor]) -> None:
+    """The tensor of rank r receives the sum over all ranks of their ``xs[r]``."""
+    size, rank = op.rounds.size, op.rounds.rank
+    for piece, read in pieces(op, _rows([as_bytes(x) for x in xs], size), size, len(outs[0])):
+        addends = [read(r, rank).view(op.dtype) for r in range(size)]
+        combine(addends, op.reduction, outs[0][piece].view(op.dtype))
+
+
+def all_reduce(op: Operation, outs: Sequence[Tensor]) -> None:
+    """The tensor becomes the sum over the ranks; with a root, there alone."""
+    rounds, (x,) = op.rounds, outs
+    if op.location != NOWHERE:
+        op.synchronize()
+        if NOWHERE not in op.locations:
+            _reduce_in_place(op)
+            return
+    if is_native(op.dtype, op.reduction, rounds.size):
+        _reduce_natively(op, x)
+        return
+    for piece, read in pieces(op, outs, 1, len(x)):
+        if op.root in (-1, rounds.rank):
+            addends = [read(r, 0).view(op.dtype) for r in range(rounds.size)]
+            combine(addends, op.reduction, x[piece].view(op.dtype))
+
+
+def is_native(dtype: torch.dtype, reduction: str, size: int) -> bool:
+    """Whether the native core makes the sum. (Minima of NaNs differ with torch's vector units.)"""
+    return dtype in (torch.float32, torch.float64) and reduction in NATIVE and size <= native.MOST_RANKS
+
+
+def _reduce_natively(op: Operation, x: Tensor) -> None:
+    """In pieces whose rounds and sums are made in C; above 32 KiB by slices."""
+    rounds, view, core = op.rounds, op.rounds.reduction, op.rounds.shared.core
+    at_once = rounds.size <= 2 or len(x) <= AT_ONCE_BYTES
+    view.type, view.how = native.TYPES[op.dtype.itemsize], NATIVE[op.reduction]
+    view.finish, view.number = _finish(op)
+    view.root, view.x, view.nbytes, view.by_slices = op.root, x.data_ptr(), len(x), not at_once
+    view.slot_bytes = min(AT_ONCE_SLOT_BYTES if at_once else SLICES_SLOT_BYTES, HALF_BYTES // 2)
+    view.compare = not op.locations
+    found = native.SHARED
+    while found == native.SHARED:
+        view.rounds, view.at, view.stage = rounds.number, 0, 0
+        if view.compare:
+            op.announce()
+        while (found := core.all_reduce(view, rounds.slice_ns(op.timeout_s))) == native.MISSING:
+            rounds.await_all(op.label, view.rounds + view.at + 1, op.timeout_s)
+        rounds.number = view.rounds
+        if found == native.DIFFERENT:
+            rounds.require_agreement(op.label)
+        if found not in (native.THERE, native.SHARED):
+            raise RuntimeError(f"{op.label}: the native core refused the reduction (code {found})")
+        view.compare = False  # SHARED: a rank with its tensor in shared memory came without data
+    if not x.is_inference():
+        increment_version(x)
+
+
+def _reduce_in_place(op: Operation) -> None:
+    """The tensors at ``op.locations`` become their sum, after the first round."""
+    rounds, size, itemsize = op.rounds, op.rounds.size, op.dtype.itemsize
+    found = [op.heap.map_peer(r, place, op.label) for r, place in enumerate(op.locations)]
+    own = own_slice(op.count, itemsize, rounds.rank, size)
+    addresses = [x.data_ptr() + own.start * itemsize for x in found]
+    pairs, length = tuple((0, rank) for rank in range(1, size)), own.stop - own.start
+    how, finish = NATIVE[op.reduction], _finish(op)
+    if not rounds.shared.core.add_up(addresses, pairs, 0, addresses, length, itemsize, how, finish):
+        raise MemoryError(f"{op.label}: no memory is left to add {size} tensors")
+    op.synchronize()
+
+
+def _finish(op: Operation) -> tuple[int, float]:
+    return (native.DIVIDED, float(op.rounds.size)) if op.reduction == "avg" else (native.NO_SCALE, 1.0)
+
+
+def own_slice(num_elements: int, itemsize: int, rank: int, size: int) -> slice:
+    """The slice of ``rank``; together they are everything, and no two share a cache line."""
+    length = round_up(-(-num_elements * itemsize // size), LINE) // itemsize
+    start = min(rank * length, num_elements)
+    return slice(start, min(start + length, num_elements))
+
+
+def map_all(op: Operation, tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+    """All ranks' ``tensors``, by rank, mapped into this process; None if one of them is private memory.
+
+    Ranks may have different numbers of tensors, of any lengths, in one dtype.
+    """
+    rounds, places = op.rounds, [op.heap.address_of(x) for x in tensors]
+    words = torch.tensor([len(places), *(word for place in places for word in place)], device="cpu")
+    rounds.mine()[: words.nbytes].copy_(as_bytes(words))
+    op.synchronize()
+    by_rank = []
+    for half in (rounds.theirs(rank).view(torch.int64) for rank in range(rounds.size)):
+        table = half[1 : 1 + 4 * int(half[0])].view(-1, 4).tolist()
+        by_rank.append([Location(*place) for place in table])
+    if any(NOWHERE in places for places in by_rank):
+        return None
+    found = [
+        [op.heap.map_peer(r, place, op.label).view(op.dtype) for place in places]
+        for r, places in enumerate(by_rank)
+    ]
+    op.synchronize()  # no rank frees its tensors before all have mapped them
+    return found
+
+
+def reduction_name(opts: Any) -> str:
+    """The name in ``COMBINE`` of the reduction in torch's options, by default a sum.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if opts is None:
+        return "sum"
+    name = next((name for known, name in _NAMES.items() if opts.reduceOp == known), None)
     if name is None:
-        raise TypeError(f"shm: expected a reduction out of {', '.join(COMBINE)}, got {op}")
-    if name in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"shm: {name} is defined for integers and bool, got {dtype}")
-    if name in ("min", "max") and dtype.is_complex:
-        raise TypeError(f"shm: complex numbers have no {name}")
-    if name == "avg" and dtype is torch.bool:
-        raise TypeError("shm: the average of bool is not a bool")
+        raise TypeError(f"shm: expected a reduction out of {', '.join(COMBINE)}, got {opts.reduceOp}")
     return name
 
 
 def combine(parts: Sequence[Tensor], name: str, out: Tensor) -> None:
-    """``out`` = parts[0] o parts[1] o ..., all of one shape (n,) and dtype; ``out`` may be one of them."""
-    wide = WIDER.get(out.dtype)
-    if len(parts) == 1 or wide is None:
-        _fold(parts, name, out)
-        return
-    total = parts[0].to(wide)
-    _fold([total, *(part.to(wide) for part in parts[1:])], name, total)
-    out.copy_(total)
-
-
-def _fold(parts: Sequence[Tensor], name: str, out: Tensor) -> None:
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    function = COMBINE[name]
-    # The first addend may be overwritten, but no later one before it has been read.
-    total = out if all(out.data_ptr() != part.data_ptr() for part in parts[2:]) else torch.empty_like(out)
-    function(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        function(total, part, out=total)
-    if name == "avg":
-        _mean(total, len(parts))
+    """``out`` = parts[0] o parts[1] o ..., all of one shape (n,) and dtype, in memory apart from ``out``."""
+    wide = WIDER.get(out.dtype, out.dtype)
+    total = out if wide is out.dtype else torch.empty_like(out, dtype=wide)
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        COMBINE[name](total, part.to(wide), out=total)
+    if name == "avg":  # integers are cut off towards zero
+        total.div_(len(parts), rounding_mode=None if wide.is_floating_point or wide.is_complex else "trunc")
     if total is not out:
         out.copy_(total)
 
 
-def _mean(total: Tensor, count: int) -> None:
-    """Divide a sum of ``count`` addends; integers are cut off towards zero."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
-        total.div_(count)
-    else:
-        total.div_(count, rounding_mode="trunc")
+def _rows(xs: Sequence[Tensor], size: int) -> Sequence[Tensor]:
+    """``xs``, or if they are one tensor for all ranks its part of each."""
+    return xs[0].view(size, -1).unbind() if len(xs) == 1 else xs

@@ -1,8 +1,8 @@
-"""Rounds: every rank writes, every rank comes, every rank reads; all collectives are made of these.
+"""Rounds: every rank writes, every rank posts, every rank reads; all collectives are made of these.
 
-In round k a rank fills its half number k % 2, counts itself in, waits until all have, and reads what it needs
-from the halves of the others. Two halves make one wait per round enough: who comes to round k + 1 has read
-all of round k, so when round k + 1 is complete, half k % 2 is free again.
+In round k a rank fills its half number k % 2, posts the round, waits until all ranks have posted it, and
+reads what it needs from their halves. Two halves make one wait per round enough: a rank that posts round
+k + 1 has read all of round k, so when round k + 1 is complete, half k % 2 is free again.
 
     rank 0   fill half 1 | post 1 . . . wait | read halves 1, fill half 0 | post 2 . . wait | read ...
     rank 1   fill half 1 . . . . | post 1    | read halves 1, fill half 0 . . . | post 2    | read ...
@@ -10,9 +10,11 @@ all of round k, so when round k + 1 is complete, half k % 2 is free again.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import pointer
 from dataclasses import replace
 from datetime import timedelta
 
@@ -20,25 +22,26 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync, PeerLost
-from instep.mesh.hang_report import FlightRecorder, Problem, StatusRow
+from instep.memory import bytes_of, tensor_of
+from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, Problem, StatusRow
 from instep.mesh.peers import Peer, Peers, describe
-from instep.native.library import DIFFERENT, MISSING, SHARED, THERE
-from instep.shm.call import CALL_BYTES, NOWHERE, Call, Location, disagreement
-from instep.shm.futex import Words
-from instep.shm.group_segment import HERE, LEFT, GroupSegment
+from instep.native.library import ReductionView
+from instep.shm.call import CALL_BYTES, LOCATION, NOWHERE, SLOT_BYTES, Location, announcement, disagreement
+from instep.shm.group_segment import HERE, LEFT, SLOTS, GroupSegment
+from instep.shm.segment import Words
 
-# Longer than two awake ranks need for a round (2 us), shorter than it takes to fall asleep and wake (17 us).
+# Longer than two awake ranks need for a round (2 us), shorter than falling asleep and waking takes (17 us).
 SPIN_S = 15e-6
-NOTES_S = 1.0  # for ranks that are all there
-SLICE_S = 0.02  # asleep in the native core, before liveness and deadlines are looked after
+SLICE_S = 0.02  # of sleep in the native core, between checks of liveness and deadline
+ANY_SLICE_S = 0.001  # of sleep on one of several words
+TABLE_S = 1.0  # for the exchange of status rows after a disagreement
 _NS = 1_000_000_000
-_NOWHERE = NOWHERE.to_bytes()
 
 
 class Rounds:
-    """A group's rounds, as its group rank ``shared.rank`` goes through them; one thread at a time.
+    """The rounds of a group, as group rank ``shared.rank`` goes through them; one thread at a time.
 
-    Raises, from everything that waits: ``PeerLost``, if a rank is gone, has left the group or does not come.
+    Everything that waits raises ``PeerLost`` if a rank is gone, has left the group or does not come.
     """
 
     def __init__(
@@ -46,193 +49,148 @@ class Rounds:
         shared: GroupSegment,
         table: Sequence[Peer],
         timeout_s: float,
-        num_cores: int,
         flight: FlightRecorder | None = None,
     ) -> None:
-        self.shared = shared
-        self.rank = shared.rank
-        self.size = shared.size
+        self.shared, self.rank, self.size = shared, shared.rank, shared.size
         self.ranks = [peer.rank for peer in table]
         self.peers = Peers(table, table[shared.rank], timeout_s, flight=flight)
         self.flight = self.peers.flight
         self.number = shared.words[shared.posted[shared.rank]]  # rounds so far
-        shared.view.spin_ns, shared.view.yields = int(SPIN_S * _NS), shared.size > num_cores
-        self.reduction = shared.reduction()
-        # Each begins with its neighbour, so that not all sleep on one word.
-        self._others = [(shared.rank + i) % shared.size for i in range(1, shared.size)]
+        is_crowded = shared.size > len(os.sched_getaffinity(0))
+        self.spin_s = 0.0 if is_crowded else SPIN_S  # before a wait for one word sleeps
+        shared.view.spin_ns, shared.view.yields = int(SPIN_S * _NS), is_crowded
+        self.reduction = ReductionView(group=pointer(shared.view), calls=SLOTS, call_stride=SLOT_BYTES)
+        self.reduction.call_bytes, self.reduction.location_bytes = CALL_BYTES, LOCATION.size
 
-    def mine(self, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """This rank's half for the round that comes, ``HALF_BYTES`` in all."""
-        return self.shared.halves(dtype)[self.rank][(self.number + 1) & 1]
+    def mine(self) -> Tensor:
+        """This rank's half of the next round, ``HALF_BYTES`` in all."""
+        return self.shared.rows[(self.number + 1) & 1][self.rank]
 
-    def theirs(self, rank: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """The half of group rank ``rank`` in the round that has just been met; not to be written to."""
-        return self.shared.halves(dtype)[rank][self.number & 1]
+    def theirs(self, rank: int) -> Tensor:
+        """The half of group rank ``rank`` in the current round; read only."""
+        return self.shared.rows[self.number & 1][rank]
 
-    def everyones(self) -> Tensor:
-        """The halves of all ranks in the round that has just been met, (W, HALF_BYTES); for reading."""
-        return self.shared.all_halves(self.number)
-
-    def meet(self, label: str, timeout_s: float | None = None) -> None:
-        """Come to the next round and wait for all others; ``label`` names the operation in errors."""
+    def synchronize(self, label: str, timeout_s: float | None = None) -> None:
+        """Post the next round and wait until all ranks have; ``label`` names the operation in errors."""
         shared = self.shared
         self.number += 1
         if shared.core.come(shared.view, self.number) and shared.core.meet(
             shared.view, self.number, self.slice_ns(timeout_s)
         ):
-            self.await_all(label, timeout_s)
+            self.await_all(label, self.number, timeout_s)
 
     def slice_ns(self, timeout_s: float | None) -> int:
-        """How long the native core may sleep, which looks after nothing."""
+        """How long the native core may sleep: it checks neither liveness nor deadlines."""
         return int(min(SLICE_S, self.peers.timeout_s if timeout_s is None else timeout_s) * _NS)
 
-    def await_all(self, label: str, timeout_s: float | None = None, number: int | None = None) -> None:
-        """Wait until all others have come to round ``number``, by default to the one that this rank is in."""
-        target = self.number if number is None else number
-        awaited = {other: self.shared.posted[other] for other in self._others}
-        arrival = Arrival(self.shared, self.peers, self.shared.words, awaited, target, label)
-        self.peers.wait(arrival, label, missing=arrival.missing, timeout_s=timeout_s)
+    def await_all(self, label: str, number: int, timeout_s: float | None = None) -> None:
+        """Wait until all other ranks have posted round ``number``."""
+        awaited = {rank: (self.shared.words, word, number) for rank, word in enumerate(self.shared.posted)}
+        Arrival(self.shared, self.peers, awaited, label).wait_by_deadline(timeout_s)
 
-    def agree(
-        self, call: Call, label: str, location: Location = NOWHERE, timeout_s: float | None = None
-    ) -> list[Location]:
-        """The first round of an operation: compare calls, and tell each other where the tensors lie.
-
-        Raises:
-            Desync: the calls differ; raised on every rank alike.
-        """
-        self._announce(call, label, location)
-        self.meet(label, timeout_s)
-        return self._compare(label)
-
-    def publish(self, write: Callable[[Tensor], object], call: Call, label: str) -> Tensor:
-        """``write(half)`` fills this rank's half; the halves of all ranks, (W, HALF_BYTES). One round.
-
-        They stay until this rank comes to the operation after the next one; none but its rank writes there.
-
-        Raises:
-            Desync: the calls differ; raised on every rank alike.
-        """
-        shared, announcement = self.shared, call.announcement
-        self._announce(call, label, NOWHERE)
-        write(self.mine())
-        self.meet(label)
-        for other in self._others:
-            if shared.slot(other, self.number) != announcement:
-                self._compare(label)
-        return shared.all_halves(self.number)
-
-    def reduce(self, call: Call, label: str, timeout_s: float | None = None) -> bool:
-        """The all-reduce ``self.reduction`` by the core, which is to ``compare`` calls or is past that.
-
-        False: only the calls were compared, because a rank has its tensor in shared memory.
-
-        Raises:
-            Desync: as ``agree``.
-        """
-        reduction = self.reduction
-        reduction.rounds, reduction.at, reduction.stage = self.number, 0, 0
-        if reduction.compare:
-            self._announce(call, label, NOWHERE)
-        sleep_ns = self.slice_ns(timeout_s)
-        while (found := self.shared.core.all_reduce(reduction, sleep_ns)) == MISSING:
-            self.await_all(label, timeout_s, reduction.rounds + reduction.at + 1)
-        self.number = reduction.rounds
-        if found == DIFFERENT:
-            self._compare(label)
-        if found not in (THERE, SHARED):
-            raise RuntimeError(f"{label}: the native core refused the reduction (code {found})")
-        return bool(found == THERE)
-
-    def _announce(self, call: Call, label: str, location: Location) -> None:
-        """Write down what this rank is about to do."""
+    def announce(self, call: str, label: str, location: Location = NOWHERE) -> None:
+        """Write down the call that the next round belongs to."""
         self.flight.begin(label, call)
-        self.shared.name(label, self.flight.number)
-        data = call.announcement if location is NOWHERE else call.to_bytes() + location.to_bytes()
-        self.shared.write_slot(self.number + 1, data)
+        self.shared.write_slot(self.number + 1, announcement(call, location))
 
-    def _compare(self, label: str) -> list[Location]:
-        """What all have announced in the round that has just been met, which must be the same call."""
-        slots = [self.shared.slot(rank, self.number) for rank in range(self.size)]
-        mine = slots[self.rank][:CALL_BYTES]
-        if any(slot[:CALL_BYTES] != mine for slot in slots):
-            calls = [Call.from_bytes(slot) for slot in slots]
-            raise self._out_of_step(disagreement(calls, self.ranks), label)
-        told = [slot[CALL_BYTES:] for slot in slots]
-        return [NOWHERE if place == _NOWHERE else Location.from_bytes(place) for place in told]
+    def require_agreement(self, label: str) -> list[Location]:
+        """The locations that all ranks have announced for the current round, with the same call.
+
+        Raises:
+            Desync: the calls differ; raised on every rank alike.
+        """
+        slots = self.shared.slots(self.number)
+        if problem := disagreement(slots, self.ranks):
+            raise self._out_of_step(problem, label)
+        return [Location(*LOCATION.unpack(slot[CALL_BYTES:])) for slot in slots]
 
     def _out_of_step(self, problem: Problem, label: str) -> Desync:
-        """As ``Group.out_of_step``: the ranks have all found that they disagree, and all come here."""
-        self.shared.write_row(replace(self.flight.row(), stack=()).to_bytes())
-        with suppress(PeerLost, ValueError):  # then what they disagree about has to do
-            self.meet(label, NOTES_S)
-            rows = [StatusRow.from_bytes(self.shared.row(rank)) for rank in range(self.size)]
-            return problem.as_desync(rows, self.rank)
+        """As ``Group.out_of_step``: all ranks have found the disagreement, and exchange their status."""
+        row = replace(self.flight.row(), stack=()).to_bytes().ljust(ROW_BYTES)
+        with suppress(PeerLost, ValueError):
+            self.mine()[: len(row)].copy_(tensor_of(row, torch.uint8))
+            self.synchronize(label, TABLE_S)
+            halves = [self.theirs(rank)[: len(row)] for rank in range(self.size)]
+            return problem.as_desync([StatusRow.from_bytes(bytes_of(half)) for half in halves], self.rank)
         return Desync(str(problem))
+
+    @contextmanager
+    def reaching(self, rank: int, label: str) -> Iterator[None]:
+        """In the block, failing to map memory of group rank ``rank`` is ``PeerLost`` if that rank is gone."""
+        try:
+            yield
+        except OSError as error:
+            if self.peers.table[rank].rank in self.peers.confirm() or self.shared.state(rank) != HERE:
+                raise gone(self.shared, self.peers, rank, label) from error
+            raise
 
 
 class Arrival:
-    """Words of other ranks reaching ``target``, in the form of a backend's work.
+    """Waits until words of other ranks reach their targets: of all of them, or of ``any_of`` them.
 
-    ``awaited[rank]`` is the word of a group rank. ``cancelled()`` ends the waiting early, and well.
+    ``awaited[rank]`` are words, index and target, of a group rank. ``cancelled()`` ends the wait early,
+    without an error. It has the interface of a backend's work, for ``Peers.wait``.
     """
 
     def __init__(
         self,
         shared: GroupSegment,
         peers: Peers,
-        words: Words,
-        awaited: Mapping[int, int],
-        target: int,
+        awaited: Mapping[int, tuple[Words, int, int]],
         label: str,
+        *,
+        any_of: bool = False,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._shared = shared
-        self._peers = peers
-        self._words = words
-        self._awaited = awaited
-        self._target = target
-        self._label = label
-        self._cancelled = cancelled
+        self._shared, self._peers, self._awaited, self._label = shared, peers, awaited, label
+        self._any, self._cancelled = any_of, cancelled
         self._lost: PeerLost | None = None
 
+    def wait_by_deadline(self, timeout_s: float | None = None) -> None:
+        """Wait; ``PeerLost`` names the ranks that are gone, or that did not come within ``timeout_s``."""
+        self._peers.wait(self, self._label, missing=self.missing, timeout_s=timeout_s)
+
     def missing(self) -> list[int]:
-        """The group ranks that have not come."""
-        return sorted(rank for rank, word in self._awaited.items() if self._words[word] < self._target)
+        """The group ranks that have not come and still can."""
+        return sorted(rank for rank in self._late() if self._shared.state(rank) != LEFT)
 
     def is_completed(self) -> bool:
-        """Whether waiting is over, one way or the other."""
-        return self._lost is not None or not self.missing() or self._cancelled()
+        """Whether waiting is over, successfully or not."""
+        return self._lost is not None or not self._late() or self._cancelled()
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
-        """Sleep until all have come; ``TimeoutError`` after a while."""
+        """Sleep until the words are there; ``TimeoutError`` after ``timeout``."""
+        until = time.monotonic() + timeout.total_seconds()
+        while self._lost is None and (late := self._late()) and not self._cancelled():
+            lost = [rank for rank in late if self._shared.state(rank) != HERE]
+            if lost and (not self._any or lost == late):
+                # A rank may have come, then left, after it was found late.
+                if lost[0] in self._late():
+                    self._lost = gone(self._shared, self._peers, lost[0], self._label)
+                continue
+            if (left_s := until - time.monotonic()) <= 0:
+                raise TimeoutError
+            self._sleep([rank for rank in late if rank not in lost], left_s)
         if self._lost is not None:
             raise self._lost
-        until = time.monotonic() + timeout.total_seconds()
-        while (missing := self.missing()) and not self._cancelled():
-            for rank in missing:
-                if self._shared.state(rank) != HERE and rank in self.missing():
-                    self._lost = gone(self._shared, self._peers, rank, self._label)
-                    raise self._lost
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._sleep(missing[0], left_s)
         return True
 
-    def _sleep(self, rank: int, seconds: float) -> None:
-        """Until the word of ``rank`` changes, or for other reasons."""
-        word = self._awaited[rank]
-        if word == self._shared.posted[rank] and self._words is self._shared.words:
-            self._shared.core.meet(self._shared.view, self._target, int(seconds * _NS))
+    def _late(self) -> list[int]:
+        late = [rank for rank, (words, word, target) in self._awaited.items() if words[word] < target]
+        return [] if self._any and len(late) < len(self._awaited) else late
+
+    def _sleep(self, ranks: Sequence[int], seconds: float) -> None:
+        words, word, target = self._awaited[ranks[0]]
+        if words is self._shared.words and word == self._shared.posted[ranks[0]]:
+            self._shared.core.meet(self._shared.view, target, int(seconds * _NS))
         else:
-            self._words.sleep(word, self._target, seconds)
+            words.sleep(word, target, min(seconds, ANY_SLICE_S) if len(ranks) > 1 else seconds)
 
 
 def gone(shared: GroupSegment, peers: Peers, rank: int, label: str) -> PeerLost:
-    """What to raise in ``label`` when group rank ``rank`` will not come any more, as it says itself.
+    """The error of operation ``label`` when group rank ``rank`` has announced that it will not come.
 
-    A rank that was killed could say nothing, and is named in its place: it failed because of that one.
+    If another rank was killed, that one is named instead: it could announce nothing, and is the cause.
     """
     where = f"rank {peers.me.rank} waited in {label} for rank {peers.table[rank].rank}"
     dead = peers.dead()
@@ -247,14 +205,3 @@ def gone(shared: GroupSegment, peers: Peers, rank: int, label: str) -> PeerLost:
             "error, give every rank the same number of calls"
         )
     return PeerLost(f"{where}, which {how}", ranks=[peers.table[rank].rank], operation=label)
-
-
-@contextmanager
-def reaching(shared: GroupSegment, peers: Peers, rank: int, label: str) -> Iterator[None]:
-    """The block maps memory of group rank ``rank``; if that is gone because the rank is, ``PeerLost``."""
-    try:
-        yield
-    except OSError as error:
-        if peers.table[rank].rank in peers.confirm() or shared.state(rank) != HERE:
-            raise gone(shared, peers, rank, label) from error
-        raise

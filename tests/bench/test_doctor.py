@@ -24,7 +24,6 @@ from instep.bench.doctor import (
 )
 from instep.mesh.rank_exit import Exit, RankFailed
 from instep.native.library import core
-from instep.shm import futex
 from tests.native.without import without_core
 
 MEMINFO = "MemTotal:       8388608 kB\nMemFree:   1 kB\nMemAvailable:   {} kB\n"
@@ -85,12 +84,12 @@ def test_the_launcher_is_found_and_half_an_environment_is_an_error(machine):
         )
 
 
-def test_without_shared_memory_the_backend_is_gloo_and_says_why(machine, monkeypatch):
-    monkeypatch.setattr(futex.sys, "platform", "darwin")
-    found = the("shared memory", machine)
-    assert found.level == WARNING and "needs Linux on x86_64" in found.text
-    if not torch.cuda.is_available():
-        assert the("backend", machine).text.startswith("gloo, because shared memory does not work")
+def test_without_shared_memory_the_backend_is_gloo_and_says_why(machine):
+    with without_core():
+        found = the("shared memory", machine)
+        assert found.level == WARNING and "needs Linux and the native core" in found.text
+        if not torch.cuda.is_available():
+            assert the("backend", machine).text.startswith("gloo, because shared memory does not work")
 
 
 def test_the_native_core_is_there_or_the_doctor_says_how_to_get_it(machine):

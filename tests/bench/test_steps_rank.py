@@ -10,7 +10,7 @@ from instep.bench.variants import DDP, NONE, SHARDED_VARIANTS, Variant
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Event
-from instep.shm.futex import available
+from instep.shm.segment import available
 from tests.world import world
 
 NAMES = ["a", "b", "c", "d"]

@@ -29,7 +29,7 @@ from instep.bench.variants import (
 )
 from instep.bench.workloads import MLPConfig, Workload
 from instep.bench.worlds import World
-from instep.shm.futex import available
+from instep.shm.segment import available
 from tests.world import world
 
 TINY = Workload("tiny", 200_000, batch=2, what="tiny", tokens=8)

@@ -78,7 +78,7 @@ def loses_its_group(mesh: Mesh, between_hosts: bool, at_wait: int, have_ended: t
         if between_hosts:
             interrupt(model.group.peers, "wait", KeyboardInterrupt, at_wait)
         else:
-            interrupt(model.group.near.pg._rounds, "meet", KeyboardInterrupt, at_wait)
+            interrupt(model.group.near.pg._rounds, "synchronize", KeyboardInterrupt, at_wait)
         with pytest.raises(KeyboardInterrupt):
             train(model)
     with pytest.raises(PeerLost, match="rank 0") as lost:

@@ -37,7 +37,7 @@ static float expected(int64_t operation, int64_t i, int64_t how, int64_t last) {
 
 static void reduce(struct group *g, int64_t *rounds, float *x, int64_t operation, uint32_t *drawn) {
     int64_t length = draw(drawn) % MOST_ELEMENTS, how = draw(drawn) % 2, by_slices = draw(drawn) % 2;
-    int64_t last = draw(drawn) % 2 ? DIVIDED : AS_IT_IS, slot_bytes = 1024 << draw(drawn) % 3;
+    int64_t last = draw(drawn) % 2 ? DIVIDED : NO_SCALE, slot_bytes = 1024 << draw(drawn) % 3;
     int64_t root = (int64_t)(draw(drawn) % (uint32_t)(num_ranks + 1)) - 1;
     for (int64_t i = 0; i < length; i++) x[i] = number_of(operation, g->rank, i);
     struct reduction r = {

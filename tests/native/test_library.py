@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from instep.native.build import BuildFailed
 from instep.ordered.add_up import add_up
 from instep.ordered.node_format import BucketNodes
 from instep.ordered.tree import plan_sum
-from instep.shm import futex, segment
+from instep.shm import segment
 from tests.native.without import without_core
 
 needs_compiler = pytest.mark.skipif(library.core() is None, reason="there is no compiled native core")
@@ -23,8 +24,7 @@ needs_compiler = pytest.mark.skipif(library.core() is None, reason="there is no 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where a library would lie, for a process that has not looked yet."""
-    monkeypatch.setattr(library._Known, "looked", False)
-    monkeypatch.setattr(library._Known, "found", None)
+    monkeypatch.setattr(library, "_found", cache(library._found.__wrapped__))
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "core.so")
     return tmp_path / "core.so"
 
@@ -104,19 +104,7 @@ def test_the_command_is_no_failure_without_a_compiler(tmp_path):
     assert "ziglang" in ended.stdout
 
 
-def test_ranks_share_memory_on_linux_with_the_core_and_nowhere_else(monkeypatch):
-    assert futex.available() == (library.core() is not None)
+def test_ranks_share_memory_with_the_core_and_nowhere_else():
+    assert segment.available() == (library.core() is not None)
     with without_core():
-        assert futex.why_not() == "shm needs the native core: it was not compiled"
-    monkeypatch.setattr(futex.platform, "machine", lambda: "riscv64")
-    assert "and this is Linux on riscv64" in futex.why_not()
-
-
-@needs_compiler
-def test_words_are_stored_and_waited_for():
-    words = segment.create(4096).words()
-    words.post(3, -(2**62))
-    words[4] = 7
-    assert (words[3], words[4]) == (-(2**62), 7)
-    assert words.spin(4, 7, 10) and not words.spin(4, 8, 0.001)
-    words.sleep(4, 8, 0.001)
+        assert segment.why_not() == "shm needs Linux and the native core: it was not compiled"

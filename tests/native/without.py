@@ -15,6 +15,5 @@ def without_core() -> Iterator[None]:
     """No core is found in the block."""
     library.core()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library._Known, "found", None)
-        patch.setattr(library._Known, "why", "it was not compiled")
+        patch.setattr(library, "_found", lambda: (None, "it was not compiled"))
         yield

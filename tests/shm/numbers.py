@@ -73,4 +73,10 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        torch.empty(x.numel(), dtype=x.dtype)
+        .copy_(x.detach().reshape(-1))
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )

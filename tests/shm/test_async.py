@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from datetime import timedelta
 from typing import Any
@@ -34,64 +33,9 @@ def join(store: dist.Store, name: str, ranks: list[int], rank: int) -> ShmGroup:
     return pg
 
 
-@world(3, backend="shm")
-def test_many_operations_of_all_kinds_are_in_flight_and_waited_for_in_any_order(mesh):
-    pg, me = group_of(mesh), mesh.rank
-    checks = []
-    for n in range(60):
-        length = [0, 1, 33, 20_000][n % 4]
-        x = torch.full((3 * length,), n + me, dtype=torch.int64)
-        share, whole = x.new_zeros(length), x.new_zeros(9 * length)
-        match n % 6:
-            case 0:
-                checks.append((calls.all_reduce(pg, x, now=False), x, [3 * n + 3] * 3))
-            case 1:
-                checks.append((calls.broadcast(pg, x, n % 3, now=False), x, [n + n % 3] * 3))
-            case 2:
-                work = calls.all_gather_single(pg, whole, x, now=False)
-                checks.append((work, whole, [n + rank for rank in range(3) for _ in range(3)]))
-            case 3:
-                work = calls.reduce_scatter_single(pg, share, x, now=False)
-                checks.append((work, share, [3 * n + 3]))
-            case 4:
-                out = torch.zeros_like(x)
-                checks.append((calls.all_to_all_single(pg, out, x, now=False), out, [n, n + 1, n + 2]))
-            case 5:
-                checks.append((calls.barrier(pg, now=False), x, [n + me] * 3))
-    random.Random(me).shuffle(checks)
-    for work, found, expected in checks:
-        assert work.wait()
-        blocks = found.view(len(expected), -1)
-        assert all(set(block.tolist()) <= {value} for block, value in zip(blocks, expected, strict=True))
-
-
-@world(2, backend="shm")
-def test_a_synchronous_operation_comes_after_those_that_were_issued_before(mesh):
-    pg = group_of(mesh)
-    x = torch.ones(LONG)
-    works = [calls.all_reduce(pg, x, now=False) for _ in range(3)]
-    calls.broadcast(pg, x, 0)
-    assert set(x.tolist()) == {8.0}
-    assert all(work.is_completed() and work.is_success() for work in works)
-
-
 @pytest.fixture
 def event() -> threading.Event:
     return threading.Event()
-
-
-@world(2, backend="shm")
-def test_an_operation_goes_on_while_its_caller_computes(mesh, event):
-    pg, x = group_of(mesh), torch.ones(LONG)
-    if mesh.rank == 0:
-        calls.all_reduce(pg, x, now=True)
-        event.set()
-        return
-    work, y = calls.all_reduce(pg, x, now=False), torch.ones(8, 8)
-    while not event.is_set():  # rank 0 has come through all rounds, and this thread in none of them
-        y = (y @ y).clamp(0, 1)
-    work.wait()
-    assert x[-1] == 2
 
 
 @world(2, backend="shm")
@@ -122,24 +66,6 @@ def test_groups_do_not_wait_for_each_other(mesh, store):
             work.wait()
         assert [x[0].item() for x in xs] == [2, 4, 6]
         assert [x[-1].item() for x in xs] == [2, 4, 6]
-
-
-@world(4, backend="shm")
-def test_groups_overlap(mesh, store):
-    members = [[0, 1, 2, 3], [0, 2], [1, 2, 3], [3, 0], [2]]
-    groups = {
-        n: join(store, f"group {n}", ranks, mesh.rank)
-        for n, ranks in enumerate(members)
-        if mesh.rank in ranks
-    }
-    begun = []
-    for times in range(10):
-        for n, pg in groups.items():
-            x = torch.full((10 * times,), 1 << mesh.rank)
-            begun.append((calls.all_reduce(pg, x, now=False), x, sum(1 << rank for rank in members[n])))
-    for work, x, expected in begun:
-        work.wait()
-        assert set(x.tolist()) <= {expected}
 
 
 @world(2, backend="shm")
@@ -179,61 +105,6 @@ def test_a_future_of_what_failed_raises_it(mesh):
         work.wait()
     assert work.is_completed() and not work.is_success()
     assert isinstance(work.exception(), Desync)
-
-
-@world(2, backend="shm")
-def test_a_callback_may_use_the_group(mesh):
-    """As torch's PowerSGD does: it reduces, in a callback of a reduction, and waits there."""
-    pg = group_of(mesh)
-    x = torch.ones(2)
-
-    def sync(done):
-        calls.all_reduce(pg, done.value()[0], now=True)
-        return done.value()
-
-    def future(done):
-        return calls.all_reduce(pg, done.value()[0], now=False).get_future().wait()
-
-    def work(done):
-        calls.all_reduce(pg, done.value()[0], now=False).wait()
-        return done.value()
-
-    first = calls.all_reduce(pg, x, now=False).get_future()
-    first.then(sync).then(future).then(work).wait()
-    assert x.tolist() == [16, 16]
-    calls.barrier(pg).wait()
-
-
-@world(2, backend="shm")
-def test_a_callback_that_raises_harms_nobody_else(mesh):
-    pg = group_of(mesh)
-
-    def divide(done):
-        return 1 / 0
-
-    works = [calls.all_reduce(pg, torch.ones(3), now=False) for _ in range(3)]
-    failing = [work.get_future().then(divide) for work in works]
-    for work, future in zip(works, failing, strict=True):
-        work.wait()
-        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-            future.wait()
-    calls.barrier(pg).wait()
-
-
-@world(2, backend="shm")
-def test_tensors_that_nobody_else_holds_live_as_long_as_their_operation(mesh):
-    pg = group_of(mesh)
-    works = []
-    for n in range(100):
-        works.append(calls.all_reduce(pg, torch.full((1000,), n), now=False))
-        outs = [torch.zeros(10, dtype=torch.int64) for _ in range(2)]
-        works.append(calls.all_gather(pg, outs, torch.full((10,), n + mesh.rank), now=False))
-        del outs
-    for n in range(100):
-        works[2 * n].wait()
-        works[2 * n + 1].wait()
-        assert set(works[2 * n].result()[0].tolist()) == {2 * n}
-        assert [out[-1].item() for out in works[2 * n + 1].result()[0]] == [n, n + 1]
 
 
 @world(3, backend="shm")

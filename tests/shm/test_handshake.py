@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import instep
 from instep.errors import PeerLost
 from instep.mesh.launch import launch
-from instep.shm import ShmGroup, connect, group_segment, handshake, segment
+from instep.shm import connect, group_segment, handshake, segment
 from instep.shm.group_segment import segment_bytes
 from tests.shm import calls
 from tests.shm.calls import PATIENCE_S
@@ -53,7 +52,7 @@ def cannot_attach(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
         return original(pid, fd)
 
     monkeypatch.setattr(segment, "attach", attach)
-    return f"rank {rank} cannot open the memory of rank 0: .*Permission denied"
+    return f"rank {rank} cannot open the memory of the first rank: .*Permission denied"
 
 
 def other_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
@@ -64,16 +63,6 @@ def other_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
 
     monkeypatch.setattr(segment, "attach", attach)
     return f"rank {rank} opened other memory than that of rank 0"
-
-
-def memory_too_short(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
-    original = segment.attach
-
-    def attach(pid: int, fd: int) -> segment.Mapping:
-        return segment.create(segment_bytes(3) // 2) if is_rank(rank) else original(pid, fd)
-
-    monkeypatch.setattr(segment, "attach", attach)
-    return f"rank {rank} cannot open the memory of rank 0"
 
 
 def no_such_platform(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
@@ -90,8 +79,10 @@ def another_core(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
 
 def cannot_see(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
     original = handshake.is_alive
-    monkeypatch.setattr(handshake, "is_alive", lambda peer: None if is_rank(rank) else original(peer))
-    return f"rank {rank} cannot see the process of rank 0"
+    monkeypatch.setattr(
+        handshake, "is_alive", lambda peer: None if is_rank(rank) and peer.rank else original(peer)
+    )
+    return f"rank {rank} cannot see the process of rank 1"
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
@@ -108,11 +99,10 @@ def no_memory(monkeypatch: pytest.MonkeyPatch, rank: int) -> str:
         (cannot_attach, 1),
         (cannot_attach, 2),
         (other_memory, 1),
-        (memory_too_short, 2),
         (no_such_platform, 0),
         (no_such_platform, 2),
         (another_core, 1),
-        (cannot_see, 1),
+        (cannot_see, 0),
         (no_memory, 0),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -136,17 +126,6 @@ def falls_back(mesh, store):
         assert x.tolist() == [3, 3]
 
 
-def test_nothing_is_said_where_all_can():
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        world(3, backend="shm")(meets)()
-    assert told == []
-
-
-def meets(mesh):
-    assert isinstance(mesh.world.pg, ShmGroup)
-
-
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_a_rank_that_never_comes_is_named_by_all_who_came(store, absent):
     world(3)(comes_alone)(store=store, absent=absent, began=time.monotonic())
@@ -159,14 +138,6 @@ def comes_alone(mesh, store, absent, began):
         connect(store, mesh.rank, 3, timedelta(seconds=0.5))
     assert lost.value.ranks == (absent,)
     assert 0.4 < time.monotonic() - began < PATIENCE_S
-
-
-@world(3)
-def test_all_who_never_come_are_named(mesh, store):
-    if mesh.rank == 0:
-        with pytest.raises(PeerLost) as lost:
-            connect(store, 0, 3, timedelta(seconds=0.3), [4, 5, 6])
-        assert lost.value.ranks == (5, 6)
 
 
 @world(2)
@@ -273,48 +244,24 @@ def makes_and_drops(mesh, store, times):
             pg.cycle = [pg]
 
 
-@world(2, by="process", backend="shm")
-def test_groups_that_are_destroyed_leave_no_thread_descriptor_or_mapping(mesh):
-    gc.collect()
-    before = ours()
-    for n in range(100):
-        pg = dist.new_group([0, 1], backend="shm")
-        assert dist.get_backend(pg) == "shm"
-        if n % 10 == 0:
-            use(pg, mesh.rank)
-        dist.barrier(group=pg)
-        dist.destroy_process_group(pg)
-        del pg
-    gc.collect()
-    assert ours() == before
-
-
 @world(3, by="process", backend="shm")
 def test_subgroups_work_beside_the_default_group(mesh):
-    pairs = [dist.new_group(ranks, backend="shm") for ranks in ([0, 2], [1, 2], [0, 1])]
+    members = ([0, 2], [1, 2], [0, 1])
+    pairs = [(ranks, dist.new_group(ranks, backend="shm")) for ranks in members]
+    mine = [(ranks, pg) for ranks, pg in pairs if mesh.rank in ranks]
+    works = []
     for times in range(5):
-        works = []
-        for ranks, pg in zip(([0, 2], [1, 2], [0, 1]), pairs, strict=True):
-            if mesh.rank in ranks:
-                x = torch.full((1000,), 1 << mesh.rank)
-                works.append((dist.all_reduce(x, group=pg, async_op=True), x, sum(1 << r for r in ranks)))
+        for ranks, pg in mine:
+            x = torch.full((1000,), 1 << mesh.rank)
+            works.append((dist.all_reduce(x, group=pg, async_op=True), x, sum(1 << r for r in ranks)))
         y = torch.tensor([times])
         dist.all_reduce(y)
         assert y.item() == 3 * times
-        for work, x, expected in reversed(works):
-            work.wait()
-            assert set(x.tolist()) == {expected}
-    for ranks, pg in zip(([0, 2], [1, 2], [0, 1]), pairs, strict=True):
-        if mesh.rank in ranks:
-            x = torch.full((1,), float(mesh.rank))
-            dist.broadcast(x, src=ranks[1], group=pg)  # by its global number
-            assert x.item() == ranks[1]
-            dist.destroy_process_group(pg)
-
-
-@world(2, by="process", backend="shm")
-def test_a_group_may_have_this_backend_for_cpu_tensors_alone(mesh):
-    pg = dist.new_group([0, 1], backend="cpu:shm")
-    x = torch.ones(3)
-    dist.all_reduce(x, group=pg)
-    assert x.tolist() == [2, 2, 2]
+    for work, x, expected in reversed(works):
+        work.wait()
+        assert set(x.tolist()) == {expected}
+    for ranks, pg in mine:
+        x = torch.full((1,), float(mesh.rank))
+        dist.broadcast(x, src=ranks[1], group=pg)  # by its global number
+        assert x.item() == ranks[1]
+        dist.destroy_process_group(pg)

@@ -21,7 +21,6 @@ from instep.errors import PeerLost
 from instep.mesh.launch import launch
 from instep.mesh.rank_exit import RankFailed
 from instep.native.library import core
-from instep.shm import collectives
 from instep.shm.heap import Heap
 from tests.shm.calls import PATIENCE_S
 
@@ -29,17 +28,9 @@ SOON_S = PATIENCE_S / 2  # far above a slice of a wait, for a busy machine
 LONG = 5 << 20
 
 
-def dies_in(module: Any, name: str, at_call: int = 1) -> None:
-    """This process is killed by its ``at_call``-th call of a function of ``module``."""
-    original, times = getattr(module, name), [0]
-
-    def deadly(*args: Any, **named: Any) -> Any:
-        times[0] += 1
-        if times[0] == at_call:
-            die()
-        return original(*args, **named)
-
-    setattr(module, name, deadly)
+def dies_in(owner: Any, name: str) -> None:
+    """This process is killed by its next call of a function of ``owner``."""
+    setattr(owner, name, lambda *args, **named: die())
 
 
 def die() -> None:
@@ -48,11 +39,9 @@ def die() -> None:
 
 
 def dies_after_a_round() -> None:
-    """This process is killed in the middle of the next all-reduce of private memory, in Python or in C."""
+    """This process is killed in the middle of the next all-reduce of private memory."""
     native = core()
-    if native is None:
-        dies_in(collectives, "combine", at_call=3)
-        return
+    assert native is not None
 
     def deadly(view: Any, _: int) -> None:
         native.come(view.group.contents, view.rounds + 1)
@@ -64,50 +53,38 @@ def dies_after_a_round() -> None:
 def private(mesh: Any) -> None:
     if mesh.rank == 1:
         dies_after_a_round()
+    works = [dist.all_reduce(torch.ones(LONG), async_op=True) for _ in range(2)]
     dist.all_reduce(torch.ones(LONG))
-
-
-def asynchronous(mesh: Any) -> None:
-    if mesh.rank == 1:
-        dies_after_a_round()
-    works = [dist.all_reduce(torch.ones(LONG), async_op=True) for _ in range(3)]
     for work in reversed(works):
         work.wait()
 
 
 def shared(mesh: Any) -> None:
     if mesh.rank == 1:
-        dies_in(core() or collectives, "add_up" if core() else "combine")
+        dies_in(core(), "add_up")
     dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
 
 
 def before_mapping(mesh: Any) -> None:
     """Rank 1 has told where its memory is, and takes it along before anybody has seen it."""
     if mesh.rank == 1:
-        dies_in(Heap, "_mapped")
+        dies_in(Heap, "_attached")
     else:
-        original = Heap._mapped
+        original = Heap._attached
 
-        def late(heap: Heap, rank: int, location: Any) -> Any:
+        def late(*args: Any) -> Any:
             wait_for(Path("died"))
-            while lives(mesh, 1):
+            while 1 not in mesh.world.group.peers.dead():
                 pass
-            return original(heap, rank, location)
+            return original(*args)
 
-        Heap._mapped = late  # type: ignore[method-assign]
+        Heap._attached = late  # type: ignore[method-assign]
     dist.all_reduce(dist.group.WORLD.allocate(4 * LONG).elements(torch.float32))
 
 
-def barrier(mesh: Any) -> None:
-    if mesh.rank == 1:
-        die()
-    dist.barrier()
-
-
-def receive(mesh: Any) -> None:
-    if mesh.rank == 1:
-        die()
-    dist.recv(torch.ones(3), src=1)
+def absent(wait: Callable[[], object]) -> Callable[[Any], None]:
+    """Rank 1 is killed before ``wait``."""
+    return lambda mesh: die() if mesh.rank == 1 else wait()  # type: ignore[return-value]
 
 
 def wait_for(path: Path) -> None:
@@ -116,17 +93,12 @@ def wait_for(path: Path) -> None:
         pass
 
 
-def lives(mesh: Any, rank: int) -> bool:
-    return rank not in mesh.world.group.peers.dead()
-
-
 CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "private": (private, "all_reduce"),
-    "asynchronous": (asynchronous, "all_reduce"),
     "shared": (shared, "all_reduce"),
     "before mapping": (before_mapping, "all_reduce"),
-    "barrier": (barrier, "barrier"),
-    "receive": (receive, "receive from rank 1"),
+    "barrier": (absent(dist.barrier), "barrier"),
+    "receive": (absent(lambda: dist.recv(torch.ones(3), src=1)), "receive from rank 1"),
 }
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from instep.shm import segment
-from instep.shm.futex import Words, available
+from instep.shm.segment import Words
 
 PATIENCE_S = 20
 
@@ -19,25 +19,11 @@ def words() -> Words:
     return segment.create(4096).words()
 
 
-def test_this_platform_is_the_one():
-    assert available()
-
-
 def test_words_are_signed_and_have_all_their_bits(words):
     for value in (0, 1, -1, 2**31, 2**32, 2**32 + 7, 2**62, -(2**62)):
         words.post(3, value)
         assert words[3] == value
     assert words[2] == words[4] == 0
-
-
-@pytest.mark.parametrize("value", [1, 5, 2**32, 2**40])
-def test_nobody_waits_for_what_is_there(words, value):
-    words.post(0, value)
-    began = time.monotonic()
-    assert words.spin(0, value, PATIENCE_S)
-    words.sleep(0, value, PATIENCE_S)
-    words.sleep(0, value - 1, PATIENCE_S)
-    assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_a_wait_for_what_never_comes_ends_in_its_time(words):
@@ -49,30 +35,12 @@ def test_a_wait_for_what_never_comes_ends_in_its_time(words):
     words.sleep(0, 1, -1)
 
 
-@pytest.mark.parametrize("first", [0, 2**32 - 1, 2**33])
-def test_a_sleeper_is_woken_by_a_post(words, first):
-    words.post(0, first)
-    woken: list[float] = []
-
-    def sleep() -> None:
-        while words[0] <= first:
-            words.sleep(0, first + 1, PATIENCE_S)
-        woken.append(time.monotonic())
-
-    thread = threading.Thread(target=sleep)
-    thread.start()
-    posted = time.monotonic()
-    words.post(0, first + 1)
-    thread.join()
-    assert woken[0] - posted < PATIENCE_S / 2
-
-
 def test_posts_of_two_threads_to_each_other_are_never_missed(words):
-    """A word of each; either waits for the other's before it goes on."""
-    line = 8
+    """A word of each; either waits for the other's before it goes on. The kernel compares 32 bits of it."""
+    line, first = 8, 2**32 - 1000
 
     def play(mine: int, theirs: int) -> None:
-        for n in range(1, 2001):
+        for n in range(first, first + 2000):
             words.post(mine, n)
             while words[theirs] < n:
                 words.sleep(theirs, n, PATIENCE_S)
@@ -83,7 +51,7 @@ def test_posts_of_two_threads_to_each_other_are_never_missed(words):
         thread.start()
     for thread in threads:
         thread.join()
-    assert words[0] == words[line] == 2000
+    assert words[0] == words[line] == first + 1999
     assert time.monotonic() - began < PATIENCE_S
 
 
