@@ -256,8 +256,8 @@ class Peers:
             raise self._died(operation, waited_s, lost)
         if lost := lost or [rank for rank, row in rows.items() if row.status == LEFT]:
             raise PeerLost(
-                f"{self._named(lost)} left {operation}: {self._where(operation, waited_s)}. The cause stands "
-                "in the traceback there",
+                f"{self._named(lost)} left {operation}: {self._where(operation, waited_s)}. Look for the "
+                "cause in its own traceback",
                 ranks=lost,
                 operation=operation,
             )

@@ -97,12 +97,6 @@ def test_a_message_each_way_leaves_the_middle_and_half_the_width():
     assert estimate("ab", [[(100, 130)], [(5110, 5125)]]) == Clocks((0, 5002), (0, 23))
 
 
-def test_a_second_round_narrows_what_the_first_one_allowed():
-    rounds = [[(100, 130), (200, 210)], [(5110, 5125), (5190, 5207)]]
-    # The first allows 4980 to 5025, the second 4980 to 5007.
-    assert estimate("ab", rounds) == Clocks((0, 4993), (0, 14))
-
-
 def test_every_rank_of_a_host_narrows_the_bounds_of_all():
     alone = [[(100, 130)], [(5110, 5125)]]
     late = [(5122, 5128)]  # entered just before rank 0 left

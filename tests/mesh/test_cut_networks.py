@@ -28,7 +28,6 @@ NOWHERE = "02:00:00:00:00:99"
 MAKERS: dict[str, tuple[Any, str]] = {
     "init's first question": (dist.TCPStore, "add"),
     "the world": (dist, "init_process_group"),
-    "an axis": (dist, "new_group"),
     "gloo": (device, "make_group"),
 }
 
