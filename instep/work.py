@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from copy import copy
@@ -31,12 +30,11 @@ class Work:
     A bare lock takes a tenth of the time of a ``threading.Event``, also to wake a thread.
     """
 
-    __slots__ = ("_lock", "awaited", "ended_ns", "error", "happened", "operation")
+    __slots__ = ("_lock", "awaited", "error", "happened", "operation")
 
     def __init__(self, operation: str, awaited: bool = True) -> None:
         self.operation, self.awaited = operation, awaited
         self.error: BaseException | None = None
-        self.ended_ns = 0
         self.happened = False  # done or failed
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -62,7 +60,7 @@ class Work:
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark as done, or as failed with ``error``, and wake the waiting threads."""
-        self.error, self.ended_ns = error, time.monotonic_ns()
+        self.error = error
         if not self.happened:
             self.happened = True
             self._lock.release()

@@ -1,4 +1,4 @@
-"""A lane keeps the order it was given, stops at the first failure, and does not outlive its owner."""
+"""A lane runs functions in order, stops at the first failure, and does not outlive its owner."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def threaded() -> Iterator[Lane]:
     lane.close()
 
 
-def test_a_function_of_a_lane_that_runs_another_there_is_refused_in_any_thread(threaded: Lane) -> None:
-    """Where the lane was idle the caller's thread ran the outer one, and waited for itself for ever."""
+def test_running_a_function_inside_another_one_of_the_lane_is_refused_in_any_thread(threaded: Lane) -> None:
+    """On an idle lane the caller's thread ran the outer function and waited for itself forever."""
     raised: list[str] = []
 
     def outer() -> None:
@@ -55,7 +55,7 @@ def test_a_function_of_a_lane_that_runs_another_there_is_refused_in_any_thread(t
 
 
 class Gate:
-    """Work that goes on until it is let go."""
+    """Work that runs until ``open``."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -102,7 +102,7 @@ def test_an_inline_lane_runs_in_the_caller_s_thread():
     assert threading.enumerate() == before
 
 
-def test_a_failure_is_raised_to_whoever_waits(lane):
+def test_a_failure_is_raised_in_the_waiting_thread(lane):
     error = LookupError("no such thing")
     work = lane.submit("a search", lambda: fail(error))
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_what_was_queued_before_a_reset_is_still_refused(threaded):
     assert done == []
 
 
-def test_whoever_has_waited_finds_the_lane_failed(threaded, monkeypatch):
+def test_after_a_wait_the_lane_has_failed(threaded, monkeypatch):
     """Else a reset right after the wait could come before the failure, and the lane stay closed for good."""
     seen: list[BaseException | None] = []
 
@@ -185,7 +185,7 @@ def test_a_closed_lane_ends_its_thread_after_what_is_queued_and_can_be_used_agai
     assert done == ["last", "again"]
 
 
-def test_what_fails_while_its_lane_is_closed_is_forgotten_with_all_that_it_worked_on():
+def test_an_error_during_close_is_dropped_with_all_objects_in_use():
     lane, gate = Lane("a test's"), Gate()
 
     def work() -> None:
@@ -212,7 +212,7 @@ def test_a_lane_that_can_get_no_thread_says_so_and_can_still_be_drained_and_clos
     threaded.close()
 
 
-def test_what_is_run_in_an_idle_lane_runs_here_and_has_ended_on_return(lane):
+def test_run_on_an_idle_lane_runs_in_the_calling_thread(lane):
     before = threading.enumerate()
     seen: list[threading.Thread] = []
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_what_is_run_in_an_idle_lane_runs_here_and_has_ended_on_return(lane):
     assert threading.enumerate() == before
 
 
-def test_what_is_run_comes_after_what_was_submitted(threaded):
+def test_run_comes_after_submitted_work(threaded):
     gate, done = Gate(), []
     threaded.submit("the gate", gate)
     threaded.submit("first", lambda: done.append("first"))
@@ -233,7 +233,7 @@ def test_what_is_run_comes_after_what_was_submitted(threaded):
     assert done[2] is threading.current_thread()  # the queue is empty again
 
 
-def test_what_threads_run_in_one_lane_never_overlaps(threaded):
+def test_functions_of_several_threads_never_overlap_on_one_lane(threaded):
     inside, overlaps, ended = [0], [], []
 
     def count() -> None:
@@ -256,7 +256,7 @@ def test_what_threads_run_in_one_lane_never_overlaps(threaded):
     assert overlaps == [False] * 800
 
 
-def test_a_failure_of_what_is_run_is_kept_for_whoever_waits(lane):
+def test_a_failure_of_run_is_kept_for_the_waiting_thread(lane):
     error = LookupError()
     work = lane.run("a search", lambda: fail(error))
     assert work.error is lane.failed is error
@@ -272,7 +272,7 @@ def test_a_failure_of_what_is_run_is_kept_for_whoever_waits(lane):
     assert done == ["again"]
 
 
-def test_an_interrupt_is_raised_to_whoever_waits_and_what_follows_is_refused_as_interrupted(lane):
+def test_an_interrupt_is_raised_in_the_waiting_thread_and_later_work_is_refused(lane):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -285,16 +285,6 @@ def test_an_interrupt_is_raised_to_whoever_waits_and_what_follows_is_refused_as_
     lane.run("again", nothing).wait()
 
 
-def test_what_runs_on_a_lane_cannot_wait_for_the_lane():
-    lane = Lane("a lane")
-    work = lane.submit("outer", lambda: lane.run("inner", nothing).wait())
-    with pytest.raises(
-        RuntimeError, match="inner was called inside a function of lane 'a lane', which would wait for itself"
-    ):
-        work.wait()
-    lane.close()
-
-
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     gc.collect()
@@ -305,7 +295,7 @@ def no_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("cause", [None, ConnectionError("closed by a peer")], ids=["alone", "with a cause"])
-def test_what_an_error_was_raised_through_is_not_kept_by_it(cause):
+def test_an_error_does_not_keep_the_work_that_it_was_raised_through(cause):
     lost = PeerLost("rank 1 is lost", ranks=[1])
     lost.__cause__ = cause
     work = Work("a wait")

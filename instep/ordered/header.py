@@ -24,7 +24,7 @@ from torch import Tensor
 
 from instep.mesh.hang_report import Problem
 
-VERSION = 9
+VERSION = 10
 BITS = 62  # flags per int64 word
 _WORD = (1 << BITS) - 1
 NUM_WORDS = 4  # at least, in the place of flags
@@ -50,8 +50,7 @@ class Header(NamedTuple):
     bucket: int
     num_elements: int  # of the bucket, with padding
     num_leaves: int  # G of the tree
-    num_own: int  # leaves that this rank computed
-    weight: int  # sum of their weights
+    weight: int  # sum of the weights of this rank's micro-batches
     ready_ns: int  # when this rank's gradients were complete, time.monotonic_ns()
     launched_ns: int  # when the bucket was queued for its exchange
     left: int  # 1: this rank left the step early and sends nothing

@@ -172,7 +172,6 @@ def header_for(bucket: Bucket, leaves: Leaves, weight: int) -> Header:
         bucket=bucket.index,
         num_elements=bucket.num_elements,
         num_leaves=sum(map(len, leaves)),
-        num_own=0,
         weight=weight,
         ready_ns=0,
         launched_ns=0,

@@ -1,4 +1,4 @@
-"""Leaves that come one by one are added as the tree says, in as few buffers as can be."""
+"""Leaves that arrive one by one are added in the order of the tree, in few buffers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from itertools import combinations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ NUM_ELEMENTS = 5
 
 
 class Memory:
-    """Counts the buffers that a counter takes."""
+    """Counts the buffers of a counter."""
 
     def __init__(self) -> None:
         self.home = torch.empty(NUM_ELEMENTS)
@@ -33,7 +34,7 @@ class Memory:
 def push_all(
     counter: TreeAccumulator, leaves: dict[int, Tensor], num_leaves: int, *, adds: bool = False
 ) -> None:
-    """``adds``: a leaf is added to its sibling where that is there."""
+    """``adds``: a leaf is accumulated into its sibling, if there is one."""
     counter.reset(num_leaves)
     for leaf, gradient in leaves.items():
         if adds and (sibling := counter.sibling_of(leaf)) is not None:
@@ -52,49 +53,32 @@ def drawn(num_leaves: int, seed: int) -> np.ndarray:
     return (random.standard_normal((num_leaves, NUM_ELEMENTS)) * 10**exponents).astype(np.float32)
 
 
-@given(st.integers(1, 24), st.data(), st.integers(0, 1000), st.booleans())
+@given(st.integers(1, 24), st.data(), st.integers(0, 1000), st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_partial_sums_have_the_bits_of_the_tree(num_leaves, data, seed, adds):
+def test_partial_sums_have_the_bits_of_the_tree_in_any_order_of_arrival(
+    num_leaves, data, seed, adds, shuffled
+):
     own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
-    gradients = drawn(num_leaves, seed)
-    memory = Memory()
+    own = data.draw(st.permutations(own)) if shuffled else own
+    gradients, memory = drawn(num_leaves, seed), Memory()
     counter = TreeAccumulator(memory.home, memory.spare)
     push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, num_leaves, adds=adds)
     assert [node for node, _ in counter.roots] == maximal_nodes(set(own), num_leaves)
     for (lo, hi), value in counter.roots:
         assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
+    assert counter.roots[0][1] is memory.home
 
 
-@given(st.permutations(range(7)), st.integers(0, 7), st.integers(0, 1000), st.booleans())
-@settings(deadline=None)
-def test_so_have_those_of_leaves_that_come_in_any_order(order, num_absent, seed, adds):
-    own, gradients, memory = order[num_absent:], drawn(7, seed), Memory()
-    counter = TreeAccumulator(memory.home, memory.spare)
-    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, 7, adds=adds)
-    assert [node for node, _ in counter.roots] == maximal_nodes(set(own), 7)
-    for (lo, hi), value in counter.roots:
-        assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
-    if own:
-        assert counter.roots[0][1] is memory.home
-
-
-def test_a_whole_tree_takes_log2_plus_one_buffers():
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_whole_tree_needs_log2_plus_one_buffers_and_one_less_if_leaves_are_added(adds):
     for num_leaves in range(1, 40):
         memory = Memory()
         gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
-        push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves)
-        assert memory.num_buffers == math.floor(math.log2(num_leaves)) + 1
+        push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves, adds=adds)
+        assert memory.num_buffers == max(1, math.floor(math.log2(num_leaves)) + (not adds))
 
 
-def test_and_one_less_where_leaves_are_added_to_their_siblings():
-    for num_leaves in range(1, 40):
-        memory = Memory()
-        gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
-        push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves, adds=True)
-        assert memory.num_buffers == max(1, math.floor(math.log2(num_leaves)))
-
-
-def test_a_leaf_is_not_added_where_nodes_are_rounded():
+def test_a_leaf_is_not_accumulated_into_rounded_nodes():
     memory = Memory()
     nodes = NodeFormat("bfloat16").of_bucket([Stretch(0, 0, 16)], 16, 1, torch.float32, torch.device("cpu"))
     counter = TreeAccumulator(torch.empty(16), memory.spare, nodes=nodes)
@@ -103,7 +87,7 @@ def test_a_leaf_is_not_added_where_nodes_are_rounded():
     assert counter.sibling_of(1) is None
 
 
-def test_a_range_that_straddles_nodes_takes_at_most_twice_as_many():
+def test_a_range_that_straddles_nodes_needs_at_most_twice_as_many():
     for lo, hi in combinations(range(33), 2):
         memory = Memory()
         gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(lo, hi)}
@@ -111,21 +95,7 @@ def test_a_range_that_straddles_nodes_takes_at_most_twice_as_many():
         assert memory.num_buffers <= 2 * (math.floor(math.log2(hi - lo)) + 1)
 
 
-@given(st.integers(1, 24), st.data())
-@settings(deadline=None)
-def test_the_leftmost_partial_sum_is_always_at_home(num_leaves, data):
-    own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
-    memory = Memory()
-    counter = TreeAccumulator(memory.home, memory.spare)
-    counter.reset(num_leaves)
-    for leaf in own:
-        counter.push(leaf, counter.open())
-        assert counter.roots[0][1] is memory.home
-        buffers = [buffer.data_ptr() for _, buffer in counter.roots]
-        assert len(set(buffers)) == len(buffers)
-
-
-def test_a_later_step_needs_no_further_memory_even_after_one_that_was_given_up():
+def test_a_later_step_allocates_nothing_even_after_an_abandoned_one():
     memory = Memory()
     counter = TreeAccumulator(memory.home, memory.spare)
     gradients = {leaf: torch.ones(NUM_ELEMENTS) for leaf in range(1, 7)}

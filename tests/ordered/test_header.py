@@ -27,7 +27,6 @@ GOOD = Header(
     bucket=3,
     num_elements=4096,
     num_leaves=8,
-    num_own=2,
     weight=64,
     ready_ns=10**18,
     launched_ns=10**18,
@@ -58,7 +57,7 @@ def test_no_flag_is_lost_at_the_edge_of_a_word(num_parameters):
 
 
 def test_ranks_that_differ_only_in_what_is_their_own_agree():
-    other = GOOD._replace(num_own=0, weight=0, ready_ns=5)
+    other = GOOD._replace(weight=0, ready_ns=5)
     assert disagreement([GOOD, other, GOOD], [4, 5, 6]) is None
 
 
