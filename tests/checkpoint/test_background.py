@@ -23,10 +23,10 @@ from instep.checkpoint.state import TrainingState
 from instep.errors import PeerLost
 from instep.mesh.peers import own_peer
 from instep.mesh.process_group import Group
-from instep.ordered.hash import state_entries, state_sha256
 from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.nets import made, train
 from tests.checkpoint.states import all_bits, bits, drafted, save_steps, state, whole_step
+from tests.state_oracle import state_entries, state_sha256
 
 
 @pytest.fixture
