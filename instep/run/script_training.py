@@ -380,7 +380,7 @@ class ScriptTraining:
         optimizers = self.registered.optimizers
         for name, optimizer in optimizers.items():
             divided = offered(optimizer)
-            found = contract.optimizer_fields(optimizer if divided is None else divided.local)
+            found = contract.optimizer_fields(optimizer if divided is None else divided.locals[0])
             prefix = "optimizer." if len(optimizers) == 1 else f"optimizer.{name}."
             fields |= {prefix + key.removeprefix("optimizer."): value for key, value in found.items()}
         return contract.describe(
