@@ -60,6 +60,9 @@ MAX_DIMS = 64  # of a torch tensor
 MAX_BOX_DIMS = 8  # of a tensor divided into boxes, which have 2**dims corners
 MAX_ELEMENTS = 2**48
 UNORDERED = (1 << 62, "")  # after all that the hash is over
+SHARD = f"a name that begins with {', '.join(KINDS)}, shape, dtype, first, last, order, perhaps a box"
+ENTRY = f"a name that begins with {', '.join(KINDS)} with shape, dtype and pieces"
+EXTENT = "first, last, place, perhaps a box"
 CHUNK_ELEMENTS = 1 << 20  # read at a time where boxes differ
 
 
@@ -272,7 +275,7 @@ def shards_to_json(shards: Iterable[Shard]) -> Json:
 
 def shards_from_json(shards: Json) -> list[Shard]:
     """The inverse of ``shards_to_json``; CheckpointRejected for anything else."""
-    _require(isinstance(shards, list), "shards", "a list", shards)
+    _require(isinstance(shards, list), "a list", shards)
     return [_shard(each) for each in shards]
 
 
@@ -293,20 +296,18 @@ def stored_to_json(tensors: Mapping[str, StoredTensor], ties: Mapping[str, str])
 
 def stored_from_json(body: Json) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The inverse of ``stored_to_json``; CheckpointRejected unless each element is there exactly once."""
-    _require(isinstance(body, dict) and set(body) == {"entries", "ties"}, "pieces", "entries and ties", body)
-    entries, ties = body["entries"], body["ties"]
-    _require(isinstance(entries, dict), "pieces", "an object", entries)
+    sound = isinstance(body, dict) and set(body) == {"entries", "ties"}
+    _require(sound and all(isinstance(x, dict) for x in body.values()), "entries and ties", body)
     parsed = {}
-    for name, entry in entries.items():
-        _require(isinstance(entry, list) and len(entry) == 3, name, "shape, dtype and pieces", entry)
-        shape, dtype = _layout(_require_name(name), entry[0], entry[1])
-        _require(isinstance(entry[2], list), name, "a list of pieces", entry[2])
-        extents = [_extent(name, shape, each) for each in entry[2]]
+    for name, entry in body["entries"].items():
+        sound = isinstance(entry, list) and len(entry) == 3 and _is_tensor(name, *entry[:2])
+        _require(sound and isinstance(entry[2], list), ENTRY, [name, entry])
+        shape, dtype = tuple(entry[0]), DTYPES[entry[1]]
+        extents = [_extent(shape, each) for each in entry[2]]
         parsed[name] = StoredTensor(shape, dtype, _complete(name, shape, extents, CheckpointRejected))
-    sound = isinstance(ties, dict) and all(
-        isinstance(first, str) and MODEL + first in parsed for first in ties.values()
-    )
-    _require(sound, "ties", "names of entries", ties)
+    ties = body["ties"]
+    sound = all(isinstance(first, str) and MODEL + first in parsed for first in ties.values())
+    _require(sound, "ties to names of entries", ties)
     return parsed, ties
 
 
@@ -319,67 +320,59 @@ def is_bounded(sizes: Sequence[int]) -> bool:
     return len(sizes) <= MAX_DIMS and math.prod(max(size, 1) for size in sizes) <= MAX_ELEMENTS
 
 
-def _shard(shard: Json) -> Shard:
-    expected = "name, shape, dtype, first, last, order and perhaps a box"
-    _require(isinstance(shard, list) and len(shard) in (6, 7), "shards", expected, shard)
-    name, shape, dtype, first, last, order, *box = shard
-    name, (shape, dtype) = _require_name(name), _layout(name, shape, dtype)
-    if order is not None:
-        sound = isinstance(order, list) and len(order) == 2 and isinstance(order[1], str)
-        _require(sound, name, "a number and a key, or none", order)
-        order = _count(name, order[0]), order[1]
-    return Shard(name, shape, dtype, _count(name, first), _count(name, last), order, _box(name, shape, box))
+def _shard(x: Json) -> Shard:
+    sound = isinstance(x, list) and len(x) in (6, 7) and _is_tensor(*x[:3])
+    _require(sound and _is_range(tuple(x[1]), x[3], x[4], x[6:]) and _is_order(x[5]), SHARD, x)
+    name, shape, dtype, first, last, order, *box = x
+    order = None if order is None else (order[0], order[1])
+    return Shard(name, tuple(shape), DTYPES[dtype], first, last, order, _box(box))
 
 
-def _extent(name: str, shape: Shape, extent: Json) -> Extent:
-    sound = isinstance(extent, list) and len(extent) in (3, 4)
-    _require(sound, name, "first, last, place and perhaps a box", extent)
-    first, last, place, *box = extent
-    _require(isinstance(place, str), name, "the name of a file", place)
-    return Extent(_count(name, first), _count(name, last), place, _box(name, shape, box))
+def _extent(shape: Shape, x: Json) -> Extent:
+    sound = isinstance(x, list) and len(x) in (3, 4) and isinstance(x[2], str)
+    _require(sound and _is_range(shape, x[0], x[1], x[3:]), EXTENT, x)
+    return Extent(x[0], x[1], x[2], _box(x[3:]))
 
 
-def _box(name: str, shape: Shape, found: list[Json]) -> Box | None:
-    """The box in ``found``, which has one or nothing: a part of a tensor of this ``shape``."""
-    if not found:
-        return None
-    (box,) = found
-    _require(isinstance(box, list) and len(box) == len(shape) <= MAX_BOX_DIMS, name, "a box", box)
-    for ends, size in zip(box, shape, strict=True):
-        sound = isinstance(ends, list) and len(ends) == 2 and all(map(_is_count, ends))
-        _require(sound and ends[0] < ends[1] <= size, name, f"a start and a stop up to {size}", ends)
-    return tuple((start, stop) for start, stop in box)
+def _is_tensor(name: Json, shape: Json, dtype: Json) -> bool:
+    is_shape = isinstance(shape, list) and all(map(_is_count, shape)) and is_bounded(shape)
+    is_name = isinstance(name, str) and name.startswith(KINDS)
+    return is_name and is_shape and isinstance(dtype, str) and dtype in DTYPES
 
 
-def _require_name(name: Json) -> str:
-    ok = isinstance(name, str) and name.startswith(KINDS)
-    _require(ok, "shards", f"a name that begins with {', '.join(KINDS[:-1])} or {KINDS[-1]}", name)
-    return str(name)
+def _is_range(shape: Shape, first: Json, last: Json, box: list[Json]) -> bool:
+    if not (_is_count(first) and _is_count(last)):
+        return False
+    return not box or (
+        isinstance(box[0], list)
+        and len(box[0]) == len(shape) <= MAX_BOX_DIMS
+        and all(
+            isinstance(ends, list)
+            and len(ends) == 2
+            and all(map(_is_count, ends))
+            and ends[0] < ends[1] <= size
+            for ends, size in zip(box[0], shape, strict=True)
+        )
+    )
 
 
-def _layout(name: str, shape: Json, dtype: Json) -> tuple[Shape, torch.dtype]:
-    ok = isinstance(shape, list) and all(map(_is_count, shape)) and is_bounded(shape)
-    _require(ok, name, "a shape that a tensor can have", shape)
-    _require(isinstance(dtype, str) and dtype in DTYPES, name, f"a dtype among {', '.join(DTYPES)}", dtype)
-    return tuple(shape), DTYPES[dtype]
-
-
-def _count(name: str, value: Json) -> int:
-    _require(_is_count(value), name, "a whole number", value)
-    return int(value)
+def _is_order(x: Json) -> bool:
+    return x is None or (isinstance(x, list) and len(x) == 2 and _is_count(x[0]) and isinstance(x[1], str))
 
 
 def _is_count(value: Json) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def _box(found: list[Json]) -> Box | None:
+    return tuple((start, stop) for start, stop in found[0]) if found else None
+
+
 def _shown(x: Shard) -> str:
     return f"{dtype_name(x.dtype)}{list(x.shape)} at place {x.order} of the hash"
 
 
-def _require(ok: bool, where: str, expected: str, got: object) -> None:
+def _require(ok: bool, expected: str, got: object) -> None:
     if not ok:
-        shown = repr(got)[:80].encode("ascii", "backslashreplace").decode()
-        raise CheckpointRejected(
-            f"shards of a state: {where[:80]}: expected {expected}, got {shown}: take another one"
-        )
+        shown = repr(got)[:160].encode("ascii", "backslashreplace").decode()
+        raise CheckpointRejected(f"shards of a state: expected {expected}, got {shown}: take another one")
