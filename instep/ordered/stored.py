@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import accumulate, product
 from typing import Protocol
 
 import torch
@@ -55,7 +55,7 @@ CODES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES.values()}  # by torch's name
-ALIGN_BYTES = 64  # of tensors in flat memory
+ALIGN_BYTES = memory.ALIGN_BYTES["cpu"]  # of tensors in flat memory
 MAX_DIMS = 64  # of a torch tensor
 MAX_BOX_DIMS = 8  # of a tensor divided into boxes, which have 2**dims corners
 MAX_ELEMENTS = 2**48
@@ -109,11 +109,6 @@ class MemoryReader:
         begin = self.begins[name] + first * out.itemsize
         out.copy_(self.memory[begin : begin + out.nbytes].view(out.dtype))
 
-    def place(self, name: str, x: Tensor) -> Tensor:
-        """The memory of ``x``, all of ``name``."""
-        begin = self.begins[name]
-        return self.memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
-
 
 @dataclass(frozen=True)
 class LiveReader:
@@ -129,18 +124,22 @@ class LiveReader:
 
 def places(shards: Sequence[Shard]) -> tuple[dict[str, int], int]:
     """Where each of ``shards`` begins in memory that holds one after the other, and the size of that."""
-    sizes = [(x.last - x.first) * x.dtype.itemsize for x in shards]
-    begins = offsets([*sizes, 0])
+    begins = offsets((x.last - x.first) * x.dtype.itemsize for x in shards)
     return dict(zip((x.name for x in shards), begins, strict=False)), begins[-1]
 
 
 def offsets(nbytes: Iterable[int]) -> list[int]:
-    """Where tensors of these sizes begin in flat memory."""
-    begins, end = [], 0
-    for size in nbytes:
-        begins.append(end)
-        end += round_up(size, ALIGN_BYTES)
-    return begins
+    """Where tensors of these sizes begin in flat memory, and where the last one ends."""
+    return [0, *accumulate(round_up(size, ALIGN_BYTES) for size in nbytes)]
+
+
+def views(like: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Tensors of the shapes and dtypes of ``like``, one after the other in the bytes of ``flat``."""
+    begins = offsets(x.nbytes for x in like)
+    return [
+        flat[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+        for begin, x in zip(begins, like, strict=False)
+    ]
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Source:
 
 
 def _room(count: int, dtype: torch.dtype) -> Tensor:
-    return memory.allocate(count * dtype.itemsize, memory.ALIGN_BYTES["cpu"]).elements(dtype)
+    return memory.allocate(count * dtype.itemsize, ALIGN_BYTES).elements(dtype)
 
 
 def _read_across(

@@ -27,7 +27,15 @@ from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.ordered.replicas import compare_replicas
 from instep.ordered.shards import without_ties
-from instep.ordered.stored import MemoryReader, Source, assemble, places, shards_from_json, shards_to_json
+from instep.ordered.stored import (
+    MemoryReader,
+    Source,
+    assemble,
+    places,
+    shards_from_json,
+    shards_to_json,
+    views,
+)
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
@@ -121,8 +129,8 @@ def copy_to_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
     own = without_ties(state.owned(), state.ties())
     begins, nbytes = places(own)
     reader = MemoryReader(torch.zeros(nbytes, dtype=torch.uint8), begins)
-    for x in own:
-        reader.place(x.name, x.tensor).copy_(x.tensor)
+    for x, place in zip(own, views([x.tensor for x in own], reader.memory), strict=True):
+        place.copy_(x.tensor)
     body = {"rows": shards_to_json(own), "ties": state.ties(), "options": state.options()}
     copies[mesh.rank] = json.dumps(body), reader
     mesh.world.group.barrier("the test")

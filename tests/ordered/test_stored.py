@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.errors import CheckpointRejected
+from instep.memory import allocate
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.shards import MODEL, Shard
 from instep.ordered.stored import (
     Source,
     StoredTensor,
     assemble,
+    offsets,
     shards_from_json,
     shards_to_json,
     stored_from_json,
     stored_to_json,
+    views,
 )
 
 B = BLOCK_ELEMENTS
@@ -254,3 +257,15 @@ def test_rows_travel() -> None:
         Shard("optimizer:param_groups.0/lr", (), torch.float32, 0, 1, None),
     ]
     assert shards_from_json(json.loads(json.dumps(shards_to_json(sent)))) == sent
+
+
+def test_views_are_aligned_inside_the_given_memory_and_do_not_overlap() -> None:
+    layout = [((4, 3), torch.float32), ((), torch.int64), ((0, 2), torch.int8), ((65,), torch.bool)]
+    like = [torch.empty(shape, dtype=dtype) for shape, dtype in layout]
+    assert offsets(x.nbytes for x in like) == [0, 64, 128, 128, 256]
+    placed = views(like, allocate(256, 64).tensor)
+    assert [(tuple(x.shape), x.dtype) for x in placed] == layout
+    assert {x.data_ptr() % 64 for x in placed} == {0}
+    for number, x in enumerate(placed):
+        x.fill_(number % 2)
+    assert all(bool((x == number % 2).all()) for number, x in enumerate(placed))
