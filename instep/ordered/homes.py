@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
@@ -175,26 +174,19 @@ def holders(there: Home, parameter: Tensor, slices: Sequence[int], everyone: Gro
     Raises:
         ValueError: the ranks of a group are not at even distances.
     """
-    numbers = _numbers(tuple(there.group.ranks), tuple(everyone.ranks))
-    found = tuple(rank for rank, number in enumerate(numbers) if number in slices)
+    size, ranks = there.group.size, list(everyone.ranks)
+    places = [ranks.index(rank) for rank in there.group.ranks if rank in ranks]
+    stride = places[1] - places[0] if len(places) > 1 else 1
+    if [place // stride % size for place in places] != list(range(size)):
+        raise ValueError(
+            f"expected a shard group at even distances among ranks {ranks}, which train together, "
+            f"got {list(there.group.ranks)}: shard over an axis of one mesh"
+        )
+    found = tuple(place for place in range(len(ranks)) if place // stride % size in slices)
     if there.outer is None:
         return found
     outside = holders(there.outer, parameter, there.outer.slices_with(parameter), everyone)
     return tuple(rank for rank in found if rank in outside)
-
-
-@cache
-def _numbers(ranks: tuple[int, ...], everyone: tuple[int, ...]) -> tuple[int, ...]:
-    """For each of ``everyone`` its number in its own group, which is like that of ``ranks``: groups follow on
-    each other, or take turns."""
-    places = [everyone.index(rank) for rank in ranks if rank in everyone]
-    stride = places[1] - places[0] if len(places) > 1 else 1
-    if [place // stride % len(ranks) for place in places] != list(range(len(ranks))):
-        raise ValueError(
-            f"expected a shard group at even distances among ranks {list(everyone)}, which train together, "
-            f"got {list(ranks)}: shard over an axis of one mesh"
-        )
-    return tuple(place // stride % len(ranks) for place in range(len(everyone)))
 
 
 @dataclass(frozen=True)

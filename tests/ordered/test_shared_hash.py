@@ -2,78 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.hash import BEAT_BLOCKS, TABLE, SharedHash, own_digests
-from instep.ordered.shards import MODEL, OPTIMIZER, Shard, owned
+from instep.ordered.shards import MODEL, Shard, owned
+from tests.ordered.partitions import RANKS, drawn, entries, shards
 from tests.parity import numbers
-from tests.state_oracle import Entry, sampled_blocks, state_digests
+from tests.state_oracle import sampled_blocks, state_digests
 from tests.world import world
 
-EVERY = 5
+
+@world(RANKS)
+def hashed(mesh: Mesh, seed: int) -> None:
+    shared = SharedHash(mesh.world.group)
+    for step in (7, 8):  # by a table that is made, and by one that is there
+        tensors = drawn(seed)
+        own = list(owned(shards(tensors, seed, mesh.rank), mesh.rank))
+        assert shared.digests(own, step) == state_digests(entries(tensors), step)
+        for turn in range(3):
+            assert shared.samples(own, turn, 3) == sampled_blocks(entries(tensors), turn, 3)
 
 
-def state() -> list[Entry]:
-    """Weights and moments of all sizes, in the manifest's order; one with nans, one across its memory."""
-    spoiled = numbers(2 * BLOCK_ELEMENTS, key="nan")
-    spoiled[7] = -math.nan
-    return [
-        ("weight", numbers(70, 301, key="w").T),
-        ("bias", numbers(301, key="b")),
-        ("buffer", torch.arange(3)),
-        ("exp_avg/weight", numbers(301, 70, key="m")),
-        ("step/weight", torch.tensor(3.0)),
-        ("exp_avg/bias", numbers(301, key="mb")),
-        ("empty/bias", torch.zeros(0, 4)),
-        ("nan/bias", spoiled),
-    ]
-
-
-def shards_of(rank: int, size: int, entries: Sequence[Entry]) -> list[Shard]:
-    """Moments cut on blocks as evenly as it goes, what is small on the last rank, the rest on all."""
-    shards, everyone = [], tuple(range(size))
-    for place, (bare, x) in enumerate(entries):
-        name = (OPTIMIZER if "/" in bare else MODEL) + bare
-        num_blocks = math.ceil(x.numel() / BLOCK_ELEMENTS)
-        if "/" not in bare:
-            shards.append(Shard.whole(name, x, everyone, (place, "")))
-        elif num_blocks < 2:
-            shards += [Shard.whole(name, x, (size - 1,), (place, ""))] if rank == size - 1 else []
-        else:
-            edges = [i * num_blocks // size * BLOCK_ELEMENTS for i in range(size + 1)]
-            first, last = edges[rank], min(edges[rank + 1], x.numel())
-            if first < last:
-                flat = x.reshape(-1)[first:last]
-                shards.append(
-                    Shard(name, tuple(x.shape), x.dtype, first, last, (place, ""), None, flat, (rank,))
-                )
-    return shards
-
-
-def assert_hashed_as_one(mesh: Mesh) -> None:
-    group, entries = mesh.world.group, state()
-    own = list(owned(shards_of(group.rank, group.size, entries), group.rank))
-    shared = SharedHash(group)
-    assert shared.digests(own, 3) == state_digests(entries, 3)
-    for step in range(EVERY):
-        assert shared.samples(own, step, EVERY) == sampled_blocks(entries, step, EVERY)
-
-
-@world(1)
-def test_one_rank_has_the_hash_and_the_samples(mesh: Mesh) -> None:
-    assert_hashed_as_one(mesh)
-
-
-@world(4)
-def test_four_ranks_some_with_nothing_of_an_entry_have_the_hash_and_the_samples_of_one(mesh: Mesh) -> None:
-    assert_hashed_as_one(mesh)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_any_partition_has_the_hash_and_the_samples_of_the_whole(seed: int) -> None:
+    hashed(seed=seed)
 
 
 def test_a_block_that_all_hold_is_hashed_by_one_and_all_have_as_much_to_do() -> None:
@@ -89,19 +50,21 @@ def test_what_has_no_elements_is_owned_by_one() -> None:
     assert [len(list(owned(shards, rank))) for rank in range(3)] == [1, 0, 0]
 
 
-@world(2)
-def test_a_flipped_bit_of_any_rank_changes_the_hash_of_its_entry_alone(mesh: Mesh) -> None:
-    group, entries = mesh.world.group, state()
-    for culprit in range(group.size):
-        own = list(owned(shards_of(group.rank, group.size, entries), group.rank))
-        if group.rank == culprit:
-            (at,) = [i for i, shard in enumerate(own) if shard.name == "optimizer:exp_avg/weight"]
-            spoiled_piece = own[at].tensor.clone()
-            spoiled_piece.view(torch.int32)[5] ^= 1
-            own[at] = own[at]._replace(tensor=spoiled_piece)
-        (sound, before), (spoiled, after) = state_digests(entries, 3), SharedHash(group).digests(own, 3)
+@world(RANKS)
+def test_a_flipped_bit_of_any_rank_changes_the_hash_of_its_tensor_alone(mesh: Mesh) -> None:
+    x, other = numbers(90, 100, key="x"), numbers(9000, key="y")
+    sound, before = state_digests([("x", x), ("y", other)], 3)
+    columns = (25 * mesh.rank, 25 * mesh.rank + 25)
+    for culprit in range(RANKS):
+        mine = x[:, slice(*columns)].clone()
+        own = [Shard(f"{MODEL}x", (90, 100), x.dtype, 0, 2250, (0, ""), ((0, 90), columns), mine)]
+        if mesh.rank == 0:
+            own.append(Shard.whole(f"{MODEL}y", other, order=(1, "")))
+        if mesh.rank == culprit:
+            mine.view(torch.int32)[5, 7] ^= 1
+        spoiled, after = SharedHash(mesh.world.group).digests(own, 3)
         assert spoiled != sound
-        assert [name for name in before if before[name] != after[name]] == ["exp_avg/weight"]
+        assert [name for name in before if before[name] != after[name]] == ["x"]
 
 
 def piece(
