@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,20 +28,16 @@ from instep.ordered.stored import CODES
 
 MAX_LEVELS = 12  # of a state; each can take two of the JSON, and a manifest has room for 32
 MAX_SIZE = 1 << 18  # of one object, outside of tensors: values, and characters of text
-TENSOR, ARRAY, NUMBER, FLOAT = "$tensor", "$array", "$number", "$float"
+TENSOR, TUPLE, FLOAT = "$tensor", "$tuple", "$float"
 PLAIN = (str, int, bool, type(None))
-LISTS: dict[str, type[Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$Size": torch.Size}
 DICTS: dict[str, type[Any]] = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
-NAMES = {kind: name for name, kind in (LISTS | DICTS).items()}
-INTEGERS = (np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
-FLOATS = (np.float16, np.float32, np.float64, np.complex64, np.complex128)
-NUMBERS = {kind.__name__: np.dtype(kind) for kind in (np.bool_, *INTEGERS, *FLOATS)}
+NAMES = {kind: name for name, kind in DICTS.items()}
 
 
 def take_apart(name: str, state: object) -> tuple[Json, dict[str, Tensor]]:
     """The JSON and the tensors of ``state``, which the object registered as ``name`` has given.
 
-    Tensors are the live ones; arrays of numpy are copied.
+    Tensors are the live ones.
 
     Raises:
         ValueError: it has something that is neither data nor a tensor, by its path and type.
@@ -75,8 +70,6 @@ def tensors_of(body: Json) -> Iterator[tuple[str, str]]:
     elif isinstance(body, dict):
         if set(body) == {TENSOR} and _is_reference(body[TENSOR]):
             yield body[TENSOR][0], body[TENSOR][1]
-        elif set(body) == {ARRAY} and isinstance(body[ARRAY], str):
-            yield body[ARRAY], "cpu"
         else:
             yield from chain.from_iterable(map(tensors_of, body.values()))
 
@@ -106,26 +99,13 @@ class _Parts:
             return {FLOAT: str(value)}
         if kind is float or kind in PLAIN:
             return value
-        if kind is list or kind in LISTS.values():
+        if kind is list or kind is tuple:
             found = [self.take(each, f"{path}/{i}", level + 1) for i, each in enumerate(value)]
-            if isinstance(value, set | frozenset):
-                found.sort(key=repr)  # the order of a set is another in each process
-            return found if kind is list else {NAMES[kind]: found}
-        if kind in DICTS.values():
+            return found if kind is list else {TUPLE: found}
+        if kind in NAMES:
             return self._take_dict(value, path, level)
         if isinstance(value, Tensor):
             return {TENSOR: [self._keep(path, value), value.device.type]}
-        if isinstance(value, np.ndarray):
-            try:
-                copied = torch.from_numpy(np.array(value, copy=True, order="C", subok=False))
-            except TypeError as error:
-                raise ValueError(
-                    f"{path[:200]}: expected an array of numbers, got one of {value.dtype}: convert it in "
-                    "state_dict(), and back in load_state_dict()"
-                ) from error
-            return {ARRAY: self._keep(path, copied)}
-        if isinstance(value, np.generic) and value.dtype.name in NUMBERS:
-            return {NUMBER: [value.dtype.name, value.tobytes().hex()]}
         raise ValueError(
             f"{path[:200]}: expected data or a tensor in state_dict(), got {kind.__module__}."
             f"{kind.__qualname__}: leave it out of the state and make it anew in load_state_dict(), or give "
@@ -169,27 +149,15 @@ def _together(body: Json, tensors: Mapping[str, Tensor], level: int) -> Any:
     if len(body) > 1:
         raise ValueError(f"expected one key, got {len(body)}")
     ((kind, value),) = body.items()
-    if kind in LISTS or kind in DICTS:
-        inside = _together(value, tensors, level + 1)
-        if not isinstance(inside, list):
-            raise ValueError(f"expected a list for {kind}, got {type(inside).__name__}")
-        if kind in LISTS:
-            return LISTS[kind](inside)
-        return DICTS[kind](dict(zip(inside[::2], inside[1::2], strict=True)))
-    return _value(kind, value, tensors)
-
-
-def _value(kind: str, value: Json, tensors: Mapping[str, Tensor]) -> Any:
     if kind == FLOAT and value in ("inf", "-inf", "nan"):
         return float(value)
     if kind == TENSOR and _is_reference(value):
         return tensors[value[0]]
-    if kind == ARRAY and isinstance(value, str):
-        return tensors[value].cpu().numpy()
-    if kind == NUMBER and _is_reference(value) and value[0] in NUMBERS:
-        found = np.frombuffer(bytes.fromhex(value[1]), NUMBERS[value[0]])
-        if found.size == 1:
-            return found[0]
+    if (kind == TUPLE or kind in DICTS) and isinstance(value, list):
+        inside = _together(value, tensors, level + 1)
+        if kind == TUPLE:
+            return tuple(inside)
+        return DICTS[kind](dict(zip(inside[::2], inside[1::2], strict=True)))
     raise ValueError(f"expected a value as instep writes it, got {kind[:40]} of {repr(value)[:80]}")
 
 
