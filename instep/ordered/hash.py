@@ -146,43 +146,38 @@ class HashTable:
 
         Of tensors that are cut only the ``ranges`` of elements of the whole tensor get their values.
         """
-        mine = {x.name: x for x in own}
+        known = {x.name: x for x in own}
         if not self.cut:
-            return [mine[x.name] for x in self.hashed[group.rank]]
-        sent = []
-        for shards in self.hashed:
-            wanted = [(mine[x.name], ends) for x in self._wanted(shards, mine) for ends in ranges(x)]
-            parts = [as_bytes(x.part(*x.within(*ends)).tensor).cpu() for x, ends in wanted]
-            sent.append(torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts]))
-        found = {
-            x.name: torch.zeros(x.last - x.first, x.dtype.itemsize, dtype=torch.uint8, device="cpu")
-            for x in self._wanted(self.hashed[group.rank], self.cut)
-        }
-        pieces = [  # of each rank: which elements of the whole tensor come
-            [
-                (x, numbers(x.shape, source[x.name].box, *source[x.name].within(*ends)) - x.first)
-                for x in self._wanted(self.hashed[group.rank], source)
+            return [known[x.name] for x in self.hashed[group.rank]]
+        runs = [[x for x in shards if x.name in self.cut] for shards in self.hashed]
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        sent = [nothing]
+        for theirs in runs:
+            of = [(known[x.name], ends) for x in theirs if x.name in known for ends in ranges(x)]
+            parts = [as_bytes(x.part(*x.within(*ends)).tensor).cpu() for x, ends in of]
+            sent.append(torch.cat([nothing, *parts]))
+        come: list[tuple[Shard, Tensor]] = []  # runs, and which of their elements come, from rank to rank
+        lengths = []
+        for held in self._held:
+            its = {x.name: x for x in held}
+            of = [
+                (x, its[x.name].within(*ends))
+                for x in runs[group.rank]
+                if x.name in its
                 for ends in ranges(x)
             ]
-            for source in ({x.name: x for x in held} for held in self._held)
-        ]
-        lengths = [sum(len(at) * x.dtype.itemsize for x, at in own) for own in pieces]
+            lengths.append(sum((end - begin) * x.dtype.itemsize for x, (begin, end) in of))
+            come += [(x, numbers(x.shape, its[x.name].box, *ends) - x.first) for x, ends in of]
         out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        group.all_to_all(out, torch.cat(sent), lengths, [len(part) for part in sent], CUT_BLOCKS)
-        begin = 0
-        for x, at in (piece for own in pieces for piece in own):
-            end = begin + len(at) * x.dtype.itemsize
-            found[x.name][at] = out[begin:end].view(-1, x.dtype.itemsize)
-            begin = end
-        return [
-            x._replace(tensor=found[x.name].view(-1).view(x.dtype)) if x.name in self.cut else mine[x.name]
-            for x in self.hashed[group.rank]
-        ]
-
-    def _wanted(self, shards: Iterable[Shard], names: Iterable[str]) -> list[Shard]:
-        """Those of ``shards`` that are cut and among ``names``."""
-        known = self.cut.intersection(names)
-        return [x for x in shards if x.name in known]
+        group.all_to_all(out, torch.cat(sent), lengths, [len(part) for part in sent[1:]], CUT_BLOCKS)
+        for x in runs[group.rank]:
+            values = torch.zeros(x.last - x.first, dtype=x.dtype, device="cpu")
+            known[x.name] = x._replace(tensor=values)
+        parts = list(out.split([len(at) * x.dtype.itemsize for x, at in come]))
+        for (x, at), data in zip(come, parts, strict=True):
+            width = x.dtype.itemsize  # bytes, because not all dtypes can be indexed
+            known[x.name].tensor.view(torch.uint8).view(-1, width)[at] = data.view(-1, width)
+        return [known[x.name] for x in self.hashed[group.rank]]
 
     def digests(self, told: Sequence[bytes], step: int) -> tuple[str, dict[str, str]]:
         """``state_digests`` of the state, from the ``own_digests`` of each rank."""

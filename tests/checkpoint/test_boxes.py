@@ -57,7 +57,7 @@ def saved_and_loaded(mesh: Mesh, seed: int, directory: Path) -> None:
     assert {n: bits(x) for n, x in whole.items()} == {n: bits(x) for n, x in named.items()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_what_was_saved_in_one_partition_is_loaded_in_another(seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -31,7 +31,7 @@ def hashed(mesh: Mesh, seed: int) -> None:
             assert shared.samples(own, turn, 3) == sampled_blocks(entries(tensors), turn, 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_any_partition_has_the_hash_and_the_samples_of_the_whole(seed: int) -> None:
     hashed(seed=seed)
