@@ -112,13 +112,14 @@ class MemoryReader:
 
 @dataclass(frozen=True)
 class LiveReader:
-    """Whole tensors as a place of elements (``Reader``), for a rank that asks only for its own part."""
+    """Whole tensors as a place of elements (``Reader``), for a rank that asks only for its own flat part."""
 
     shards: Mapping[str, Shard]
 
     def read_into(self, name: str, first: int, out: Tensor) -> None:
         """As ``Reader``."""
         there = self.shards[name]
+        assert there.box is None  # or elements of the whole tensor would be taken for those of the box
         out.copy_(elements(there.tensor, first - there.first, first - there.first + out.numel()))
 
 
