@@ -42,11 +42,6 @@ class Contents:
     ties: dict[str, str]
 
 
-def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Shape and dtype of each tensor, as :func:`read` expects them."""
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-
-
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write ``tensors`` to the new file ``path``; OSError with the path if the system refuses."""
     require_writable(tensors)

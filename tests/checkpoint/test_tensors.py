@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from instep.checkpoint.load import read_tensors
 from instep.checkpoint.save import MODEL_FILE
-from instep.checkpoint.tensors import MAX_HEADER_BYTES, Layout, contents, layout_of, write
+from instep.checkpoint.tensors import MAX_HEADER_BYTES, Layout, contents, write
 from instep.errors import CheckpointRejected
 from instep.ordered.stored import DTYPES
-from tests.checkpoint.states import all_bits, bits, vouch
+from tests.checkpoint.states import all_bits, bits, layout_of, vouch
 
 
 def trip(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
